@@ -1,0 +1,41 @@
+# The two commands of the README: `make demo` and `make test`. Both make .venv first, from requirements.lock.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow test-gpu lint bench clean
+
+demo: $(INSTALLED)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	@$(BIN)/python -m pytest -m slow
+
+test-gpu: $(INSTALLED)
+	@$(BIN)/python -m pytest -m gpu
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@$(BIN)/python benchmarks/loader.py
+	@$(BIN)/python benchmarks/events.py
+
+# Reinstalls only when the lock or the package's own description changes.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Headway needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,89 @@
+"""How an attempt ended, in one sentence: who failed, of what, and what to try."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from headway.agent.zygote import last_lines
+from headway.track import RunFolder, read_record, record_path
+
+__all__ = ["Outcome", "explain_exit", "out_of_memory_kills"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an attempt."""
+
+    STOPPED_CODE: ClassVar[int] = 75
+    """A worker's exit status when it saved and stopped because it was asked to."""
+
+    state: Literal["finished", "stopped", "failed"]
+    reason: str
+    hint: str | None
+
+    @property
+    def exit_status(self) -> int:
+        """What the command exits with: 75 says that the run is worth resuming."""
+        return {"finished": 0, "stopped": 75, "failed": 1}[self.state]
+
+
+def explain_exit(
+    run: RunFolder,
+    attempt: int,
+    codes: Mapping[int, int],
+    first_failure: tuple[int, int] | None,
+    stops_asked: int,
+    *,
+    killed_for_memory: bool = False,
+) -> Outcome:
+    """What the workers' exit codes, their last events and their logs say together."""
+    if first_failure is None:
+        if Outcome.STOPPED_CODE in codes.values():
+            return Outcome("stopped", "stopped on request, state saved", f"headway resume {run.path.name}")
+        return Outcome("finished", "all steps done", None)
+    if stops_asked >= 2:
+        return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.path.name}")
+    rank, code = first_failure
+    for teller in (
+        rank,
+        *sorted(codes),
+    ):  # when all stop together, the one to blame may not be the first to go
+        told = _told_error(record_path(run.events, attempt, f"rank-{teller}"))
+        if told is None:
+            break
+        if told["type"] != "PeerFailed":
+            hint = told["hint"] or f"headway logs {run.path.name} --rank {teller} shows all of its log"
+            return Outcome("failed", f"worker {teller} failed: {told['message']}", hint)
+    log = run.logs / f"{attempt:04d}-rank-{rank}.log"
+    if code == -signal.SIGKILL and killed_for_memory:
+        return Outcome(
+            "failed",
+            f"worker {rank} was killed by the kernel: the machine ran out of memory",
+            "lower train.microbatch, or set train.checkpoint_activations=true",
+        )
+    how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with status {code}"
+    return Outcome(
+        "failed",
+        f"worker {rank} {how}; the end of its log: {last_lines(log, 3)}",
+        f"headway logs {run.path.name} --rank {rank} shows all of it; headway resume {run.path.name} goes on",
+    )
+
+
+def out_of_memory_kills() -> int:
+    """How often the kernel has killed for memory since it started; 0 where it does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def _told_error(events: Path) -> dict[str, Any] | None:
+    """The error a worker recorded before it went, if it could."""
+    if not events.exists():
+        return None
+    return next((event for event in reversed(read_record(events).events) if event["kind"] == "error"), None)

@@ -1,0 +1,211 @@
+"""Everything that is decided, checked and written down before the first process starts.
+
+`new_run` and `resume_run` either return an Attempt that is ready to be supervised or raise with nothing changed:
+data, model, devices and batch are checked before a run folder is made or touched.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from headway.agent.supervise import Attempt
+from headway.data import check_version, open_dataset, split_dataset
+from headway.errors import ModelError, RecipeError, RunError, StateError
+from headway.hardware import Devices, devices
+from headway.recipe import FaultPlan, Model, Recipe, check_resumable, with_settings
+from headway.recipe.huggingface import read_model
+from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
+from headway.track.files import write_json
+from headway.track import RunFolder, create_run, find_run, holder, next_attempt, parse_ref, read_run
+
+__all__ = ["new_run", "resolve", "resume_run"]
+
+FAULTS_VARIABLE = "HEADWAY_FAULTS"
+VOCABULARY_MULTIPLE = 64
+
+
+def new_run(
+    recipe: Recipe,
+    root: Path,
+    *,
+    name: str | None = None,
+    workers: int | None = None,
+    origin: str | None = None,
+) -> Attempt:
+    """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state."""
+    recipe = resolve(recipe, root)
+    found = devices(recipe.train.device)
+    count = workers or default_workers(found)
+    check_workers(recipe, count, found)
+    checkpoint = checkpoint_of(root, origin) if origin else None
+    if checkpoint is not None:
+        check_same_shape(recipe, checkpoint)
+
+    run = create_run(root, recipe.name, name)
+    try:
+        write_json(run.recipe_file, recipe.model_dump())
+        shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.path / "tokenizer.json")
+    except OSError:
+        shutil.rmtree(run.path)
+        raise
+    return attempt_of(run, 1, count, found, checkpoint)
+
+
+def resume_run(run: RunFolder, settings: list[str], root: Path, *, workers: int | None = None) -> Attempt:
+    """The attempt that continues a run from its newest checkpoint, with the settings that may change."""
+    pid = holder(run)
+    if pid is not None:
+        raise RunError(
+            f"run {run.path.name} is in use by process {pid}",
+            hint=f"headway stop {run.path.name} ends it; headway runs shows what is running",
+        )
+    old = Recipe.model_validate_json(run.recipe_file.read_bytes())
+    new = resolve(with_settings(old, settings), root)
+    changed = check_resumable(old, new)
+    events = [event for record in read_run(run) for event in record.events]
+    checkpoint = newest_checkpoint(run, events)
+    step = open_checkpoint(checkpoint).manifest.step if checkpoint else 0
+    if step >= new.train.steps:
+        raise RunError(
+            f"run {run.path.name} has done all of its {step} steps",
+            hint=f"headway resume {run.path.name} --set train.steps={2 * step} trains on",
+        )
+    starts = [event for event in events if event["kind"] == "attempt"]
+    found = devices(new.train.device)
+    count = workers or (starts[-1]["workers"] if starts else default_workers(found))
+    check_workers(new, count, found)
+    if changed:
+        write_json(run.recipe_file, new.model_dump())
+    return attempt_of(
+        run, next_attempt(run), count, found, checkpoint, {key: list(pair) for key, pair in changed.items()}
+    )
+
+
+def attempt_of(
+    run: RunFolder,
+    number: int,
+    workers: int,
+    found: Devices,
+    checkpoint: Path | None,
+    recipe_changes: dict[str, Any] | None = None,
+) -> Attempt:
+    """Put an attempt together; threads are shared out so that workers do not fight over cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Attempt(
+        run=run.path,
+        number=number,
+        workers=workers,
+        device=found.kind,
+        threads=max(1, cores // workers),
+        checkpoint=checkpoint,
+        from_step=open_checkpoint(checkpoint).manifest.step if checkpoint else 0,
+        recipe_changes=recipe_changes or {},
+        faults=FaultPlan.model_validate_json(os.environ.get(FAULTS_VARIABLE, "{}")),
+    )
+
+
+def resolve(recipe: Recipe, root: Path) -> Recipe:
+    """Fill in what only the disk knows: the model's shape and vocabulary; check the data against the recipe."""
+    path = Path(recipe.data.path).resolve()
+    dataset = open_dataset(path)
+    check_version(dataset, recipe.data.version)
+    split_dataset(dataset, recipe.data.seq, recipe.data.holdout)  # raises when no window fits
+    model = resolve_model(recipe.model, root)
+    vocabulary = dataset.manifest.vocab_size
+    if model.vocab_size is None:
+        rounded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        model = model.model_copy(update={"vocab_size": rounded})
+    elif model.vocab_size < vocabulary:
+        raise RecipeError(
+            f"model.vocab_size is {model.vocab_size}, but {recipe.data.path} was built with {vocabulary} tokens",
+            hint="leave model.vocab_size out, or build the data with the model's own tokenizer",
+        )
+    data = recipe.data.model_copy(update={"path": str(path)})
+    return recipe.model_copy(update={"data": data, "model": model})
+
+
+def resolve_model(model: Model, root: Path) -> Model:
+    """A model that starts from a folder or a run takes that one's shape."""
+    if model.init is None:
+        return model
+    folder = Path(model.init)
+    if (folder / "manifest.json").exists():  # a checkpoint, resolved before
+        return model
+    if folder.is_dir():
+        shape, init = read_model(folder), folder.resolve()
+    else:
+        try:
+            init = checkpoint_of(root, model.init)
+        except RunError as error:
+            raise ModelError(
+                f"model.init = {model.init!r} is neither a folder nor a run", hint=error.hint or error.message
+            ) from None
+        shape = recipe_of_checkpoint(init).model
+    return shape.model_copy(update={"init": str(init), "init_std": model.init_std})
+
+
+def checkpoint_of(root: Path, ref: str) -> Path:
+    """The checkpoint that RUN or RUN@STEP means."""
+    name, step = parse_ref(ref)
+    return find_checkpoint(find_run(root, name).checkpoints, step)
+
+
+def recipe_of_checkpoint(checkpoint: Path) -> Recipe:
+    """The recipe of the run that a checkpoint lies in."""
+    return Recipe.model_validate_json(RunFolder(checkpoint.parent.parent).recipe_file.read_bytes())
+
+
+def check_same_shape(recipe: Recipe, checkpoint: Path) -> None:
+    """A run that goes on from another's state must have its shape; named here, before anything is started."""
+    source, wanted = recipe_of_checkpoint(checkpoint).model.model_dump(), recipe.model.model_dump()
+    for key in source:
+        if key not in ("init", "init_std") and source[key] != wanted[key]:
+            raise StateError(
+                f"--from: model.{key} is {source[key]} in the checkpoint and {wanted[key]} in the recipe",
+                hint="only a model of the same shape can go on from it",
+            )
+
+
+def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]]) -> Path | None:
+    """The newest checkpoint; None if none was ever written; an error if some were and are gone."""
+    entries = list_checkpoints(run.checkpoints)
+    if entries:
+        return entries[-1].path
+    written = [event["step"] for event in events if event["kind"] == "checkpoint"]
+    started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
+    if written:
+        raise StateError(
+            f"run {run.path.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
+            hint="put the folder back, or start a new run of the same recipe",
+        )
+    if any(started_from):
+        raise StateError(
+            f"run {run.path.name} began from another run's step {started_from[0]} and saved nothing of its own",
+            hint="start it again with headway train --from",
+        )
+    return None
+
+
+def default_workers(found: Devices) -> int:
+    """One a GPU; on a CPU one, which then uses all cores."""
+    return found.count if found.kind == "cuda" else 1
+
+
+def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
+    """The batch must share out evenly, and every worker needs a device."""
+    batch = recipe.train.batch
+    if workers < 1:
+        raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more")
+    if found.kind == "cuda" and workers > found.count:
+        raise RunError(
+            f"{workers} workers, but there are {found.count} GPUs ({found.name})",
+            hint=f"--workers {found.count}, or --set train.device=cpu",
+        )
+    if batch % workers:
+        below, above = batch - batch % workers, batch - batch % workers + workers
+        nearest = " or ".join(str(value) for value in (below, above) if value > 0)
+        raise RecipeError(
+            f"train.batch is {batch} sequences, which {workers} workers cannot share evenly",
+            hint=f"--set train.batch={nearest}, or another number of workers",
+        )

@@ -1,0 +1,229 @@
+"""`headway data`: build a data set from text, show what is in one, check that it is whole."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from headway.data import Built, Dataset, Progress
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Build, show and verify data sets.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
+
+
+@app.command("build")
+def build_command(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCES...", help="Files or quoted globs; ** works.")],
+    vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 4096,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json, or folder holding one.")] = None,
+    end_of_text: Annotated[str | None, typer.Option(help="Name of that tokenizer's end-of-text token.")] = None,
+    special_tokens: Annotated[bool, typer.Option(help="Read its special tokens from the text.")] = False,
+    format: Annotated[
+        Literal["auto", "text", "jsonl"], typer.Option(help="What the files are; auto goes by their names.")
+    ] = "auto",
+    text_field: Annotated[str, typer.Option(help="JSONL field to train on.")] = "text",
+    prompt_field: Annotated[str | None, typer.Option(help="JSONL field before it, not trained on.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Glob of files to leave out; repeatable.")] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard.")] = 100_000_000,
+    threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads; by default all cores.")] = None,
+    errors: Annotated[
+        Literal["strict", "replace", "skip"], typer.Option(help="What to do with what cannot be read.")
+    ] = "strict",
+    force: Annotated[bool, typer.Option("--force", help="Replace a data set of another version.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Build the data set OUT from text or JSONL files, plain or gzip."""
+    if threads is not None:
+        from headway.data.tokenizer import limit_threads
+
+        limit_threads(threads)
+    from headway.data import BuildOptions, Reading, build
+
+    options = BuildOptions(
+        exclude=tuple(exclude or ()),
+        reading=Reading(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors),
+        tokenizer=tokenizer,
+        end_of_text=end_of_text,
+        special_tokens=special_tokens,
+        vocab_size=vocab_size,
+        shard_tokens=shard_tokens,
+    )
+    with _progress() as progress:
+        built = build(out, sources, options, force=force, progress=progress, on_skip=_say_skipped)
+    if as_json:
+        _print_json({**_facts(built.path, built.manifest), **_build_facts(built)})
+        return
+    _print_facts(built.path, built.manifest)
+    print(f"sources    {_count(built.sources, 'file')}, {_size(built.source_bytes)}")
+    if built.skipped:
+        print(f"skipped    {built.skipped:,} files or lines that cannot be read")
+    if not built.changed:
+        print("unchanged  this version was there already")
+    print(f"\nnext: headway train RECIPE --set data.path={out}")
+
+
+@app.command("show")
+def show_command(
+    path: DataPath,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Print counts and the beginnings of a few documents."""
+    from headway.data import open_dataset
+
+    dataset = open_dataset(path)
+    shown = list(_samples(dataset, samples))
+    if as_json:
+        _print_json({**_facts(path, dataset.manifest), "samples": shown})
+        return
+    _print_facts(path, dataset.manifest)
+    for sample in shown:
+        print(f"\ndocument {sample['document']:,} ({sample['tokens']:,} tokens)")
+        if sample["prompt"]:
+            _print_text("prompt", sample["prompt"])
+        _print_text("text" if sample["prompt"] else "", sample["text"])
+    print(f"\nnext: headway train RECIPE --set data.path={path}")
+
+
+@app.command("verify")
+def verify_command(path: DataPath, as_json: Json = False) -> None:
+    """Hash every file of a data set and compare with its manifest."""
+    from headway.data import verify
+
+    manifest = verify(path).manifest
+    if as_json:
+        _print_json({**_facts(path, manifest), "verified": True})
+        return
+    _print_facts(path, manifest)
+    print(f"verified   {_count(len(manifest.all_files()), 'file')}, all as the manifest says")
+    print(f"\nnext: headway data show {path}")
+
+
+def _facts(path: Path, manifest: Any) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "version": manifest.version,
+        "tokens": manifest.tokens,
+        "documents": manifest.documents,
+        "prompt_tokens": manifest.prompt_tokens,
+        "vocab_size": manifest.vocab_size,
+        "end_of_text": manifest.end_of_text,
+        "dtype": manifest.dtype,
+        "shards": len(manifest.shards()),
+        "bytes": sum(file.bytes for file in manifest.all_files()),
+    }
+
+
+def _build_facts(built: "Built") -> dict[str, Any]:
+    return {
+        "sources": built.sources,
+        "source_bytes": built.source_bytes,
+        "skipped": built.skipped,
+        "changed": built.changed,
+    }
+
+
+def _print_facts(path: Path, manifest: Any) -> None:
+    facts = _facts(path, manifest)
+    mean = facts["tokens"] / facts["documents"]
+    print(f"data set   {path}")
+    print(f"version    {facts['version']}")
+    print(f"tokens     {facts['tokens']:,} in {_count(facts['shards'], 'shard')}, {_size(facts['bytes'])}")
+    print(f"documents  {facts['documents']:,}, {mean:,.0f} tokens each on average")
+    if facts["prompt_tokens"]:
+        print(f"prompts    {facts['prompt_tokens']:,} tokens, not trained on")
+    print(f"vocabulary {facts['vocab_size']:,} ({facts['dtype']}), end of text is {facts['end_of_text']}")
+
+
+def _samples(dataset: "Dataset", count: int) -> Iterator[dict[str, Any]]:
+    """The beginnings of documents spread evenly over the data set."""
+    total = dataset.manifest.documents
+    tokenizer = dataset.tokenizer()
+    for number in sorted({index * total // max(count, 1) for index in range(count)}):
+        document = dataset.document(number)
+        body = document.ids[document.prompt : document.prompt + 64]
+        yield {
+            "document": number,
+            "tokens": len(document.ids),
+            "prompt_tokens": document.prompt,
+            "prompt": tokenizer.decode(document.ids[: min(document.prompt, 64)]),
+            "text": tokenizer.decode(body),
+        }
+
+
+def _print_text(label: str, text: str) -> None:
+    """A few lines of a document, indented and cut at 80 columns, with control characters made visible."""
+    lines = text.splitlines()[:6]
+    for index, line in enumerate(lines):
+        plain = "".join(c if c.isprintable() else "\\t" if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+        mark = f"{label}: " if label and index == 0 else ""
+        print(f"  {mark}{plain}"[:80].rstrip())
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _say_skipped(sentence: str) -> None:
+    print(f"skipped: {sentence}", file=sys.stderr)
+
+
+_STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[["Progress"], None]]:
+    """A bar on a terminal, else a line now and then; on stderr either way."""
+    if not sys.stderr.isatty():
+        yield _plain_progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description:22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def draw(now: "Progress") -> None:
+            if now.stage not in tasks:
+                tasks[now.stage] = bars.add_task(_STAGES[now.stage], total=now.total_bytes)
+            bars.update(tasks[now.stage], completed=now.done_bytes)
+
+        yield draw
+
+
+def _plain_progress(every_s: float = 5.0) -> Callable[["Progress"], None]:
+    said: dict[str, float] = {}
+
+    def say(now: "Progress") -> None:
+        due = now.stage not in said or time.monotonic() - said[now.stage] >= every_s
+        if due:
+            said[now.stage] = time.monotonic()
+            share = now.done_bytes / max(now.total_bytes, 1)
+            print(f"{_STAGES[now.stage]}: {share:.0%} of {_size(now.total_bytes)}", file=sys.stderr)
+
+    return say

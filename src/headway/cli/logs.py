@@ -1,0 +1,96 @@
+"""`headway logs RUN`: what the processes of a run printed."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.options import Json, Run, Runs
+
+if TYPE_CHECKING:
+    from headway.track import RunFolder
+
+__all__ = ["logs"]
+
+_POLL_S = 0.25
+
+
+def logs(
+    run: Run,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this worker's.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="Of this attempt (default: the last).")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the run ends.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Print what a run's processes printed. With --json one object a line: file, line."""
+    from headway.errors import RunError
+    from headway.track import find_run, runs_root
+
+    folder = find_run(runs_root(runs), run)
+    files = _files(folder, rank, attempt)
+    if not files and not follow:
+        there = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
+        raise RunError(f"run {folder.name} has no such log", hint=f"there are: {there}")
+    show = _printer(json, headings=rank is None)
+    for name, line in _lines(folder, rank, attempt, follow):
+        show(name, line)
+
+
+def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
+    """The logs asked for: of the attempt named, else of the last that has any."""
+    process = "*" if rank is None else f"rank-{rank}"
+    paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
+    wanted = attempt or max((_attempt(path) for path in paths), default=0)
+    return sorted(path for path in paths if _attempt(path) == wanted)
+
+
+def _attempt(path: Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool) -> Iterator[tuple[str, str]]:
+    """Each file's name and lines; when following, new ones as they come until nobody holds the run."""
+    from headway.track import holder
+
+    offsets: dict[Path, int] = {}
+    while True:
+        alive = follow and holder(run) is not None  # asked before reading, so that the last words are not missed
+        for path in _files(run, rank, attempt):
+            data = _read_from(path, offsets.get(path, 0))
+            whole = data.rfind(b"\n") + 1 if alive else len(data)
+            offsets[path] = offsets.get(path, 0) + whole
+            for line in data[:whole].splitlines():
+                yield path.name, line.decode(errors="replace")
+        if not alive:
+            return
+        time.sleep(_POLL_S)
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read()
+
+
+def _printer(json: bool, headings: bool) -> Callable[[str, str], None]:
+    """Print lines as JSON objects, or plain with a heading wherever the file changes."""
+    from pydantic_core import to_json
+
+    last = ""
+
+    def show(name: str, line: str) -> None:
+        nonlocal last
+        if json:
+            print(to_json({"file": name, "line": line}).decode(), flush=True)
+            return
+        if headings and name != last:
+            print(f"== {name}", flush=True)
+            last = name
+        print(line, flush=True)
+
+    return show

@@ -1,0 +1,83 @@
+"""`headway`: puts the verbs together, and turns errors into a sentence, a hint and an exit status."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from headway import __version__
+from headway.cli import (
+    checkpoint,
+    data,
+    diff,
+    logs,
+    metrics,
+    recipe,
+    report,
+    resume,
+    runs,
+    sample,
+    stop,
+    train,
+)
+from headway.errors import HeadwayError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="headway",
+    help="Trains foundation models and accounts for every GPU-second.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.command()(train.train)
+app.command()(resume.resume)
+app.command()(stop.stop)
+app.command()(runs.runs)
+app.command()(report.report)
+app.command()(metrics.metrics)
+app.command()(logs.logs)
+app.command()(diff.diff)
+app.command()(sample.sample)
+app.add_typer(recipe.app, name="recipe")
+app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Trains foundation models and accounts for every GPU-second."""
+
+
+def main() -> None:
+    """Run one command; exit 0 done, 1 failed, 2 usage, 75 stopped early and worth resuming."""
+    try:
+        app()
+    except HeadwayError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint:  {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Options that mean the same on every verb."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Json", "Run", "Runs", "Settings", "Workers"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, a unique prefix of it, or `last`.")]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Where runs live (default $HEADWAY_RUNS, else ./runs)."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the recipe; repeatable."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", help="Processes to train with (default: one a GPU; one on CPU)."),
+]

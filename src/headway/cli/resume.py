@@ -1,0 +1,27 @@
+"""`headway resume`: a run goes on from its newest checkpoint."""
+
+from typing import Annotated
+
+import typer
+
+from headway.cli.options import Json, Run, Runs, Settings, Workers
+
+__all__ = ["resume"]
+
+
+def resume(
+    run: Run,
+    workers: Workers = None,
+    runs: Runs = None,
+    settings: Settings = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")] = False,
+    json: Json = False,
+) -> None:
+    """Go on with a run that was stopped, killed or failed; some settings may change, the rest is refused."""
+    from headway.agent import resume_run
+    from headway.cli.launch import launch
+    from headway.track import find_run, runs_root
+
+    root = runs_root(runs)
+    folder = find_run(root, run)
+    launch(resume_run(folder, settings or [], root, workers=workers), detach=detach, json=json)

@@ -1,0 +1,48 @@
+"""`headway runs`: what runs there are and how each stands."""
+
+import time
+from typing import TYPE_CHECKING
+
+from headway.cli.options import Json, Runs
+
+if TYPE_CHECKING:
+    from headway.track import RunSummary
+
+__all__ = ["runs"]
+
+
+def runs(runs: Runs = None, json: Json = False) -> None:
+    """List the runs, the most recently active first."""
+    from dataclasses import asdict
+
+    from headway.cli.text import print_json
+    from headway.track import list_runs, runs_root, summarize
+
+    root = runs_root(runs)
+    found = [summarize(run) for run in list_runs(root)]
+    if json:
+        print_json([asdict(summary) for summary in found])
+    elif not found:
+        print(f"no runs in {root}")
+        print("next: headway train RECIPE")
+    else:
+        print("\n".join(_table(found)))
+        print("next: headway report last")
+
+
+def _table(found: "list[RunSummary]") -> list[str]:
+    width = max(len("run"), *(len(summary.name) for summary in found))
+    head = f"{'run':{width}}  {'state':11}  {'step':>9}  {'loss':>7}  {'on':>6}  {'started':11}  {'took':>8}"
+    return [head, *(_row(summary, width) for summary in found)]
+
+
+def _row(summary: "RunSummary", width: int) -> str:
+    from headway.cli.text import duration
+
+    total = "" if summary.total_steps is None else f"/{summary.total_steps}"
+    loss = "-" if summary.loss is None else f"{summary.loss:.4f}"
+    on = "-" if summary.workers is None else f"{summary.workers} {summary.device}"
+    started = "-" if summary.started is None else time.strftime("%m-%d %H:%M", time.localtime(summary.started))
+    took = duration(summary.seconds)
+    name = f"{summary.name:{width}}  {summary.state:11}"
+    return f"{name}  {f'{summary.step}{total}':>9}  {loss:>7}  {on:>6}  {started:11}  {took:>8}"

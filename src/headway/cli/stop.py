@@ -1,0 +1,47 @@
+"""`headway stop`: a running run saves and ends."""
+
+import os
+import signal
+import time
+from typing import Annotated
+
+import typer
+
+from headway.cli.options import Json, Run, Runs
+
+__all__ = ["stop"]
+
+
+def stop(
+    run: Run,
+    runs: Runs = None,
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without saving.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="How long to wait for its end.")] = 120.0,
+    json: Json = False,
+) -> None:
+    """Have a run save its state and end; headway resume goes on with it."""
+    from headway.cli.text import print_json
+    from headway.errors import RunError
+    from headway.track import find_run, holder, runs_root, summarize
+
+    folder = find_run(runs_root(runs), run)
+    pid = holder(folder)
+    if pid is None:
+        raise RunError(f"run {folder.path.name} is not running", hint="headway runs shows what is")
+    for _ in range(2 if now else 1):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+    deadline = time.monotonic() + timeout_s
+    while holder(folder) == pid:
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"run {folder.path.name} has not ended within {timeout_s:g} s",
+                hint=f"headway stop {folder.path.name} --now ends it without saving",
+            )
+        time.sleep(0.05)
+    summary = summarize(folder)
+    if json:
+        print_json({"run": folder.path.name, "state": summary.state, "step": summary.step})
+    else:
+        print(f"{folder.path.name}: {summary.state} at step {summary.step}")
+        print(f"next: headway resume {folder.path.name}")

@@ -1,0 +1,218 @@
+"""What training looks like while it runs: a live panel on a terminal, plain lines elsewhere.
+
+Both read what the first worker records; nothing asks the workers.
+"""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from headway.agent import Attempt
+from headway.cli.text import count, duration
+from headway.track import Tail, record_path
+
+__all__ = ["LivePanel", "PlainLines", "Standing", "open_view"]
+
+PLAIN_EVERY_S = 5.0
+SPEED_OVER_STEPS = 20
+ACCOUNTS = {
+    "startup": "start-up",
+    "restore": "start-up",
+    "compile": "compile",
+    "checkpoint": "checkpoint stall",
+    "evaluation": "evaluation",
+}
+
+
+@dataclass
+class Standing:
+    """How a run stands, from its first worker's events so far."""
+
+    workers: int = 1
+    facts: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    eval_loss: float | None = None
+    losses_ns: dict[str, int] = field(default_factory=dict)
+    recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
+    _open: dict[str, int] = field(default_factory=dict)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Learn from one event."""
+        match event["kind"]:
+            case "facts":
+                self.facts = event
+            case "step":
+                self.last = event
+                self.recent.append((event["t"], event["tokens"]))
+                self._lose("data stall", event["data"])
+            case "eval":
+                self.eval_loss = event["loss"]
+            case "begin":
+                self._open[event["name"]] = event["t"]
+            case "end-span" if event["name"] in self._open:
+                account = ACCOUNTS.get(event["name"])
+                if account:
+                    self._lose(account, event["t"] - self._open.pop(event["name"]))
+
+    def _lose(self, account: str, ns: int) -> None:
+        self.losses_ns[account] = self.losses_ns.get(account, 0) + ns
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.last.get("step", 0))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps in all."""
+        return int(self.facts.get("total_steps", 0))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the last few steps."""
+        if len(self.recent) < 2:
+            return None
+        (first, _), (last, _) = self.recent[0], self.recent[-1]
+        return sum(tokens for _, tokens in list(self.recent)[1:]) * 1e9 / max(1, last - first)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs a second over all workers' peak."""
+        peak, speed = self.facts.get("peak_flops"), self.tokens_per_s
+        if not peak or speed is None:
+            return None
+        return float(speed * self.facts["flops_per_token"] / (peak * self.workers))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the present speed."""
+        speed = self.tokens_per_s
+        if not speed:
+            return None
+        return float((self.total_steps - self.step) * self.facts["tokens_per_step"] / speed)
+
+    @property
+    def largest_loss(self) -> tuple[str, float] | None:
+        """The account that has cost the first worker most, in seconds."""
+        if not self.losses_ns:
+            return None
+        account = max(self.losses_ns, key=lambda name: self.losses_ns[name])
+        return account, self.losses_ns[account] / 1e9
+
+    def numbers(self) -> str:
+        """Loss, speed and the like on one line."""
+        parts = []
+        for key, form in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.2f}"), ("lr", "lr {:.2e}")):
+            if key in self.last:
+                value = self.last[key]
+                parts.append(f"{key} not finite" if value is None else form.format(value))
+        if self.eval_loss is not None:
+            parts.append(f"eval {self.eval_loss:.4f}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{count(self.tokens_per_s)} tokens/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.0%}")
+        return "  ".join(parts)
+
+
+class PlainLines:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, standing: Standing, tail: Tail, title: str) -> None:
+        self._standing, self._tail = standing, tail
+        self._printed_step = 0
+        self._last_print = time.monotonic()
+        self._stops = 0
+        print(title, file=sys.stderr)
+
+    def tick(self, stops_asked: int) -> None:
+        """Print if it is time."""
+        for event in self._tail.poll():
+            self._standing.take(event)
+        if stops_asked != self._stops:
+            self._stops = stops_asked
+            print(stopping_line(stops_asked), file=sys.stderr)
+        now = time.monotonic()
+        if now - self._last_print >= PLAIN_EVERY_S:
+            self._last_print = now
+            self.line()
+
+    def line(self) -> None:
+        """Print where the run stands, if it has moved."""
+        standing = self._standing
+        if standing.step == self._printed_step:
+            return
+        self._printed_step = standing.step
+        left = standing.seconds_left
+        eta = f"  ETA {duration(left)}" if left else ""
+        print(f"step {standing.step}/{standing.total_steps}  {standing.numbers()}{eta}", file=sys.stderr)
+
+
+class LivePanel:
+    """A few lines that redraw themselves."""
+
+    def __init__(self, standing: Standing, tail: Tail, title: str, live: Live) -> None:
+        self._standing, self._tail, self._title, self._live = standing, tail, title, live
+
+    def tick(self, stops_asked: int) -> None:
+        """Redraw."""
+        for event in self._tail.poll():
+            self._standing.take(event)
+        self._live.update(self._draw(stops_asked), refresh=True)
+
+    def _draw(self, stops_asked: int) -> Group:
+        standing = self._standing
+        lines: list[Any] = [Text(self._title, style="bold")]
+        if standing.step == 0:
+            lines.append(Text("starting: importing torch, building the model", style="dim"))
+        else:
+            left = standing.seconds_left
+            row = Table.grid(padding=(0, 1))
+            row.add_row(
+                f"step {standing.step}/{standing.total_steps}",
+                ProgressBar(total=standing.total_steps, completed=standing.step, width=30),
+                f"{standing.step / max(1, standing.total_steps):.0%}",
+                f"ETA {duration(left)}" if left is not None else "",
+            )
+            lines += [row, Text(standing.numbers())]
+        if standing.largest_loss:
+            account, seconds = standing.largest_loss
+            lines.append(Text(f"largest loss of time: {account} {seconds:.1f} s", style="dim"))
+        if stops_asked:
+            lines.append(Text(stopping_line(stops_asked), style="yellow"))
+        return Group(*lines)
+
+
+def stopping_line(stops_asked: int) -> str:
+    """What happens now that a stop was asked for."""
+    if stops_asked == 1:
+        return "stopping: saving at the end of this step (Ctrl-C again stops at once)"
+    return "stopping at once"
+
+
+@contextlib.contextmanager
+def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]:
+    """The view that fits where standard error goes."""
+    tail = Tail(record_path(attempt.folder.events, attempt.number, "rank-0"))
+    workers = f"{attempt.workers} worker{'s' if attempt.workers > 1 else ''} on {attempt.device}"
+    again = f", attempt {attempt.number} from step {attempt.from_step}" if attempt.number > 1 else ""
+    title = f"{attempt.run.name}  {workers}{again}"
+    standing = Standing(workers=attempt.workers)
+    console = Console(stderr=True)
+    if console.is_terminal and not quiet:
+        with Live(console=console, auto_refresh=False) as live:
+            yield LivePanel(standing, tail, title, live)
+        return
+    lines = PlainLines(standing, tail, title)
+    yield lines
+    lines.line()

@@ -1,0 +1,284 @@
+"""From sources to a data set: find the files, get a tokenizer, encode in parallel, write shards.
+
+The same text, options and tokenizer give the same version, from any folder and with any number of threads.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version as installed_version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.data.manifest import MANIFEST, TOKENIZER, Manifest, read_manifest
+from headway.data.shards import open_dataset
+from headway.data.sources import Block, Reading, Source, find_sources, read_blocks
+from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, train_tokenizer
+from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
+from headway.errors import DataError
+
+__all__ = ["BuildOptions", "Built", "Progress", "build"]
+
+SOURCES = "sources.json"
+TRAIN_BYTES = 256 << 20
+"""A tokenizer is trained on about this much of the sources, taken evenly from all of them."""
+PIECE_CHARS = 1 << 18
+"""Long documents are encoded in pieces of about this size."""
+LONGEST_PIECE_CHARS = 1 << 23
+"""No piece is longer, even where a cut changes a token."""
+BATCH_CHARS_PER_CPU = 1 << 20
+"""Text given to the encoder at once: some 100 MB of its memory for each processor."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Everything that decides what is in a data set, beside the sources."""
+
+    exclude: tuple[str, ...] = ()
+    """Globs of files to leave out."""
+    reading: Reading = field(default_factory=Reading)
+    """How files become documents."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or a folder holding one; by default one is trained on the sources."""
+    end_of_text: str | None = None
+    """Name of a loaded tokenizer's end-of-text token, where it is not a usual one."""
+    special_tokens: bool = False
+    """Read a loaded tokenizer's special tokens from the text instead of as plain letters."""
+    vocab_size: int = 4096
+    """Size of a trained tokenizer."""
+    shard_tokens: int = 100_000_000
+    """Tokens in one shard; a longer document has a shard of its own."""
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < 1:
+            raise DataError(f"shard_tokens is {self.shard_tokens}", hint="use at least 1")
+
+
+class Progress(NamedTuple):
+    """How far a build is, in bytes of the sources on disk."""
+
+    stage: str
+    """`tokenizer` or `encode`."""
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made, or found already made."""
+
+    path: Path
+    manifest: Manifest
+    changed: bool
+    """False when the folder already held this version."""
+    sources: int
+    """Number of files read."""
+    source_bytes: int
+    skipped: int
+    """Files and lines left out because they could not be read."""
+
+
+def build(
+    out: str | Path,
+    sources: Sequence[str | Path],
+    options: BuildOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    on_skip: Callable[[str], None] | None = None,
+) -> Built:
+    """Build the folder `out`: all of it or nothing.
+
+    A folder that already holds this very version is left as it is, one with another version is only
+    replaced with `force`, and one that is no data set is never touched. `progress` is told of bytes done,
+    `on_skip` of what could not be read.
+    """
+    options = options or BuildOptions()
+    target = Path(out).resolve()
+    _refuse_foreign(target)
+    files = find_sources(sources, exclude=options.exclude, format=options.reading.format)
+    origin = _origin(files, options)
+    made = _already_built(target, origin)
+    if made is not None:
+        return made
+
+    reader = _Reader(files, options.reading, progress or (lambda _: None))
+    encoder = _tokenizer(reader, options)
+    skipped: list[str] = []
+
+    def note(sentence: str) -> None:
+        skipped.append(sentence)
+        if on_skip is not None:
+            on_skip(sentence)
+
+    with new_folder(target) as folder:
+        try:
+            manifest = _write(folder, reader.encoded(encoder, note), encoder, options.shard_tokens)
+            origin["skipped"] = len(skipped)
+            write_file(folder / SOURCES, json.dumps(origin, indent=1).encode() + b"\n")
+            changed = _settle(folder, target, manifest, force)
+        except OSError as error:
+            raise DataError(f"cannot write {target}: {error.strerror or error}", hint="is the disk full?") from error
+    return Built(target, manifest, changed, len(files), reader.total, len(skipped))
+
+
+def _refuse_foreign(target: Path) -> None:
+    """Whatever is asked, never replace something that Headway did not make."""
+    if target.is_dir():
+        if (target / MANIFEST).is_file() or not any(target.iterdir()):
+            return
+        raise DataError(f"{target} exists and holds no data set", hint="choose another folder")
+    if target.exists():
+        raise DataError(f"{target} is a file", hint="choose another folder")
+
+
+def _origin(files: Sequence[Source], options: BuildOptions) -> dict[str, Any]:
+    """Where a data set came from: kept beside it, no part of its version."""
+    settings = asdict(options)
+    if options.tokenizer is not None:
+        path = Path(options.tokenizer)
+        path = path / TOKENIZER if path.is_dir() else path
+        settings["tokenizer"] = str(path.resolve())
+        settings["tokenizer_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    settings["exclude"] = list(options.exclude)
+    return {
+        "format": 1,
+        "options": settings,
+        "tokenizers": installed_version("tokenizers"),
+        "files": [
+            {"path": str(one.path), "bytes": one.bytes, "mtime_ns": one.path.stat().st_mtime_ns} for one in files
+        ],
+    }
+
+
+def _already_built(target: Path, origin: dict[str, Any]) -> Built | None:
+    """The data set in `target`, if it is sound and was made from exactly these files and options."""
+    try:
+        recorded = json.loads((target / SOURCES).read_bytes())
+        skipped = int(recorded.pop("skipped"))
+        if recorded != origin:
+            return None
+        manifest = open_dataset(target).manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
+        return None
+    total = sum(one["bytes"] for one in origin["files"])
+    return Built(target, manifest, False, len(origin["files"]), total, skipped)
+
+
+def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
+    if options.tokenizer is None:
+        return train_tokenizer(reader.sample(TRAIN_BYTES), options.vocab_size)
+    return load_tokenizer(options.tokenizer, end_of_text=options.end_of_text, special_tokens=options.special_tokens)
+
+
+def _write(
+    folder: Path,
+    pieces: Iterable[tuple[Block, npt.NDArray[np.uint32]]],
+    encoder: TextTokenizer,
+    shard_tokens: int,
+) -> Manifest:
+    dtype = dtype_for(encoder.vocab_size)
+    writer = ShardWriter(folder, dtype=dtype, end_of_text=encoder.end_of_text, shard_tokens=shard_tokens)
+    try:
+        for block, ids in pieces:
+            writer.add(ids, prompt=block.prompt)
+            if block.last:
+                writer.end_document()
+        if not writer.documents:
+            raise DataError("the sources hold no text", hint="check the globs, the fields and what was skipped")
+        return finish_dataset(folder, writer, vocab_size=encoder.vocab_size, tokenizer=encoder.to_bytes())
+    finally:
+        writer.abandon()
+
+
+def _settle(folder: Path, target: Path, manifest: Manifest, force: bool) -> bool:
+    """Put the new data set in place; False when the old one is the same and sound."""
+    if (target / MANIFEST).is_file() and not force:
+        found = read_manifest(target).version
+        if found != manifest.version:
+            raise DataError(
+                f"{target} holds version {found}, this build makes {manifest.version}",
+                hint="--force replaces it; or choose another folder",
+            )
+        if _is_sound(target):
+            return False
+    install_folder(folder, target)
+    return True
+
+
+def _is_sound(target: Path) -> bool:
+    try:
+        open_dataset(target, verify="full")
+    except DataError:
+        return False
+    return True
+
+
+class _Reader:
+    """All sources in order, as text for training a tokenizer and as encoded pieces."""
+
+    def __init__(self, files: Sequence[Source], reading: Reading, progress: Callable[[Progress], None]) -> None:
+        self.files = files
+        self.total = sum(one.bytes for one in files)
+        self._reading = reading
+        self._progress = progress
+
+    def sample(self, limit: int) -> Iterator[str]:
+        """Text of about `limit` bytes in all, spread evenly over the blocks of all sources."""
+        share = min(1.0, limit / max(self.total, 1))
+        due = 1.0 - share
+        for block in self._blocks(None):
+            due += share
+            if due >= 1.0:
+                due -= 1.0
+                yield block.text
+            self._progress(Progress("tokenizer", block.position, self.total))
+
+    def encoded(
+        self, encoder: TextTokenizer, on_skip: Callable[[str], None]
+    ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
+        """Every piece of every document with its tokens, in order."""
+        pieces = cut_blocks(self._blocks(on_skip), encoder.separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
+        # One batch is encoded on native threads while the one before is written here.
+        with ThreadPoolExecutor(1) as pool:
+            waiting = None
+            for batch in _batches(pieces, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1)):
+                future = pool.submit(encoder.encode_batch, [block.text for block in batch])
+                if waiting is not None:
+                    yield from self._finish(*waiting)
+                waiting = (batch, future.result)
+            if waiting is not None:
+                yield from self._finish(*waiting)
+
+    def _finish(
+        self, batch: list[Block], result: Callable[[], list[npt.NDArray[np.uint32]]]
+    ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
+        yield from zip(batch, result(), strict=True)
+        self._progress(Progress("encode", batch[-1].position, self.total))
+
+    def _blocks(self, on_skip: Callable[[str], None] | None) -> Iterator[Block]:
+        """Blocks of all sources; their position counts from the first source's start."""
+        starts = accumulate((one.bytes for one in self.files), initial=0)
+        for source, start in zip(self.files, starts, strict=False):
+            for block in read_blocks(source, self._reading, on_skip):
+                yield block._replace(position=start + block.position)
+
+
+def _batches(blocks: Iterable[Block], chars: int) -> Iterator[list[Block]]:
+    batch: list[Block] = []
+    size = 0
+    for block in blocks:
+        batch.append(block)
+        size += len(block.text)
+        if size >= chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

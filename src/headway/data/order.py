@@ -1,0 +1,146 @@
+"""Which samples a step sees: a pure function of the data version, the seed and the place in the run.
+
+A shard is cut into disjoint windows of seq + 1 tokens, numbered over all shards. A fixed permutation, keyed
+by the data version alone, puts some windows aside for evaluation; each epoch then goes through the others
+in an order keyed by (version, seed, epoch). Sample n of a run is position n % training of epoch n //
+training. The place in the run, its cursor, is the number of samples seen so far; ranks and workers only
+choose rows of a step.
+
+The permutations are Feistel networks over a grid a little larger than the number of windows: each sample
+costs a few multiplications, and no index is ever stored.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import DataError
+
+__all__ = ["Split", "count_windows", "held_out", "order", "order_at", "split_windows"]
+
+Ids = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the windows of a data set are divided between training and evaluation."""
+
+    windows: int
+    held_out: int
+    key: str
+    """The data version: the division is the same whatever the run's seed."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.held_out < self.windows, "a split has at least one training window"
+
+    @property
+    def training(self) -> int:
+        """Windows in one epoch."""
+        return self.windows - self.held_out
+
+
+def count_windows(shard_tokens: Sequence[int], seq: int) -> list[int]:
+    """Windows of seq inputs and seq labels in each shard."""
+    if seq < 1:
+        raise DataError(f"seq is {seq}", hint="use at least 1")
+    counts = [tokens // (seq + 1) for tokens in shard_tokens]
+    if not any(counts):
+        longest = max(shard_tokens, default=0)
+        raise DataError(
+            f"no window of {seq} + 1 tokens fits: the longest shard has {longest}",
+            hint=f"lower data.seq to {longest - 1} or less, or add text" if longest > 1 else "add text",
+        )
+    return counts
+
+
+def split_windows(windows: int, fraction: float, key: str) -> Split:
+    """Hold out a fraction of the windows: at least one if it is not 0, and never all of them."""
+    if windows < 1:
+        raise DataError("there is no window to train on", hint="lower data.seq, or add text")
+    if not 0 <= fraction < 1:
+        raise DataError(f"a held-out fraction of {fraction} makes no sense", hint="use 0 or more, and less than 1")
+    count = max(int(windows * fraction), 1) if fraction > 0 else 0
+    return Split(windows, min(count, windows - 1), key)
+
+
+def order(split: Split, seed: int, first: int, count: int) -> Ids:
+    """Window ids of training samples number first to first + count - 1."""
+    return order_at(split, seed, first, np.arange(count, dtype=np.int64))
+
+
+def order_at(split: Split, seed: int, first: int, offsets: Ids) -> Ids:
+    """Window ids of the training samples number first + each of `offsets`, which are 0 or more."""
+    assert first >= 0, "a run's first sample is number 0"
+    epoch, within = divmod(first, split.training)
+    later, position = np.divmod(offsets + within, split.training)
+    last = int(later.max(initial=0))
+    if last == 0:
+        keys = _keys(split.key, "epoch", seed, epoch)
+    else:
+        needed, which = np.unique(later, return_inverse=True)
+        keys = np.concatenate([_keys(split.key, "epoch", seed, epoch + int(e)) for e in needed], axis=1)[:, which]
+    return _divide(split, _permute(position, split.training, keys) + split.held_out)
+
+
+def held_out(split: Split) -> Ids:
+    """Window ids kept for evaluation, in a fixed order that does not begin with neighbours."""
+    return _divide(split, np.arange(split.held_out, dtype=np.int64))
+
+
+def _divide(split: Split, position: Ids) -> Ids:
+    """The split's own permutation: positions below held_out are for evaluation, the others for training."""
+    return _permute(position, split.windows, _keys(split.key, "split"))
+
+
+def _keys(*parts: object) -> _Words:
+    """A column of round keys from the parts' hash."""
+    digest = hashlib.sha256("/".join(map(str, ("headway-order-1", *parts))).encode()).digest()
+    words = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    rounds = np.arange(_ROUNDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (np.resize(words, _ROUNDS) + rounds)[:, None]
+
+
+def _permute(position: Ids, size: int, keys: _Words) -> Ids:
+    """Where a permutation of range(size) sends each position; `keys` has one column, or one a position."""
+    rows = isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    result = _feistel(position.astype(np.uint64), rows, columns, keys)
+    # The grid has up to a row more than size: walk on from a place outside until inside. Walking along the
+    # cycle of a permutation of the grid gives a permutation of the inside.
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        walked = _feistel(result[outside], rows, columns, keys if keys.shape[1] == 1 else keys[:, outside])
+        result[outside] = walked
+        outside = outside[walked >= size]
+    return result.astype(np.int64)
+
+
+def _feistel(x: _Words, rows: int, columns: int, keys: _Words) -> _Words:
+    """A permutation of range(rows * columns): each round turns one coordinate by a hash of the other."""
+    height, width = np.uint64(rows), np.uint64(columns)
+    row, column = np.divmod(x, width)
+    for index in range(0, _ROUNDS, 2):
+        row = _turn(row, column + keys[index], height)
+        column = _turn(column, row + keys[index + 1], width)
+    grid: _Words = row * width + column
+    return grid
+
+
+def _turn(x: _Words, by: _Words, size: np.uint64) -> _Words:
+    """(x + a hash of `by`) modulo size, which is below 2**32; `by` is used up."""
+    by *= np.uint64(0x9E3779B97F4A7C15)
+    by ^= by >> np.uint64(29)
+    by *= np.uint64(0xBF58476D1CE4E5B9)
+    by >>= np.uint64(32)
+    by *= size  # the hash's upper half as a fraction of size
+    by >>= np.uint64(32)
+    by += x
+    turned: _Words = np.minimum(by, by - size)  # a remainder: below zero wraps to something huge
+    return turned

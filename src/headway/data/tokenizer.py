@@ -1,0 +1,196 @@
+"""From text to token ids and back: a byte-level BPE trained here, or any tokenizer.json.
+
+Text is only ever text: a document that happens to contain `<|endoftext|>` gets the tokens of those letters,
+and the special id ends documents and nothing else, unless the builder asks for special tokens to be read
+from text.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.data.sources import Block
+from headway.errors import DataError
+
+__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "train_tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+"""The token that ends a document, in tokenizers trained here."""
+
+_USUAL_NAMES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<EOS>",
+    "[EOS]",
+    "<|eos|>",
+    "<｜end▁of▁sentence｜>",
+    "<|im_end|>",
+)
+
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end of text."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and the id that ends a document."""
+
+    raw: Any
+    """The `tokenizers.Tokenizer` behind it."""
+    end_of_text: int
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; ids may have gaps."""
+        return int(max(self.raw.get_vocab(with_added_tokens=True).values())) + 1
+
+    def encode(self, text: str) -> npt.NDArray[np.uint32]:
+        """Token ids of one text, without an end of text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Token ids of each text, in parallel on native threads."""
+        encoded = self.raw.encode_batch(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; special tokens are shown."""
+        return str(self.raw.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def separable(self, left: str, right: str) -> bool:
+        """Whether the two texts get the same tokens apart as together."""
+        both, one, two = (e.ids for e in self.raw.encode_batch([left + right, left, right], add_special_tokens=False))
+        return bool(both == one + two)
+
+    def to_bytes(self) -> bytes:
+        """The content of tokenizer.json."""
+        return str(self.raw.to_str(pretty=True)).encode() + b"\n"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train a byte-level BPE; the same texts give the same tokenizer, whatever the number of threads."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"a vocabulary of {vocab_size} is too small for bytes",
+            hint=f"use at least {SMALLEST_VOCABULARY}: 256 bytes and the end of text",
+        )
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    raw.encode_special_tokens = True
+    end_of_text = raw.token_to_id(END_OF_TEXT)
+    assert end_of_text is not None, "the trainer was told of it"
+    return TextTokenizer(raw, end_of_text)
+
+
+def load_tokenizer(
+    path: str | Path, *, end_of_text: str | int | None = None, special_tokens: bool = False
+) -> TextTokenizer:
+    """Load a tokenizer.json, or a folder that holds one.
+
+    `end_of_text` is the name or id of the token that ends a document, where it has none of the usual names.
+    With `special_tokens`, special tokens spelt out in a text become their ids instead of plain letters.
+    """
+    from tokenizers import Tokenizer
+
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise DataError(f"there is no tokenizer at {path}", hint="name a tokenizer.json or a folder holding one")
+    try:
+        raw = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{file} is no tokenizer: {error}", hint="it must be a `tokenizers` JSON file") from None
+    raw.no_truncation()
+    raw.no_padding()
+    raw.encode_special_tokens = not special_tokens
+    if not isinstance(end_of_text, int):
+        end_of_text = _find_end_of_text(raw, file, end_of_text)
+    return TextTokenizer(raw, end_of_text)
+
+
+def _find_end_of_text(raw: Any, file: Path, name: str | None) -> int:
+    for candidate in _USUAL_NAMES if name is None else (name,):
+        found = raw.token_to_id(candidate)
+        if found is not None:
+            return int(found)
+    special = [token.content for token in raw.get_added_tokens_decoder().values() if token.special]
+    listed = ", ".join(special[:12]) or "none"
+    missing = "no end-of-text token by a usual name" if name is None else f"no token {name!r}"
+    raise DataError(f"{file} has {missing}", hint=f"name it with --end-of-text; its special tokens: {listed}")
+
+
+# Between a line's end and the next word, or before a single space: places where the usual pre-tokenizers
+# break anyway. Runs of white space are left whole, since they are split by what follows them.
+_CANDIDATE = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
+_CONTEXT_CHARS = 128
+_TRIES = 32
+
+
+def cut_blocks(
+    blocks: Iterable[Block], separable: Callable[[str, str], bool], *, size: int, limit: int
+) -> Iterator[Block]:
+    """Cut long runs of text into blocks of about `size` characters that get the same tokens as the whole.
+
+    The encoder needs some 100 bytes a token, so a long document cannot go through it at once. A cut is made
+    only where the text around it passes `separable`; text that offers no such place is cut at `limit`
+    characters.
+    """
+    pending = ""
+    scanned = tries = 0
+    for block in blocks:
+        pending += block.text
+        start = 0
+        while len(pending) - start > size + _CONTEXT_CHARS:
+            at, scanned, tries = _next_cut(pending, start, max(scanned, start + size), tries, separable)
+            if at is None:
+                if len(pending) - start <= limit:
+                    break
+                at = start + limit
+            yield Block(pending[start:at], block.prompt, False, block.position)
+            start, scanned, tries = at, 0, 0
+        if block.prompt or block.last:
+            yield Block(pending[start:], block.prompt, block.last, block.position)
+            pending, scanned, tries = "", 0, 0
+        elif start:
+            pending, scanned = pending[start:], max(scanned - start, 0)
+
+
+def _next_cut(
+    text: str, start: int, scanned: int, tries: int, separable: Callable[[str, str], bool]
+) -> tuple[int | None, int, int]:
+    """(where to cut or None, how far the text has been searched, how many places were tried)."""
+    end = len(text) - _CONTEXT_CHARS
+    if tries >= _TRIES:
+        return None, end, tries
+    for match in _CANDIDATE.finditer(text, scanned, end):
+        at = match.start()
+        if separable(text[max(start, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]):
+            return at, at, 0
+        tries += 1
+        if tries >= _TRIES:
+            break
+    return None, end, tries
+
+
+def limit_threads(threads: int) -> None:
+    """Use at most so many native threads; it must be called before this process first encodes anything."""
+    os.environ["RAYON_NUM_THREADS"] = str(threads)

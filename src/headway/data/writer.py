@@ -1,0 +1,216 @@
+"""Writing a data set: shards token by token, and a folder that appears whole or not at all."""
+
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, Manifest, shard_name, stamp_of, write_stamp
+from headway.errors import DataError
+
+__all__ = ["ShardWriter", "dtype_for", "finish_dataset", "install_folder", "new_folder"]
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest of the two id types that holds the vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class _HashedFile:
+    """A file that knows its size and sha256 when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = 0
+        self._file: IO[bytes] = path.open("xb", buffering=1 << 20)
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._hash.update(view)
+        self.bytes += len(view)
+
+    def close(self, tokens: int = 0, documents: int = 0) -> DataFile:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return DataFile(self.path.name, self.bytes, tokens, documents, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class ShardWriter:
+    """Lays documents one after another into shards, each document followed by the end of text.
+
+    A document is never split between shards: one that would overfill a shard starts the next, and one that is
+    longer than `shard_tokens` has a shard of its own, longer than the others.
+    """
+
+    def __init__(self, folder: Path, *, dtype: str, end_of_text: int, shard_tokens: int) -> None:
+        self.dtype = dtype
+        self.end_of_text = end_of_text
+        self._folder = folder
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._end = np.array([end_of_text], dtype=self._dtype)
+        self._shard_tokens = shard_tokens
+        self._held: list[npt.NDArray[Any]] = []  # the current document, until its shard is known
+        self._document = self._prompt = 0  # tokens of the current document, and of its prompt
+        self._file: _HashedFile | None = None
+        self._written = 0  # tokens in the current shard's file
+        self._documents = array("Q")  # (end, prompt) of each document of the current shard, flat
+        self.files: list[DataFile] = []
+        self.tokens = self.documents = self.prompt_tokens = 0
+
+    def add(self, ids: npt.NDArray[Any], *, prompt: bool = False) -> None:
+        """Add tokens to the current document; a prompt's come first."""
+        assert not (prompt and self._prompt != self._document), "a prompt comes before the text"
+        self._held.append(ids.astype(self._dtype))
+        self._document += len(ids)
+        self._prompt += len(ids) if prompt else 0
+        if self._document > self._shard_tokens:
+            self._place()
+
+    def end_document(self) -> None:
+        """Close the current document with the end of text."""
+        self._held.append(self._end)
+        self._document += 1
+        self._place()
+        self._documents.extend((self._written, self._prompt))
+        self.tokens += self._document
+        self.documents += 1
+        self.prompt_tokens += self._prompt
+        self._document = self._prompt = 0
+
+    def close(self) -> tuple[DataFile, ...]:
+        """Finish the last shard; the files written, in order."""
+        assert self._document == 0, "the last document was not ended"
+        self._close_shard()
+        return tuple(self.files)
+
+    def abandon(self) -> None:
+        """Close what is open and keep nothing promised about it."""
+        if self._file is not None:
+            self._file.abandon()
+
+    def _place(self) -> None:
+        """Write out what is held of the current document, in a new shard if it does not fit in this one."""
+        held = sum(map(len, self._held))
+        begins = held == self._document  # nothing of it is in a file yet
+        if begins and self._documents and self._written + held > self._shard_tokens:
+            self._close_shard()
+        if self._file is None:
+            self._file = _HashedFile(self._folder / shard_name("tokens", len(self.files) // 2))
+        for ids in self._held:
+            self._file.write(ids.data)
+        self._written += held
+        self._held = []
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        counts = {"tokens": self._written, "documents": len(self._documents) // 2}
+        number = len(self.files) // 2
+        self.files.append(self._file.close(**counts))
+        table = _HashedFile(self._folder / shard_name("documents", number))
+        table.write(np.array(self._documents, dtype="<u8").data)
+        self.files.append(table.close(**counts))
+        self._file, self._written, self._documents = None, 0, array("Q")
+
+
+def finish_dataset(folder: Path, writer: ShardWriter, *, vocab_size: int, tokenizer: bytes) -> Manifest:
+    """Close the shards and write the tokenizer, the manifest and the stamp beside them."""
+    files = writer.close()
+    manifest = Manifest(
+        dtype=writer.dtype,
+        vocab_size=vocab_size,
+        end_of_text=writer.end_of_text,
+        tokens=writer.tokens,
+        documents=writer.documents,
+        prompt_tokens=writer.prompt_tokens,
+        files=files,
+        tokenizer=write_file(folder / TOKENIZER, tokenizer),
+    )
+    write_file(folder / MANIFEST, manifest.canonical())
+    write_stamp(folder, manifest.version, {one.name: stamp_of(folder / one.name) for one in manifest.all_files()})
+    return manifest
+
+
+def write_file(path: Path, content: bytes) -> DataFile:
+    """Write a small file durably."""
+    file = _HashedFile(path)
+    file.write(content)
+    return file.close()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A fresh folder beside `out` to write into; gone afterwards, however the block ends, unless it was
+    renamed.
+
+    A build that was killed cannot tidy up, so the next one for the same place does: the lock tells whether a
+    folder's builder still lives.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out)
+        folder = out.parent / f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.building"
+        folder.mkdir()
+    except OSError as error:
+        raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another place") from None
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(out: Path) -> None:
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.*.building*"):
+        with suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def install_folder(folder: Path, out: Path) -> None:
+    """Give a finished folder its name, durably; an older one goes only once the new one is in place."""
+    sync_folder(folder)
+    old = folder.with_name(folder.name + ".old")
+    replaced = out.exists()
+    if replaced:
+        out.rename(old)
+    try:
+        folder.rename(out)
+    except BaseException:
+        if replaced:
+            old.rename(out)
+        raise
+    sync_folder(out.parent)
+    if replaced:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""Everything that a user can do wrong, or that the world can do to a run, in one tree.
+
+HeadwayError
+|-- UsageError           the command line asks for something that does not exist (exit status 2)
+|-- RecipeError          a recipe's key or value is wrong
+|-- DataError            a source, tokenizer, shard or data version is not what it should be
+|-- StateError           a checkpoint is missing, damaged, or cannot be written
+|-- RunError             a run folder is missing, in use, or in the wrong state
+|-- ModelError           a model cannot be read, built or converted
+`-- WorkerError          a worker of a run failed
+
+Each carries a sentence for people and, where there is one, a hint that says what to do. Mistakes of our own
+are `assert`s and travel as they are.
+"""
+
+__all__ = [
+    "DataError",
+    "HeadwayError",
+    "ModelError",
+    "RecipeError",
+    "RunError",
+    "StateError",
+    "UsageError",
+    "WorkerError",
+]
+
+
+class HeadwayError(Exception):
+    """Something a person can act on: one sentence, and a hint."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(HeadwayError):
+    """The command line asks for something that does not exist."""
+
+    exit_status = 2
+
+
+class RecipeError(HeadwayError):
+    """A recipe's key or value is wrong."""
+
+    exit_status = 2
+
+
+class DataError(HeadwayError):
+    """A source, tokenizer, shard or data version is not what it should be."""
+
+
+class StateError(HeadwayError):
+    """A checkpoint is missing, damaged, or cannot be written."""
+
+
+class RunError(HeadwayError):
+    """A run folder is missing, in use, or in the wrong state."""
+
+
+class ModelError(HeadwayError):
+    """A model cannot be read, built or converted."""
+
+
+class WorkerError(HeadwayError):
+    """A worker of a run failed."""

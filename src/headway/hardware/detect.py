@@ -1,0 +1,102 @@
+"""The devices this machine has for a run, found without torch: GPUs through NVML, else the CPU."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headway.errors import RunError
+
+__all__ = ["Devices", "devices", "visible"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What there is to run on: one worker a GPU; on the CPU `count` is the cores this process may use."""
+
+    kind: Literal["cpu", "cuda"]
+    count: int
+    name: str
+
+
+def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
+    """The devices to run on; auto takes the GPUs that CUDA_VISIBLE_DEVICES leaves, else the CPU."""
+    if kind == "cpu":
+        return _cpu()
+    names = _gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if names:
+        return Devices("cuda", len(names), names[0])
+    if kind == "auto":
+        return _cpu()
+    hint = "set train.device to auto or cpu"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        hint += f", or look at CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
+    raise RunError("no NVIDIA GPU can be used on this machine", hint=hint)
+
+
+def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
+    """The UUIDs that CUDA_VISIBLE_DEVICES leaves, by CUDA's own rules.
+
+    Entries are indices, or UUIDs that may be cut short; the first one that names no device ends the list, and
+    a device named twice leaves none. A slice of a GPU (MIG-...) stands for itself: NVML lists whole ones.
+    """
+    if setting is None:
+        return list(uuids)
+    chosen: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):
+            matches = [entry]
+        elif entry.startswith("GPU-"):
+            matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+        else:
+            matches = [uuids[int(entry)]] if entry.isdecimal() and int(entry) < len(uuids) else []
+        if len(matches) != 1:
+            break
+        chosen += matches
+    return chosen if len(set(chosen)) == len(chosen) else []
+
+
+def _gpu_names(setting: str | None) -> list[str]:
+    """Names of the visible GPUs in order; none without NVML, which comes with the driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, or one that does not answer: in each case there is no GPU to use
+        return []
+    try:
+        every = range(pynvml.nvmlDeviceGetCount())
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in every]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()) for uuid in visible(setting, uuids)]
+        return [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    """NVML's bindings gave bytes before version 11.5, and give str since."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _cpu() -> Devices:
+    return Devices("cpu", _cores(), _cpu_name(Path("/proc/cpuinfo")))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name(cpuinfo: Path) -> str:
+    """The processor's model as Linux tells it, else what the platform calls it."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), "") or platform.processor() or platform.machine() or "CPU"

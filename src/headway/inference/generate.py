@@ -1,0 +1,83 @@
+"""Continue one sequence of token ids: the model, a cache of its keys and values, and a choice a token."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.models import Decoder, KeyValues, empty_cache
+
+__all__ = ["choose", "generate", "text_pieces"]
+
+
+def generate(
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_id: int | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Yield up to `max_tokens` ids that follow the prompt, which holds at least one; ends before `stop_id`.
+
+    Ids from `vocab_size` on are never chosen: a model's vocabulary may be padded beyond the tokenizer's. The
+    same seed gives the same ids on the same machine.
+    """
+    assert prompt_ids, "a decoder continues something"
+    device = decoder.embed.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    cache = empty_cache(decoder, capacity=len(prompt_ids) + max_tokens)
+    ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        logits_V = _next_logits(decoder, torch.tensor([ids], device=device), cache)
+        chosen = choose(logits_V[:vocab_size], temperature=temperature, top_k=top_k, generator=generator)
+        if chosen == stop_id:
+            return
+        yield chosen
+        ids = [chosen]
+
+
+@torch.inference_mode()
+def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[KeyValues]) -> Tensor:
+    """Scores of what follows the tokens, float32 on the CPU."""
+    x_1LD = decoder.hidden(tokens_1L, cache)
+    return decoder.logits(x_1LD[0, -1]).float().cpu()
+
+
+def choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw an id from the `top_k` likeliest (0: from all) at a temperature; at 0, take the likeliest."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    scores, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    # The best score is subtracted first, so that a tiny temperature cannot overflow.
+    weights = torch.softmax((scores - scores[0]) / temperature, dim=0)
+    return int(ids[torch.multinomial(weights, 1, generator=generator)])
+
+
+def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
+    """Text of ids as they come, a piece whenever whole characters are there; `before` is what they continue.
+
+    A token may hold half a character or depend on the one before it: a window of recent ids is decoded, and
+    what is new of it yielded.
+    """
+    window = list(before)[-WINDOW:]
+    shown = len(decode(window))
+    for token in ids:
+        window.append(token)
+        text = decode(window)
+        if text.endswith(HALF_CHARACTER):
+            continue
+        if text[shown:]:
+            yield text[shown:]
+        window = window[-WINDOW:]
+        shown = len(decode(window))
+    rest = decode(window)[shown:]
+    if rest:
+        yield rest
+
+
+WINDOW = 16
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"

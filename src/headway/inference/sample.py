@@ -1,0 +1,117 @@
+"""`python -m headway.inference.sample`: the process behind `headway sample`.
+
+Reads one request, a JSON object, from stdin. Writes JSON lines to stdout as they come: pieces of text
+{"prompt_index", "text"}, or, when something is wrong, a last {"error", "hint"} and the error's exit status.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headway.data.tokenizer import TextTokenizer, load_tokenizer
+from headway.errors import HeadwayError, ModelError, RunError
+from headway.inference.generate import generate, text_pieces
+from headway.models import Decoder, empty_decoder
+from headway.plan import parameter_shapes
+from headway.recipe import Recipe
+from headway.state.tensors import read_tensors
+
+__all__ = ["Request", "main", "sample"]
+
+
+class Request(BaseModel):
+    """What to continue, with which weights, and how to choose."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: Path
+    """The run's folder."""
+    checkpoint: Path
+    """One of its checkpoints."""
+    data: Path | None = None
+    """The data's folder: its tokenizer serves where the run has none of its own."""
+    prompts: list[str]
+    """Texts to continue; an empty one starts a document."""
+    max_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+def sample(request: Request) -> Iterator[dict[str, Any]]:
+    """Yield pieces of text by prompt, one prompt after the other."""
+    recipe = _recipe(request.run / "recipe.json")
+    tokenizer = _tokenizer(request)
+    device = _device(recipe)
+    decoder = _decoder(recipe, request.checkpoint, device)
+    for index, prompt in enumerate(request.prompts):
+        ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+        with _precision(recipe, device):
+            made = generate(
+                decoder,
+                ids,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_k=request.top_k,
+                seed=request.seed,
+                stop_id=tokenizer.end_of_text,
+                vocab_size=tokenizer.vocab_size,
+            )
+            for text in text_pieces(made, tokenizer.decode, before=ids):
+                yield {"prompt_index": index, "text": text}
+
+
+def main() -> int:
+    """Answer the request on stdin; returns the exit status."""
+    try:
+        request = Request.model_validate_json(sys.stdin.buffer.read())
+        for piece in sample(request):
+            print(json.dumps(piece), flush=True)
+    except HeadwayError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)
+        return error.exit_status
+    return 0
+
+
+def _recipe(path: Path) -> Recipe:
+    try:
+        return Recipe.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise RunError(f"{path} is not the recipe of a run: {error}") from None
+
+
+def _tokenizer(request: Request) -> TextTokenizer:
+    own = request.run / "tokenizer.json"
+    return load_tokenizer(own if own.exists() or request.data is None else request.data)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    wanted = recipe.train.device
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _precision(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU the precision of training; a CPU is as fast in float32."""
+    enabled = device.type == "cuda" and recipe.train.dtype == "bfloat16"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _decoder(recipe: Recipe, checkpoint: Path, device: torch.device) -> Decoder:
+    """The decoder of the recipe with the weights of the checkpoint."""
+    weights = read_tensors(checkpoint, prefix="model/")
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if found != parameter_shapes(recipe.model):
+        raise ModelError(f"{checkpoint} holds another model than the run's recipe describes")
+    decoder = empty_decoder(recipe.model, device)
+    decoder.load_state_dict(weights)
+    return decoder.eval()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

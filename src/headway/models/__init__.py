@@ -1,0 +1,23 @@
+"""Models: plain modules, one file a family, that know nothing of parallelism."""
+
+from headway.models.decoder import (
+    Decoder,
+    KeyValues,
+    empty_cache,
+    empty_decoder,
+    init_weights,
+    initial_weight,
+)
+from headway.models.huggingface import load_into, read_weights, write_folder
+
+__all__ = [
+    "Decoder",
+    "KeyValues",
+    "empty_cache",
+    "empty_decoder",
+    "init_weights",
+    "initial_weight",
+    "load_into",
+    "read_weights",
+    "write_folder",
+]

@@ -1,0 +1,26 @@
+"""What to train: typed, validated, TOML in, JSON out."""
+
+from headway.recipe.assignment import Assignment
+from headway.recipe.changes import CHANGEABLE, changes, check_resumable
+from headway.recipe.faults import Fault, FaultPlan
+from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
+from headway.recipe.schema import Checkpoint, Data, Eval, Model, Recipe, Train
+
+__all__ = [
+    "CHANGEABLE",
+    "Assignment",
+    "Checkpoint",
+    "Data",
+    "Eval",
+    "Fault",
+    "FaultPlan",
+    "Model",
+    "Recipe",
+    "Train",
+    "changes",
+    "check_resumable",
+    "load_recipe",
+    "nearest_keys",
+    "to_toml",
+    "with_settings",
+]

@@ -1,0 +1,36 @@
+"""What one worker is told when it is started: plain data, sent as JSON."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headway.recipe.faults import FaultPlan
+
+__all__ = ["Assignment"]
+
+
+class Assignment(BaseModel):
+    """One worker's place in an attempt of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """The run's folder."""
+    attempt: int
+    """Which life of the run this is, from 1."""
+    rank: int
+    """This worker's number, from 0."""
+    workers: int
+    """How many workers there are."""
+    device: Literal["cpu", "cuda"]
+    """The kind of device; a worker takes the one of its rank."""
+    threads: int
+    """Threads for one worker's arithmetic."""
+    log: str
+    """The file that takes this worker's standard output and error."""
+    rendezvous: str
+    """A file of this attempt's own where the workers find each other."""
+    checkpoint: str | None = None
+    """The checkpoint to go on from; None starts at step 0."""
+    faults: FaultPlan = FaultPlan()
+    """What to break on purpose."""

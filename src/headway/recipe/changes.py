@@ -1,0 +1,53 @@
+"""What may change when a run is resumed: settings that leave its history meaningful."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from headway.errors import RecipeError
+from headway.recipe.schema import Recipe
+
+__all__ = ["CHANGEABLE", "changes", "check_resumable"]
+
+CHANGEABLE = {
+    "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
+    "train.microbatch": "same gradients up to rounding",
+    "train.checkpoint_activations": "same gradients, other memory",
+    "train.compile": "same gradients up to rounding",
+    "train.deterministic": "slower, repeatable kernels",
+    "train.device": "same state on another kind of device",
+    "train.timeout_s": "patience only",
+    "data.path": "the folder may move; its version must stay",
+    "eval.every_steps": "measurement only",
+    "eval.windows": "measurement only",
+    "checkpoint.every_steps": "durability only",
+    "checkpoint.keep_last": "durability only",
+    "checkpoint.keep_every_steps": "durability only",
+}
+"""Dotted key to why it is safe to change in the middle of a run."""
+
+
+def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The changes, or a RecipeError naming the first that would make another run of it."""
+    found = changes(old, new)
+    refused = [key for key in found if key not in CHANGEABLE]
+    if refused:
+        key, (old_value, new_value) = refused[0], found[refused[0]]
+        raise RecipeError(
+            f"{key} cannot change when a run is resumed (it is {old_value!r}, asked for {new_value!r})",
+            hint=f"headway train --from RUN starts a new run; resume may change {', '.join(CHANGEABLE)}",
+        )
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

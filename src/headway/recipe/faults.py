@@ -1,0 +1,72 @@
+"""Faults on purpose: a scripted, replayable list of what breaks where and when.
+
+    FaultPlan().kill(rank=1, step=3).stall("data", step=5, seconds=2.0)
+
+A plan is plain data. It travels to the workers as JSON (`HEADWAY_FAULTS` holds it for a command), each worker
+asks at named points of a step which faults are due, and carries them out. Without a plan nothing is asked.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["POINTS", "Fault", "FaultPlan"]
+
+Point = Literal["start", "data", "compute", "save", "commit", "evaluation"]
+POINTS: tuple[Point, ...] = ("start", "data", "compute", "save", "commit", "evaluation")
+"""Where in a step a fault can strike: at its start, in the data wait, in the forward and backward, while a
+checkpoint's files are written, just before its commit, in an evaluation."""
+
+
+class Fault(BaseModel):
+    """One thing that breaks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    action: Literal["kill", "stall", "raise", "full-disk", "out-of-memory"]
+    point: Point = "start"
+    step: Annotated[int, Field(ge=1)]
+    rank: int | None = None
+    """The worker it strikes; None strikes all."""
+    attempt: Annotated[int, Field(ge=1)] = 1
+    """The attempt it strikes in, so that a resumed run is not struck again."""
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+
+
+class FaultPlan(BaseModel):
+    """Faults in the order they were asked for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    faults: tuple[Fault, ...] = ()
+
+    def kill(self, step: int, rank: int | None = None, point: Point = "start", attempt: int = 1) -> Self:
+        """SIGKILL a worker."""
+        return self._with(Fault(action="kill", point=point, step=step, rank=rank, attempt=attempt))
+
+    def stall(self, point: Point, step: int, seconds: float, rank: int | None = None, attempt: int = 1) -> Self:
+        """Sleep at a point."""
+        return self._with(Fault(action="stall", point=point, step=step, rank=rank, seconds=seconds, attempt=attempt))
+
+    def fail(self, step: int, rank: int | None = None, point: Point = "start", attempt: int = 1) -> Self:
+        """Raise an exception."""
+        return self._with(Fault(action="raise", point=point, step=step, rank=rank, attempt=attempt))
+
+    def full_disk(self, step: int, rank: int | None = None, point: Point = "save", attempt: int = 1) -> Self:
+        """Meet a full disk."""
+        return self._with(Fault(action="full-disk", point=point, step=step, rank=rank, attempt=attempt))
+
+    def out_of_memory(self, step: int, rank: int | None = None, attempt: int = 1) -> Self:
+        """Meet the end of the device's memory in the forward pass."""
+        return self._with(Fault(action="out-of-memory", point="compute", step=step, rank=rank, attempt=attempt))
+
+    def due(self, point: Point, step: int, rank: int, attempt: int) -> list[Fault]:
+        """The faults that strike here and now."""
+        return [
+            fault
+            for fault in self.faults
+            if (fault.point, fault.step, fault.attempt) == (point, step, attempt) and fault.rank in (None, rank)
+        ]
+
+    def _with(self, fault: Fault) -> Self:
+        return self.model_copy(update={"faults": (*self.faults, fault)})

@@ -1,0 +1,212 @@
+"""From TOML files and `--set key=value` to a Recipe and back to TOML.
+
+Errors name the file, the key, and the nearest names or the range that is allowed.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from headway.errors import RecipeError
+from headway.recipe.schema import Recipe
+
+__all__ = ["load_recipe", "nearest_keys", "parse_recipe", "to_toml", "with_settings"]
+
+LIST_ALL = "headway recipe schema lists all"
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def load_recipe(file: Path, settings: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file, follow its `extends`, and apply `key=value` settings on top."""
+    values, origins = _read_file(file, chain=())
+    for setting in settings:
+        key, value = _parse_setting(setting)
+        _assign(values, origins, key, value)
+    return parse_recipe(values, origins, default_origin=str(file))
+
+
+def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """The same recipe with `key=value` settings applied."""
+    values, origins = recipe.model_dump(), dict[str, str]()
+    for setting in settings:
+        key, value = _parse_setting(setting)
+        _assign(values, origins, key, value)
+    return parse_recipe(values, origins, default_origin="recipe")
+
+
+def to_toml(recipe: Recipe) -> str:
+    """A recipe as TOML that loads back to an equal one; keys without a value are left as comments."""
+    values = recipe.model_dump()
+    sections = {"": {key: value for key, value in values.items() if not isinstance(value, dict)}}
+    sections |= {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = list[str]()
+    for section, fields in sections.items():
+        lines += [f"[{section}]"] if section else []
+        for key, value in fields.items():
+            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _toml(value: Any) -> str:
+    """A scalar in TOML, which is JSON but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def parse_recipe(values: Mapping[str, Any], origins: Mapping[str, str], default_origin: str) -> Recipe:
+    """Validate plain values; `origins` says which file or option each dotted key came from."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, origins, default_origin) from None
+
+
+def nearest_keys(key: str, limit: int = 3) -> list[str]:
+    """Valid dotted keys that someone who wrote `key` may have meant, best first."""
+    fields = dict(_fields(Recipe))
+    section, _, word = key.rpartition(".")
+    words = word.lower().replace("-", "_").split("_")
+    initials = "".join(part[:1] for part in words)
+
+    def score(candidate: str) -> float:
+        place, _, name = candidate.rpartition(".")
+        likeness = difflib.SequenceMatcher(None, word.lower(), name).ratio()
+        if name == word:
+            likeness = 1.2
+        elif len(words) > 1 and name == initials:
+            likeness = 1.1
+        elif len(word) > 3 and all(part in fields[candidate].lower() for part in words):
+            likeness = max(likeness, 0.62)
+        return likeness + (0.1 if place == section else 0.0)
+
+    ranked = sorted(fields, key=lambda candidate: -score(candidate))
+    return [candidate for candidate in ranked[:limit] if score(candidate) >= 0.65]
+
+
+def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A file's values laid over those of the file it extends, and where each dotted key came from."""
+    if file.resolve() in chain:
+        names = " -> ".join(str(path) for path in (*chain, file.resolve()))
+        raise RecipeError(f"{file}: extends itself ({names})", hint="remove one of the extends lines")
+    try:
+        own = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{file}: no such recipe", hint="recipes that come with Headway are in recipes/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
+    base = own.pop("extends", None)
+    values, origins = dict[str, Any](), dict[str, str]()
+    if base is not None:
+        if not isinstance(base, str):
+            raise RecipeError(f"{file}: extends must name one file, not {base!r}")
+        values, origins = _read_file(file.parent / base, (*chain, file.resolve()))
+    for key, value in _leaves(own):
+        _assign(values, origins, key, value, origin=str(file))
+    return values, origins
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _parse_setting(setting: str) -> tuple[str, Any]:
+    """`train.lr=3e-4` as a dotted key and a TOML value; what is not TOML is taken as a string."""
+    key, equals, text = setting.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        raise RecipeError(f"--set {setting}: not of the form key=value", hint="for example --set train.lr=3e-4")
+    try:
+        return key, tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text.strip()
+
+
+def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str | None = None) -> None:
+    *sections, name = key.split(".")
+    place = values
+    for section in sections:
+        deeper = place.get(section)
+        if not isinstance(deeper, dict):
+            deeper = {}
+        place[section] = dict(deeper)
+        place = place[section]
+    place[name] = value
+    origins[key] = origin or "--set"
+
+
+def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Every dotted key a recipe may have, with its description."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str], default_origin: str) -> RecipeError:
+    """The first mistake as one sentence; the others are found once it is mended."""
+    mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
+    first = mistakes[0]
+    key = ".".join(str(part) for part in first["loc"])
+    origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), default_origin)
+    if first["type"] == "extra_forbidden":
+        section, _, name = key.rpartition(".")
+        near = nearest_keys(key) or difflib.get_close_matches(key, Recipe.model_fields)
+        hint = f"did you mean {' or '.join(near)}?  ({LIST_ALL})" if near else LIST_ALL
+        return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"', hint=hint)
+    if first["type"] == "missing":
+        return RecipeError(f"{origin}: {key} is missing", hint=f"--set {key}=... or a line in the file gives it")
+    if first["type"] == "value_error":
+        return RecipeError(f"{origin}: {key}: {str(first['msg']).removeprefix('Value error, ')}")
+    allowed = _allowed(key)
+    return RecipeError(
+        f"{origin}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}",
+        hint=f"{key} takes {allowed}" if allowed else LIST_ALL,
+    )
+
+
+def _allowed(key: str) -> str | None:
+    """The range of one field in words, read from its JSON Schema."""
+    schema = Recipe.model_json_schema()
+    place = schema
+    for part in key.split("."):
+        if "$ref" in place:
+            place = schema["$defs"][place["$ref"].rsplit("/", 1)[1]]
+        place = place.get("properties", {}).get(part)
+        if place is None:
+            return None
+    options = [option for option in place.get("anyOf", [place]) if option.get("type") != "null"]
+    if len(options) != 1:
+        return None
+    return _describe(options[0])
+
+
+def _describe(schema: Mapping[str, Any]) -> str | None:
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    noun = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+    }.get(schema.get("type", ""))
+    bounds = [f"{word} {schema[name]:g}" for name, word in _BOUNDS.items() if name in schema]
+    if noun and "pattern" in schema:
+        return f"{noun} matching {schema['pattern']}"
+    return f"{noun} {' and '.join(bounds)}".strip() if noun else None

@@ -1,0 +1,203 @@
+"""What a recipe may say: every section, field, unit and allowed range.
+
+Objects are frozen. Fields that follow from others (a head's size from the width) are filled in at
+construction, so that a resolved recipe shows every number that will be used.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["Checkpoint", "Data", "Eval", "Model", "Recipe", "Train"]
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+DERIVED: Any = None
+"""Default of a number that a section's `_derive` fills in from the others."""
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return int(-(-value // multiple) * multiple)
+
+
+class _Section(BaseModel):
+    """Shared settings of all sections: frozen, closed to unknown keys, documented by docstrings."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class Model(_Section):
+    """The decoder to train, in plain numbers."""
+
+    init: str | None = None
+    """Start from these weights: a Hugging Face folder (its config.json then gives the shape), or RUN@STEP."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding; by default the tokenizer's size rounded up to a multiple of 64."""
+    layers: Positive = 4
+    """Number of decoder blocks."""
+    dim: Positive = 256
+    """Width of the residual stream."""
+    heads: Positive = 4
+    """Number of query heads."""
+    kv_heads: Positive = DERIVED
+    """Number of key and value heads; by default as many as query heads."""
+    head_dim: Positive = DERIVED
+    """Size of one head; by default dim / heads."""
+    hidden: Positive = DERIVED
+    """Inner width of the SwiGLU feed-forward; by default 8/3 of dim rounded up to a multiple of 64."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary position embedding."""
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Added to the mean square inside each RMSNorm."""
+    tie_embeddings: bool = True
+    """Use the input embedding as the output head too."""
+    qk_norm: bool = False
+    """Normalize each head's queries and keys before the rotary embedding."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    output_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases on the feed-forward's projections."""
+    init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Standard deviation of freshly drawn weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        """Fill in what follows from the other numbers; leave mistakes for the fields' own checks."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        dim, heads = values.get("dim", 256), values.get("heads", 4)
+        if isinstance(dim, int) and isinstance(heads, int) and dim > 0 and heads > 0:
+            if values.get("kv_heads") is None:
+                values["kv_heads"] = heads
+            if values.get("head_dim") is None:
+                values["head_dim"] = max(dim // heads, 1)
+            if values.get("hidden") is None:
+                values["hidden"] = _round_up(dim * 8 / 3, 64)
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even for the rotary embedding")
+        return self
+
+
+class Data(_Section):
+    """Which tokens to train on, and how they are cut into sequences."""
+
+    path: str
+    """Folder made by `headway data build`."""
+    version: str | None = None
+    """Refuse to train on any other version of the data (a prefix of at least 8 characters is enough)."""
+    seq: Positive = 1024
+    """Tokens in one training sequence."""
+    holdout: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    """Share of the windows kept out of training for evaluation; the same windows whatever the seed."""
+    mask_boundaries: bool = False
+    """Leave out of the loss each token that would be predicted from another document's end."""
+
+
+class Train(_Section):
+    """How to train: the length, the batch, the optimizer, the precision."""
+
+    steps: Positive = 1000
+    """Optimizer updates in the whole run."""
+    batch: Positive = 32
+    """Sequences in one step, over all workers together; never depends on how many there are."""
+    microbatch: Positive | None = None
+    """Sequences a worker puts through the model at once; by default its whole share of the batch."""
+    lr: Annotated[float, Field(gt=0, lt=10)] = 3e-4
+    """Peak learning rate."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Where the cosine ends, as a share of lr."""
+    warmup_steps: NotNegative = DERIVED
+    """Steps over which the learning rate rises from zero; by default a tenth of the steps, 100 at most."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Decoupled weight decay, on matrices only."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the gradient's square."""
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    """AdamW's guard against division by zero."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 leaves gradients as they are."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the matrix products; weights and optimizer stay in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPUs there are, else the CPU."""
+    checkpoint_activations: bool = False
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    deterministic: bool = False
+    """Refuse operations whose result can differ from one run to the next (GPUs; the CPU has none here)."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a worker waits for the others in a collective before it gives up."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("warmup_steps") is None:
+            steps = values.get("steps", 1000)
+            values = {**values, "warmup_steps": min(100, steps // 10) if isinstance(steps, int) else 0}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps})")
+        return self
+
+
+class Eval(_Section):
+    """When to measure the loss on held-out windows."""
+
+    every_steps: NotNegative = 0
+    """Evaluate after each so many steps, and after the last; 0 never."""
+    windows: Positive = 64
+    """Held-out windows to use, at most as many as there are."""
+
+
+class Checkpoint(_Section):
+    """When to make the state durable, and what to keep."""
+
+    every_steps: NotNegative = 100
+    """Save after each so many steps; the last step is always saved. 0: only the last."""
+    keep_last: Positive = 2
+    """Newest checkpoints to keep."""
+    keep_every_steps: NotNegative = 0
+    """Also keep every checkpoint whose step is a multiple of this; 0 keeps none of them."""
+
+
+class Recipe(_Section):
+    """What to train: one complete object, from TOML or from Python."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Runs are called after it."""
+    seed: NotNegative = 0
+    """Seed of the weights, the data order and everything else random."""
+    model: Model = Field(default_factory=Model)
+    """The decoder to train, in plain numbers."""
+    data: Data
+    """Which tokens to train on."""
+    train: Train = Field(default_factory=Train)
+    """How to train."""
+    eval: Eval = Field(default_factory=Eval)
+    """When to measure the loss on held-out windows."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """When to make the state durable, and what to keep."""

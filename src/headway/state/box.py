@@ -1,0 +1,67 @@
+"""Boxes of a tensor: rectangular regions of its index space, and how they overlap. Pure arithmetic."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Box", "overlap", "tiling_fault"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """The region [start, start + shape) of a tensor, dimension by dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.start) == len(self.shape), f"start {self.start} and shape {self.shape} differ in length"
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """One past the last index of each dimension."""
+        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def inside(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has the whole region."""
+        return len(shape) == len(self.start) and all(
+            start >= 0 and stop <= size for start, stop, size in zip(self.start, self.stop, shape, strict=True)
+        )
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """The region as an index into an array whose first element is the tensor's element at origin."""
+        return tuple(
+            slice(start - zero, start - zero + size)
+            for start, size, zero in zip(self.start, self.shape, origin, strict=True)
+        )
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The region that both have, or None when they share no element."""
+    start = tuple(map(max, a.start, b.start))
+    shape = tuple(min(stop) - first for first, stop in zip(start, zip(a.stop, b.stop, strict=True), strict=True))
+    return Box(start, shape) if all(size > 0 for size in shape) else None
+
+
+def tiling_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+    """Why these boxes do not cover a tensor of this shape exactly once, or None when they do."""
+    boxes = sorted(boxes)
+    for box in boxes:
+        if not box.inside(shape):
+            return f"the piece at {box.start} of shape {box.shape} is outside shape {shape}"
+    open_boxes: list[Box] = []  # those that may still reach the rows of the next one
+    for box in boxes:
+        open_boxes = [other for other in open_boxes if not shape or other.stop[0] > box.start[0]]
+        for other in open_boxes:
+            if overlap(box, other):
+                return f"the pieces at {other.start} and {box.start} overlap"
+        open_boxes.append(box)
+    covered = sum(box.volume for box in boxes)
+    if covered != math.prod(shape):
+        return f"the pieces have {covered} of its {math.prod(shape)} elements"
+    return None

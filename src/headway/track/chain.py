@@ -1,0 +1,111 @@
+"""Are two runs the same, bit for bit? The chain that each step extends, and how two histories compare."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from headway.track.events import Event, Record, read_run
+from headway.track.metrics import history
+from headway.track.runs import RunFolder
+
+__all__ = ["START", "Comparison", "checkpoint_digests", "compare", "extend"]
+
+START = "0" * 32
+"""The chain before the first step."""
+
+_NAMED = 8  # differing tensors to name: the first layers tell the story
+
+
+def extend(chain: str, step: int, cursor: int, loss: float, grad_norm: float) -> str:
+    """Return the chain after a step: a hash of the chain so far and the bits of what the step did."""
+    fields = struct.pack("<QQdd", step, cursor, loss, grad_norm)
+    return sha256(chain.encode("ascii") + fields).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether two runs agree at every step they share, else where and in what they part."""
+
+    equal: bool
+    common_steps: int
+    """Steps that both have recorded."""
+    common_digests: int
+    """Checkpoints that both have made."""
+    step: int | None = None
+    """The first step where they part."""
+    differs: tuple[str, ...] = ()
+    """What differs there: of cursor, loss, grad_norm, chain, digest."""
+    tensors_step: int | None = None
+    """The first step whose checkpoints both exist and differ."""
+    tensors: tuple[str, ...] = ()
+    """The first tensors that differ in those, by name."""
+
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence."""
+        if self.equal:
+            return f"equal: {self.common_steps} common steps, {self.common_digests} common checkpoints"
+        if self.step is None:
+            return "not comparable: they have no step in common"
+        if "cursor" in self.differs:
+            return f"they part at step {self.step}: the data order differs ({', '.join(self.differs)})"
+        if self.differs == ("chain",):
+            return f"they parted before step {self.step}, the first that both recorded"
+        if self.differs == ("digest",):
+            return f"they part by step {self.step}: same losses, but the state's digest differs"
+        return f"they part at step {self.step}: {', '.join(self.differs)} differ"
+
+
+def compare(run_a: RunFolder, run_b: RunFolder) -> Comparison:
+    """Compare two runs' chains at every common step, and their checkpoints' digests."""
+    records = [read_run(run, process="rank-0") for run in (run_a, run_b)]
+    steps_a, steps_b = ({event["step"]: event for event in history(r)} for r in records)
+    digests_a, digests_b = (checkpoint_digests(r) for r in records)
+    common = sorted(steps_a.keys() & steps_b.keys())
+    saved = sorted(digests_a.keys() & digests_b.keys())
+    step = next((s for s in common if steps_a[s].get("chain") != steps_b[s].get("chain")), None)
+    save = next((s for s in saved if digests_a[s] != digests_b[s]), None)
+    found = Comparison(step is None and save is None and bool(common or saved), len(common), len(saved))
+    if step is None and save is None:
+        return found
+    parted = min(s for s in (step, save) if s is not None)
+    differs = _differences(steps_a[parted], steps_b[parted]) if parted == step else ()
+    if parted == save:
+        differs = (*differs, "digest")
+    tensors_step, tensors = _first_tensors(run_a, run_b, [s for s in saved if digests_a[s] != digests_b[s]])
+    return Comparison(False, len(common), len(saved), parted, differs, tensors_step, tensors)
+
+
+def checkpoint_digests(records: Sequence[Record]) -> dict[int, str]:
+    """Return the digest of each checkpoint in a run's history, by step, without those rolled back."""
+    saves = history(records, "checkpoint")
+    return {event["step"]: event["digest"] for event in saves if isinstance(event.get("digest"), str)}
+
+
+def _differences(a: Event, b: Event) -> tuple[str, ...]:
+    """Return what of a step differs that goes into the chain; only "chain" when the cause lies before it."""
+    return tuple(key for key in ("cursor", "loss", "grad_norm") if a.get(key) != b.get(key)) or ("chain",)
+
+
+def _first_tensors(run_a: RunFolder, run_b: RunFolder, steps: Sequence[int]) -> tuple[int | None, tuple[str, ...]]:
+    """Return the first of these steps whose checkpoints both exist, and some tensors that differ there."""
+    for step in steps:
+        a, b = (_tensor_digests(run.checkpoints, step) for run in (run_a, run_b))
+        if a and b:
+            names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+            return step, tuple(names[:_NAMED])
+    return None, ()
+
+
+def _tensor_digests(checkpoints: Path, step: int) -> Mapping[str, str]:
+    """Return each tensor's digest as a checkpoint's manifest tells it; empty when there is none to read."""
+    try:
+        manifest: Any = from_json((checkpoints / f"step-{step:08d}" / "manifest.json").read_bytes())
+        return {name: str(entry["digest"]) for name, entry in manifest["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

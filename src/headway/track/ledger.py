@@ -1,0 +1,429 @@
+"""Where every device-second of a run went: `account(records) -> Ledger`.
+
+Each attempt allocates `workers` devices from its first moment to its end. For each device the recorded
+intervals are laid on the agent's clock and clipped to the allocation; every nanosecond then belongs to one
+account, that of the innermost (latest begun) interval that covers it, a worker's own before its agent's.
+What no interval covers is unattributed. Nothing is computed as a rest; the accounts sum to the total exactly.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headway.track.events import Event, Header, Record, clock_offset, kept_until
+
+__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "Loss", "account", "largest_loss"]
+
+ACCOUNTS = (
+    "start-up",
+    "compile",
+    "data stall",
+    "compute",
+    "checkpoint stall",
+    "evaluation",
+    "restart",
+    "rework",
+    "shut-down",
+    "unattributed",
+)
+"""Every account, in the order in which they are shown."""
+
+_SPANS = {
+    "startup": "start-up",
+    "restore": "start-up",
+    "compile": "compile",
+    "checkpoint": "checkpoint stall",
+    "evaluation": "evaluation",
+    "shutdown": "shut-down",
+}
+
+_ADVICE = {
+    "start-up": "Longer runs make it vanish.",
+    "compile": "A warm compile cache helps later starts; short runs do better with train.compile = false.",
+    "data stall": "Put the data folder on a faster disk, or leave the loader a free core.",
+    "checkpoint stall": "Save less often: raise checkpoint.every_steps.",
+    "evaluation": "Evaluate less often (eval.every_steps) or on fewer windows (eval.windows).",
+    "restart": "The incidents say what broke; mend that first.",
+    "rework": "Save more often: lower checkpoint.every_steps, so that a failure throws fewer steps away.",
+    "shut-down": "Look at the last lines of the workers' logs: something holds them up at the end.",
+    "unattributed": "No recorded interval covers this time; check that the workers' records are complete.",
+}
+
+
+_LONGEST = 1 << 62  # nanoseconds; a larger number in a record is damage
+_MOST_WORKERS = 1 << 20  # as above
+_STOPPED_CODE = 75  # a worker that saved and stopped as asked: worth resuming
+
+
+class Incident(NamedTuple):
+    """Something that happened to a run, for people."""
+
+    wall: float
+    """Unix seconds."""
+    attempt: int
+    text: str
+
+
+class Loss(NamedTuple):
+    """An account that is no training, how much went there, and what to try."""
+
+    account: str
+    seconds: float
+    advice: str
+
+
+@dataclass(frozen=True)
+class AttemptTime:
+    """One attempt's share of a ledger."""
+
+    number: int
+    wall: float
+    """Unix seconds when its allocation began."""
+    length_ns: int
+    """How long the allocation lasted."""
+    workers: tuple[Mapping[str, int], ...]
+    """The accounts of each worker's device, by rank."""
+    outcome: str | None
+    """finished, stopped or failed; None while it runs, or when its agent was killed."""
+    reason: str
+    """Why it ended, in the agent's words."""
+    device: str
+    resumed_from: int | None
+    """The step after which it trained; None when it never got that far."""
+
+    @property
+    def accounts(self) -> dict[str, int]:
+        """The accounts of all its workers together, in nanoseconds."""
+        return {name: sum(worker[name] for worker in self.workers) for name in ACCOUNTS}
+
+    @property
+    def total_ns(self) -> int:
+        """Device-nanoseconds allocated to it."""
+        return self.length_ns * len(self.workers)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where every device-nanosecond of a run went."""
+
+    accounts: Mapping[str, int]
+    """Nanoseconds by account, in the order of ACCOUNTS."""
+    total_ns: int
+    """What was allocated: over all attempts, workers x duration."""
+    attempts: tuple[AttemptTime, ...]
+    useful_ns: int | None
+    """Device time of the kept steps' model FLOPs at the device's peak; None when that is unknown."""
+    useful_full_attention_ns: int | None
+    """The same, counting the masked half of attention too, as others publish it."""
+    steps: int
+    """Steps that count."""
+    lost_steps: int
+    """Steps that a later attempt threw away."""
+    incidents: tuple[Incident, ...]
+
+    def seconds(self, name: str) -> float:
+        """Device-seconds in an account."""
+        return self.accounts[name] / 1e9
+
+    def share(self, name: str) -> float:
+        """An account's share of the allocation, 0 to 1."""
+        return self.accounts[name] / self.total_ns if self.total_ns else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the peak's during the kept steps (compute and data stall)."""
+        return self._over_steps(self.useful_ns)
+
+    @property
+    def mfu_full_attention(self) -> float | None:
+        """The same, counting the masked half of attention too."""
+        return self._over_steps(self.useful_full_attention_ns)
+
+    def _over_steps(self, useful_ns: int | None) -> float | None:
+        time_ns = self.accounts["compute"] + self.accounts["data stall"]
+        return useful_ns / time_ns if useful_ns is not None and time_ns else None
+
+
+def account(records: Iterable[Record]) -> Ledger:
+    """Say where every device-nanosecond of a run went."""
+    records = list(records)
+    kept = kept_until(records)
+    numbers = sorted({record.header.attempt for record in records})
+    lives = [_Life(number, records, number != numbers[-1], kept.get(number)) for number in numbers]
+    attempts = tuple(life.account() for life in lives)
+    steps, lost = _count_steps(lives)
+    incidents = sorted(incident for life in lives for incident in life.incidents(lost.get(life.number, 0)))
+    return Ledger(
+        accounts={name: sum(attempt.accounts[name] for attempt in attempts) for name in ACCOUNTS},
+        total_ns=sum(attempt.total_ns for attempt in attempts),
+        attempts=attempts,
+        useful_ns=_useful_ns(lives, "flops_per_token"),
+        useful_full_attention_ns=_useful_ns(lives, "flops_per_token_full_attention"),
+        steps=steps,
+        lost_steps=sum(lost.values()),
+        incidents=tuple(incidents),
+    )
+
+
+def largest_loss(ledger: Ledger) -> Loss | None:
+    """Return the account other than compute that took most, and what to try; None when nothing was lost."""
+    name = max((name for name in ACCOUNTS if name != "compute"), key=lambda name: ledger.accounts[name])
+    return Loss(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
+
+
+# -- intervals
+
+
+class _Interval(NamedTuple):
+    begin: int
+    end: int
+    account: str
+
+
+def _flatten(intervals: Iterable[_Interval], begin: int, end: int) -> list[_Interval]:
+    """Cut [begin, end] into pieces, each with the account of its innermost interval, "" where there is none.
+
+    Innermost is the latest begun; of two begun together the shorter, then the later recorded. They may cross.
+    """
+    # Sorted before they are clipped: of two that began before the allocation, the later is still the inner.
+    ordered = sorted(intervals, key=lambda i: (i.begin, -i.end))
+    clipped = [_Interval(max(i.begin, begin), min(i.end, end), i.account) for i in ordered]
+    pieces: list[_Interval] = []
+    open_: list[_Interval] = []  # by time of beginning: the last one still going is the innermost
+    now = begin
+
+    def advance(until: int) -> None:
+        nonlocal now
+        while now < until:
+            while open_ and open_[-1].end <= now:
+                open_.pop()
+            upto = min(open_[-1].end, until) if open_ else until
+            pieces.append(_Interval(now, upto, open_[-1].account if open_ else ""))
+            now = upto
+
+    for interval in clipped:
+        if interval.begin < interval.end:
+            advance(interval.begin)
+            open_.append(interval)
+    advance(end)
+    return pieces
+
+
+def _overlay(upper: list[_Interval], lower: list[_Interval]) -> Iterable[_Interval]:
+    """Fill the gaps of one flat list with another that covers the same time."""
+    begins = [piece.begin for piece in lower]
+    for piece in upper:
+        if piece.account:
+            yield piece
+            continue
+        index = max(bisect_right(begins, piece.begin) - 1, 0)
+        while index < len(lower) and lower[index].begin < piece.end:
+            below = lower[index]
+            yield _Interval(max(below.begin, piece.begin), min(below.end, piece.end), below.account)
+            index += 1
+
+
+def _time(event: Event, name: str = "t") -> int | None:
+    """Return one of an event's times, or None where it is missing or no integer."""
+    value = event.get(name)
+    return value if type(value) is int and abs(value) < _LONGEST else None
+
+
+def _span_intervals(events: Sequence[Event], accounts: Mapping[str, str], open_until: int) -> list[_Interval]:
+    """Return the spans of one process; an end closes what was begun inside, the rest ends at `open_until`."""
+    spans: list[_Interval] = []  # in the order of their beginnings
+    open_: list[int] = []
+    for event in events:
+        t, name = _time(event), str(event.get("name"))
+        if t is None or name not in accounts:
+            continue
+        if event["kind"] == "begin":
+            open_.append(len(spans))
+            spans.append(_Interval(t, open_until, name))
+        elif event["kind"] == "end-span" and any(spans[index].account == name for index in open_):
+            closed = ""
+            while closed != name:
+                index = open_.pop()
+                closed = spans[index].account
+                spans[index] = spans[index]._replace(end=t)
+    return [_Interval(begin, end, accounts[name]) for begin, end, name in spans]
+
+
+def _step_intervals(events: Iterable[Event], kept: int | None) -> list[_Interval]:
+    """Return the data wait and the compute of each step; those of steps thrown away since are rework."""
+    found: list[_Interval] = []
+    for event in events:
+        t, step = _time(event), _time(event, "step")
+        if event["kind"] != "step" or t is None or step is None:
+            continue
+        computed = t - (_time(event, "compute") or 0)
+        waited = computed - (_time(event, "data") or 0)
+        lost = kept is not None and step > kept
+        found.append(_Interval(waited, computed, "rework" if lost else "data stall"))
+        found.append(_Interval(computed, t, "rework" if lost else "compute"))
+    return found
+
+
+# -- attempts
+
+
+class _Life:
+    """One attempt as its records tell it, everything on the agent's clock."""
+
+    def __init__(self, number: int, records: Sequence[Record], superseded: bool, kept: int | None) -> None:
+        mine = [record for record in records if record.header.attempt == number]
+        agent = next((r for r in mine if r.header.process == "agent" and r.header.wall), None)
+        self.number = number
+        self.kept = kept
+        self.agent = agent or _stand_in(number, mine)
+        self.ranks: dict[int, list[Event]] = {}
+        for record in mine:
+            if record.header.rank is not None:
+                self.ranks.setdefault(record.header.rank, _on_clock(record, self.agent.header))
+        self.start = next((e for e in self.agent.events if e["kind"] == "attempt"), {})
+        self.end = next((e for e in self.agent.events if e["kind"] == "end"), {})
+        exits = [e for e in self.agent.events if e["kind"] == "exit" and _time(e) is not None]
+        self.exits = {rank: e for e in exits if (rank := _time(e, "rank")) is not None}
+        self.begin_t = _time(self.start) or 0
+        self.end_t = max(self._end_time(), self.begin_t)
+        outcome = self.end.get("outcome")
+        self.outcome = outcome if isinstance(outcome, str) else None
+        # An attempt that another one followed without a word of its end was cut off with its agent.
+        self.failed = self.outcome == "failed" or (self.outcome is None and superseded)
+        self.spans = _SPANS | ({"startup": "restart", "restore": "restart"} if number > 1 else {})
+
+    @property
+    def workers(self) -> int:
+        declared = _time(self.start, "workers")
+        return declared if declared is not None and 0 <= declared < _MOST_WORKERS else len(self.ranks)
+
+    def account(self) -> AttemptTime:
+        """Lay out every worker's time and add it up."""
+        below = _flatten(_span_intervals(self.agent.events, self.spans, self.end_t), self.begin_t, self.end_t)
+        resumed = [_time(e, "step") for e in self.ranks.get(0, []) if e["kind"] == "resumed"]
+        return AttemptTime(
+            number=self.number,
+            wall=self._wall(self.begin_t),
+            length_ns=self.end_t - self.begin_t,
+            workers=tuple(self._worker(rank, below) for rank in range(self.workers)),
+            outcome=self.outcome,
+            reason=str(self.end.get("reason", "")),
+            device=str(self.start.get("device", "")),
+            resumed_from=resumed[-1] if resumed else None,
+        )
+
+    def _worker(self, rank: int, below: list[_Interval]) -> dict[str, int]:
+        """Return one worker's accounts."""
+        gone = self.exits.get(rank)
+        exit_t = self.end_t if gone is None else min(max(_time(gone) or 0, self.begin_t), self.end_t)
+        events = self.ranks.get(rank, [])
+        spans, steps = _span_intervals(events, self.spans, exit_t), _step_intervals(events, self.kept)
+        cut_off = self.failed or _is_violent(gone)
+        if cut_off and steps and not any(span.account == "shut-down" for span in spans):
+            # The step under way when it went down is lost: from its last interval to its exit.
+            steps.append(_Interval(max(i.end for i in (*spans, *steps)), exit_t, "rework"))
+        above = _flatten([*spans, *steps], self.begin_t, exit_t)
+        if exit_t < self.end_t:
+            above.append(_Interval(exit_t, self.end_t, "restart" if self.failed else "shut-down"))
+        accounts = dict.fromkeys(ACCOUNTS, 0)
+        for piece in _overlay(above, below):
+            accounts[piece.account or "unattributed"] += piece.end - piece.begin
+        return accounts
+
+    def _end_time(self) -> int:
+        """Return when the allocation ended: as the agent says, else at the latest event of any process."""
+        told = _time(self.end)
+        if told is not None:
+            return told
+        times = [_time(e) for events in (self.agent.events, *self.ranks.values()) for e in events]
+        return max((t for t in times if t is not None), default=0)
+
+    def _wall(self, t: int) -> float:
+        return self.agent.header.wall + t / 1e9
+
+    def incidents(self, lost: int) -> Iterable[Incident]:
+        """Tell what went wrong, and where the attempt took over."""
+        for rank, event in self.exits.items():
+            code, t = _time(event, "code") or 0, _time(event) or 0
+            if _is_violent(event):
+                how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+                yield Incident(self._wall(t), self.number, f"worker {rank} {how} {self._where(rank)}")
+        for who, events in [
+            ("agent", self.agent.events),
+            *((f"worker {r}", e) for r, e in self.ranks.items()),
+        ]:
+            for event in events:
+                if event["kind"] == "error":
+                    text = f"{who}: {event.get('type', 'error')}: {event.get('message', '')}"
+                    yield Incident(self._wall(_time(event) or 0), self.number, text)
+                elif event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
+                    text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"
+                    yield Incident(self._wall(_time(event) or 0), self.number, text)
+
+    def _where(self, rank: int) -> str:
+        steps = [_time(event, "step") for event in self.ranks.get(rank, []) if event["kind"] == "step"]
+        return f"after step {steps[-1]}" if steps else "before its first step"
+
+
+def _is_violent(event: Event | None) -> bool:
+    """Whether a worker's exit was neither its regular end nor a stop that saved its state."""
+    return event is not None and event.get("code") not in (0, _STOPPED_CODE, None)
+
+
+def _on_clock(record: Record, header: Header) -> list[Event]:
+    """Return a record's events with their times on another record's clock."""
+    offset = clock_offset(record.header, header)
+    if not offset:
+        return record.events
+    return [event | {"t": t + offset} for event in record.events if (t := _time(event)) is not None]
+
+
+def _stand_in(number: int, ranks: Sequence[Record]) -> Record:
+    """Return an agent's record where there is none: the allocation is then what its workers' records span."""
+    headers = [record.header for record in ranks]
+    first = min((h for h in headers if h.wall), key=lambda h: h.wall, default=headers[0])
+    return Record(Header(number, "agent", first.wall, first.mono, first.boot, first.host), [])
+
+
+# -- steps
+
+
+def _count_steps(lives: Sequence[_Life]) -> tuple[int, dict[int, int]]:
+    """Return how many steps count, and by attempt how many older ones it threw away."""
+    counted: set[int] = set()
+    lost: dict[int, int] = {}
+    for life in lives:
+        events = life.ranks.get(0, [])
+        resumed = [step for e in events if e["kind"] == "resumed" and (step := _time(e, "step")) is not None]
+        if resumed:
+            back = {step for step in counted if step > resumed[-1]}
+            lost[life.number] = len(back)
+            counted -= back
+        counted |= {step for e in events if e["kind"] == "step" and (step := _time(e, "step")) is not None}
+    return len(counted), lost
+
+
+def _useful_ns(lives: Sequence[_Life], flops_key: str) -> int | None:
+    """Return the device time of the kept steps' model FLOPs at peak; None when no attempt knows its peak."""
+    useful: float | None = None
+    for life in lives:
+        events = life.ranks.get(0, [])
+        facts = [event for event in events if event["kind"] == "facts"]
+        flops, peak = (_number(facts[-1].get(key)) if facts else 0.0 for key in (flops_key, "peak_flops"))
+        if not flops or peak < 1:
+            continue
+        kept = [e for e in events if e["kind"] == "step" and _is_kept(e, life.kept)]
+        tokens = sum(_number(event.get("tokens")) for event in kept)
+        useful = (useful or 0.0) + tokens * flops / peak * 1e9
+    return None if useful is None else round(useful)
+
+
+def _number(value: object) -> float:
+    """Return a count that makes sense, else 0."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e30 else 0.0
+
+
+def _is_kept(event: Event, kept: int | None) -> bool:
+    step = _time(event, "step")
+    return step is not None and (kept is None or step <= kept)

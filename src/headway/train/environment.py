@@ -1,0 +1,88 @@
+"""What a run ran on: the conditions of exactness, and the figures that turn tokens into FLOPs."""
+
+import json
+import platform
+import time
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from headway.hardware import find_chip
+from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
+from headway.recipe import Assignment
+from headway.track.files import write_json
+from headway.train.build import Parts
+
+__all__ = ["record_environment", "record_facts"]
+
+
+def record_environment(parts: Parts, assignment: Assignment) -> None:
+    """Write environment.json; when it was another in an earlier attempt, say so in the record."""
+    now = environment(parts, assignment)
+    file = parts.run.environment_file
+    if file.exists():
+        before = json.loads(file.read_bytes())
+        changed = {key: [before.get(key), now[key]] for key in now if before.get(key) != now[key]}
+        if changed:
+            parts.recorder.event("log", message="steps from here on are not promised bit for bit", changed=changed)
+    write_json(file, now)
+
+
+def environment(parts: Parts, assignment: Assignment) -> dict[str, Any]:
+    """Everything that bit-for-bit equality depends on."""
+    return {
+        "workers": assignment.workers,
+        "device": device_name(parts.world.device),
+        "threads": torch.get_num_threads(),
+        "deterministic": parts.recipe.train.deterministic or assignment.device == "cpu",
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: metadata.version(name) for name in ("torch", "numpy", "safetensors", "tokenizers")},
+        "data_version": parts.data_version,
+    }
+
+
+def record_facts(parts: Parts) -> None:
+    """Record the figures that MFU is made of. Every worker measures, so that none runs ahead; the first tells."""
+    recipe, device = parts.recipe, parts.world.device
+    peak, source = peak_flops(device, recipe.train.dtype)
+    if not parts.world.first:
+        return
+    parts.recorder.event(
+        "facts",
+        parameters=parameters(recipe.model),
+        flops_per_token=flops_per_token(recipe.model, recipe.data.seq),
+        flops_per_token_full_attention=flops_per_token_full_attention(recipe.model, recipe.data.seq),
+        peak_flops=peak,
+        peak_source=source,
+        device=device_name(device),
+        total_steps=recipe.train.steps,
+        tokens_per_step=recipe.train.batch * recipe.data.seq,
+    )
+
+
+def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """A device's dense peak: the vendor's for a known GPU; a CPU's is measured, for want of a published one."""
+    if device.type == "cuda":
+        chip = find_chip(device_name(device))
+        return (chip.peaks.get(dtype), chip.source) if chip else (None, "unknown chip")
+    return measured_matmul(), "best of 5 float32 products of 768 x 768 matrices, all workers at once"
+
+
+def measured_matmul(size: int = 768, tries: int = 5) -> float:
+    """FLOP/s of a matrix product on this worker's threads."""
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    best = float("inf")
+    for _ in range(tries):
+        started = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()

@@ -1,0 +1,124 @@
+"""The whole training step, top to bottom: batch, forward, backward, clip, step, record.
+
+The loss of a step is the sum over the unmasked tokens of the global batch divided by their count over the global
+batch: every worker divides its own sums by that same count, and gradients are added up, so that no split into
+microbatches or workers changes what is computed. The host never waits for the device to learn a loss: results come
+back through the meter, and only then extend the chain and the record.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headway.parallel import precision, sync_gradients, total_norm
+from headway.track import chain
+from headway.train.build import Parts, Progress
+from headway.train.evaluate import evaluate
+from headway.train.meter import Measured, make_meter
+from headway.train.save import save
+from headway.train.schedule import learning_rate
+
+__all__ = ["train"]
+
+
+def train(parts: Parts) -> bool:
+    """Train from where the parts stand; True when all steps are done, False when stopped before."""
+    recipe, world, model, optimizer = parts.recipe, parts.world, parts.model, parts.optimizer
+    rows = recipe.train.batch // world.size
+    microbatch = min(recipe.train.microbatch or rows, rows)
+    forward_context = precision(recipe.train, world)
+    meter = make_meter(world.device)
+    recorded = saved = parts.start
+    step, cursor, stopping = recorded.step, recorded.cursor, False
+
+    while step < recipe.train.steps and not stopping:
+        step += 1
+        parts.faults.reach("start", step)
+
+        # the batch: this worker's rows of the samples that the cursor points at
+        meter.begin()
+        parts.faults.reach("data", step)
+        batch = parts.loader.read(cursor)
+        cursor += recipe.train.batch
+        inputs, labels = (to_device(array, world.device) for array in (batch.inputs, batch.labels))
+        trained = torch.tensor([batch.trained])
+        tokens = int(world.sum(trained)) if parts.loader.masks else recipe.train.batch * recipe.data.seq
+        meter.compute()
+
+        # forward and backward, a microbatch at a time; workers exchange gradients in the last one only
+        parts.faults.reach("compute", step)
+        loss = torch.zeros((), device=world.device)
+        for low, high, last in microbatches(rows, microbatch):
+            sync_gradients(model, last)
+            with forward_context():
+                part = model(inputs[low:high], labels[low:high]) / max(1, tokens)
+            part.backward()
+            loss += part.detach()
+
+        # clip, step
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norm = total_norm(gradients)
+        if recipe.train.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), recipe.train.clip, norm)
+        rate = learning_rate(recipe.train, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        # record what has come back; a wish to stop travels with the loss, so all workers stop at the same step
+        wish = torch.tensor(float(parts.stop.asked), device=world.device)
+        totals = world.sum(torch.stack([loss.double(), wish.double()]))
+        note = {"step": step, "cursor": cursor, "lr": rate, "tokens": tokens}
+        for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
+            recorded, stopping = record(parts, recorded, result)
+
+        # once in a while: evaluate, save
+        evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
+        checkpoint = is_due(step, recipe.checkpoint.every_steps, recipe.train.steps)
+        if evaluation or checkpoint or stopping:
+            for result in meter.drain():
+                recorded, stopping = record(parts, recorded, result, stopping)
+        if evaluation:
+            evaluate(parts, step, forward_context)
+        if checkpoint:
+            save(parts, recorded)
+            saved = recorded
+
+    for result in meter.drain():
+        recorded, _ = record(parts, recorded, result)
+    if recorded.step > saved.step:
+        save(parts, recorded)
+    return recorded.step >= recipe.train.steps
+
+
+def record(parts: Parts, before: Progress, result: Measured, stopping: bool = False) -> tuple[Progress, bool]:
+    """Write one step's event; extend the chain; say whether any worker has been asked to stop."""
+    loss, wish, norm = result.values
+    step, cursor = result.note["step"], result.note["cursor"]
+    after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
+    times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
+    if parts.world.first:
+        metrics = {"loss": loss, "grad_norm": norm, "lr": result.note["lr"], "tokens": result.note["tokens"]}
+        parts.recorder.event("step", **times, **metrics, cursor=cursor, chain=after.chain)
+    else:
+        parts.recorder.event("step", **times)
+    return after, stopping or wish > 0
+
+
+def microbatches(rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Slices of at most `size` rows, and whether each is the last."""
+    for low in range(0, rows, size):
+        yield low, min(low + size, rows), low + size >= rows
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps, and after the last, is due; 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def to_device(array: object, device: torch.device) -> Tensor:
+    """A NumPy array as a tensor: the same memory on a CPU, a copy that overlaps on a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

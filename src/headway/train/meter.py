@@ -1,0 +1,139 @@
+"""What a step gave and how long it took, read without making the step wait.
+
+On a CPU the numbers are there when the step ends. On a GPU the host runs ahead of the device: values are copied
+into pinned memory on the device's own time, phases are stamped by device events, and a step is read a few steps
+later, which also bounds how far the host may run ahead. Both meters return steps in order; `drain` waits for the rest.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceMeter", "HostMeter", "Measured", "Meter", "make_meter"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step: what the caller noted of it, the values the device computed, and when it ran (monotonic ns)."""
+
+    note: Any
+    values: list[float]
+    end_ns: int
+    data_ns: int
+    compute_ns: int
+
+
+class Meter(ABC):
+    """Called at the three turns of a step: it begins, its data is there, it is done."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The step begins to wait for its data."""
+
+    @abstractmethod
+    def compute(self) -> None:
+        """The data is there; the model runs from here."""
+
+    @abstractmethod
+    def end(self, note: Any, values: Tensor) -> list[Measured]:
+        """The step is done, or will be when the device gets there; returns the steps that can be read by now."""
+
+    @abstractmethod
+    def drain(self) -> list[Measured]:
+        """Wait for the device; returns all steps not returned yet."""
+
+
+class HostMeter(Meter):
+    """For devices that are done when the call returns."""
+
+    def begin(self) -> None:
+        """See Meter."""
+        self._begin = time.monotonic_ns()
+
+    def compute(self) -> None:
+        """See Meter."""
+        self._compute = time.monotonic_ns()
+
+    def end(self, note: Any, values: Tensor) -> list[Measured]:
+        """See Meter."""
+        numbers = values.tolist()
+        now = time.monotonic_ns()
+        return [Measured(note, numbers, now, self._compute - self._begin, now - self._compute)]
+
+    def drain(self) -> list[Measured]:
+        """See Meter."""
+        return []
+
+
+@dataclass(frozen=True)
+class _Pending:
+    note: Any
+    values: Tensor
+    host_data_ns: int
+    compute: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class DeviceMeter(Meter):
+    """For CUDA devices: the device's timeline, tied to the host's clock whenever the host has waited for it."""
+
+    LAG = 3
+    """Steps the host may be ahead: enough to hide its work, few enough to stop soon when asked."""
+
+    def __init__(self) -> None:
+        self._pending = deque[_Pending]()
+        self._anchor()
+
+    def begin(self) -> None:
+        """See Meter."""
+        if not self._pending:
+            self._anchor()
+        self._begin = time.monotonic_ns()
+
+    def compute(self) -> None:
+        """See Meter."""
+        self._host_data_ns = time.monotonic_ns() - self._begin
+        self._compute = torch.cuda.Event(enable_timing=True)
+        self._compute.record()
+
+    def end(self, note: Any, values: Tensor) -> list[Measured]:
+        """See Meter."""
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._pending.append(_Pending(note, pinned, self._host_data_ns, self._compute, event))
+        return [self._read()] if len(self._pending) > self.LAG else []
+
+    def drain(self) -> list[Measured]:
+        """See Meter."""
+        return [self._read() for _ in range(len(self._pending))]
+
+    def _anchor(self) -> None:
+        torch.cuda.synchronize()
+        self._last_end = torch.cuda.Event(enable_timing=True)
+        self._last_end.record()
+        self._last_end.synchronize()
+        self._last_end_ns = time.monotonic_ns()
+
+    def _read(self) -> Measured:
+        step = self._pending.popleft()
+        step.end.synchronize()
+        # The device idles from one step's end to the next one's first kernel; as much of that as the host spent on
+        # data is a stall of data.
+        idle_ns = int(self._last_end.elapsed_time(step.compute) * 1e6)
+        compute_ns = int(step.compute.elapsed_time(step.end) * 1e6)
+        self._last_end_ns += idle_ns + compute_ns
+        self._last_end = step.end
+        data_ns = min(idle_ns, step.host_data_ns)
+        return Measured(step.note, step.values.tolist(), self._last_end_ns, data_ns, compute_ns)
+
+
+def make_meter(device: torch.device) -> Meter:
+    """The meter for a kind of device."""
+    return DeviceMeter() if device.type == "cuda" else HostMeter()

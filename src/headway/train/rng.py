@@ -1,0 +1,36 @@
+"""Random state, in and out of a checkpoint."""
+
+import base64
+
+import torch
+
+from headway.parallel import World
+
+__all__ = ["restore_rng", "rng_state", "rng_text"]
+
+
+def rng_state(world: World) -> torch.Tensor:
+    """This worker's random state as bytes: the CPU's, and its GPU's behind it."""
+    states = [torch.get_rng_state()]
+    if world.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(world.device))
+    return torch.cat(states)
+
+
+def rng_text(states: list[torch.Tensor]) -> dict[str, str]:
+    """Everyone's random state by rank, as text for a manifest."""
+    return {str(rank): base64.b64encode(state.numpy().tobytes()).decode() for rank, state in enumerate(states)}
+
+
+def restore_rng(world: World, rng: dict[str, str], workers: int) -> bool:
+    """Put random state back; False if the checkpoint was made by another number of workers or kind of device."""
+    if workers != world.size or str(world.rank) not in rng:
+        return False
+    state = torch.frombuffer(bytearray(base64.b64decode(rng[str(world.rank)])), dtype=torch.uint8)
+    cpu_bytes = torch.get_rng_state().numel()
+    if (state.numel() > cpu_bytes) != (world.device.type == "cuda"):
+        return False
+    torch.set_rng_state(state[:cpu_bytes])
+    if world.device.type == "cuda":
+        torch.cuda.set_rng_state(state[cpu_bytes:], world.device)
+    return True

@@ -1,0 +1,20 @@
+"""A wish to stop: the agent's SIGTERM, noticed at the next step."""
+
+import signal
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """Set by a signal, read by the loop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        """Take SIGTERM as a wish to save and stop; leave Ctrl-C to the agent."""
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True

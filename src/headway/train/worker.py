@@ -1,0 +1,73 @@
+"""One worker process: joins the others, builds the parts, trains, and tells how it ended."""
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from headway.errors import HeadwayError, WorkerError
+from headway.parallel import join, leave
+from headway.recipe import Assignment, Recipe
+from headway.track import Recorder, RunFolder, record_path
+from headway.train.build import Parts, build
+from headway.train.compilation import record_compilation
+from headway.train.environment import record_environment, record_facts
+from headway.train.loop import train
+from headway.train.stop import StopRequest
+
+__all__ = ["main"]
+
+FINISHED, FAILED, STOPPED = 0, 1, 75
+
+
+def main(assignment: Assignment) -> int:
+    """Work as one rank of an attempt; returns the exit status."""
+    run = RunFolder(Path(assignment.run))
+    name = f"rank-{assignment.rank}"
+    number = assignment.attempt
+    recorder = Recorder(record_path(run.events, number, name), attempt=number, process=name)
+    recipe = Recipe.model_validate_json(run.recipe_file.read_bytes())
+    stop = StopRequest()
+    stop.listen()
+    try:
+        with recorder.span("startup"):
+            torch.set_num_threads(assignment.threads)
+            world = join(assignment, recipe.train.timeout_s)
+            parts = build(assignment, recipe, world, recorder, stop)
+            tell_beginning(parts, assignment)
+        finished = train(parts)
+        with recorder.span("shutdown"):
+            leave(world)
+        return FINISHED if finished else STOPPED
+    except Exception as error:
+        traceback.print_exc()
+        told = explain(error, recipe)
+        recorder.event("error", type=type(error).__name__, message=told.message, hint=told.hint)
+        return FAILED
+    finally:
+        recorder.close()
+
+
+def tell_beginning(parts: Parts, assignment: Assignment) -> None:
+    """Record where this attempt starts, on what, and what a token costs."""
+    if parts.recipe.train.compile:
+        record_compilation(parts.recorder)
+    record_facts(parts)
+    if parts.world.first:
+        record_environment(parts, assignment)
+        parts.recorder.event("resumed", step=parts.start.step)
+
+
+def explain(error: Exception, recipe: Recipe) -> HeadwayError:
+    """One sentence for people, with the setting to change where there is one."""
+    if isinstance(error, HeadwayError):
+        return error
+    text = str(error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        rows = recipe.train.microbatch or "the worker's whole share of the batch"
+        return WorkerError(
+            "out of memory",
+            hint=f"lower train.microbatch (now {rows}), or set train.checkpoint_activations=true",
+        )
+    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return WorkerError(f"{type(error).__name__}: {first_line}")

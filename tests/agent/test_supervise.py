@@ -1,0 +1,133 @@
+"""How attempts end: finished, stopped, failed, and what is said and left behind then."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from headway.errors import RecipeError, RunError, StateError
+from headway.recipe import FaultPlan
+from headway.state import verify
+from headway.track import hold
+
+
+def descendants() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def test_a_finished_run_leaves_its_record_and_nothing_running(lab, recipe) -> None:
+    before = descendants()
+    lived = lab.train(recipe(), workers=2)
+    assert lived.outcome.state == "finished"
+    assert [event["step"] for event in lived.events("step")] == list(range(1, 9))
+    assert lived.events("end", "agent")[0]["outcome"] == "finished"
+    assert len(lived.events("step", "rank-1")) == 8
+    assert descendants() == before
+    for name in ("recipe.json", "environment.json", "tokenizer.json"):
+        assert (lived.run.path / name).is_file()
+    assert not lived.run.rendezvous.exists()
+
+
+def test_a_worker_that_dies_fails_the_run_with_rank_and_code(lab, recipe) -> None:
+    before = descendants()
+    lived = lab.train(recipe(), workers=2, faults=FaultPlan().kill(3, rank=1))
+    assert lived.outcome.state == "failed"
+    assert "worker 1 was killed by signal 9 (SIGKILL)" in lived.outcome.reason
+    assert "resume" in lived.outcome.hint
+    assert descendants() == before
+    codes = {event["rank"]: event["code"] for event in lived.events("exit", "agent")}
+    assert codes[1] == -9
+    assert codes[0] != 0
+
+
+def test_a_worker_that_raises_is_quoted(lab, recipe) -> None:
+    lived = lab.train(recipe(), workers=2, faults=FaultPlan().fail(2, rank=0))
+    assert lived.outcome.reason == "worker 0 failed: RuntimeError: injected at start of step 2"
+    log = (lived.run.logs / "0001-rank-0.log").read_text()
+    assert "Traceback" in log
+
+
+def test_out_of_memory_is_one_sentence_with_the_setting_to_change(lab, recipe) -> None:
+    lived = lab.train(recipe({"train.microbatch": 4}), workers=2, faults=FaultPlan().out_of_memory(2, rank=1))
+    assert lived.outcome.reason == "worker 1 failed: out of memory"
+    assert "train.microbatch (now 4)" in lived.outcome.hint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe, rank: int) -> None:
+    settings = {"checkpoint.every_steps": 2}
+    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(4, rank=rank))
+    assert lived.outcome.state == "failed"
+    assert f"worker {rank} failed" in lived.outcome.reason
+    assert "No space left on device" in lived.outcome.reason
+    assert [path.name for path in lived.run.checkpoints.iterdir()] == ["step-00000002"]
+    verify(lived.run.checkpoints / "step-00000002")
+    resumed = lab.resume(lived.run)
+    assert resumed.outcome.state == "finished"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None:
+    settings = {"train.steps": 10_000}
+    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
+    lived = lab.train(recipe(settings), workers=2)
+    assert lived.outcome.state == "stopped"
+    assert lived.outcome.exit_status == 75
+    last = lived.events("step")[-1]["step"]
+    assert 0 < last < 10_000
+    assert lived.events("checkpoint")[-1]["step"] == last
+    resumed = lab.resume(lived.run, f"train.steps={last + 2}")
+    assert resumed.events("resumed")[-1]["step"] == last
+    assert resumed.outcome.state == "finished"
+
+
+def test_two_signals_stop_at_once(lab, recipe) -> None:
+    faults = FaultPlan().stall("compute", step=3, seconds=60)
+    for delay in (1.5, 2.0):
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    lived = lab.train(recipe(), workers=2, faults=faults)
+    assert time.monotonic() - started < 30
+    assert lived.outcome.state == "stopped"
+    assert "at once" in lived.outcome.reason
+    assert lived.events("checkpoint") == []
+
+
+def test_a_run_in_use_is_left_alone(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    before = sorted(run.events.iterdir())
+    with hold(run), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+        lab.resume(run, "train.steps=4")
+    assert sorted(run.events.iterdir()) == before
+
+
+def test_a_checkpoint_that_is_gone_is_missed(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    (run.checkpoints / "step-00000002").rename(run.path / "elsewhere")
+    with pytest.raises(StateError, match="saved step 2, but"):
+        lab.resume(run, "train.steps=4")
+
+
+def test_a_run_that_is_done_says_how_to_go_on(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    with pytest.raises(RunError, match="all of its 2 steps") as caught:
+        lab.resume(run)
+    assert "train.steps=4" in caught.value.hint
+
+
+def test_what_may_not_change_is_refused_and_nothing_is_written(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    before = run.recipe_file.read_bytes()
+    with pytest.raises(RecipeError, match=r"train\.lr cannot change"):
+        lab.resume(run, "train.lr=0.5", "train.steps=4")
+    assert run.recipe_file.read_bytes() == before
+
+
+def test_a_batch_that_does_not_share_out_names_the_nearest(lab, recipe) -> None:
+    with pytest.raises(RecipeError, match="8 sequences, which 3 workers") as caught:
+        lab.train(recipe(), workers=3)
+    assert "train.batch=6 or 9" in caught.value.hint
+    assert not lab.root.exists(), "no run folder is made for a recipe that cannot run"

@@ -1,0 +1,41 @@
+"""The zygote and its workers go when the agent goes, however it goes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from headway.recipe import FaultPlan
+
+AGENT = """
+import sys
+from pathlib import Path
+from headway.agent import new_run, supervise
+from headway.recipe import FaultPlan, Recipe
+recipe = Recipe.model_validate_json(sys.argv[1])
+attempt = new_run(recipe, Path(sys.argv[2]), name="r", workers=2)
+supervise(attempt.model_copy(update={"faults": FaultPlan().stall("compute", 2, 60)}))
+"""
+
+
+def test_a_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
+    assert FaultPlan().faults == ()
+    command = [sys.executable, "-c", AGENT, recipe().model_dump_json(), str(tmp_path)]
+    agent = subprocess.Popen(command)
+    events = tmp_path / "r" / "events" / "0001-rank-0.jsonl"
+    deadline = time.monotonic() + 60
+    while not (events.exists() and b'"step":1' in events.read_bytes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    processes = psutil.Process(agent.pid).children(recursive=True)
+    assert len(processes) == 3, "a zygote and two workers"
+    agent.kill()
+    agent.wait()
+    gone, alive = psutil.wait_procs(processes, timeout=15)
+    assert alive == []
+    assert len(gone) == 3
+    header = json.loads((tmp_path / "r" / "events" / "0001-agent.jsonl").read_text().splitlines()[0])
+    assert header["pid"] == agent.pid

@@ -1,0 +1,108 @@
+"""What tests of whole runs share: a small data set, a warm zygote, and recipes that take seconds."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.agent import Attempt, Outcome, new_run, resume_run, supervise
+from headway.agent.zygote import Zygote
+from headway.data import BuildOptions, build
+from headway.recipe import FaultPlan, Recipe
+from headway.recipe.load import parse_recipe
+from headway.track import RunFolder, read_run
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {"layers": 2, "dim": 32, "heads": 2, "kv_heads": 1},
+    "data": {"seq": 32},
+    "train": {"steps": 8, "batch": 8, "lr": 1e-2, "warmup_steps": 1},
+    "checkpoint": {"every_steps": 0},
+}
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of a few ten thousand tokens, made of the standard library's json package."""
+    folder = tmp_path_factory.mktemp("data") / "json-package"
+    build(folder, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Workers are forked from here, so that a test pays for a run and not for importing torch."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    process = Zygote(tmp_path_factory.mktemp("zygote") / "log", environment)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def recipe(dataset: Path) -> Callable[..., Recipe]:
+    """Makes tiny recipes: `recipe({"train.steps": 3})`."""
+
+    def make(settings: dict[str, Any] | None = None) -> Recipe:
+        values = {section: dict(fields) for section, fields in TINY.items()}
+        values["data"]["path"] = str(dataset)
+        for key, value in (settings or {}).items():
+            section, _, name = key.rpartition(".")
+            (values.setdefault(section, {}) if section else values)[name] = value
+        return parse_recipe(values, {}, "test")
+
+    return make
+
+
+class Lab:
+    """Runs recipes to their end in a folder of their own."""
+
+    def __init__(self, root: Path, zygote: Zygote) -> None:
+        self.root, self._zygote = root, zygote
+
+    def train(self, recipe: Recipe, workers: int = 1, faults: FaultPlan | None = None, **options: Any) -> "Lived":
+        """A new run's first attempt."""
+        return self._live(new_run(recipe, self.root, workers=workers, **options), faults)
+
+    def resume(self, run: RunFolder, *settings: str, faults: FaultPlan | None = None, **options: Any) -> "Lived":
+        """A run's next attempt."""
+        return self._live(resume_run(run, list(settings), self.root, **options), faults)
+
+    def _live(self, attempt: Attempt, faults: FaultPlan | None) -> "Lived":
+        attempt = attempt.model_copy(update={"threads": 1, "faults": faults or FaultPlan()})
+        return Lived(attempt.folder, supervise(attempt, warm=self._zygote))
+
+
+class Lived:
+    """An attempt that has ended."""
+
+    def __init__(self, run: RunFolder, outcome: Outcome) -> None:
+        self.run, self.outcome = run, outcome
+
+    def events(self, kind: str, process: str = "rank-0") -> list[dict[str, Any]]:
+        """All events of a kind, over all attempts."""
+        records = [record for record in read_run(self.run) if record.header.process == process]
+        return [event for record in records for event in record.events if event["kind"] == kind]
+
+    @property
+    def digest(self) -> str:
+        """Of the last checkpoint."""
+        return str(self.events("checkpoint")[-1]["digest"])
+
+    @property
+    def chain(self) -> str:
+        """After the last step."""
+        return str(self.events("step")[-1]["chain"])
+
+
+@pytest.fixture(scope="session")
+def make_lab(zygote: Zygote) -> Callable[[Path], Lab]:
+    """Makes places to run recipes."""
+    return lambda root: Lab(root, zygote)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, make_lab: Callable[[Path], Lab]) -> Lab:
+    """A place to run recipes."""
+    return make_lab(tmp_path / "runs")

@@ -1,0 +1,180 @@
+"""`headway sample` from a run's folder to text, through the real process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headway.cli.sample import sample as sample_command
+from headway.data.tokenizer import TextTokenizer, train_tokenizer
+from headway.errors import HeadwayError, ModelError, RunError, StateError, UsageError
+from headway.inference import generate
+from headway.inference.sample import Request, main, sample
+from headway.models import Decoder, empty_decoder, init_weights
+from headway.recipe import Data, Model, Recipe, Train
+from headway.state import Facts, begin, commit, write_shard
+from headway.state.tensors import named_state, pieces
+from headway.track import create_run
+
+MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
+TEXT = "def headway(steps):\n    return steps + 1  # Zeit läuft\n"
+
+
+class Fixture:
+    """A run with checkpoints of steps 1 and 2, each with weights of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.path = root, create_run(root, "tiny", "tiny-1").path
+        data = Data(path=str(root / "data"))
+        recipe = Recipe(name="tiny", model=MODEL, data=data, train=Train(device="cpu"))
+        (self.path / "recipe.json").write_text(recipe.model_dump_json())
+        self.tokenizer: TextTokenizer = train_tokenizer([TEXT] * 3, vocab_size=300)
+        (self.path / "tokenizer.json").write_bytes(self.tokenizer.to_bytes())
+        self.decoders = {step: self.save(step) for step in (1, 2)}
+
+    def save(self, step: int) -> Decoder:
+        decoder = empty_decoder(MODEL)
+        init_weights(decoder, seed=step)
+        checkpoints = self.path / "checkpoints"
+        write_shard(begin(checkpoints, step), 0, pieces(named_state(decoder), rank=0))
+        commit(checkpoints, step, Facts(cursor=0, chain="", data_version="0" * 16), 1)
+        return decoder
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:08d}"
+
+    def greedy(self, step: int, prompt: str, max_tokens: int) -> str:
+        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end_of_text]
+        made = generate(
+            self.decoders[step],
+            ids,
+            max_tokens=max_tokens,
+            temperature=0,
+            stop_id=self.tokenizer.end_of_text,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        whole = self.tokenizer.decode([*ids, *made])
+        return whole[len(self.tokenizer.decode(ids)) :]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
+    return Fixture(tmp_path_factory.mktemp("runs"))
+
+
+def ask(run: Fixture, step: int, prompts: list[str], **changes: Any) -> list[str]:
+    request = Request(
+        run=run.path,
+        checkpoint=run.checkpoint(step),
+        prompts=prompts,
+        max_tokens=12,
+        temperature=0,
+        **changes,
+    )
+    texts = [""] * len(prompts)
+    for piece in sample(request):
+        texts[piece["prompt_index"]] += piece["text"]
+    return texts
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_text_is_the_model_s(run: Fixture, step: int) -> None:
+    prompts = ["def head", "", "# Zeit"]
+    assert ask(run, step, prompts) == [run.greedy(step, prompt, 12) for prompt in prompts]
+
+
+def test_the_data_s_tokenizer_serves_where_the_run_has_none(run: Fixture) -> None:
+    own, other = run.path / "tokenizer.json", run.root / "elsewhere"
+    other.mkdir()
+    own.rename(other / "tokenizer.json")
+    try:
+        assert ask(run, 1, ["def"], data=other) == [run.greedy(1, "def", 12)]
+    finally:
+        (other / "tokenizer.json").rename(own)
+
+
+def test_another_model_s_checkpoint_is_refused(run: Fixture, tmp_path: Path) -> None:
+    recipe = json.loads((run.path / "recipe.json").read_text())
+    recipe["model"]["layers"] = 3
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    (tmp_path / "tokenizer.json").write_bytes(run.tokenizer.to_bytes())
+    with pytest.raises(ModelError, match="another model"):
+        list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(RunError, match="not the recipe"):
+        list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
+
+
+def test_the_process_reports_errors_as_its_last_line(
+    run: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"run": str(tmp_path), "checkpoint": str(run.checkpoint(1)), "prompts": ["x"]}
+
+    class Stdin:
+        class buffer:  # noqa: N801
+            read = staticmethod(lambda: json.dumps(request).encode())
+
+    monkeypatch.setattr("sys.stdin", Stdin)
+    assert main() == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "recipe.json" in last["error"]
+    assert "\n" not in last["error"]
+
+
+def command(run: Fixture, *arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(sample_command)
+    return CliRunner().invoke(app, [*arguments, "--runs", str(run.root)])
+
+
+def test_the_command_prints_prompt_and_text(run: Fixture) -> None:
+    result = command(run, "tiny@1", "--prompt", "def head", "--prompt", "#", "--max-tokens", "9", "--temperature", "0")
+    assert result.exit_code == 0, result.exception
+    first, second = (prompt + run.greedy(1, prompt, 9) for prompt in ("def head", "#"))
+    assert result.stdout == f"{first}\n\n{second}\n"
+
+
+def test_the_command_prints_json(run: Fixture) -> None:
+    result = command(run, "last", "--prompt", "def", "--max-tokens", "9", "--temperature", "0", "--json")
+    samples = [{"prompt": "def", "text": run.greedy(2, "def", 9)}]
+    assert json.loads(result.stdout) == {"run": "tiny-1", "step": 2, "samples": samples}
+
+
+def test_the_command_passes_errors_on(run: Fixture) -> None:
+    (run.path / "tokenizer.json").rename(run.path / "hidden")
+    try:
+        result = command(run, "tiny")
+    finally:
+        (run.path / "hidden").rename(run.path / "tokenizer.json")
+    assert isinstance(result.exception, HeadwayError)
+    assert "tokenizer" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["tiny@7"], StateError),
+        (["tiny", "--step", "7"], StateError),
+        (["tiny@1", "--step", "2"], UsageError),
+    ],
+)
+def test_wrong_steps_are_refused_before_anything_starts(
+    run: Fixture, arguments: list[str], error: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert isinstance(command(run, *arguments).exception, error)
+
+
+def test_a_killed_process_is_told_in_one_sentence(
+    run: Fixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\ncat > /dev/null\necho out of luck >&2\nkill -9 $$\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(stub))
+    result = command(run, "tiny")
+    assert isinstance(result.exception, HeadwayError)
+    assert result.exception.message == "the sampling process failed with signal 9: out of luck"

@@ -1,0 +1,299 @@
+"""The decoder against independent truths: another way to the same number, and what must not change it."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+from headway.models import Decoder, decoder, empty_cache, empty_decoder, init_weights, initial_weight
+from headway.plan import parameter_shapes
+from headway.recipe import Model
+
+# A CPU without bfloat16 instructions says so, once, and computes all the same.
+no_bfloat16_cpu = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+SMALL = Model(vocab_size=97, layers=2, dim=32, heads=4, kv_heads=2, hidden=48)
+EVERYTHING = SMALL.model_copy(
+    update={"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+)
+
+
+def build(model: Model, seed: int = 0) -> Decoder:
+    made = empty_decoder(model)
+    init_weights(made, seed)
+    return made
+
+
+def batch(rows: int = 2, length: int = 13, vocab: int = 97, seed: int = 1) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(vocab, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def gradients(made: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
+def test_names_and_shapes_are_the_plan_s(model: Model) -> None:
+    found = {name: tuple(p.shape) for name, p in Decoder(model).named_parameters()}
+    assert list(found.items()) == list(parameter_shapes(model).items())
+    assert set(Decoder(model).state_dict()) == set(found)  # no buffers
+
+
+@pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("elements", [1, 97 * 5, 2**20])
+def test_loss_and_gradients_equal_torch_s(model: Model, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decoder.CHUNK_ELEMENTS, "cpu", elements)
+    tokens, labels = batch()
+    labels[0, :5] = -100
+    ours, truth = build(model), build(model)
+
+    loss = ours(tokens, labels)
+    (loss / 7).backward()
+    expected = functional.cross_entropy(truth(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected / 7).backward()
+
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for name, want in gradients(truth).items():
+        torch.testing.assert_close(gradients(ours)[name], want, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 23), st.integers(1, 200), st.floats(0.01, 50.0), st.integers(0, 2**32))
+def test_summed_cross_entropy_against_float64(tokens: int, vocab: int, elements: int, scale: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 6, generator=draw) * scale
+    weight = torch.randn(vocab, 6, generator=draw)
+    labels = torch.randint(vocab, (tokens,), generator=draw)
+    labels[torch.rand(tokens, generator=draw) < 0.3] = -100
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(decoder.CHUNK_ELEMENTS, "cpu", elements)
+        ours = [t.clone().requires_grad_() for t in (x, weight)]
+        loss = decoder.summed_cross_entropy(*ours, labels)
+        loss.backward()
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    expected = functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum", ignore_index=-100)
+    expected.backward()
+
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-3)
+    for got, want in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-3, atol=1e-4 * (1 + scale))
+
+
+def test_all_labels_masked_give_zero() -> None:
+    made = build(SMALL)
+    tokens, labels = batch()
+    loss = made(tokens, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not grad.any() for grad in gradients(made).values())
+
+
+def test_loss_without_gradients_is_the_same_number() -> None:
+    made = build(EVERYTHING)
+    tokens, labels = batch()
+    with torch.no_grad():
+        quiet = made(tokens, labels)
+    assert not quiet.requires_grad
+    assert torch.equal(quiet, made(tokens, labels).detach())
+
+
+def test_backward_twice_gives_the_same_gradient() -> None:
+    made = build(SMALL)
+    loss = made(*batch())
+    loss.backward(retain_graph=True)
+    once = gradients(made)
+    loss.backward()
+    for name, grad in gradients(made).items():
+        torch.testing.assert_close(grad, 2 * once[name])
+
+
+def test_the_future_does_not_matter() -> None:
+    made = build(EVERYTHING)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 97
+    before, after = made(tokens), made(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert (before[:, 7:] != after[:, 7:]).any(-1).all()
+
+
+def test_positions_are_relative() -> None:
+    """A rotary embedding's inner products depend on distances alone."""
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    table = decoder.rotary_table(0, 500, SMALL, torch.device("cpu"))
+
+    def product(i: int, j: int) -> float:
+        return (decoder.rotate(q, table[:, i : i + 1]) * decoder.rotate(k, table[:, j : j + 1])).sum().item()
+
+    assert product(5, 3) == pytest.approx(product(402, 400), abs=1e-4)
+    assert product(0, 0) == pytest.approx((q * k).sum().item(), abs=1e-6)
+
+
+def test_shared_heads_equal_repeated_ones() -> None:
+    grouped = build(SMALL)
+    full = empty_decoder(SMALL.model_copy(update={"kv_heads": 4}))
+    weights = dict(grouped.named_parameters())
+    with torch.no_grad():
+        for name, parameter in full.named_parameters():
+            source = weights[name]
+            if ".k." in name or ".v." in name:
+                source = source.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
+            parameter.copy_(source)
+    tokens, _ = batch()
+    torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+@pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
+def test_cache_gives_the_same_logits(model: Model) -> None:
+    made = build(model)
+    tokens, _ = batch()
+    with torch.no_grad():
+        want = made(tokens)
+        cache = empty_cache(made, capacity=13, batch=2)
+        got = [made.logits(made.hidden(tokens[:, :4], cache))]
+        got += [made.logits(made.hidden(tokens[:, i : i + 1], cache)) for i in range(4, 13)]
+    torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_drawn_weights_do_not_depend_on_the_others() -> None:
+    small, large = build(SMALL), build(EVERYTHING.model_copy(update={"layers": 2}))
+    shared = dict(large.named_parameters())
+    for name, parameter in small.named_parameters():
+        assert torch.equal(parameter, shared[name]), name
+    one_more = dict(build(SMALL.model_copy(update={"layers": 3})).named_parameters())
+    assert torch.equal(one_more["layers.1.attention.q.weight"], shared["layers.1.attention.q.weight"])
+
+
+def test_drawn_weights_differ_by_seed_and_name() -> None:
+    drawn = {
+        (name, seed): initial_weight(SMALL, name, (16, 16), seed)
+        for name in ("layers.0.attention.q.weight", "layers.1.attention.q.weight", "embed.weight")
+        for seed in (0, 1, 2**63)
+    }
+    flat = [tuple(t.flatten().tolist()) for t in drawn.values()]
+    assert len(set(flat)) == len(drawn)
+
+
+def test_drawn_weights_have_the_right_size() -> None:
+    wide = Model(vocab_size=64, layers=8, dim=256, init_std=0.05)
+    for name, std in {"mlp.up": 0.05, "attention.o": 0.05 / 4, "mlp.down": 0.05 / 4}.items():
+        drawn = initial_weight(wide, f"layers.3.{name}.weight", (256, 256), seed=5)
+        assert drawn.std().item() == pytest.approx(std, rel=0.02)
+        assert drawn.mean().item() == pytest.approx(0, abs=4 * std / 256)
+    made = build(EVERYTHING)
+    assert all((p == 1).all() for name, p in made.named_parameters() if "norm" in name)
+    assert all((p == 0).all() for name, p in made.named_parameters() if name.endswith("bias"))
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    """The loss of small random weights is that of a uniform guess."""
+    tokens, labels = batch(rows=4, length=32)
+    loss = build(SMALL)(tokens, labels).item() / labels.numel()
+    assert loss == pytest.approx(math.log(97), rel=0.02)
+
+
+def test_norm_statistics_are_float32() -> None:
+    norm = decoder.RMSNorm(4096, 1e-5).bfloat16()
+    x = (torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)) * 3 + 1).bfloat16()
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    # Half a unit in the last place of bfloat16: only the result is rounded, not the sums.
+    assert ((norm(x).double() - exact).abs() <= exact.abs() * 2**-8).all()
+
+
+@no_bfloat16_cpu
+@pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
+def test_autocast_keeps_the_loss_and_gradients_in_float32(model: Model) -> None:
+    tokens, labels = batch()
+    exact, cast = build(model), build(model)
+    expected = exact(tokens, labels)
+    expected.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cast(tokens, labels)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0)
+    for name, want in gradients(exact).items():
+        got = gradients(cast)[name]
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= 0.05 * want.norm() + 1e-4, name
+
+
+def test_checkpointed_blocks_give_the_same_gradients() -> None:
+    plain, saving = build(EVERYTHING), build(EVERYTHING)
+    for i, block in enumerate(saving.layers):
+        saving.layers[i] = checkpoint_wrapper(block)
+    plain(*batch()).backward()
+    saving(*batch()).backward()
+    found = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(saving).items()}
+    assert all(torch.equal(grad, found[name]) for name, grad in gradients(plain).items())
+
+
+@pytest.fixture
+def mesh(tmp_path_factory: pytest.TempPathFactory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def shard(made: Decoder, mesh: object, **policy: object) -> Decoder:
+    for block in made.layers:
+        fully_shard(block, mesh=mesh, **policy)
+    return fully_shard(made, mesh=mesh, **policy)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sharded_equals_plain(mesh: object, reshard: bool) -> None:
+    plain, sharded = build(EVERYTHING), shard(build(EVERYTHING), mesh, reshard_after_forward=reshard)
+    losses = []
+    for made in (plain, sharded):
+        loss = made(*batch())
+        (loss / 26).backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for name, grad in gradients(sharded).items():
+        assert torch.equal(grad.full_tensor(), gradients(plain)[name]), name
+
+
+@no_bfloat16_cpu
+def test_mixed_precision_leaves_positions_exact(mesh: object) -> None:
+    plain = build(SMALL)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded = shard(build(SMALL), mesh, mp_policy=policy)
+    seen: list[Tensor] = []
+    sharded.layers[1].attention.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    expected, loss = plain(*batch()), sharded(*batch())
+    (loss / 26).backward()
+    assert torch.equal(seen[0], decoder.rotary_table(0, 13, SMALL, torch.device("cpu")))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0)
+    assert all(grad.dtype == torch.float32 for grad in gradients(sharded).values())
+
+
+def test_vocabulary_must_be_settled() -> None:
+    with pytest.raises(AssertionError, match="vocabulary"):
+        Decoder(Model())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients() -> None:
+    plain, compiled = build(EVERYTHING), build(EVERYTHING)
+    for block in compiled.layers:
+        block.compile(fullgraph=True)
+    torch._dynamo.reset()
+    plain(*batch()).backward()
+    compiled(*batch()).backward()
+    for name, want in gradients(plain).items():
+        torch.testing.assert_close(gradients(compiled)[name], want, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,271 @@
+"""Weights in and out against `transformers`: the same logits and the same loss from the same folder."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from headway.errors import ModelError
+from headway.models import Decoder, empty_decoder, init_weights, load_into, read_weights, write_folder
+from headway.plan import parameter_shapes
+from headway.recipe import Model
+from headway.recipe.huggingface import read_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+SHAPE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 5000.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-full-heads": ("Llama", {"num_key_value_heads": 6, "head_dim": 16}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-wide-window": ("Mistral", {"sliding_window": 256, "head_dim": 12}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-biased": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+def make(name: str, folder: Path, **save: Any) -> transformers.PreTrainedModel:
+    """A random model of a family, every tensor of it random (fresh norms and biases would hide mistakes)."""
+    family, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE | settings)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    theirs.save_pretrained(folder, **save)
+    return theirs
+
+
+def load(folder: Path) -> Decoder:
+    made = empty_decoder(read_model(folder))
+    load_into(made, folder)
+    return made
+
+
+def tokens(rows: int = 2, length: int = 40) -> Tensor:
+    return torch.randint(131, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def equal(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.abs().max() > 0.5  # else equality would say little
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_loss_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make(name, tmp_path)
+    ours = load(tmp_path)
+    ids = tokens()
+    following = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), dim=1)
+    following[1, :10] = -100
+    labels = ids.clone()
+    labels[1, 1:11] = -100  # `transformers` shifts labels itself
+    with torch.no_grad():
+        expected = theirs(ids, labels=labels)
+        equal(ours(ids), expected.logits)
+        mean = ours(ids, following) / (following != -100).sum()
+    torch.testing.assert_close(mean, expected.loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
+    make(name, tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    write_folder(tmp_path / "ours", ours.model, dict(ours.named_parameters()), seq=256)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.config.max_position_embeddings == 256
+    with torch.no_grad():
+        equal(ours(tokens()), again(tokens()).logits)
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_sharded_folder_of_theirs(tmp_path: Path) -> None:
+    theirs = make("llama", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        equal(load(tmp_path)(tokens()), theirs(tokens()).logits)
+
+
+def test_sharded_folder_of_ours(tmp_path: Path) -> None:
+    ours = fresh()
+    write_folder(tmp_path / "out", ours.model, dict(ours.named_parameters()), shard_bytes=40_000)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert max(file.stat().st_size for file in files) < 45_000
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens()), again(tokens()).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours(tokens()), load(tmp_path / "out")(tokens()))
+
+
+def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
+    ours = fresh().bfloat16()
+    write_folder(tmp_path / "out", ours.model, ours.state_dict())
+    assert {t.dtype for t in read_weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    for name, tensor in load(tmp_path / "out").state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, ours.state_dict()[name].float())
+
+
+def test_tokenizer_comes_along(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = "def headway(x):\n    return x + 1  # Zeit läuft\n"
+    trainer = trainers.BpeTrainer(
+        vocab_size=131 * 2,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator([text] * 4, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = fresh()
+    write_folder(tmp_path / "out", ours.model, ours.state_dict(), tmp_path / "tokenizer.json", seq=64)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again(text)["input_ids"] == tokenizer.encode(text).ids
+    assert again.decode(tokenizer.encode(text).ids) == text
+    assert again.model_max_length == 64
+    assert again.eos_token == "<|endoftext|>"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.token_to_id("<|endoftext|>")
+
+
+def fresh(**changes: Any) -> Decoder:
+    made = empty_decoder(Model(vocab_size=131, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, **changes))
+    init_weights(made, seed=0)
+    return made
+
+
+def folder_of(made: Decoder, path: Path) -> Path:
+    write_folder(path, made.model, dict(made.named_parameters()))
+    return path
+
+
+def edit(folder: Path, change: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def refused(folder: Path, *words: str) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        read_weights(folder)
+    for word in words:
+        assert word in caught.value.message, caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    edit(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(folder, "lacks", "layers.1.mlp.up.weight")
+
+
+def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    edit(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
+    refused(folder, "model.layers.0.self_attn.q_proj.bias", "no place")
+
+
+def test_another_shape_is_named(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    edit(folder, lambda weights: weights.update({"model.norm.weight": torch.zeros(33)}))
+    refused(folder, "norm.weight", "(33,)", "(32,)")
+
+
+def test_a_decoder_of_another_shape_is_left_alone(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    other = empty_decoder(Model(vocab_size=131, layers=2, dim=32, heads=4, kv_heads=4, hidden=48))
+    init_weights(other, seed=1)
+    before = {name: p.clone() for name, p in other.named_parameters()}
+    with pytest.raises(ModelError, match=r"layers.0.attention.k.weight of shape \(16, 32\)"):
+        load_into(other, folder)
+    assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+def test_derived_and_tied_tensors_are_passed_over(tmp_path: Path) -> None:
+    made = fresh()
+    folder = folder_of(made, tmp_path / "f")
+    derived = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.zeros(131, 32),
+    }
+    edit(folder, lambda weights: weights.update(derived))
+    assert sorted(read_weights(folder)) == sorted(parameter_shapes(made.model))
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "save_pretrained" in (refused(folder, "pickled").hint or "")
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    whole = (folder / "model.safetensors").read_bytes()
+    for damaged in (b"", whole[:100], whole[:-4], b"\xff" * 8 + whole[8:]):
+        (folder / "model.safetensors").write_bytes(damaged)
+        refused(folder, "model.safetensors", "cannot be read")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "holds no model.safetensors")
+    (folder / "config.json").unlink()
+    refused(folder, "config.json", "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, ["gone.safetensors", "missing"]),
+        ({"weight_map": {"model.norm.weight": "../f/model.safetensors"}}, ["not a file of its folder"]),
+        ({"weight_map": {"model.norm.weight": 3}}, ["index.json"]),
+        ({"weight_map": [1]}, ["not an index"]),
+        ([], ["not an index"]),
+    ],
+)
+def test_a_bad_index_is_named(tmp_path: Path, index: Any, words: list[str]) -> None:
+    folder = folder_of(fresh(), tmp_path / "f")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, *words)
+
+
+def test_writing_never_overwrites_or_leaves_half(tmp_path: Path) -> None:
+    made = fresh()
+    folder = folder_of(made, tmp_path / "deep/f")
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ModelError, match="there already"):
+        folder_of(fresh(qk_norm=True), folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    with pytest.raises(ModelError, match="cannot be written"):
+        write_folder(tmp_path / "g", made.model, made.state_dict(), tokenizer=tmp_path / "none.json")
+    tensors = made.state_dict()
+    del tensors["norm.weight"]
+    with pytest.raises(ModelError, match=r"lacks norm\.weight"):
+        write_folder(tmp_path / "h", made.model, tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]

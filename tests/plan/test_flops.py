@@ -1,0 +1,94 @@
+"""Counts against published models, and against what torch itself counts while a decoder trains."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from headway.models import Decoder, empty_decoder, init_weights
+from headway.plan import (
+    flops_per_token,
+    flops_per_token_full_attention,
+    matmul_parameters,
+    parameter_shapes,
+    parameters,
+)
+from headway.recipe import Model
+
+LLAMA3_8B = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)
+LLAMA32_1B = Model(vocab_size=128_256, layers=16, dim=2048, heads=32, kv_heads=8, hidden=8192)
+QWEN3_06B = Model(
+    vocab_size=151_936, layers=28, dim=1024, heads=16, kv_heads=8, head_dim=128, hidden=3072, qk_norm=True
+)
+QWEN25_05B = Model(vocab_size=151_936, layers=24, dim=896, heads=14, kv_heads=2, hidden=4864, qkv_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (LLAMA3_8B, 8_030_261_248),
+        (LLAMA32_1B, 1_235_814_400),
+        (QWEN3_06B, 596_049_920),
+        (QWEN25_05B, 494_032_768),
+    ],
+    ids=["llama-3-8b", "llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"],
+)
+def test_parameters_of_published_models(model: Model, published: int) -> None:
+    assert parameters(model) == published
+
+
+def test_flops_of_a_published_model_by_hand() -> None:
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
+    matrices = 32 * layer + 128_256 * 4096
+    assert matmul_parameters(LLAMA3_8B) == matrices
+    assert flops_per_token(LLAMA3_8B, 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
+    assert flops_per_token_full_attention(LLAMA3_8B, 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
+
+
+@st.composite
+def small_models(draw: st.DrawFn) -> Model:
+    kv_heads = draw(st.integers(1, 3))
+    switches = ("tie_embeddings", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
+    return Model(
+        vocab_size=draw(st.integers(2, 70)),
+        layers=draw(st.integers(1, 3)),
+        dim=draw(st.integers(4, 40)),
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        head_dim=2 * draw(st.integers(1, 6)),
+        hidden=draw(st.integers(1, 50)),
+        **{switch: draw(st.booleans()) for switch in switches},
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_models())
+def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    found = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert list(parameter_shapes(model).items()) == list(found.items())
+    assert parameters(model) == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+@settings(max_examples=15, deadline=None)
+@given(small_models(), st.integers(1, 3), st.integers(1, 9))
+def test_a_training_step_computes_the_model_s_flops_and_no_more(model: Model, rows: int, length: int) -> None:
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed=0)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        decoder(tokens, tokens).backward()
+    # torch's counter leaves out attention's own products on a CPU.
+    linear = {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)}
+    assert sum(linear.values()) == 6 * matmul_parameters(model) * rows * length
+
+
+def test_attention_is_counted_as_the_half_it_is() -> None:
+    """Causal attention has seq * (seq + 1) / 2 scores, each made and used by head_dim products."""
+    model, seq = Model(vocab_size=10, layers=3, heads=4, head_dim=16), 1000
+    scores = seq * (seq + 1) // 2
+    exact = 3 * 2 * (2 * model.layers * model.heads * scores * model.head_dim)
+    counted = (flops_per_token(model, seq) - 6 * matmul_parameters(model)) * seq
+    assert counted == pytest.approx(exact, rel=2 / seq)

@@ -1,0 +1,132 @@
+"""Recipes from files, settings and Python."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import RecipeError
+from headway.recipe import Data, Model, Recipe, Train, load_recipe, nearest_keys, to_toml, with_settings
+
+MINIMAL = '[data]\npath = "d"\n'
+
+
+def write(folder: Path, text: str, name: str = "r.toml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_a_file_and_python_give_the_same_object(tmp_path: Path) -> None:
+    file = write(tmp_path, 'name = "x"\n[model]\nlayers = 2\n[data]\npath = "d"\nseq = 64\n[train]\nlr = 1e-3\n')
+    assert load_recipe(file) == Recipe(
+        name="x", model=Model(layers=2), data=Data(path="d", seq=64), train=Train(lr=1e-3)
+    )
+
+
+def test_extends_changes_only_what_is_named_and_settings_win(tmp_path: Path) -> None:
+    write(tmp_path, '[data]\npath = "d"\nseq = 64\n[train]\nlr = 1e-3\nbatch = 4\n', "base.toml")
+    (tmp_path / "sub").mkdir()
+    file = write(tmp_path / "sub", 'extends = "../base.toml"\n[train]\nbatch = 8\n')
+    recipe = load_recipe(file, ["train.lr=5e-4", "data.path=other place", "train.compile=true"])
+    assert (recipe.data.seq, recipe.train.batch) == (64, 8)
+    assert (recipe.train.lr, recipe.data.path, recipe.train.compile) == (5e-4, "other place", True)
+
+
+def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 'extends = "b.toml"\n', "a.toml")
+    write(tmp_path, 'extends = "a.toml"\n', "b.toml")
+    with pytest.raises(RecipeError, match="extends itself"):
+        load_recipe(tmp_path / "a.toml")
+
+
+def test_derived_numbers_follow_the_given_ones() -> None:
+    model = Model(dim=384, heads=6)
+    assert (model.kv_heads, model.head_dim, model.hidden) == (6, 64, 1024)
+    assert Model(dim=384, heads=6, hidden=100).hidden == 100
+    assert Train(steps=50).warmup_steps == 5
+    assert Train(steps=5000).warmup_steps == 100
+
+
+@pytest.mark.parametrize(
+    ("setting", "message", "hint"),
+    [
+        ("train.learning_rate=1", 'train has no key "learning_rate"', "did you mean train.lr"),
+        ("train.seq=4", 'train has no key "seq"', "data.seq"),
+        ("train.batch_size=4", 'train has no key "batch_size"', "train.batch"),
+        ("model.num_layers=4", 'model has no key "num_layers"', "model.layers"),
+        ("trian.lr=1", 'a recipe has no key "trian"', "train"),
+        ("train.batch=0", "train.batch = 0", "a whole number at least 1"),
+        ("train.lr=20", "train.lr = 20", "a number above 0 and below 10"),
+        ("train.lr=abc", "train.lr = 'abc'", "a number above 0"),
+        ("train.dtype=fp4", "train.dtype = 'fp4'", "one of float32, bfloat16"),
+        ("data.holdout=0.9", "data.holdout = 0.9", "below 0.5"),
+        ("train.lr", "not of the form key=value", "train.lr=3e-4"),
+        ("model.kv_heads=3", "heads (4) must be a multiple of kv_heads (3)", ""),
+        ("train.warmup_steps=2000", "must be less than steps", ""),
+    ],
+)
+def test_mistakes_are_named_with_what_is_allowed(tmp_path: Path, setting: str, message: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), [setting])
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+    assert "--set" in caught.value.message
+
+
+def test_a_mistake_in_an_extended_file_names_that_file(tmp_path: Path) -> None:
+    base = write(tmp_path, '[train]\nbatchsize = 3\n[data]\npath = "d"\n', "base.toml")
+    with pytest.raises(RecipeError, match="batchsize") as caught:
+        load_recipe(write(tmp_path, 'extends = "base.toml"\n'))
+    assert str(base) in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["[train\n", "x = \n", "\xff"])
+def test_what_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "r.toml"
+    file.write_bytes(text.encode("latin1"))
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        load_recipe(file)
+
+
+def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load_recipe(tmp_path / "none.toml")
+    with pytest.raises(RecipeError, match="data is missing"):
+        load_recipe(write(tmp_path, 'name = "x"\n'))
+
+
+@given(
+    layers=st.integers(1, 100),
+    lr=st.floats(1e-9, 9.9),
+    path=st.text(st.characters(codec="utf-8", exclude_categories=("Cs",), exclude_characters="\r\n"), min_size=1),
+    init=st.none() | st.just("some/folder"),
+)
+def test_toml_and_json_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, layers: int, lr: float, path: str, init: str | None
+) -> None:
+    recipe = Recipe(model=Model(layers=layers, init=init), data=Data(path=path), train=Train(lr=lr))
+    file = tmp_path_factory.mktemp("r") / "r.toml"
+    file.write_text(to_toml(recipe), encoding="utf-8")
+    assert load_recipe(file) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_settings_on_a_resolved_recipe_keep_the_rest() -> None:
+    recipe = Recipe(data=Data(path="d"), train=Train(steps=100))
+    longer = with_settings(recipe, ["train.steps=400"])
+    assert longer.train.steps == 400
+    assert longer.train.warmup_steps == recipe.train.warmup_steps == 10
+
+
+def test_every_field_is_documented_and_the_schema_is_json() -> None:
+    schema = json.loads(json.dumps(Recipe.model_json_schema()))
+    for section in (schema, *schema["$defs"].values()):
+        for name, field in section["properties"].items():
+            assert field.get("description") or "$ref" in field, name
+
+
+def test_nearest_keys_says_nothing_to_nonsense() -> None:
+    assert nearest_keys("train.qqqqzzzz") == []

@@ -1,0 +1,243 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from headway.errors import StateError
+from headway.state import Facts, begin, commit, open_checkpoint, write_shard
+from headway.state.tensors import load_state, load_weights, named_state, pieces, read_tensors
+
+FACTS = Facts(cursor=0, chain="", data_version="v")
+
+ADAMW = {
+    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """Something of everything: a tied weight, a scalar, buffers that are state and one that is not."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, dtype=dtype)
+        self.body = nn.Sequential(nn.Linear(6, 6, dtype=dtype), nn.Linear(6, 6, bias=False, dtype=dtype))
+        self.head = nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)) * self.gain)
+
+
+def train(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(0, 11, (2, 5), generator=generator)
+        logits = model(tokens).float()
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(folder, state, step=1):
+    write_shard(begin(folder, step), 0, pieces(state, rank=0))
+    return commit(folder, step, FACTS, workers=1)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ADAMW)
+def test_a_saved_run_goes_on_bit_for_bit(tmp_path, kind, dtype):
+    torch.manual_seed(0)
+    model = Net(dtype)
+    optimizer = ADAMW[kind](model.parameters())
+    train(model, optimizer, 3)
+    path = save(tmp_path, named_state(model, optimizer))
+    fresh = Net(dtype)
+    fresh_optimizer = ADAMW[kind](fresh.parameters())
+    load_state(path, fresh, fresh_optimizer)
+    assert equal(named_state(fresh, fresh_optimizer), named_state(model, optimizer))
+    for loaded, live in zip(fresh.parameters(), model.parameters(), strict=True):
+        made, own = fresh_optimizer.state[loaded], optimizer.state[live]
+        assert {k: (v.dtype, v.device, v.stride()) for k, v in made.items()} == {
+            k: (v.dtype, v.device, v.stride()) for k, v in own.items()
+        }
+    train(model, optimizer, 3, seed=1)
+    train(fresh, fresh_optimizer, 3, seed=1)
+    assert equal(named_state(fresh, fresh_optimizer), named_state(model, optimizer))
+    load_state(path, model, optimizer)  # into state that is there: back to step 3, in place
+    assert equal(
+        {name: tensor for name, tensor in named_state(model, optimizer).items() if name.startswith("model/")},
+        {f"model/{name}": tensor for name, tensor in read_tensors(path).items()},
+    )
+
+
+class LikeCompiled(nn.Module):
+    """What torch.compile makes of a module, as far as names go; importing the real one takes seconds."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+
+@pytest.mark.parametrize("wrap", [LikeCompiled, pytest.param(torch.compile, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_names_are_those_of_the_bare_model(tmp_path, wrap):
+    model, bare = Net(), Net()
+    model.body[0] = checkpoint_wrapper(model.body[0])
+    model.body[1] = wrap(checkpoint_wrapper(model.body[1]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = named_state(model, optimizer)
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert set(state) == {f"model/{name}" for name in bare.state_dict()} - {"model/head.weight"} | {
+        f"optimizer/{name}/{key}" for name, _ in bare.named_parameters() for key in keys
+    }
+    load_state(save(tmp_path, state), bare, torch.optim.AdamW(bare.parameters()))
+    assert equal(named_state(bare), named_state(model))
+    assert "model/0.body.0.weight" in named_state(nn.Sequential(wrap(Net())))
+
+
+def test_every_dtype_and_odd_memory(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        "bool": torch.rand(5) > 0.5,
+        "uint8": torch.arange(256, dtype=torch.uint8),
+        "float16": torch.randn(3, 2).half(),
+        "bfloat16": torch.randn(2, 2, 2).bfloat16(),
+        "int64": torch.tensor(-(2**62)),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "turned": torch.randn(4, 3).t(),
+        "sliced": torch.randn(9)[::2],
+        "empty": torch.empty(0, 3),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+    }
+    path = save(tmp_path, {f"model/{name}": tensor for name, tensor in tensors.items()})
+    for name, tensor in read_tensors(path).items():
+        assert tensor.dtype == tensors[name].dtype
+        assert tensor.shape == tensors[name].shape
+        same = tensor.contiguous().flatten().view(torch.uint8), tensors[name].contiguous().flatten().view(torch.uint8)
+        assert torch.equal(*same)
+
+
+def test_loads_into_memory_of_any_order(tmp_path):
+    model = nn.Linear(4, 3)
+    path = save(tmp_path, named_state(model))
+    turned = nn.Linear(4, 3)
+    turned.weight = nn.Parameter(torch.empty(4, 3).t())
+    load_weights(path, turned)
+    assert torch.equal(turned.weight, model.weight)
+    assert not turned.weight.is_contiguous()
+
+
+def test_nothing_is_copied_to_write(tmp_path):
+    weight = torch.zeros(8)
+    (piece,) = pieces({"w": weight}, rank=0)
+    piece.data[3] = np.float32(1).view(np.uint32)
+    assert weight[3] == 1
+
+
+def test_plain_tensors_are_written_by_rank_0_only():
+    assert pieces({"w": torch.zeros(2)}, rank=1) == []
+    assert len(pieces({"w": torch.zeros(2), "e": torch.empty(0)}, rank=0)) == 2
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(2))
+
+
+def narrower():
+    model = Net()
+    del model.gain
+    return model
+
+
+def reshaped():
+    model = Net()
+    model.body[1] = nn.Linear(6, 5, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (Wider, "has no tensor model/more"),
+        (narrower, "has a tensor model/gain, for which there is no place"),
+        (reshaped, r"tensor model/body.1.weight of shape \[6, 6\], not \[5, 6\]"),
+        (lambda: Net(torch.bfloat16), "in float32, not bfloat16"),
+    ],
+)
+def test_another_model_is_refused_by_the_tensor_and_left_alone(tmp_path, other, sentence):
+    torch.manual_seed(1)
+    path = save(tmp_path, named_state(Net()))
+    live = other()
+    before = copy.deepcopy(live.state_dict())
+    with pytest.raises(StateError, match=sentence) as error:
+        load_weights(path, live)
+    assert error.value.hint
+    assert equal(live.state_dict(), before)
+
+
+def test_optimizer_state_that_does_not_fit_is_refused(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    weights_only = save(tmp_path / "weights", named_state(model))
+    with pytest.raises(StateError, match=r"has no tensor optimizer/gain/step"):
+        load_state(weights_only, model, optimizer)
+    load_weights(weights_only, Net())
+    both = save(tmp_path / "both", named_state(model, optimizer))
+    fresh = Net()
+    with pytest.raises(StateError, match=r"optimizer/body\.0\.bias/exp_avg, .* no place"):
+        load_state(both, fresh, torch.optim.AdamW([fresh.gain]))
+    load_weights(both, fresh)
+    assert equal(named_state(fresh), named_state(model))
+
+
+def test_state_that_is_no_tensor_is_not_dropped_in_silence():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["count"] = 3
+    with pytest.raises(StateError, match="count of weight is no tensor"):
+        named_state(model, optimizer)
+
+
+def test_a_dtype_that_cannot_be_saved_is_named():
+    with pytest.raises(StateError, match="tensor c is in complex64"):
+        pieces({"c": torch.zeros(2, dtype=torch.complex64)}, rank=0)
+
+
+def test_damage_is_refused_while_loading(tmp_path):
+    model = Net()
+    path = save(tmp_path, named_state(model))
+    file = path / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for read in (lambda: load_weights(path, Net()), lambda: read_tensors(path)):
+        with pytest.raises(StateError, match=r"rank-00000\.safetensors is damaged"):
+            read()
+
+
+def test_an_open_checkpoint_serves_too(tmp_path):
+    model = Net()
+    opened = open_checkpoint(save(tmp_path, named_state(model)))
+    fresh = Net()
+    load_state(opened, fresh)
+    assert equal(named_state(fresh), {f"model/{name}": t for name, t in read_tensors(opened).items()})
+    assert read_tensors(opened, prefix="model/body.").keys() == {"0.weight", "0.bias", "1.weight"}

@@ -1,0 +1,111 @@
+"""The rules of the house: who may import whom, and what starts without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headway
+
+SOURCE = Path(headway.__file__).parent
+# Imports go down these lists and never up; packages that share a line may not import each other.
+CONTROL = [{"cli", "dashboard"}, {"cluster"}, {"agent"}, {"plan"}, {"state", "data"}, {"track", "hardware"}, {"recipe"}]
+TENSOR = [{"train", "inference", "profile"}, {"parallel"}, {"models"}, {"kernels"}]
+BASE = {"errors", "__init__"}
+CONTROL_SIDE = set.union(*CONTROL)
+TENSOR_SIDE = set.union(*TENSOR)
+NEVER_FROM_TENSOR_SIDE = {"agent", "cluster", "cli", "dashboard"}
+KNOWS_TORCH = {"state/tensors.py"}
+
+FILES = sorted(path for path in SOURCE.rglob("*.py"))
+VERBS = [
+    ["--help"], ["--version"], ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
+    ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"], ["sample", "--help"],
+    ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"], ["data", "build", "none"],
+    ["data", "verify", "none"], ["checkpoint", "ls", "last"], ["checkpoint", "verify", "last"],
+    ["train", "recipes/demo.toml"], ["resume", "last"], ["stop", "last"],
+]  # fmt: skip
+
+
+def package_of(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def allowed(package: str) -> set[str]:
+    """The packages that one may import."""
+    for side, below in ((CONTROL, set()), (TENSOR, CONTROL_SIDE - NEVER_FROM_TENSOR_SIDE)):
+        for level, packages in enumerate(side):
+            if package in packages:
+                return {package} | BASE | below | set().union(*side[level + 1 :])
+    return BASE if package in BASE else set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down(path: Path) -> None:
+    package = package_of(path)
+    assert package in CONTROL_SIDE | TENSOR_SIDE | BASE, f"{package} is not a room of the house"
+    ours = {module.split(".")[1] for module in imports_of(path) if module.startswith("headway.")}
+    ours -= {"__version__"}
+    assert ours <= allowed(package), f"{path.name} must not import {sorted(ours - allowed(package))}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if package_of(path) in CONTROL_SIDE], ids=lambda path: path.name
+)
+def test_the_control_side_never_imports_torch(path: Path) -> None:
+    if str(path.relative_to(SOURCE)) in KNOWS_TORCH:
+        return
+    assert not [module for module in imports_of(path) if module.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_verbs_start_without_torch(verb: list[str], tmp_path: Path) -> None:
+    """Each verb runs, or fails with a sentence, where importing torch is an error."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    program = "import sys; from headway.cli.main import main; sys.argv[0] = 'headway'; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program, *verb],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": f"{tmp_path}:{SOURCE.parent}",
+            "HEADWAY_RUNS": str(tmp_path / "runs"),
+        },
+        cwd=SOURCE.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert "torch was imported" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    assert result.returncode in (0, 1, 2)
+    if result.returncode:
+        assert "error: " in result.stderr.lower()
+
+
+def test_every_package_lists_its_contents() -> None:
+    for init in SOURCE.glob("*/__init__.py"):
+        tree = ast.parse(init.read_text())
+        assert ast.get_docstring(tree), init
+        lists = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        ]
+        names = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+        if names:
+            assert lists, init
+            assert set(lists[0]) == names, init

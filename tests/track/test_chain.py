@@ -1,0 +1,161 @@
+"""The chain against hashlib and struct by hand, and comparisons of runs that part in known ways."""
+
+import hashlib
+import json
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.track import START, Recorder, RunFolder, chain, compare, create_run, extend, record_path
+
+u64 = st.integers(0, 2**64 - 1)
+links = st.tuples(u64, u64, st.floats(), st.floats())
+
+
+@given(st.lists(links, max_size=5))
+def test_a_link_is_the_hash_of_the_chain_and_the_bits(rows):
+    value = START
+    for step, cursor, loss, norm in rows:
+        bits = step.to_bytes(8, "little") + cursor.to_bytes(8, "little")
+        bits += struct.pack("<d", loss) + struct.pack("<d", norm)
+        expected = hashlib.sha256(value.encode() + bits).hexdigest()[:32]
+        value = extend(value, step, cursor, loss, norm)
+        assert value == expected
+
+
+def test_every_part_counts_to_the_last_bit():
+    base = (3, 96, 2.5, 1.0)
+    same = extend(START, *base)
+    others = [
+        extend("1" * 32, *base),
+        extend(START, 4, 96, 2.5, 1.0),
+        extend(START, 3, 97, 2.5, 1.0),
+        extend(START, 3, 96, math.nextafter(2.5, 3), 1.0),
+        extend(START, 3, 96, 2.5, math.nextafter(1.0, 0)),
+        extend(START, 3, 96, math.nan, 1.0),
+        extend(START, 3, 96, 0.0, 1.0),
+        extend(START, 3, 96, -0.0, 1.0),
+    ]
+    assert len({same, *others}) == 9
+    assert extend(START, 3, 96, math.nan, 1.0) == extend(START, 3, 96, math.nan, 1.0)
+    assert len(START) == len(same) == 32
+    assert chain.extend is extend
+
+
+Row = tuple[int, int, float, float]  # step, cursor, loss, grad_norm
+
+
+def rows(count: int) -> list[Row]:
+    return [(step, 8 * step, 5.0 / step, 1.0 + step) for step in range(1, count + 1)]
+
+
+def write(run: RunFolder, steps: list[Row], digests: dict[int, str], attempt: int = 1, link: str = START) -> None:
+    resumed = steps[0][0] - 1
+    with Recorder(record_path(run.events, attempt, "rank-0"), attempt=attempt, process="rank-0") as recorder:
+        recorder.event("resumed", step=resumed)
+        for step, cursor, loss, norm in steps:
+            link = extend(link, step, cursor, loss, norm)
+            recorder.event("step", step=step, cursor=cursor, loss=loss, grad_norm=norm, chain=link, data=0, compute=1)
+            if step in digests:
+                recorder.event("checkpoint", step=step, digest=digests[step], bytes=1, seconds=0.1)
+
+
+def save(run: RunFolder, step: int, tensors: dict[str, str]) -> None:
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir()
+    manifest = {"digest": "x", "tensors": {name: {"digest": digest} for name, digest in tensors.items()}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[RunFolder, RunFolder]:
+    return create_run(tmp_path, "demo", "a"), create_run(tmp_path, "demo", "b")
+
+
+def test_equal_runs_are_equal_also_when_one_is_longer(pair):
+    write(pair[0], rows(10), {5: "d5", 10: "d10"})
+    write(pair[1], rows(7), {5: "d5"})
+    found = compare(*pair)
+    assert found.equal
+    assert (found.common_steps, found.common_digests, found.step, found.differs) == (7, 1, None, ())
+    assert found.sentence.startswith("equal")
+
+
+def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(pair):
+    whole = rows(10)
+    write(pair[0], whole, {5: "d5", 10: "d10"})
+    write(pair[1], whole[:5], {5: "d5"})
+    # Attempt 1 had gone on wrongly to step 7 and saved there: rolled back, so it does not count.
+    wrong = [*whole[:5], (6, 48, 9.0, 9.0), (7, 56, 9.0, 9.0)]
+    record_path(pair[1].events, 1, "rank-0").unlink()
+    write(pair[1], wrong, {5: "d5", 7: "wrong"})
+    link = START
+    for row in whole[:5]:
+        link = extend(link, *row)
+    write(pair[1], whole[5:], {10: "d10"}, attempt=2, link=link)
+    assert compare(*pair).equal
+    assert compare(*pair).common_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "differs", "words"),
+    [
+        ((4, 32, math.nextafter(1.25, 2), 5.0), ("loss",), "loss differ"),
+        ((4, 32, 1.25, 5.5), ("grad_norm",), "grad_norm differ"),
+        ((4, 33, 1.25, 5.0), ("cursor",), "data order"),
+        ((4, 33, 1.5, 5.5), ("cursor", "loss", "grad_norm"), "data order"),
+        ((4, 32, math.nan, 5.0), ("loss",), "loss differ"),
+    ],
+)
+def test_the_first_step_that_differs_is_named_with_what_differs(pair, change, differs, words):
+    changed = rows(10)
+    changed[3] = change
+    write(pair[0], rows(10), {8: "x"})
+    write(pair[1], changed, {8: "y"})
+    found = compare(*pair)
+    assert not found.equal
+    assert (found.step, found.differs) == (4, differs)
+    assert words in found.sentence
+    assert "step 4" in found.sentence
+
+
+def test_only_a_digest_differs_and_its_tensors_are_named(pair):
+    for run, digest in zip(pair, ("x", "y"), strict=True):
+        write(run, rows(10), {2: "same", 4: digest, 8: digest})
+    assert compare(*pair).tensors == ()
+    # Step 4 is pruned in one of them: step 8 is the first that both still have.
+    save(pair[0], 4, {"model/a": "1"})
+    save(pair[0], 8, {"model/a": "1", "model/b": "2", "model/c": "3"})
+    save(pair[1], 8, {"model/a": "1", "model/b": "9", "model/d": "3"})
+    found = compare(*pair)
+    assert (found.step, found.differs, found.tensors_step) == (4, ("digest",), 8)
+    assert found.tensors == ("model/b", "model/c", "model/d")
+    assert "digest" in found.sentence
+
+
+def test_runs_that_parted_before_the_first_common_step(pair):
+    write(pair[0], rows(10), {})
+    write(pair[1], rows(10)[5:], {}, link="f" * 32)
+    found = compare(*pair)
+    assert (found.equal, found.step, found.differs) == (False, 6, ("chain",))
+    assert "before step 6" in found.sentence
+
+
+def test_runs_without_a_common_step_are_not_called_equal(pair):
+    found = compare(*pair)
+    assert not found.equal
+    assert found.step is None
+    assert "no step in common" in found.sentence
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tensors": 3}', '{"tensors": {"a": 3}}'])
+def test_a_damaged_manifest_does_not_stop_the_comparison(pair, text):
+    for run, digest in zip(pair, ("x", "y"), strict=True):
+        write(run, rows(4), {4: digest})
+        save(run, 4, {"model/a": digest})
+    (pair[0].checkpoints / "step-00000004" / "manifest.json").write_text(text)
+    assert compare(*pair).differs == ("digest",)
+    assert compare(*pair).tensors == ()

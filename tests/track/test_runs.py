@@ -1,0 +1,250 @@
+"""Run folders: names, references, the lock (against real processes) and summaries."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.errors import RunError, UsageError
+from headway.track import (
+    Recorder,
+    RunFolder,
+    create_run,
+    find_run,
+    hold,
+    holder,
+    list_runs,
+    next_attempt,
+    parse_ref,
+    record_path,
+    runs_root,
+    summarize,
+)
+
+
+def test_the_root_is_the_option_else_the_environment_else_here(monkeypatch):
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+    assert runs_root(None) == Path("runs")
+    monkeypatch.setenv("HEADWAY_RUNS", "/elsewhere")
+    assert runs_root(None) == Path("/elsewhere")
+    assert runs_root(Path("given")) == Path("given")
+    monkeypatch.setenv("HEADWAY_RUNS", "")
+    assert runs_root() == Path("runs")
+
+
+def test_new_runs_are_called_after_their_recipe_and_never_collide(tmp_path):
+    root = tmp_path / "deep" / "runs"
+    names = {create_run(root, "demo").name for _ in range(30)}
+    assert len(names) == 30
+    assert all(name.startswith("demo-") and int(name[-4:], 16) >= 0 and len(name) == 9 for name in names)
+    run = create_run(root, "demo", "mine")
+    assert all(folder.is_dir() for folder in (run.events, run.checkpoints, run.logs))
+    with pytest.raises(RunError, match="already") as caught:
+        create_run(root, "demo", "mine")
+    assert "resume" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["", "-x", ".x", "a/b", "..", "a b", "a@3", "last", "é", "a\n"])
+def test_a_bad_name_is_refused_and_nothing_is_made(tmp_path, name):
+    with pytest.raises(RunError, match="cannot name a run"):
+        create_run(tmp_path, "demo", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot make the run's folder"):
+        create_run(tmp_path / "file", "demo")
+
+
+def touch(run: RunFolder, when: int, process: str = "agent", attempt: int = 1) -> None:
+    path = record_path(run.events, attempt, process)
+    path.write_text("")
+    os.utime(path, (when, when))
+
+
+def test_a_run_is_found_by_name_prefix_or_as_the_last(tmp_path):
+    runs = {name: create_run(tmp_path, "x", name) for name in ("demo", "demo-1f", "demo-2a", "other")}
+    for when, name in enumerate(["demo", "other", "demo-2a", "demo-1f"], start=1000):
+        touch(runs[name], when)
+    touch(runs["other"], 5000, "rank-0")  # still writing: the last, though started long ago
+    (tmp_path / "stray.txt").write_text("")
+    (tmp_path / "no-run").mkdir()
+    assert [run.name for run in list_runs(tmp_path)] == ["other", "demo-1f", "demo-2a", "demo"]
+    assert find_run(tmp_path, "demo") == runs["demo"]
+    assert find_run(tmp_path, "demo-2") == runs["demo-2a"]
+    assert find_run(tmp_path, "o") == runs["other"]
+    assert find_run(tmp_path, "last") == runs["other"]
+
+
+def test_what_is_not_found_lists_what_is_near(tmp_path):
+    with pytest.raises(RunError, match="no runs"):
+        find_run(tmp_path / "none", "last")
+    for name in ("demo-1f", "demo-2a", "other"):
+        create_run(tmp_path, "x", name)
+    with pytest.raises(RunError, match="no run 'dmo-1f'") as caught:
+        find_run(tmp_path, "dmo-1f")
+    assert "demo-1f" in (caught.value.hint or "")
+    with pytest.raises(RunError, match="demo-1f, demo-2a"):
+        find_run(tmp_path, "demo-")
+    with pytest.raises(RunError, match="no run ''"):
+        find_run(tmp_path, "")
+
+
+def test_references_with_a_step():
+    assert parse_ref("demo") == ("demo", None)
+    assert parse_ref("demo-1f@200") == ("demo-1f", 200)
+    assert parse_ref("last@0") == ("last", 0)
+    for bad in ("demo@", "demo@x", "@3", "demo@-1", "demo@²", "a@1@2"):
+        with pytest.raises(UsageError):
+            parse_ref(bad)
+
+
+def test_attempts_are_numbered_on(tmp_path):
+    run = create_run(tmp_path, "demo")
+    assert next_attempt(run) == 1
+    touch(run, 1, "agent", 1)
+    touch(run, 1, "rank-0", 12)
+    (run.events / "notes.jsonl").write_text("")
+    (run.events / "x-y.jsonl").write_text("")
+    assert next_attempt(run) == 13
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from headway.track import RunFolder, hold
+with hold(RunFolder(Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_only_one_process_holds_a_run_and_a_killed_one_lets_go(tmp_path):
+    run = create_run(tmp_path, "demo", "demo")
+    assert holder(run) is None
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert holder(run) == process.pid
+        assert json.loads(run.lock_file.read_text())["pid"] == process.pid
+        with pytest.raises(RunError, match=f"demo is in use by process {process.pid}") as caught, hold(run):
+            pass
+        assert "headway stop demo" in (caught.value.hint or "")
+        assert summarize(run).state == "running"
+    finally:
+        process.kill()
+        process.communicate()
+    assert holder(run) is None
+    with hold(run):
+        assert holder(run) == os.getpid()
+    assert holder(run) is None
+
+
+def test_looking_at_the_lock_never_keeps_anyone_from_taking_it(tmp_path):
+    run = create_run(tmp_path, "demo")
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            holder(run)
+            time.sleep(0.0005)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(50):
+            with hold(run):
+                pass
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_lock_is_let_go_when_the_body_raises(tmp_path):
+    run = create_run(tmp_path, "demo")
+    with pytest.raises(KeyError), hold(run):
+        raise KeyError("x")
+    assert holder(run) is None
+
+
+def test_a_run_that_is_gone_cannot_be_held(tmp_path):
+    with pytest.raises(RunError, match="cannot lock"), hold(RunFolder(tmp_path / "gone")):
+        pass
+
+
+class FakeClock:
+    """Seconds as told; both clocks of a recorder."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def mono(self) -> int:
+        return round(self.s * 1e9)
+
+    def wall(self) -> float:
+        return 1e9 + self.s
+
+
+def live(run: RunFolder, attempt: int, clock: FakeClock, first: int, last: int, outcome: str | None) -> None:
+    """One attempt: steps first..last, a second each."""
+    options = {"attempt": attempt, "clock": clock.mono, "wall": clock.wall}
+    with (
+        Recorder(record_path(run.events, attempt, "agent"), process="agent", **options) as agent,
+        Recorder(record_path(run.events, attempt, "rank-0"), process="rank-0", **options) as rank,
+    ):
+        agent.event("attempt", workers=2, device="cpu", from_step=first - 1, recipe_changes={})
+        rank.event("facts", total_steps=9000, tokens_per_step=64)
+        rank.event("resumed", step=first - 1)
+        for step in range(first, last + 1):
+            clock.s += 1
+            rank.event("step", step=step, data=0, compute=10**9, loss=10.0 / step, tokens=64)
+        if outcome:
+            agent.event("end", outcome=outcome, reason=f"it {outcome}")
+
+
+def test_a_summary_says_how_a_run_stands(tmp_path):
+    run, clock = create_run(tmp_path, "demo"), FakeClock()
+    assert (summarize(run).state, summarize(run).step, summarize(run).attempts) == ("interrupted", 0, 0)
+    live(run, 1, clock, 1, 5000, "failed")
+    first = summarize(run)
+    assert (first.state, first.step, first.total_steps, first.loss) == ("failed", 5000, 9000, 10.0 / 5000)
+    assert (first.attempts, first.workers, first.device) == (1, 2, "cpu")
+    assert first.reason == "it failed"
+    assert first.seconds == 5000
+    clock.s += 100  # nobody held the devices in between
+    live(run, 2, clock, 4001, 4000, None)
+    second = summarize(run)
+    assert (second.state, second.step, second.attempts) == ("interrupted", 4000, 2)
+    live(run, 3, clock, 4001, 4100, None)
+    third = summarize(run)
+    assert (third.state, third.step, third.seconds) == ("interrupted", 4100, 5100)
+    assert third.started == 1e9
+    with hold(run):
+        assert summarize(run).state == "running"
+
+
+@pytest.mark.parametrize("outcome", ["finished", "stopped", "failed"])
+def test_a_run_s_state_is_its_last_attempt_s_outcome(tmp_path, outcome):
+    run = create_run(tmp_path, "demo")
+    live(run, 1, FakeClock(), 1, 3, "failed")
+    live(run, 2, FakeClock(), 4, 6, outcome)
+    assert summarize(run).state == outcome
+
+
+def test_a_damaged_record_is_still_summarized(tmp_path):
+    run = create_run(tmp_path, "demo")
+    record_path(run.events, 1, "agent").write_bytes(b"\0\xff{\n")
+    record_path(run.events, 1, "rank-0").write_text('{"kind":"step","t":"x","step":null,"loss":"y"}\n{"kind":"st')
+    assert summarize(run).step == 0
+    assert summarize(run).loss is None

@@ -1,0 +1,237 @@
+"""The verbs that read a run, called as the command line calls them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from headway.cli.diff import diff
+from headway.cli.logs import logs
+from headway.cli.metrics import metrics
+from headway.cli.report import report
+from headway.cli.runs import runs
+from headway.errors import RunError, UsageError
+from headway.track import START, Recorder, RunFolder, create_run, export_tensorboard, extend, hold, record_path
+
+app = typer.Typer()
+for verb in (runs, report, metrics, logs, diff):
+    app.command()(verb)
+
+S = 10**9
+
+
+def call(root: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, [*words, "--runs", str(root)])
+
+
+def make_run(root: Path, name: str, *, loss: float = 4.0, attempts: int = 1, peak: float | None = 1e4) -> RunFolder:
+    """Each attempt: 10 s, 2 workers, 2 s of start-up, 3 steps of 2 s; the later one goes back one step."""
+    run, link, first = create_run(root, "demo", name), START, 1
+    for attempt in range(1, attempts + 1):
+        last_words = attempt == attempts
+        options = {"attempt": attempt, "clock": lambda: 7, "wall": lambda a=attempt: 1e9 + 100 * a}
+        with Recorder(record_path(run.events, attempt, "agent"), process="agent", **options) as agent:
+            agent.event("attempt", at=7, workers=2, device="cpu", from_step=first - 1, recipe_changes={})
+            if not last_words:
+                agent.event("exit", at=9 * S + 7, rank=1, code=-9)
+            outcome = "finished" if last_words else "failed"
+            agent.event("end", at=10 * S + 7, outcome=outcome, reason="because")
+        for rank in range(2):
+            with Recorder(
+                record_path(run.events, attempt, f"rank-{rank}"), process=f"rank-{rank}", **options
+            ) as worker:
+                worker.event("begin", at=7, name="startup")
+                worker.event("end-span", at=2 * S + 7, name="startup")
+                if rank == 0:
+                    worker.event(
+                        "facts",
+                        flops_per_token=60,
+                        flops_per_token_full_attention=90,
+                        peak_flops=peak,
+                        peak_source="made up",
+                        total_steps=40,
+                    )
+                    worker.event("resumed", at=2 * S + 7, step=first - 1)
+                for step in range(first, first + 3):
+                    fields = {"step": step, "data": S // 2, "compute": 3 * S // 2}
+                    if rank == 0:
+                        link = extend(link, step, step, loss, 1.0)
+                        fields |= {"loss": loss, "grad_norm": 1.0, "cursor": step, "tokens": 100, "chain": link}
+                    worker.event("step", at=(2 + 2 * (step - first + 1)) * S + 7, **fields)
+                if rank == 0:
+                    worker.event("checkpoint", at=9 * S, step=first + 2, digest=f"{loss:032}", bytes=1, seconds=0.1)
+        first += 2
+    return run
+
+
+def test_runs_lists_the_newest_first(tmp_path):
+    assert "no runs in" in call(tmp_path, "runs").output
+    make_run(tmp_path, "one")
+    time.sleep(0.02)
+    run = make_run(tmp_path, "two", loss=1.23456, attempts=2)
+    with hold(run):
+        lines = call(tmp_path, "runs").output.splitlines()
+        rows = json.loads(call(tmp_path, "runs", "--json").output)
+    assert [line.split()[:3] for line in lines[1:3]] == [["two", "running", "5/40"], ["one", "finished", "3/40"]]
+    assert lines[1].split()[3:6] == ["1.2346", "2", "cpu"]
+    assert lines[1].split()[-1] == "00:00:20"
+    assert all(len(line) <= 80 for line in lines)
+    assert [(row["name"], row["state"], row["step"]) for row in rows] == [("two", "running", 5), ("one", "finished", 3)]
+
+
+def test_report_shows_the_ledger_worked_by_hand(tmp_path):
+    make_run(tmp_path, "demo")
+    result = call(tmp_path, "report", "last")
+    assert result.exit_code == 0
+    text = result.output
+    assert text.splitlines()[0] == "demo  finished, step 3 in 1 attempt, 2 workers x cpu, 00:00:10"
+    table = {line[2:20].strip(): line[20:].split() for line in text.splitlines() if line.startswith("  ")}
+    assert table["start-up"] == ["4.0", "20.0%"]
+    assert table["data stall"] == ["3.0", "15.0%"]
+    assert table["compute"] == ["9.0", "45.0%"]
+    assert table["unattributed"] == ["4.0", "20.0%"]
+    assert table["total"] == ["20.0", "100.0%"]
+    # 300 tokens x 60 FLOPs at 10,000 FLOP/s: 1.8 of the 12 device-seconds that the steps took.
+    flat = " ".join(text.split())
+    assert "useful: 1.8 device-seconds at peak, 9.0% of all (made up)" in flat
+    assert "MFU: 15.0% during steps, causal attention counted half; 22.5% counting full attention" in flat
+    assert "largest loss: start-up, 4.0 device-seconds, 20.0%." in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_report_tells_incidents_attempts_and_the_chain(tmp_path):
+    run = make_run(tmp_path, "demo", attempts=2, peak=None)
+    text = call(tmp_path, "report", "demo").output
+    assert "MFU" not in text
+    assert "worker 1 was killed by signal 9 after step 3" in text
+    assert "resumed after step 2, 1 step to redo" in text
+    document = json.loads(call(tmp_path, "report", "demo", "--json").output)
+    assert sum(document["accounts_ns"].values()) == document["total_ns"] == 40 * S
+    assert (document["steps"], document["lost_steps"], document["mfu"]) == (5, 1, None)
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
+    assert document["largest_loss"]["account"] in document["accounts_ns"]
+    assert document["exact"]["step"] == document["exact"]["digest_step"] == 5
+    last = json.loads(record_path(run.events, 2, "rank-0").read_text().splitlines()[-2])
+    assert document["exact"]["chain"] == last["chain"]
+    assert f"exact: chain {last['chain']} at step 5" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_report_of_a_run_that_has_not_begun(tmp_path):
+    create_run(tmp_path, "demo", "demo")
+    result = call(tmp_path, "report", "demo")
+    assert result.exit_code == 0
+    assert "interrupted, step 0 in 0 attempts" in result.output
+
+
+def test_metrics_prints_steps_and_values(tmp_path):
+    make_run(tmp_path, "demo", attempts=2)
+    assert call(tmp_path, "metrics", "demo").output == "".join(f"{step} 4\n" for step in range(1, 6))
+    found = json.loads(call(tmp_path, "metrics", "demo", "--key", "step_s", "--json").output)
+    assert found == {"run": "demo", "key": "step_s", "steps": [1, 2, 3, 4, 5], "values": [2.0] * 5}
+    assert isinstance(call(tmp_path, "metrics", "demo", "--key", "nope").exception, UsageError)
+
+
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the optional tensorboard package is not installed"
+)
+
+
+@needs_tensorboard
+def test_tensorboard_reads_back_what_was_exported(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_run(tmp_path, "demo", attempts=2)
+    result = call(tmp_path, "metrics", "demo", "--tensorboard", str(tmp_path / "board"))
+    assert result.exit_code == 0
+    reader = EventAccumulator(str(tmp_path / "board" / "demo"), size_guidance={"scalars": 0})
+    reader.Reload()
+    scalars = {"loss", "grad_norm", "tokens", "cursor", "step_s", "data_s", "tokens_per_s", "mfu"}
+    assert set(reader.Tags()["scalars"]) == scalars
+    losses = reader.Scalars("loss")
+    assert [(event.step, event.value) for event in losses] == [(step, 4.0) for step in range(1, 6)]
+    # Steps 1 and 2 stand as attempt 1 did them, 3 as attempt 2 did: 4 s after its opening.
+    assert [event.wall_time for event in losses[:3]] == [1e9 + 100 + 4, 1e9 + 100 + 6, 1e9 + 200 + 4]
+
+
+@needs_tensorboard
+def test_the_export_imports_neither_torch_nor_tensorflow(tmp_path):
+    run = make_run(tmp_path, "demo")
+    code = f"""
+import sys
+from pathlib import Path
+from headway.track import RunFolder, export_tensorboard
+export_tensorboard(RunFolder(Path({str(run.path)!r})), Path({str(tmp_path / "board")!r}))
+assert not {{"torch", "tensorflow"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_tensorboard_the_hint_says_how_to_get_it(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "demo")
+    for name in ["tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError) as caught:
+        export_tensorboard(run, tmp_path / "board")
+    assert caught.value.hint == "pip install 'headway[tensorboard]'"
+
+
+def test_logs_shows_the_last_attempt_s_files(tmp_path):
+    run = create_run(tmp_path, "demo", "demo")
+    assert isinstance(call(tmp_path, "logs", "demo").exception, RunError)
+    for name, text in {
+        "0001-rank-0": "old\n",
+        "0002-rank-0": "a\nb",
+        "0002-rank-1": "c\n",
+        "0002-agent": "d\n",
+    }.items():
+        (run.logs / f"{name}.log").write_text(text)
+    assert call(tmp_path, "logs", "demo").output == (
+        "== 0002-agent.log\nd\n== 0002-rank-0.log\na\nb\n== 0002-rank-1.log\nc\n"
+    )
+    assert call(tmp_path, "logs", "demo", "--rank", "0").output == "a\nb\n"
+    assert call(tmp_path, "logs", "demo", "--rank", "0", "--attempt", "1").output == "old\n"
+    rows = [json.loads(line) for line in call(tmp_path, "logs", "demo", "--rank", "1", "--json").output.splitlines()]
+    assert rows == [{"file": "0002-rank-1.log", "line": "c"}]
+    assert isinstance(call(tmp_path, "logs", "demo", "--rank", "7").exception, RunError)
+
+
+def test_logs_follow_to_the_end_of_the_run(tmp_path):
+    run = create_run(tmp_path, "demo", "demo")
+    held, go_on = threading.Event(), threading.Event()
+
+    def live() -> None:
+        with hold(run):
+            (run.logs / "0001-rank-0.log").write_text("first\nhal")
+            held.set()
+            go_on.wait(5)
+            with (run.logs / "0001-rank-0.log").open("a") as file:
+                file.write("f\nlast words")
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    held.wait(5)
+    threading.Timer(0.4, go_on.set).start()
+    result = call(tmp_path, "logs", "demo", "--rank", "0", "--follow")
+    thread.join()
+    assert result.output == "first\nhalf\nlast words\n"
+
+
+def test_diff_exits_0_when_equal_and_1_when_not(tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b")
+    make_run(tmp_path, "c", loss=4.5)
+    same = call(tmp_path, "diff", "a", "b")
+    assert (same.exit_code, same.output) == (0, "a and b: equal: 3 common steps, 1 common checkpoints\n")
+    other = call(tmp_path, "diff", "a", "c", "--json")
+    assert other.exit_code == 1
+    found = json.loads(other.output)
+    assert (found["runs"], found["equal"], found["step"], found["differs"]) == (["a", "c"], False, 1, ["loss"])
+    assert "part at step 1" in call(tmp_path, "diff", "a", "c").output

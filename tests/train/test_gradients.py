@@ -1,0 +1,72 @@
+"""The loss is one mean over the global batch: no split into microbatches or workers changes the gradient.
+
+After one step without clipping AdamW's first moment is (1 - beta1) times the gradient, so that a checkpoint holds
+every gradient of a real run, sharded or not.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headway.data import BuildOptions, Loader, Reading, WindowReader, build, open_dataset, split_dataset
+from headway.models import empty_decoder, init_weights
+from headway.state import find_checkpoint
+from headway.state.tensors import read_tensors
+
+SPLITS = [(1, 1), (1, 3), (2, None), (2, 3), (3, 1), (4, None)]
+
+
+def gradients(run) -> dict[str, torch.Tensor]:
+    moments = read_tensors(find_checkpoint(run.checkpoints, 1), "optimizer/")
+    return {name: value / 0.1 for name, value in moments.items() if name.endswith("/exp_avg")}
+
+
+@pytest.fixture(scope="module")
+def masked_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents with prompts of uneven length, so that every row has another number of trained tokens."""
+    folder = tmp_path_factory.mktemp("masked")
+    lines = [f'{{"question": "{"why " * (i % 9)}?", "text": "{"because " * (1 + i % 5)}{i}."}}' for i in range(400)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    options = BuildOptions(vocab_size=300, reading=Reading(prompt_field="question"))
+    build(folder / "d", [folder / "a.jsonl"], options)
+    return folder / "d"
+
+
+def reference(recipe, data: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Plain PyTorch: one process, all rows at once, torch's own cross-entropy."""
+    dataset = open_dataset(data)
+    reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries)
+    split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
+    batch = Loader(reader, split, recipe.seed, recipe.train.batch, rows=(0, recipe.train.batch)).read(0)
+    model = empty_decoder(recipe.model.model_copy(update={"vocab_size": 320}))
+    init_weights(model, recipe.seed)
+    logits = model(torch.from_numpy(batch.inputs)).flatten(0, 1)
+    labels = torch.from_numpy(np.ascontiguousarray(batch.labels)).flatten()
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("workers", "microbatch"), SPLITS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_split_gives_the_gradient_of_plain_pytorch(
+    lab, recipe, masked_dataset, workers: int, microbatch: int | None, masked: bool
+) -> None:
+    settings = {"train.steps": 1, "train.batch": 12, "train.clip": 0, "train.microbatch": microbatch}
+    settings |= {"train.warmup_steps": 0}
+    if masked:
+        settings |= {"data.path": str(masked_dataset), "data.mask_boundaries": True}
+    wanted = recipe(settings)
+    lived = lab.train(wanted, workers=workers)
+    assert lived.outcome.state == "finished", lived.outcome
+    loss, truth = reference(wanted, Path(wanted.data.path))
+    assert lived.events("step")[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    found = gradients(lived.run)
+    assert len(found) == len(truth)
+    for name, gradient in truth.items():
+        difference = (found[f"{name}/exp_avg"] - gradient).norm() / gradient.norm()
+        assert difference < 1e-5, name
+    if masked:
+        assert lived.events("step")[0]["tokens"] < 12 * 32

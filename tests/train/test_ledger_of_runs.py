@@ -1,0 +1,69 @@
+"""Truth put into real runs and found again in their ledgers."""
+
+import json
+
+import pytest
+
+from headway.recipe import FaultPlan
+from headway.track import account, read_run
+
+WORKERS = 2
+STALL_S = 2.0
+
+
+def seconds(run) -> dict[str, float]:
+    ledger = account(read_run(run))
+    assert sum(ledger.accounts.values()) == ledger.total_ns
+    return {name: ns / 1e9 for name, ns in ledger.accounts.items()}
+
+
+@pytest.mark.parametrize(
+    ("point", "name"), [("data", "data stall"), ("save", "checkpoint stall"), ("evaluation", "evaluation")]
+)
+def test_a_stall_is_found_where_it_was_put(lab, recipe, point: str, name: str) -> None:
+    settings = {"checkpoint.every_steps": 4, "eval.every_steps": 4, "eval.windows": 2}
+    plain = seconds(lab.train(recipe(settings), workers=WORKERS).run)
+    stalled = seconds(lab.train(recipe(settings), WORKERS, FaultPlan().stall(point, 4, STALL_S)).run)
+    # Two saves or evaluations cost a little by themselves; what the stall added is the truth.
+    assert stalled[name] - plain[name] == pytest.approx(WORKERS * STALL_S, rel=0.05)
+
+
+def test_a_kill_is_found_as_rework_and_restart(lab, recipe) -> None:
+    """All from the checkpoint of step 4 to the kill is done twice; a stall of 2 s makes it large."""
+    settings = {"checkpoint.every_steps": 4}
+    faults = FaultPlan().stall("compute", 5, STALL_S).kill(7)
+    killed = lab.train(recipe(settings), WORKERS, faults)
+    assert killed.outcome.state == "failed"
+    before = seconds(killed.run)
+    assert before["compute"] > WORKERS * STALL_S, "nothing is known to be lost yet"
+    resumed = lab.resume(killed.run)
+    after = seconds(resumed.run)
+    lost = sum(
+        moment(resumed.run, 1, "agent", "exit", rank=rank)
+        - moment(resumed.run, 1, f"rank-{rank}", "end-span", "checkpoint")
+        for rank in range(WORKERS)
+    )
+    assert lost > WORKERS * STALL_S
+    assert after["rework"] == pytest.approx(lost, rel=0.05)
+    ready = sum(
+        moment(resumed.run, 2, f"rank-{rank}", "end-span", "startup") - moment(resumed.run, 2, "agent", "attempt")
+        for rank in range(WORKERS)
+    )
+    assert after["restart"] == pytest.approx(before["restart"] + ready, rel=0.05)
+
+
+def moment(run, attempt: int, process: str, kind: str, name: str | None = None, rank: int | None = None) -> float:
+    """When a process first recorded this, on the machine's own clock in seconds."""
+    record = next(r for r in read_run(run) if (r.header.attempt, r.header.process) == (attempt, process))
+    event = next(e for e in record.events if (e["kind"], e.get("name"), e.get("rank")) == (kind, name, rank))
+    return (record.header.mono + event["t"]) / 1e9
+
+
+def test_an_undisturbed_run_is_accounted_for(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 40, "checkpoint.every_steps": 10}), workers=WORKERS).run
+    found = seconds(run)
+    assert found["rework"] == found["restart"] == 0
+    # Steps of this model take milliseconds, so that what lies between them weighs more than it ever will.
+    assert found["unattributed"] < 0.05 * sum(found.values())
+    assert found["compute"] > 0
+    assert json.loads(run.recipe_file.read_text())["train"]["steps"] == 40
