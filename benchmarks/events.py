@@ -3,8 +3,8 @@
     python benchmarks/events.py [--steps 100000] [--json]
 
 Both record the same step: loss, gradient norm, learning rate and tokens (Headway also its times, cursor and chain).
-Caller's cost is the time of the one call in the loop, at a pace of one step a millisecond and back to back; the writers'
-threads run beside it. TensorBoard is left out when it is not installed.
+Caller's cost is the time of the one call in the loop, at a pace of one step a millisecond and back to back; the
+writers' threads run beside it. TensorBoard is left out when it is not installed.
 """
 
 import argparse

@@ -205,7 +205,7 @@ def test_half_a_gzip_file(tmp_path):
 def test_a_source_that_vanishes(tmp_path):
     source = find_sources([write(tmp_path / "a")])[0]
     (tmp_path / "a").unlink()
-    with pytest.raises(DataError, match="cannot read .*a: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*a: No such file"):
         list(read_blocks(source, Reading()))
 
 

@@ -282,12 +282,21 @@ def test_mixed_precision_leaves_positions_exact(mesh: object) -> None:
     assert all(grad.dtype == torch.float32 for grad in gradients(sharded).values())
 
 
+def test_a_decoder_can_be_planned_on_the_meta_device_and_filled_later() -> None:
+    """What a sharded start does: shapes first, memory later, weights last."""
+    later = empty_decoder(EVERYTHING, device="meta").to_empty(device="cpu")
+    init_weights(later, seed=0)
+    now = build(EVERYTHING)
+    assert torch.equal(later(batch()[0]), now(batch()[0]))
+
+
 def test_vocabulary_must_be_settled() -> None:
     with pytest.raises(AssertionError, match="vocabulary"):
         Decoder(Model())
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns itself, about itself
 def test_compiled_blocks_give_the_same_gradients() -> None:
     plain, compiled = build(EVERYTHING), build(EVERYTHING)
     for block in compiled.layers:

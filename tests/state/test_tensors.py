@@ -8,7 +8,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from headway.errors import StateError
 from headway.state import Facts, begin, commit, open_checkpoint, write_shard
-from headway.state.tensors import load_state, load_weights, named_state, pieces, read_tensors
+from headway.state.tensors import (
+    _copy_through,
+    load_state,
+    load_weights,
+    named_state,
+    pieces,
+    read_tensors,
+)
 
 FACTS = Facts(cursor=0, chain="", data_version="v")
 
@@ -241,3 +248,37 @@ def test_an_open_checkpoint_serves_too(tmp_path):
     load_state(opened, fresh)
     assert equal(named_state(fresh), {f"model/{name}": t for name, t in read_tensors(opened).items()})
     assert read_tensors(opened, prefix="model/body.").keys() == {"0.weight", "0.bias", "1.weight"}
+
+
+@pytest.mark.parametrize("size", [1, 7, 24, 1000])
+def test_copies_go_through_a_buffer_of_any_size(size):
+    for tensor in (torch.randn(3, 5), torch.randn(4).bfloat16(), torch.tensor(2.5), torch.empty(0, 2)):
+        copied = _copy_through(torch.empty(size, dtype=torch.uint8), tensor)
+        assert copied.data_ptr() != tensor.data_ptr() or tensor.numel() == 0
+        assert copied.shape == tensor.shape
+        assert torch.equal(copied, tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_and_the_cpu_save_and_load_each_other(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr("headway.state.tensors._STAGING_BYTES", 100)
+    torch.manual_seed(0)
+    model = Net(dtype).cuda()
+    optimizer = ADAMW["fused"](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    path = save(tmp_path / "gpu", named_state(model, optimizer))
+    cpu = Net(dtype)
+    cpu_optimizer = ADAMW["fused"](cpu.parameters())
+    load_state(path, cpu, cpu_optimizer)
+    on_gpu = named_state(model, optimizer)
+    assert equal(named_state(cpu, cpu_optimizer), {name: tensor.cpu() for name, tensor in on_gpu.items()})
+    again = save(tmp_path / "cpu", named_state(cpu, cpu_optimizer))
+    assert open_checkpoint(again).manifest.digest == open_checkpoint(path).manifest.digest
+    fresh = Net(dtype).cuda()
+    fresh_optimizer = ADAMW["fused"](fresh.parameters())
+    load_state(again, fresh, fresh_optimizer)
+    assert equal(named_state(fresh, fresh_optimizer), on_gpu)
+    assert all(value.is_cuda for state in fresh_optimizer.state.values() for value in state.values())

@@ -1,5 +1,6 @@
 """Metrics across attempts, against a history replayed step by step."""
 
+import json
 import math
 
 import numpy as np
@@ -119,3 +120,47 @@ def test_history_is_what_a_replay_leaves(plan):
     found = history(records)
     assert {event["step"]: event["who"] for event in found} == replayed
     assert [event["step"] for event in found] == sorted(replayed)
+
+
+plain = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**53), 2**53), st.none())
+awkward = st.one_of(
+    plain,
+    st.booleans(),
+    st.sampled_from(['"loss":1.0', "a\\", '{"loss":2}', "x,y}", "", {"loss": 3.0}, ["loss", 4.0], 10**400]),
+    st.text(max_size=4),
+)
+alike = st.lists(st.tuples(st.integers(0, 50), plain), max_size=8)
+mixed = st.lists(
+    st.tuples(st.one_of(st.integers(0, 50), awkward), awkward)
+    | st.sampled_from(['{"kind":"step","step":1,"loss":', "{}"]),
+    max_size=8,
+)
+
+
+@given(rows=st.one_of(alike, mixed), note=st.one_of(st.none(), awkward))
+@settings(max_examples=200, deadline=None)
+def test_what_is_picked_out_of_lines_is_what_json_reads(tmp_path_factory, rows, note):
+    run = create_run(tmp_path_factory.mktemp("runs"), "demo")
+    extra = {} if note is None else {"note": note}
+    lines = [
+        row if isinstance(row, str) else json.dumps({"kind": "step", "t": 1, "step": row[0], "loss": row[1], **extra})
+        for row in rows
+    ]
+    text = "".join(f"{line}\n" for line in lines).replace('"kind": "step", ', '"kind":"step",').replace('": ', '":')
+    record_path(run.events, 1, "rank-0").write_text(text)
+    want: dict[int, float] = {}
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        step, loss = event.get("step"), event.get("loss", "absent")
+        if (
+            type(step) is int
+            and step < 2**63
+            and (loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 2**1000))
+        ):
+            want[step] = math.nan if loss is None else float(loss)
+    steps, values = read_metrics(run, ["loss"]).get("loss", (np.empty(0), np.empty(0)))
+    assert steps.tolist() == sorted(want)
+    np.testing.assert_array_equal(values, [want[step] for step in sorted(want)])

@@ -16,8 +16,8 @@ from headway.hardware import Devices, devices
 from headway.recipe import FaultPlan, Model, Recipe, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
-from headway.track.files import write_json
 from headway.track import RunFolder, create_run, find_run, holder, next_attempt, parse_ref, read_run
+from headway.track.files import write_json
 
 __all__ = ["new_run", "resolve", "resume_run"]
 

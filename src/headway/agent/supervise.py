@@ -63,7 +63,7 @@ class _Watch:
 
 def supervise(
     attempt: Attempt,
-    on_tick: Callable[[int], None] = lambda stops_asked: None,
+    on_tick: Callable[[int], None] = lambda _stops_asked: None,
     warm: Zygote | None = None,
 ) -> Outcome:
     """Run one attempt to its end; `on_tick` is called a few times a second for a live view.
@@ -207,6 +207,7 @@ def _assignment(attempt: Attempt, rank: int) -> Assignment:
         threads=attempt.threads,
         log=str(attempt.folder.logs / f"{attempt.number:04d}-rank-{rank}.log"),
         rendezvous=_rendezvous(attempt),
+        asked_ns=time.monotonic_ns(),
         checkpoint=str(attempt.checkpoint) if attempt.checkpoint else None,
         faults=attempt.faults,
     )

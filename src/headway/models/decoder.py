@@ -22,8 +22,15 @@ __all__ = ["Decoder", "KeyValues", "empty_cache", "empty_decoder", "init_weights
 IGNORED = -100
 """A label that is left out of the loss."""
 
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 """Logits the loss holds at once, by kind of device."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` without weights drawn at construction: they are drawn by name, or loaded, and it takes as long."""
+
+    def reset_parameters(self) -> None:
+        """Leave memory as it is."""
 
 
 class RMSNorm(nn.Module):
@@ -85,10 +92,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.grouped = model.head_dim, model.kv_heads < model.heads
         width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.q = nn.Linear(model.dim, width, bias=model.qkv_bias)
-        self.k = nn.Linear(model.dim, kv_width, bias=model.qkv_bias)
-        self.v = nn.Linear(model.dim, kv_width, bias=model.qkv_bias)
-        self.o = nn.Linear(width, model.dim, bias=model.output_bias)
+        self.q = Linear(model.dim, width, bias=model.qkv_bias)
+        self.k = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.v = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.o = Linear(width, model.dim, bias=model.output_bias)
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
@@ -117,9 +124,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.dim, model.hidden, bias=model.mlp_bias)
-        self.up = nn.Linear(model.dim, model.hidden, bias=model.mlp_bias)
-        self.down = nn.Linear(model.hidden, model.dim, bias=model.mlp_bias)
+        self.gate = Linear(model.dim, model.hidden, bias=model.mlp_bias)
+        self.up = Linear(model.dim, model.hidden, bias=model.mlp_bias)
+        self.down = Linear(model.hidden, model.dim, bias=model.mlp_bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Transform each token by itself."""
@@ -143,16 +150,19 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the Llama family, configured by a recipe's model section with vocab_size set."""
+    """A decoder of the Llama family, configured by a recipe's model section with vocab_size set.
+
+    Its weights are mere memory until `init_weights` or a load fills them.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         assert model.vocab_size is not None, "the vocabulary's size is settled before a decoder is built"
         self.model = model
-        self.embed = nn.Embedding(model.vocab_size, model.dim)
+        self.embed = nn.Embedding(model.vocab_size, model.dim, _weight=torch.empty(model.vocab_size, model.dim))
         self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm = RMSNorm(model.dim, model.norm_eps)
-        self.head = None if model.tie_embeddings else nn.Linear(model.dim, model.vocab_size, bias=False)
+        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
 
     def forward(self, tokens_BL: Tensor, labels_BL: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]; or, given what follows each token, the summed cross-entropy, a float32 scalar.
@@ -232,10 +242,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def empty_decoder(model: Model, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder whose weights are memory and nothing more, for those about to load or draw them."""
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    return decoder.to_empty(device=device)
+    """A decoder on a device, for those about to load or draw its weights."""
+    with torch.device(device):
+        return Decoder(model)
 
 
 def empty_cache(decoder: Decoder, capacity: int, batch: int = 1) -> list[KeyValues]:

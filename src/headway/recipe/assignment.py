@@ -30,6 +30,8 @@ class Assignment(BaseModel):
     """The file that takes this worker's standard output and error."""
     rendezvous: str
     """A file of this attempt's own where the workers find each other."""
+    asked_ns: int
+    """When the agent asked for this worker (monotonic): its start-up counts from here."""
     checkpoint: str | None = None
     """The checkpoint to go on from; None starts at step 0."""
     faults: FaultPlan = FaultPlan()

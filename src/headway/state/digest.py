@@ -83,7 +83,7 @@ def _digest_range(bits: Bits, first: int) -> int:
 def _digest_short_runs(runs: Bits, shape: tuple[int, ...], box: Box) -> int:
     """The digest of a box that is cut into many short runs, several runs to a block."""
     length = runs.shape[1]
-    rows = BLOCK // length
+    rows = min(BLOCK // length, len(runs))
     words, spare = np.empty(rows * length, np.uint64), np.empty(rows * length, np.uint64)
     within = np.arange(length, dtype=np.uint64)
     total = 0

@@ -44,6 +44,7 @@ __all__ = [
     "Tail",
     "clock_offset",
     "kept_until",
+    "read_apart",
     "read_ends",
     "read_record",
     "read_run",
@@ -278,6 +279,16 @@ def read_ends(path: Path, size: int = 1 << 16) -> Record:
     head_events, head_skipped = _parse(head)
     tail_events, tail_skipped = _parse(tail.partition(b"\n")[2])
     return _record(path, head_events + tail_events, head_skipped + tail_skipped)
+
+
+def read_apart(path: Path, kind: str) -> tuple[Record, list[bytes]]:
+    """Read a record with the lines of one kind left as they are, for a kind that makes up most of a long file."""
+    data = path.read_bytes()
+    lines = data[: data.rfind(b"\n") + 1].split(b"\n")
+    beginning = b'{"kind":"%s",' % kind.encode()
+    apart = [line for line in lines if line.startswith(beginning)]
+    rest = b"\n".join(line for line in lines if not line.startswith(beginning))
+    return _record(path, *_parse(rest)), apart
 
 
 def upgrade(header: Event, events: list[Event]) -> tuple[Event, list[Event]]:

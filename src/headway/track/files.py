@@ -1,6 +1,5 @@
 """Small files of a run, replaced whole or not at all."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,4 +12,4 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that a reader sees the old one or the new one, never half of one."""
     beside = path.with_name(f".{path.name}.partial")
     beside.write_bytes(to_json(value, indent=2) + b"\n")
-    os.replace(beside, path)
+    beside.replace(path)

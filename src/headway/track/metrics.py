@@ -1,24 +1,42 @@
 """One number over the steps of a run, across its attempts.
 
-The history of a run is what still counts: steps that a later attempt threw away are gone until they are done
-again, and of a step done twice the later one stands.
+The history of a run is what still counts: steps that a later attempt threw away are gone until they are done again,
+and of a step done twice the later one stands.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json
 
 from headway.errors import UsageError
-from headway.track.events import Event, Record, kept_until, read_run
+from headway.track.events import Event, Record, kept_until, read_apart, read_run
 from headway.track.runs import RunFolder
 
 __all__ = ["Series", "history", "metric_names", "read_metric", "read_metrics"]
 
-Series: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+Series: TypeAlias = tuple[_Ints, _Floats]
 """Steps, ascending, and the value at each."""
+
+
+def history(records: Iterable[Record], kind: str = "step") -> list[Event]:
+    """Return rank 0's events of one kind that still count, one for each step, in the order of steps."""
+    ordered = sorted((record for record in records if record.header.rank == 0), key=lambda r: r.header.attempt)
+    kept = kept_until(ordered)
+    latest: dict[int, Event] = {}
+    for record in ordered:
+        last = kept.get(record.header.attempt, math.inf)
+        for event in record.events:
+            if event["kind"] == kind and type(step := event.get("step")) is int and step <= last:
+                latest[step] = event
+    return [latest[step] for step in sorted(latest)]
 
 
 def read_metric(run: RunFolder, key: str) -> Series:
@@ -37,44 +55,110 @@ def metric_names(run: RunFolder) -> list[str]:
 
 def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
     """Return several metrics of a run, by default all; a key without any value is left out."""
-    records = read_run(run, process="rank-0")
-    speeds = _speeds(records, read_run(run, process="agent"))
-    steps, evals = _history(records, "step"), _history(records, "eval")
-    if keys is None:
-        recorded = dict.fromkeys(key for _, event in steps for key in event)
-        keys = [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, "eval_loss"]
+    lives = sorted((read_apart(path, "step") for path in run.events.glob("*-rank-0.jsonl")), key=_attempt)
+    kept = kept_until([record for record, _ in lives])
+    speeds = _speeds([record for record, _ in lives], read_run(run, process="agent"))
     found: dict[str, Series] = {}
-    for key in keys:
-        if key == "eval_loss":
-            pairs = [(event["step"], _number(event, "loss")) for _, event in evals]
-        elif key in _DERIVED:
-            derive = _DERIVED[key]
-            pairs = [(event["step"], derive(event, speeds[attempt])) for attempt, event in steps]
-        else:
-            pairs = [(event["step"], _number(event, key)) for _, event in steps]
-        values = {step: value for step, value in pairs if value is not None}
-        if values:
-            found[key] = (np.array([*values], np.int64), np.array([*values.values()], np.float64))
+    for key in _all_keys(lives) if keys is None else keys:
+        parts = []
+        for record, lines in lives:
+            attempt = record.header.attempt
+            steps, values = _series(key, record, lines, speeds[attempt])
+            counts = steps <= kept.get(attempt, math.inf)
+            parts.append((steps[counts], values[counts]))
+        steps, values = _merge(parts)
+        if steps.size:
+            found[key] = (steps, values)
     return found
 
 
-def history(records: Sequence[Record], kind: str = "step") -> list[Event]:
-    """Return the events of one kind that still count, one for each step, in the order of steps."""
-    return [event for _, event in _history(records, kind)]
+def _attempt(life: tuple[Record, list[bytes]]) -> int:
+    return life[0].header.attempt
 
 
-def _history(records: Sequence[Record], kind: str) -> list[tuple[int, Event]]:
-    """Return what counts as (attempt, event): of a step done twice, the later attempt's."""
-    kept = kept_until(records)
-    latest: dict[int, tuple[int, Event]] = {}
-    for record in sorted(records, key=lambda record: record.header.attempt):
-        if record.header.rank == 0:
-            attempt = record.header.attempt
-            last = kept.get(attempt, math.inf)
-            for event in record.events:
-                if event["kind"] == kind and type(step := event.get("step")) is int and step <= last:
-                    latest[step] = (attempt, event)
-    return [latest[step] for step in sorted(latest)]
+def _all_keys(lives: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
+    recorded = dict.fromkeys(key for _, lines in lives for event in _events(lines) for key in event)
+    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, "eval_loss"]
+
+
+def _merge(parts: Sequence[Series]) -> Series:
+    """Put attempts after each other; of a step that is there twice the later one stands."""
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0)
+    steps = np.concatenate([steps for steps, _ in parts])[::-1]
+    values = np.concatenate([values for _, values in parts])[::-1]
+    unique, first = np.unique(steps, return_index=True)
+    return unique, values[first]
+
+
+def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Series:
+    """Return one metric of one attempt, as recorded."""
+    if key == "eval_loss":
+        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], ["loss"])
+        return steps, table[:, 0]
+    if key not in _DERIVED:
+        steps, table = _scan_table(lines, [key]) or _read_table(_events(lines), [key])
+        return steps, table[:, 0]
+    fields, derive = _DERIVED[key]
+    steps, table = _scan_table(lines, fields) or _read_table(_events(lines), fields)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = derive(table, speed)
+    finite = np.isfinite(values)
+    return steps[finite], values[finite]
+
+
+# -- fields of many steps at once
+
+_Table: TypeAlias = tuple[_Ints, _Floats]
+"""Steps, and beside each a row of numbers."""
+
+
+def _scan_table(lines: list[bytes], fields: Sequence[str]) -> _Table | None:
+    """Pick numbers out of the lines without parsing them; None when they are not all plain and alike.
+
+    Parsing 100,000 steps takes 0.35 s, this 0.15 s. It is right because in a flat object without any backslash the
+    bytes `"loss":` can only be that key: a quote inside a string would need one.
+    """
+    text = b"\n".join(lines)
+    closed = text.count(b"}\n") + text.endswith(b"}")
+    if b"\\" in text or b"\0" in text or not text.count(b"{") == text.count(b"}") == closed == len(lines):
+        return None
+    columns = []
+    for name in ("step", *fields):
+        found = re.findall(b'"%s":([^,}\n]*)' % re.escape(name.encode()), text)
+        if len(found) != len(lines):
+            return None
+        columns.append(found)
+    try:
+        steps = np.array([int(value) for value in columns[0]], np.int64)
+        numbers = [[math.nan if value == b"null" else float(value) for value in column] for column in columns[1:]]
+    except (ValueError, OverflowError):
+        return None
+    table = np.array(numbers, np.float64).reshape(len(fields), len(lines)).T
+    return None if np.isinf(table).any() else (steps, table)  # JSON has no infinity: an integer beyond all bounds
+
+
+def _read_table(events: Sequence[Event], fields: Sequence[str]) -> _Table:
+    """Take numbers from parsed events; those without one of the fields are left out."""
+    steps, rows = [], []
+    for event in events:
+        step, row = event.get("step"), [_number(event, name) for name in fields]
+        if type(step) is int and abs(step) < 1 << 63 and None not in row:
+            steps.append(step)
+            rows.append(row)
+    return np.array(steps, np.int64), np.array(rows, np.float64).reshape(len(rows), len(fields))
+
+
+def _events(lines: Iterable[bytes]) -> list[Event]:
+    """Parse lines; those that are no JSON object are left out."""
+    events: list[Event] = []
+    for line in lines:
+        try:
+            event = from_json(line, cache_strings="keys")
+        except ValueError:
+            continue
+        events.append(event)
+    return events
 
 
 def _number(event: Event, key: str) -> float | None:
@@ -82,62 +166,62 @@ def _number(event: Event, key: str) -> float | None:
     value: Any = event.get(key, "")
     if value is None:
         return math.nan
-    return float(value) if type(value) is float or (type(value) is int and abs(value) < 1 << 64) else None
+    return float(value) if type(value) is float or (type(value) is int and abs(value) < 1 << 1000) else None
 
 
 # -- derived metrics
 
 
 class _Speed(NamedTuple):
-    """What an attempt's devices can do, for MFU."""
+    """What an attempt's devices can do, for MFU; NaN where it is not known."""
 
-    flops_per_token: float | None
-    peak_flops: float | None
+    flops_per_token: float
+    peak_flops: float
     """Of all its devices together."""
 
 
 def _speeds(ranks: Sequence[Record], agents: Sequence[Record]) -> dict[int, _Speed]:
     """Return each attempt's speed, as far as its records tell."""
-    workers = {r.header.attempt: e.get("workers") for r in agents for e in r.events if e["kind"] == "attempt"}
-    speeds = {record.header.attempt: _Speed(None, None) for record in ranks}
+    workers = {
+        record.header.attempt: _number(event, "workers")
+        for record in agents
+        for event in record.events
+        if event["kind"] == "attempt"
+    }
+    speeds = {record.header.attempt: _Speed(math.nan, math.nan) for record in ranks}
     for record in ranks:
-        attempt = record.header.attempt
+        count = workers.get(record.header.attempt) or math.nan
         for event in record.events:
             if event["kind"] == "facts":
-                flops, peak = _number(event, "flops_per_token"), _number(event, "peak_flops")
-                count = workers.get(attempt)
-                known = peak is not None and peak > 0 and type(count) is int
-                speeds[attempt] = _Speed(flops, peak * count if peak and known and count else None)
+                flops, peak = (_number(event, key) or math.nan for key in ("flops_per_token", "peak_flops"))
+                speeds[record.header.attempt] = _Speed(flops, peak * count)
     return speeds
 
 
-def _data_s(event: Event, _speed: _Speed) -> float | None:
-    data = _number(event, "data")
-    return None if data is None else data / 1e9
+def _step_s(table: _Floats, _speed: _Speed) -> _Floats:
+    seconds: _Floats = (table[:, 0] + table[:, 1]) / 1e9
+    return seconds
 
 
-def _step_s(event: Event, _speed: _Speed) -> float | None:
-    data, compute = _number(event, "data"), _number(event, "compute")
-    return None if data is None or compute is None else (data + compute) / 1e9
+def _data_s(table: _Floats, _speed: _Speed) -> _Floats:
+    seconds: _Floats = table[:, 0] / 1e9
+    return seconds
 
 
-def _tokens_per_s(event: Event, speed: _Speed) -> float | None:
-    seconds, tokens = _step_s(event, speed), _number(event, "tokens")
-    return tokens / seconds if tokens is not None and seconds is not None and seconds > 0 else None
+def _tokens_per_s(table: _Floats, speed: _Speed) -> _Floats:
+    rate: _Floats = table[:, 2] / _step_s(table, speed)
+    return rate
 
 
-def _mfu(event: Event, speed: _Speed) -> float | None:
-    rate = _tokens_per_s(event, speed)
-    if rate is None or speed.flops_per_token is None or speed.peak_flops is None:
-        return None
-    return rate * speed.flops_per_token / speed.peak_flops
+def _mfu(table: _Floats, speed: _Speed) -> _Floats:
+    return _tokens_per_s(table, speed) * speed.flops_per_token / speed.peak_flops
 
 
-_DERIVED: dict[str, Callable[[Event, _Speed], float | None]] = {
-    "step_s": _step_s,
-    "data_s": _data_s,
-    "tokens_per_s": _tokens_per_s,
-    "mfu": _mfu,
+_DERIVED: dict[str, tuple[Sequence[str], Callable[[_Floats, _Speed], _Floats]]] = {
+    "step_s": (("data", "compute"), _step_s),
+    "data_s": (("data",), _data_s),
+    "tokens_per_s": (("data", "compute", "tokens"), _tokens_per_s),
+    "mfu": (("data", "compute", "tokens"), _mfu),
 }
 
 _NO_METRIC = {"kind", "t", "step", "data", "compute"}  # the times are there as step_s and data_s

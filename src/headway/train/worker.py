@@ -30,11 +30,12 @@ def main(assignment: Assignment) -> int:
     stop = StopRequest()
     stop.listen()
     try:
-        with recorder.span("startup"):
-            torch.set_num_threads(assignment.threads)
-            world = join(assignment, recipe.train.timeout_s)
-            parts = build(assignment, recipe, world, recorder, stop)
-            tell_beginning(parts, assignment)
+        recorder.event("begin", at=assignment.asked_ns, name="startup")
+        torch.set_num_threads(assignment.threads)
+        world = join(assignment, recipe.train.timeout_s)
+        parts = build(assignment, recipe, world, recorder, stop)
+        tell_beginning(parts, assignment)
+        recorder.event("end-span", name="startup")
         finished = train(parts)
         with recorder.span("shutdown"):
             leave(world)

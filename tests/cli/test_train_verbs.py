@@ -1,0 +1,143 @@
+"""`headway train`, `resume` and `stop` as a person types them: real processes, real signals, exit statuses."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headway.recipe import to_toml
+from headway.track import RunFolder, holder, read_run
+
+
+@pytest.fixture
+def desk(tmp_path: Path, recipe):
+    """A folder with a recipe, and a way to type commands in it."""
+    (tmp_path / "r.toml").write_text(to_toml(recipe({"name": "tiny", "checkpoint.every_steps": 4})))
+    return Desk(tmp_path)
+
+
+class Desk:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "headway.cli.main", *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.folder, stdout=pipe, stderr=pipe, text=True)
+
+    def type(self, *words: str, status: int = 0) -> tuple[str, str]:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == status, (process.returncode, out, err)
+        return out, err
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.folder / "runs" / name)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            records = read_run(self.run(name), "rank-0") if self.run(name).events.is_dir() else []
+            if any(event.get("step", 0) >= step for record in records for event in record.events):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{name} never reached step {step}")
+
+
+def test_train_then_resume_then_look(desk) -> None:
+    out, err = desk.type("train", "r.toml", "--workers", "2", "--name", "one")
+    assert "one: finished at step 8 of 8" in out
+    assert "next: headway report one" in out
+    assert "step 8/8" in err
+    assert "\x1b" not in out + err, "no colours or cursor movements when it is not a terminal"
+    out, _ = desk.type("resume", "one", "--set", "train.steps=12", "--json")
+    assert json.loads(out)["step"] == 12
+    report = json.loads(desk.type("report", "one", "--json")[0])
+    assert report["steps"] == 12
+    out, _ = desk.type("diff", "one", "one")
+    assert "equal" in out
+    out, _ = desk.type("sample", "one", "--prompt", "def ", "--max-tokens", "5", "--seed", "1")
+    assert out.strip()
+
+
+def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
+    process = desk.start("train", "r.toml", "--name", "long", "--set", "train.steps=100000")
+    desk.wait_for_step("long", 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, (out, err)
+    assert "stopped" in out
+    assert "headway resume long" in out
+    saved = [event for record in read_run(desk.run("long")) for event in record.events if event["kind"] == "checkpoint"]
+    steps = [event for record in read_run(desk.run("long")) for event in record.events if event["kind"] == "step"]
+    assert saved[-1]["step"] == steps[-1]["step"]
+
+
+def test_detached_runs_are_stopped_by_name(desk) -> None:
+    out, _ = desk.type("train", "r.toml", "--name", "bg", "--set", "train.steps=100000", "--detach")
+    assert out.strip() == "bg"
+    pid = holder(desk.run("bg"))
+    assert pid is not None
+    desk.wait_for_step("bg", 2)
+    _, err = desk.type("resume", "bg", status=1)
+    assert f"run bg is in use by process {pid}" in err
+    assert "hint:" in err
+    out, _ = desk.type("stop", "bg")
+    assert "bg: stopped at step" in out
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    _, err = desk.type("stop", "bg", status=1)
+    assert "is not running" in err
+
+
+def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None:
+    monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [{"action": "kill", "step": 3, "rank": 1}]}))
+    _, err = desk.type("train", "r.toml", "--workers", "2", "--name", "k", status=1)
+    assert "error: k: worker 1 was killed by signal 9 (SIGKILL)" in err
+    monkeypatch.delenv("HEADWAY_FAULTS")
+    out, _ = desk.type("resume", "k")
+    assert "k: finished at step 8" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["train"], 2, "nothing to train"),
+        (["train", "none.toml"], 2, "no such recipe"),
+        (["train", "r.toml", "--set", "train.learning_rate=1"], 2, 'train has no key "learning_rate"'),
+        (["train", "r.toml", "--workers", "3"], 2, "3 workers cannot share evenly"),
+        (["train", "r.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
+        (["train", "r.toml", "--set", "data.version=0123456789"], 1, "version"),
+        (["train", "r.toml", "--set", "data.seq=100000000"], 1, "no window of 100000000 + 1 tokens fits"),
+        (["train", "r.toml", "--set", "model.vocab_size=17"], 2, "model.vocab_size is 17"),
+        (["train", "r.toml", "--set", "model.init=nowhere"], 1, "neither a folder nor a run"),
+        (["train", "r.toml", "--name", "../x"], 1, "cannot name a run"),
+        (["train", "r.toml", "--from", "none@3"], 1, "no runs"),
+        (["resume", "none"], 1, "no runs"),
+        (["stop", "none"], 1, "no runs"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_changes_nothing(desk, words: list[str], status: int, message: str) -> None:
+    _, err = desk.type(*words, status=status)
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert not (desk.folder / "runs").exists() or not any((desk.folder / "runs").iterdir())
+
+
+def test_a_corrupt_shard_is_found_before_training(desk, dataset: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    shard = copy / "tokens-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(bytes(content))
+    _, err = desk.type("train", "r.toml", "--set", f"data.path={copy}", status=1)
+    assert "tokens-00000.bin" in err
+    assert not (desk.folder / "runs").exists()

@@ -1,0 +1,127 @@
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli.data import app
+from headway.data import open_dataset
+from headway.errors import DataError
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "a.txt").write_text(
+        "The first line of a text.\n\tAnother, with a tab and \x1b[31mcolour.\n" + "x" * 200
+    )
+    (tmp_path / "b.txt").write_text("Second document. " * 40)
+    return tmp_path
+
+
+def run(*arguments):
+    """Exit status, stdout, stderr; errors of ours travel as they would to the main program."""
+    result = runner.invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, DataError):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_build_show_verify(texts):
+    out = texts / "out"
+    status, shown, log = run("build", out, f"{texts}/*.txt", "--vocab-size", 300)
+    assert status == 0
+    version = open_dataset(out).version
+    assert f"version    {version}" in shown
+    assert shown.strip().splitlines()[-1] == f"next: headway train RECIPE --set data.path={out}"
+    assert "encoding: 100%" in log
+    assert "unchanged" in run("build", out, f"{texts}/*.txt", "--vocab-size", 300)[1]
+
+    status, shown, log = run("show", out, "--samples", 2)
+    assert (status, log) == (0, "")
+    assert "The first line of a text." in shown
+    assert "Second document." in shown
+    assert "\x1b" not in shown
+    samples = shown[shown.index("document 0") :].splitlines()[:-1]
+    assert max(map(len, samples)) <= 80
+
+    status, shown, log = run("verify", out)
+    assert status == 0
+    assert "3 files, all as the manifest says" in shown
+
+
+def test_json_is_one_object_on_stdout(texts):
+    out = texts / "out"
+    built = json.loads(run("build", out, f"{texts}/*.txt", "--vocab-size", 300, "--json")[1])
+    dataset = open_dataset(out)
+    assert built["version"] == dataset.version
+    assert (built["changed"], built["sources"], built["documents"]) == (True, 2, 2)
+    shown = json.loads(run("show", out, "--json", "--samples", 5)[1])
+    assert [sample["document"] for sample in shown["samples"]] == [0, 1]
+    assert (texts / "b.txt").read_text().startswith(shown["samples"][1]["text"])
+    assert json.loads(run("verify", out, "--json")[1])["verified"] is True
+
+
+def test_prompts_and_skipped_lines_are_told(texts):
+    (texts / "c.jsonl").write_text('{"q": "why", "a": "because"}\n{"q": 1}\n')
+    options = ("--prompt-field", "q", "--text-field", "a", "--errors", "skip", "--vocab-size", 300)
+    status, shown, log = run("build", texts / "out", texts / "c.jsonl", *options)
+    assert status == 0
+    assert re.search(r"prompts +\d+ tokens, not trained on", shown)
+    assert "skipped    1 " in shown
+    assert "c.jsonl line 2" in log
+    shown = run("show", texts / "out")[1]
+    assert "  prompt: why\n  text: because" in shown
+
+
+def test_exclude_format_tokenizer_force(texts, monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "2")  # so that what --threads sets is undone
+    run("build", texts / "one", f"{texts}/*.txt", "--exclude", "b.txt", "--vocab-size", 300)
+    assert open_dataset(texts / "one").manifest.documents == 1
+    (texts / "c.data").write_text('{"text": "hidden json"}\n')
+    run("build", texts / "two", texts / "c.data", "--format", "jsonl", "--tokenizer", texts / "one", "--threads", 1)
+    one, two = open_dataset(texts / "one"), open_dataset(texts / "two")
+    assert one.manifest.tokenizer == two.manifest.tokenizer
+    with pytest.raises(DataError, match="holds version"):
+        run("build", texts / "two", texts / "a.txt", "--tokenizer", texts / "one")
+    run("build", texts / "two", texts / "a.txt", "--tokenizer", texts / "one", "--force")
+    assert open_dataset(texts / "two").version == one.version
+
+
+def test_a_corrupt_shard_is_an_error(texts):
+    run("build", texts / "out", f"{texts}/*.txt", "--vocab-size", 300)
+    path = texts / "out" / "tokens-00000.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DataError, match=r"tokens-00000.bin should have sha256"):
+        run("verify", texts / "out")
+    with pytest.raises(DataError, match=r"tokens-00000.bin should have sha256"):
+        run("show", texts / "out")
+
+
+@pytest.mark.parametrize("option", [("--format", "xml"), ("--errors", "ignore"), ("--threads", "0")])
+def test_wrong_options_are_usage_errors(texts, option):
+    assert run("build", texts / "out", texts / "a.txt", *option)[0] == 2
+
+
+def test_the_commands_module_imports_nothing_heavy():
+    check = "import sys, headway.cli.data; assert not {'torch', 'tokenizers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
+
+
+def test_a_terminal_gets_a_bar_and_clean_stdout(texts):
+    """On a real pseudo-terminal: the bar is on stderr, the data on stdout."""
+    here, there = os.openpty()
+    program = "from headway.cli.data import app; app()"
+    command = [sys.executable, "-c", program, "build", str(texts / "out"), f"{texts}/*.txt", "--vocab-size", "300"]
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "TERM": "xterm", "COLUMNS": "80"}
+    made = subprocess.run([*command, "--json"], env=environment, stdout=subprocess.PIPE, stderr=there)
+    os.close(there)
+    drawn = os.read(here, 1 << 16).decode()
+    os.close(here)
+    assert json.loads(made.stdout)["documents"] == 2
+    assert "encoding" in drawn
+    assert "\x1b[" in drawn

@@ -1,0 +1,55 @@
+"""What only a GPU shows: the same losses as on a CPU, exact resumption, and a ledger made of device time."""
+
+import pytest
+
+from headway.recipe import FaultPlan
+from headway.track import account, compare, read_run
+
+pytestmark = pytest.mark.gpu
+ON_GPU = {"train.device": "cuda", "train.steps": 12, "train.deterministic": True}
+
+
+def losses(lived) -> list[float]:
+    assert lived.outcome.state == "finished", lived.outcome
+    return [event["loss"] for event in lived.events("step")]
+
+
+def test_a_gpu_gives_the_losses_of_a_cpu(lab, recipe) -> None:
+    settings = ON_GPU | {"eval.every_steps": 6, "eval.windows": 4}
+    gpu = lab.train(recipe(settings), workers=1)
+    cpu = lab.train(recipe(settings | {"train.device": "cpu"}), workers=1)
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-3)
+    evaluations = [[event["loss"] for event in lived.events("eval")] for lived in (gpu, cpu)]
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_and_resumed_on_a_gpu_is_exact(lab, recipe, dtype: str) -> None:
+    settings = ON_GPU | {"train.dtype": dtype, "checkpoint.every_steps": 4}
+    unharmed = lab.train(recipe(settings), workers=1)
+    killed = lab.train(recipe(settings), workers=1, faults=FaultPlan().kill(7))
+    assert killed.outcome.state == "failed"
+    resumed = lab.resume(killed.run)
+    assert resumed.digest == unharmed.digest
+    assert compare(resumed.run, unharmed.run).equal
+
+
+def test_a_stall_on_a_gpu_is_found_where_it_was_put(lab, recipe) -> None:
+    settings = ON_GPU | {"train.steps": 30, "checkpoint.every_steps": 10}
+    faults = FaultPlan().stall("data", 15, 1.0).stall("save", 20, 1.0)
+    ledger = account(read_run(lab.train(recipe(settings), 1, faults).run))
+    plain = account(read_run(lab.train(recipe(settings), 1).run))
+    assert sum(ledger.accounts.values()) == ledger.total_ns
+    for name in ("data stall", "checkpoint stall"):
+        assert ledger.seconds(name) - plain.seconds(name) == pytest.approx(1.0, rel=0.05)
+
+
+def test_stopping_on_a_gpu_saves_the_last_step(lab, recipe) -> None:
+    import os
+    import signal
+    import threading
+
+    threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    lived = lab.train(recipe(ON_GPU | {"train.steps": 1_000_000}), workers=1)
+    assert lived.outcome.state == "stopped", lived.outcome
+    assert lived.events("checkpoint")[-1]["step"] == lived.events("step")[-1]["step"]
