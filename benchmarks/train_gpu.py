@@ -54,7 +54,7 @@ def trained(folder: Path, variant: dict) -> dict:
     headway("train", "r.toml", "--name", name, *words, folder=folder)
     run = RunFolder(folder / "runs" / name)
     ledger = account(read_run(run))
-    steps = sorted(read_metric(run, "step_s").values[20:])
+    steps = sorted(read_metric(run, "step_s")[1][20:].tolist())
     saves = [event["seconds"] for r in read_run(run) for event in r.events if event["kind"] == "checkpoint"]
     return {
         "step_s": steps[len(steps) // 2],

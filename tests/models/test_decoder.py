@@ -295,6 +295,37 @@ def test_vocabulary_must_be_settled() -> None:
         Decoder(Model())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
+def test_a_gpu_gives_the_same_loss_and_gradients(model: Model) -> None:
+    here, there = build(model), build(model).cuda()
+    tokens, labels = batch()
+    labels[0, :3] = -100
+    losses = here(tokens, labels), there(tokens.cuda(), labels.cuda())
+    for loss in losses:
+        (loss / 23).backward()
+    torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=1e-5, atol=1e-4)
+    for name, want in gradients(here).items():
+        torch.testing.assert_close(gradients(there)[name].cpu(), want, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+def test_a_gpu_repeats_itself_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen = []
+        for _ in range(2):
+            made = build(EVERYTHING).cuda()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = made(*(t.cuda() for t in batch(rows=8, length=64)))
+            loss.backward()
+            seen.append([loss.detach(), *gradients(made).values()])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns itself, about itself
 def test_compiled_blocks_give_the_same_gradients() -> None:

@@ -279,6 +279,19 @@ def test_a_span_left_open_ends_with_its_worker():
     }
 
 
+@pytest.mark.parametrize(("code", "name"), [(-9, "rework"), (1, "rework"), (75, "unattributed"), (0, "unattributed")])
+def test_a_stop_at_once_loses_the_step_under_way_and_a_regular_one_does_not(code, name):
+    agent = record(
+        "agent",
+        ev("attempt", 0, workers=1),
+        ev("exit", 8, rank=0, code=code),
+        ev("end", 10, outcome="stopped", reason="asked to"),
+    )
+    ledger = account([agent, record("rank-0", step(1, 5, 1, 4))])
+    assert seconds(ledger) == {"data stall": 1, "compute": 4, name: 3, "shut-down": 2}
+    assert len(ledger.incidents) == (code in (-9, 1))
+
+
 def test_a_worker_that_never_spoke_and_an_agent_that_did_not():
     agent = record("agent", ev("attempt", 0, workers=3), ev("end", 4, outcome="failed"))
     alone = account([agent, record("rank-1", step(1, 2, 1, 1))])

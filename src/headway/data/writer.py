@@ -107,8 +107,8 @@ class ShardWriter:
     def _place(self) -> None:
         """Write out what is held of the current document, in a new shard if it does not fit in this one."""
         held = sum(map(len, self._held))
-        begins = held == self._document  # nothing of it is in a file yet
-        if begins and self._documents and self._written + held > self._shard_tokens:
+        # A document that is written part by part began a shard of its own, so there are none before it here.
+        if self._documents and self._written + held > self._shard_tokens:
             self._close_shard()
         if self._file is None:
             self._file = _HashedFile(self._folder / shard_name("tokens", len(self.files) // 2))

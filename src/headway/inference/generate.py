@@ -42,19 +42,22 @@ def generate(
 
 @torch.inference_mode()
 def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[KeyValues]) -> Tensor:
-    """Scores of what follows the tokens, float32 on the CPU."""
+    """Scores of what follows the tokens, in float32."""
     x_1LD = decoder.hidden(tokens_1L, cache)
-    return decoder.logits(x_1LD[0, -1]).float().cpu()
+    return decoder.logits(x_1LD[0, -1]).float()
 
 
 def choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw an id from the `top_k` likeliest (0: from all) at a temperature; at 0, take the likeliest."""
     if temperature == 0:
         return int(logits_V.argmax())
-    scores, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    cut = 0 < top_k < len(logits_V)
+    scores, ids = logits_V.topk(top_k) if cut else (logits_V, None)
+    scores = scores.cpu()
     # The best score is subtracted first, so that a tiny temperature cannot overflow.
-    weights = torch.softmax((scores - scores[0]) / temperature, dim=0)
-    return int(ids[torch.multinomial(weights, 1, generator=generator)])
+    weights = torch.softmax((scores - scores.max()) / temperature, dim=0)
+    drawn = int(torch.multinomial(weights, 1, generator=generator))
+    return drawn if ids is None else int(ids[drawn])
 
 
 def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:

@@ -226,10 +226,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
             chosen = scores.gather(1, targets)
             total -= chosen.squeeze(1).where(kept, 0.0).sum()
             if dx_TD is not None and dweight_VD is not None:
-                slope = scores.exp_().scatter_(1, targets, chosen.exp() - 1)
-                slope = slope.mul_(kept.unsqueeze(1)).to(x_TD.dtype)
-                torch.mm(slope, weight_VD, out=dx_TD[here])
-                dweight_VD += slope.T @ x_TD[here]
+                # Straight into the dtype of the products, and masked on the narrow side: on a GPU the passes over
+                # the logits cost as much as the products.
+                slope = scores if scores.dtype == x_TD.dtype else torch.empty_like(scores, dtype=x_TD.dtype)
+                torch.exp(scores, out=slope).scatter_(1, targets, chosen.exp().sub_(1).to(slope.dtype))
+                torch.mm(slope, weight_VD, out=dx_TD[here]).mul_(kept.unsqueeze(1))
+                dweight_VD += slope.T @ (x_TD[here] * kept.unsqueeze(1))
         ctx.save_for_backward(dx_TD, dweight_VD)
         ctx.dtype = weight_VD.dtype
         return total

@@ -16,6 +16,7 @@ from headway.state import open_checkpoint
 from headway.state.tensors import load_state, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.train.inject import Injector
+from headway.train.meter import Meter, make_meter
 from headway.train.rng import restore_rng
 from headway.train.stop import StopRequest
 
@@ -45,6 +46,7 @@ class Parts:
     held_out: np.ndarray
     data_version: str
     recorder: Recorder
+    meter: Meter
     faults: Injector
     stop: StopRequest
     start: Progress
@@ -80,6 +82,7 @@ def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Record
         held_out=held_out(split),
         data_version=dataset.version,
         recorder=recorder,
+        meter=make_meter(world.device),
         faults=Injector(assignment.faults, world.rank, assignment.attempt),
         stop=stop,
         start=start,

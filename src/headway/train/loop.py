@@ -15,7 +15,7 @@ from headway.parallel import precision, sync_gradients, total_norm
 from headway.track import chain
 from headway.train.build import Parts, Progress
 from headway.train.evaluate import evaluate
-from headway.train.meter import Measured, make_meter
+from headway.train.meter import Measured
 from headway.train.save import save
 from headway.train.schedule import learning_rate
 
@@ -24,11 +24,10 @@ __all__ = ["train"]
 
 def train(parts: Parts) -> bool:
     """Train from where the parts stand; True when all steps are done, False when stopped before."""
-    recipe, world, model, optimizer = parts.recipe, parts.world, parts.model, parts.optimizer
+    recipe, world, model, optimizer, meter = parts.recipe, parts.world, parts.model, parts.optimizer, parts.meter
     rows = recipe.train.batch // world.size
     microbatch = min(recipe.train.microbatch or rows, rows)
     forward_context = precision(recipe.train, world)
-    meter = make_meter(world.device)
     recorded = saved = parts.start
     step, cursor, stopping = recorded.step, recorded.cursor, False
 

@@ -87,7 +87,7 @@ class DeviceMeter(Meter):
 
     def __init__(self) -> None:
         self._pending = deque[_Pending]()
-        self._anchor()
+        torch.cuda.synchronize()  # what building the parts left to do belongs to the start-up
 
     def begin(self) -> None:
         """See Meter."""
