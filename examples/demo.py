@@ -43,7 +43,7 @@ def main() -> None:
     values = losses(run)
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
     print(f"\nloss: {first:.2f} over the first ten steps, {last:.2f} over the last ten")
-    if not last < 0.7 * first:
+    if not last < 0.8 * first:
         sys.exit("error: the loss did not clearly fall; please report this with the run's folder")
 
     headway("sample", run, "--prompt", "def __init__(self, ", "--max-tokens", "60")

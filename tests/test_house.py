@@ -24,8 +24,8 @@ VERBS = [
     ["--help"], ["--version"], ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
-    ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"], ["checkpoint", "verify", "last"],
-    ["train", "recipes/demo.toml"], ["resume", "last"], ["stop", "last"],
+    ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
+    ["checkpoint", "verify", "last"], ["train", "recipes/demo.toml"], ["resume", "last"], ["stop", "last"],
 ]  # fmt: skip
 
 

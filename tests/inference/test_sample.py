@@ -34,6 +34,7 @@ class Fixture:
         (self.path / "recipe.json").write_text(recipe.model_dump_json())
         self.tokenizer: TextTokenizer = train_tokenizer([TEXT] * 3, vocab_size=300)
         (self.path / "tokenizer.json").write_bytes(self.tokenizer.to_bytes())
+        (self.path / "data.json").write_text(json.dumps({"end_of_text": self.tokenizer.end_of_text}))
         self.decoders = {step: self.save(step) for step in (1, 2)}
 
     def save(self, step: int) -> Decoder:
@@ -87,26 +88,32 @@ def test_text_is_the_model_s(run: Fixture, step: int) -> None:
     assert ask(run, step, prompts) == [run.greedy(step, prompt, 12) for prompt in prompts]
 
 
-def test_the_data_s_tokenizer_serves_where_the_run_has_none(run: Fixture) -> None:
-    own, other = run.path / "tokenizer.json", run.root / "elsewhere"
-    other.mkdir()
-    own.rename(other / "tokenizer.json")
+def test_the_end_of_text_is_the_data_s_whatever_its_name(run: Fixture) -> None:
+    first = next(iter(run.tokenizer.encode(run.greedy(1, "def", 12)).tolist()))
+    data = run.path / "data.json"
+    before = data.read_text()
+    data.write_text(json.dumps({"end_of_text": first}))
     try:
-        assert ask(run, 1, ["def"], data=other) == [run.greedy(1, "def", 12)]
+        assert ask(run, 1, ["def"]) == [""], "the first token made ends the text"
+        data.write_text("{}")
+        with pytest.raises(RunError, match=r"data.json is not the manifest"):
+            ask(run, 1, ["def"])
     finally:
-        (other / "tokenizer.json").rename(own)
+        data.write_text(before)
 
 
 def test_another_model_s_checkpoint_is_refused(run: Fixture, tmp_path: Path) -> None:
     recipe = json.loads((run.path / "recipe.json").read_text())
     recipe["model"]["layers"] = 3
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    (tmp_path / "tokenizer.json").write_bytes(run.tokenizer.to_bytes())
+    for name in ("tokenizer.json", "data.json"):
+        (tmp_path / name).write_bytes((run.path / name).read_bytes())
     with pytest.raises(ModelError, match="another model"):
         list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(RunError, match="not the recipe"):
+    with pytest.raises(RunError, match="not the recipe of a run: data: ") as caught:
         list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
+    assert "\n" not in caught.value.message
 
 
 def test_the_process_reports_errors_as_its_last_line(
@@ -166,18 +173,19 @@ def test_wrong_steps_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("echo out of luck >&2; kill -9 $$", "the sampling process failed with signal 9: out of luck"),
-        ("exit 3", "the sampling process failed with exit status 3: it said nothing"),
-        ("""echo '{"error": "no such thing", "hint": "try"}'; exit 2""", "no such thing"),
+        ("cat > /dev/null; echo out of luck >&2; kill -9 $$", "the sampling process failed with signal 9: out of luck"),
+        ("cat > /dev/null; exit 3", "the sampling process failed with exit status 3: it said nothing"),
+        ("exec 0<&-; sleep 0.2; exit 4", "the sampling process failed with exit status 4: it said nothing"),
+        ("""cat > /dev/null; echo '{"error": "no such thing", "hint": "try"}'; exit 2""", "no such thing"),
     ],
 )
 def test_a_failed_process_is_told_in_one_sentence(
     run: Fixture, script: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stub = tmp_path / "python"
-    stub.write_text(f"#!/bin/sh\ncat > /dev/null\n{script}\n")
+    stub.write_text(f"#!/bin/sh\n{script}\n")
     stub.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stub))
-    error = command(run, "tiny").exception
+    error = command(run, "tiny", "--prompt", "x" * 100_000).exception  # more than a pipe holds
     assert isinstance(error, HeadwayError)
     assert (error.message, error.exit_status) == (message, 2 if error.hint else 1)

@@ -45,7 +45,8 @@ def new_run(
     run = create_run(root, recipe.name, name)
     try:
         write_json(run.recipe_file, recipe.model_dump())
-        shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.path / "tokenizer.json")
+        shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.tokenizer_file)
+        shutil.copyfile(Path(recipe.data.path) / "manifest.json", run.data_file)
     except OSError:
         shutil.rmtree(run.path)
         raise

@@ -4,7 +4,6 @@ Tensors live in a process of their own (`headway.inference.sample`); this file a
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -48,7 +47,6 @@ def sample(
     request = {
         "run": str(folder.path),
         "checkpoint": str(checkpoint),
-        "data": _data_folder(folder.recipe_file),
         "prompts": prompts,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -63,16 +61,6 @@ def sample(
         _print_text(prompts, pieces)
 
 
-def _data_folder(recipe_file: Path) -> str | None:
-    """Where the recipe says the data lies, if it can be read; the other process says what is wrong if not."""
-    import json
-
-    try:
-        return str(json.loads(recipe_file.read_bytes())["data"]["path"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """Start the tensor process; yield (prompt's index, piece of text) as they come; raise what it reports."""
     import json
@@ -80,18 +68,18 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
     import sys
     import tempfile
 
-    with tempfile.TemporaryFile() as log:
+    # Files, not pipes, for what has no reader while we read its output: nothing can block or break.
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as log:
+        question.write(json.dumps(request).encode())
+        question.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.inference.sample"],
-            stdin=subprocess.PIPE,
+            stdin=question,
             stdout=subprocess.PIPE,
             stderr=log,
         )
-        assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(request).encode())
-            process.stdin.close()
             told = None
             for line in process.stdout:
                 message = json.loads(line)

@@ -59,9 +59,9 @@ class WindowReader:
         shards = np.searchsorted(self._first, ids, side="right") - 1
         return list(zip(shards.tolist(), (ids - self._first[shards]).tolist(), strict=True))
 
-    def read_places(self, places: Sequence[tuple[int, int]]) -> Batch:
-        """The windows at these places, in this order."""
-        rows = np.empty((len(places), self.seq + 1), dtype=np.int64)
+    def read_places(self, places: Sequence[tuple[int, int]], out: Ids | None = None) -> Batch:
+        """The windows at these places, in this order; into `out` ([rows, seq + 1]) if given."""
+        rows = np.empty((len(places), self.seq + 1), dtype=np.int64) if out is None else out
         shards = self._shards
         for index, (shard, window) in enumerate(places):
             rows[index] = shards[shard][window]
@@ -119,8 +119,8 @@ class Loader:
         self._offsets = (np.arange(self._steps)[:, None] * batch + np.arange(low, high)).ravel()
         self._chunk: tuple[int, list[tuple[int, int]]] = (-1, [])
 
-    def read(self, cursor: int) -> Batch:
-        """This rank's rows of the step that starts when `cursor` samples have been seen."""
+    def read(self, cursor: int, out: Ids | None = None) -> Batch:
+        """This rank's rows of the step that starts when `cursor` samples have been seen; into `out` if given."""
         start, places = self._chunk
         step, rest = divmod(cursor - start, self.batch)
         if rest or not 0 <= step < self._steps or start < 0:
@@ -129,4 +129,4 @@ class Loader:
             places, step = self.reader.places(ids), 0
             self._chunk = (cursor, places)
         first = step * self._width
-        return self.reader.read_places(places[first : first + self._width])
+        return self.reader.read_places(places[first : first + self._width], out)

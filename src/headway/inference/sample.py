@@ -21,6 +21,7 @@ from headway.models import Decoder, empty_decoder
 from headway.plan import parameter_shapes
 from headway.recipe import Recipe
 from headway.state.tensors import read_tensors
+from headway.track import RunFolder
 
 __all__ = ["Request", "main", "sample"]
 
@@ -34,8 +35,6 @@ class Request(BaseModel):
     """The run's folder."""
     checkpoint: Path
     """One of its checkpoints."""
-    data: Path | None = None
-    """The data's folder: its tokenizer serves where the run has none of its own."""
     prompts: list[str]
     """Texts to continue; an empty one starts a document."""
     max_tokens: int = 100
@@ -46,8 +45,9 @@ class Request(BaseModel):
 
 def sample(request: Request) -> Iterator[dict[str, Any]]:
     """Yield pieces of text by prompt, one prompt after the other."""
-    recipe = _recipe(request.run / "recipe.json")
-    tokenizer = _tokenizer(request)
+    run = RunFolder(request.run)
+    recipe = _recipe(run.recipe_file)
+    tokenizer = _tokenizer(run)
     device = _device(recipe)
     decoder = _decoder(recipe, request.checkpoint, device)
     for index, prompt in enumerate(request.prompts):
@@ -82,13 +82,21 @@ def main() -> int:
 def _recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise RunError(f"{path} is not the recipe of a run: {error}") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise RunError(f"{path} is not the recipe of a run: {key}: {first['msg']}") from None
 
 
-def _tokenizer(request: Request) -> TextTokenizer:
-    own = request.run / "tokenizer.json"
-    return load_tokenizer(own if own.exists() or request.data is None else request.data)
+def _tokenizer(run: RunFolder) -> TextTokenizer:
+    """The tokenizer of the run's data, with the end of text that the data was built with."""
+    try:
+        end_of_text = int(json.loads(run.data_file.read_bytes())["end_of_text"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{run.data_file} is not the manifest of the run's data") from None
+    return load_tokenizer(run.tokenizer_file, end_of_text=end_of_text)
 
 
 def _device(recipe: Recipe) -> torch.device:

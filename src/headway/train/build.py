@@ -15,6 +15,7 @@ from headway.recipe import Assignment, Recipe, Train
 from headway.state import open_checkpoint
 from headway.state.tensors import load_state, load_weights
 from headway.track import Recorder, RunFolder, chain
+from headway.train.feed import Feed
 from headway.train.inject import Injector
 from headway.train.meter import Meter, make_meter
 from headway.train.rng import restore_rng
@@ -41,7 +42,7 @@ class Parts:
     world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    feed: Feed
     reader: WindowReader
     held_out: np.ndarray
     data_version: str
@@ -77,7 +78,7 @@ def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Record
         world=world,
         model=model,
         optimizer=optimizer,
-        loader=loader,
+        feed=Feed(loader, world.device),
         reader=reader,
         held_out=held_out(split),
         data_version=dataset.version,

@@ -9,7 +9,6 @@ back through the meter, and only then extend the chain and the record.
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from headway.parallel import precision, sync_gradients, total_norm
 from headway.track import chain
@@ -38,11 +37,11 @@ def train(parts: Parts) -> bool:
         # the batch: this worker's rows of the samples that the cursor points at
         meter.begin()
         parts.faults.reach("data", step)
-        batch = parts.loader.read(cursor)
+        inputs, labels, trained = parts.feed.read(cursor)
         cursor += recipe.train.batch
-        inputs, labels = (to_device(array, world.device) for array in (batch.inputs, batch.labels))
-        trained = torch.tensor([batch.trained])
-        tokens = int(world.sum(trained)) if parts.loader.masks else recipe.train.batch * recipe.data.seq
+        tokens = recipe.train.batch * recipe.data.seq
+        if parts.feed.masks:
+            tokens = int(world.sum(torch.tensor([trained])))
         meter.compute()
 
         # forward and backward, a microbatch at a time; workers exchange gradients in the last one only
@@ -115,9 +114,3 @@ def microbatches(rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
 def is_due(step: int, every: int, last: int) -> bool:
     """Whether something done every so many steps, and after the last, is due; 0 is never."""
     return every > 0 and (step % every == 0 or step == last)
-
-
-def to_device(array: object, device: torch.device) -> Tensor:
-    """A NumPy array as a tensor: the same memory on a CPU, a copy that overlaps on a GPU."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,64 @@
+"""Batches as tensors on the device, through a few buffers that are used in turn.
+
+Making two tensors of a fresh array costs half as much as copying the rows (15 us of 40 for a batch of 8 x 2048), and
+pinning fresh memory for a GPU far more; buffers made once cost nothing. A buffer comes round again after `TURNS`
+steps, which is more than a device can be behind (see `DeviceMeter.LAG`).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.data import Loader
+from headway.train.meter import DeviceMeter
+
+__all__ = ["Fed", "Feed"]
+
+TURNS = DeviceMeter.LAG + 2
+
+
+class Fed(NamedTuple):
+    """This worker's rows of one step."""
+
+    inputs: Tensor
+    labels: Tensor
+    trained: int
+    """Labels that are not masked, in these rows."""
+
+
+class _Buffer(NamedTuple):
+    rows: np.ndarray
+    tokens: Tensor
+    inputs: Tensor
+    labels: Tensor
+
+
+class Feed:
+    """Reads a step's rows and puts them onto the device. What it returns is good until `TURNS` steps later."""
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self._loader, self._device = loader, device
+        self.masks = loader.masks
+        """Whether any label can be masked."""
+        shape = (loader.rows[1] - loader.rows[0], loader.reader.seq + 1)
+        self._buffers = [self._buffer(shape) for _ in range(TURNS)]
+        self._turn = 0
+
+    def _buffer(self, shape: tuple[int, int]) -> _Buffer:
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:])
+
+    def read(self, cursor: int) -> Fed:
+        """The step that starts when `cursor` samples have been seen."""
+        self._turn = (self._turn + 1) % TURNS
+        buffer = self._buffers[self._turn]
+        batch = self._loader.read(cursor, out=buffer.rows)
+        inputs, labels = buffer.inputs, buffer.labels
+        if self._device.type == "cuda":
+            tokens = buffer.tokens.to(self._device, non_blocking=True)
+            inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        if self.masks:
+            labels = torch.from_numpy(batch.labels).to(self._device)
+        return Fed(inputs, labels, batch.trained)

@@ -1,0 +1,104 @@
+"""The live view and the plain lines, fed with events whose story is known."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from headway.cli.text import count, duration
+from headway.cli.view import LivePanel, PlainLines, Standing, stopping_line
+
+SECOND = 1_000_000_000
+FACTS = {
+    "kind": "facts", "t": 0, "total_steps": 100, "tokens_per_step": 1000, "flops_per_token": 5e6, "peak_flops": 1e10,
+}  # fmt: skip
+
+
+def steps(first: int, last: int) -> list[dict]:
+    """One step a second, a tenth of it waiting for data."""
+    return [
+        {
+            "kind": "step", "step": n, "t": n * SECOND, "data": SECOND // 10, "compute": SECOND * 9 // 10,
+            "loss": 5.0 - n / 100, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1000,
+        }
+        for n in range(first, last + 1)
+    ]  # fmt: skip
+
+
+class Source:
+    """Stands for the tail of a file: hands out what it was given, once."""
+
+    def __init__(self) -> None:
+        self.events: list[dict] = []
+
+    def poll(self) -> list[dict]:
+        events, self.events = self.events, []
+        return events
+
+
+def standing_after(events: list[dict], workers: int = 1) -> Standing:
+    standing = Standing(workers=workers)
+    for event in events:
+        standing.take(event)
+    return standing
+
+
+def test_speed_mfu_and_time_left_follow_the_last_steps() -> None:
+    standing = standing_after([FACTS, *steps(1, 40)], workers=2)
+    assert standing.tokens_per_s == pytest.approx(1000)
+    assert standing.mfu == pytest.approx(1000 * 5e6 / (2 * 1e10))
+    assert standing.seconds_left == pytest.approx(60)
+
+
+def test_the_largest_loss_is_named() -> None:
+    spans = [
+        {"kind": "begin", "name": "startup", "t": 0}, {"kind": "end-span", "name": "startup", "t": 2 * SECOND},
+        {"kind": "begin", "name": "checkpoint", "t": 0}, {"kind": "end-span", "name": "checkpoint", "t": 3 * SECOND},
+    ]  # fmt: skip
+    assert standing_after(spans).largest_loss == ("checkpoint stall", 3.0)
+    assert standing_after([*spans, FACTS, *steps(1, 40)]).largest_loss == ("data stall", pytest.approx(4.0))
+
+
+def test_a_loss_that_is_not_finite_is_said_and_not_formatted() -> None:
+    broken = steps(1, 1)[0] | {"loss": None, "grad_norm": None}
+    assert "loss not finite" in standing_after([FACTS, broken]).numbers()
+
+
+def test_the_panel_fits_eighty_columns() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    source, standing = Source(), Standing()
+
+    class Screen:
+        def update(self, group, refresh: bool) -> None:
+            console.print(group)
+
+    panel = LivePanel(standing, source, "demo-1234  2 workers on cpu", Screen())
+    panel.tick(0)
+    assert "starting" in out.getvalue()
+    source.events = [FACTS, *steps(1, 50), {"kind": "eval", "step": 50, "loss": 4.25, "t": 1}]
+    panel.tick(1)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    for part in ("step 50/100", "50%", "ETA 00:00:50", "loss 4.5000", "eval 4.2500", "stopping: saving"):
+        assert part in shown
+
+
+def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Source()
+    lines = PlainLines(Standing(), source, "title")
+    source.events = [FACTS, *steps(1, 3)]
+    lines.tick(0)
+    lines.line()
+    lines.line()
+    lines.tick(1)
+    err = capsys.readouterr().err
+    assert err.count("step 3/100") == 1
+    assert stopping_line(1) in err
+    assert "\x1b" not in err
+
+
+def test_numbers_for_people() -> None:
+    assert [count(n) for n in (812, 12_345, 4_560_000, 7e9, 0.5)] == ["812", "12.3k", "4.56M", "7B", "0.5"]
+    assert [duration(s) for s in (5, 3661, 90_061)] == ["00:00:05", "01:01:01", "1d 01:01:01"]

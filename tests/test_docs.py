@@ -1,0 +1,108 @@
+"""The documentation is true: the reference is what the code says, links lead somewhere, commands exist."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer.main
+
+from headway.cli.main import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+VERB = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*headway (.*)$")
+# What a user types around a command in a shell, and no part of it.
+SHELL = re.compile(r"\s(?:\||>|2>|&&|;|#).*$")
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every `headway ...` that stands at the beginning of a line in a code block, without shell around it."""
+    found = []
+    for _, block in FENCE.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if match := VERB.match(line):
+                found.append(shlex.split(SHELL.sub("", " " + match[1])))
+    return found
+
+
+def check(words: list[str]) -> None:
+    """Parse a command as the program would, without running it; Typer raises for what does not exist."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no verb {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    if words or not hasattr(command, "commands"):
+        command.make_context("headway", list(words))
+
+
+def test_the_reference_is_what_the_code_says_now() -> None:
+    for name, text in load_generator().pages().items():
+        committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert committed == text, f"docs/reference/{name} is stale: python docs/generate.py"
+
+
+def test_the_reference_names_every_verb_and_key() -> None:
+    pages = load_generator().pages()
+    for verb in ("train", "resume", "checkpoint export", "data build", "recipe show"):
+        assert f"## headway {verb}\n" in pages["cli.md"]
+    for key in ("seed", "model.kv_heads", "data.holdout", "train.lr", "eval.windows", "checkpoint.keep_last"):
+        assert f"- `{key}` (" in pages["recipe.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = [link.partition("#")[0] for link in LINK.findall(text) if "://" not in link]
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "reference"], ids=page_id)
+def test_commands_exist(page: Path) -> None:
+    for words in commands(page.read_text(encoding="utf-8")):
+        try:
+            check(words)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"headway {shlex.join(words)}: {error!r}")
+
+
+@pytest.mark.parametrize(
+    "line", ["headway trian x.toml", "$ headway report a --jsn", "headway stop", "headway data build --vocab-size"]
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    (words,) = commands(f"```\n{line}\n```\n")
+    with pytest.raises(Exception, match=r"trian|jsn|run|vocab-size"):
+        check(words)
+
+
+def test_commands_are_found_in_code_blocks_only() -> None:
+    text = "headway no\n```\n$ headway runs | head -3\nA=1 headway stop last  # now\nnext: headway no\n```\n"
+    assert commands(text) == [["runs"], ["stop", "last"]]
+    assert sum(len(commands(page.read_text(encoding="utf-8"))) for page in PAGES) > 30
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_pages_are_narrow_and_speak_of_no_machine(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"/(?:tmp|work|home|root)/", text)
+    if page.is_relative_to(ROOT / "docs") and page.parent.name in ("guides", "concepts", "reference"):
+        assert [line for line in text.splitlines() if len(line) > 110] == []
