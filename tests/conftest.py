@@ -67,7 +67,7 @@ class Lab:
 
     def resume(self, run: RunFolder, *settings: str, faults: FaultPlan | None = None, **options: Any) -> "Lived":
         """A run's next attempt."""
-        return self._live(resume_run(run, list(settings), self.root, **options), faults)
+        return self._live(resume_run(run, list(settings), **options), faults)
 
     def _live(self, attempt: Attempt, faults: FaultPlan | None) -> "Lived":
         attempt = attempt.model_copy(update={"threads": 1, "faults": faults or FaultPlan()})

@@ -1,6 +1,7 @@
 """How attempts end: finished, stopped, failed, and what is said and left behind then."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -8,10 +9,11 @@ import time
 import psutil
 import pytest
 
-from headway.errors import RecipeError, RunError, StateError
+from headway.data import BuildOptions, build
+from headway.errors import DataError, ModelError, RecipeError, RunError, StateError
 from headway.recipe import FaultPlan
 from headway.state import verify
-from headway.track import hold
+from headway.track import account, hold, read_run
 
 
 def descendants() -> list[int]:
@@ -131,3 +133,41 @@ def test_a_batch_that_does_not_share_out_names_the_nearest(lab, recipe) -> None:
         lab.train(recipe(), workers=3)
     assert "train.batch=6 or 9" in caught.value.hint
     assert not lab.root.exists(), "no run folder is made for a recipe that cannot run"
+
+
+def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, recipe, dataset, tmp_path) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    (tmp_path / "a.txt").write_text("other words " * 500)
+    build(tmp_path / "other", [tmp_path / "a.txt"], BuildOptions(vocab_size=280))
+    before = run.recipe_file.read_bytes()
+    with pytest.raises(DataError, match="version"):
+        lab.resume(run, "train.steps=4", f"data.path={tmp_path / 'other'}")
+    assert run.recipe_file.read_bytes() == before
+    shutil.copytree(dataset, tmp_path / "moved")
+    assert lab.resume(run, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
+
+
+def test_a_branch_without_steps_to_do_is_refused(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    with pytest.raises(RecipeError, match=r"has done 2 steps, and train\.steps is 2"):
+        lab.train(recipe({"train.steps": 2}), origin=run.name)
+    with pytest.raises(StateError, match=r"no checkpoint of step 1|step 1"):
+        lab.train(recipe({"train.steps": 4}), origin=f"{run.name}@1")
+    with pytest.raises(StateError, match=r"model\.layers is 2 in the checkpoint and 3"):
+        lab.train(recipe({"train.steps": 4, "model.layers": 3}), origin=run.name)
+
+
+def test_a_shape_that_contradicts_where_it_starts_from_is_refused(lab, recipe) -> None:
+    first = lab.train(recipe({"train.steps": 1, "train.warmup_steps": 0}), workers=1).run
+    with pytest.raises(ModelError, match=r"model\.dim is 64 in the recipe and 32"):
+        lab.train(recipe({"model": {"init": first.name, "dim": 64}}))
+
+
+def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, recipe) -> None:
+    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(4, rank=1))
+    resumed = lab.resume(killed.run, workers=1)
+    assert resumed.outcome.state == "finished"
+    told = [incident.text for incident in account(read_run(killed.run)).incidents]
+    assert any("worker 1 was killed by signal 9" in text for text in told)
+    assert any("not promised bit for bit: workers" in text for text in told)
+    assert not any("gloo" in text or "connection" in text for text in told)

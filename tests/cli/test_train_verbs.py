@@ -89,7 +89,11 @@ def test_detached_runs_are_stopped_by_name(desk) -> None:
     assert "hint:" in err
     out, _ = desk.type("stop", "bg")
     assert "bg: stopped at step" in out
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert "state saved" in out
+    if psutil.pid_exists(pid):
+        psutil.wait_procs([psutil.Process(pid)], timeout=10)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert "stopped: stopped on request" in desk.type("logs", "bg")[0]
     _, err = desk.type("stop", "bg", status=1)
     assert "is not running" in err
 

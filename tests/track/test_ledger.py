@@ -173,7 +173,7 @@ def test_a_kill_and_what_it_cost_worked_by_hand():
     assert (ledger.steps, ledger.lost_steps) == (6, 2)
     assert [incident.text for incident in ledger.incidents] == [
         "worker 1 was killed by signal 9 after step 4",
-        "worker 0: RuntimeError: connection closed by peer",
+        "worker 0: connection closed by peer",
         "worker 0 exited with status 1 after step 4",
         "resumed after step 2, 2 steps to redo",
     ]

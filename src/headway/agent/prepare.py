@@ -23,6 +23,9 @@ __all__ = ["new_run", "resolve", "resume_run"]
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
+MANIFEST = "manifest.json"
+OF_NO_SHAPE = {"init", "init_std"}
+"""Fields of a model that do not decide what its tensors look like."""
 
 
 def new_run(
@@ -40,20 +43,20 @@ def new_run(
     check_workers(recipe, count, found)
     checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
-        check_same_shape(recipe, checkpoint)
+        check_branch(recipe, checkpoint)
 
     run = create_run(root, recipe.name, name)
     try:
         write_json(run.recipe_file, recipe.model_dump())
         shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.tokenizer_file)
-        shutil.copyfile(Path(recipe.data.path) / "manifest.json", run.data_file)
+        shutil.copyfile(Path(recipe.data.path) / MANIFEST, run.data_file)
     except OSError:
         shutil.rmtree(run.path)
         raise
     return attempt_of(run, 1, count, found, checkpoint)
 
 
-def resume_run(run: RunFolder, settings: list[str], root: Path, *, workers: int | None = None) -> Attempt:
+def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = None) -> Attempt:
     """The attempt that continues a run from its newest checkpoint, with the settings that may change."""
     pid = holder(run)
     if pid is not None:
@@ -62,7 +65,7 @@ def resume_run(run: RunFolder, settings: list[str], root: Path, *, workers: int 
             hint=f"headway stop {run.path.name} ends it; headway runs shows what is running",
         )
     old = Recipe.model_validate_json(run.recipe_file.read_bytes())
-    new = resolve(with_settings(old, settings), root)
+    new, _ = pin_data(with_settings(old, settings))
     changed = check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
     checkpoint = newest_checkpoint(run, events)
@@ -107,13 +110,9 @@ def attempt_of(
 
 
 def resolve(recipe: Recipe, root: Path) -> Recipe:
-    """Fill in what only the disk knows: the model's shape and vocabulary; check the data against the recipe."""
-    path = Path(recipe.data.path).resolve()
-    dataset = open_dataset(path)
-    check_version(dataset, recipe.data.version)
-    split_dataset(dataset, recipe.data.seq, recipe.data.holdout)  # raises when no window fits
+    """Fill in what only the disk knows: the data's version, the model's shape and vocabulary."""
+    recipe, vocabulary = pin_data(recipe)
     model = resolve_model(recipe.model, root)
-    vocabulary = dataset.manifest.vocab_size
     if model.vocab_size is None:
         rounded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         model = model.model_copy(update={"vocab_size": rounded})
@@ -122,17 +121,24 @@ def resolve(recipe: Recipe, root: Path) -> Recipe:
             f"model.vocab_size is {model.vocab_size}, but {recipe.data.path} was built with {vocabulary} tokens",
             hint="leave model.vocab_size out, or build the data with the model's own tokenizer",
         )
-    data = recipe.data.model_copy(update={"path": str(path)})
-    return recipe.model_copy(update={"data": data, "model": model})
+    return recipe.model_copy(update={"model": model})
+
+
+def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
+    """The recipe with its data checked and its version written in, so that no other is ever taken for it."""
+    path = Path(recipe.data.path).resolve()
+    dataset = open_dataset(path)
+    check_version(dataset, recipe.data.version)
+    split_dataset(dataset, recipe.data.seq, recipe.data.holdout)  # raises when no window fits
+    data = recipe.data.model_copy(update={"path": str(path), "version": dataset.version})
+    return recipe.model_copy(update={"data": data}), dataset.manifest.vocab_size
 
 
 def resolve_model(model: Model, root: Path) -> Model:
-    """A model that starts from a folder or a run takes that one's shape."""
-    if model.init is None:
+    """A model that starts from a folder or a run takes that one's shape; a recipe that states another is refused."""
+    if model.init is None or (Path(model.init) / MANIFEST).exists():  # a checkpoint: resolved before
         return model
     folder = Path(model.init)
-    if (folder / "manifest.json").exists():  # a checkpoint, resolved before
-        return model
     if folder.is_dir():
         shape, init = read_model(folder), folder.resolve()
     else:
@@ -143,7 +149,14 @@ def resolve_model(model: Model, root: Path) -> Model:
                 f"model.init = {model.init!r} is neither a folder nor a run", hint=error.hint or error.message
             ) from None
         shape = recipe_of_checkpoint(init).model
-    return shape.model_copy(update={"init": str(init), "init_std": model.init_std})
+    stated, defaults = model.model_dump(), Model().model_dump()
+    for key, value in shape.model_dump(exclude=OF_NO_SHAPE).items():
+        if stated[key] not in (value, defaults[key]):
+            raise ModelError(
+                f"model.{key} is {stated[key]} in the recipe and {value} in {model.init}",
+                hint=f"leave model.{key} out: model.init gives the shape",
+            )
+    return shape.model_copy(update={"init": str(init.resolve()), "init_std": model.init_std})
 
 
 def checkpoint_of(root: Path, ref: str) -> Path:
@@ -157,15 +170,21 @@ def recipe_of_checkpoint(checkpoint: Path) -> Recipe:
     return Recipe.model_validate_json(RunFolder(checkpoint.parent.parent).recipe_file.read_bytes())
 
 
-def check_same_shape(recipe: Recipe, checkpoint: Path) -> None:
-    """A run that goes on from another's state must have its shape; named here, before anything is started."""
-    source, wanted = recipe_of_checkpoint(checkpoint).model.model_dump(), recipe.model.model_dump()
+def check_branch(recipe: Recipe, checkpoint: Path) -> None:
+    """A run that goes on from another's state must have its shape, and steps left to do."""
+    source, wanted = (r.model.model_dump(exclude=OF_NO_SHAPE) for r in (recipe_of_checkpoint(checkpoint), recipe))
     for key in source:
-        if key not in ("init", "init_std") and source[key] != wanted[key]:
+        if source[key] != wanted[key]:
             raise StateError(
                 f"--from: model.{key} is {source[key]} in the checkpoint and {wanted[key]} in the recipe",
                 hint="only a model of the same shape can go on from it",
             )
+    step = open_checkpoint(checkpoint).manifest.step
+    if step >= recipe.train.steps:
+        raise RecipeError(
+            f"--from: the checkpoint has done {step} steps, and train.steps is {recipe.train.steps}",
+            hint=f"--set train.steps={2 * step}, or --from an earlier step",
+        )
 
 
 def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]]) -> Path | None:

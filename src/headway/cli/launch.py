@@ -43,13 +43,22 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     sys.exit(outcome.exit_status)
 
 
+def main() -> int:
+    """The agent as a process of its own: supervises the attempt given as JSON on standard input."""
+    attempt = Attempt.model_validate_json(sys.stdin.read())
+    with open_view(attempt, quiet=False) as view:
+        outcome = supervise(attempt, on_tick=view.tick)
+    print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
+    return outcome.exit_status
+
+
 def start_agent(attempt: Attempt) -> int:
     """An agent in a session of its own; returns its process id once it holds the run."""
     attempt.folder.logs.mkdir(exist_ok=True)
     log = attempt.folder.logs / f"{attempt.number:04d}-agent.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway.agent"],
+            [sys.executable, "-m", "headway.cli.launch"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -64,3 +73,7 @@ def start_agent(attempt: Attempt) -> int:
             raise RunError(f"the agent of {attempt.run.name} did not start", hint=f"its log is {log}")
         time.sleep(0.02)
     return process.pid
+
+
+if __name__ == "__main__":
+    sys.exit(main())

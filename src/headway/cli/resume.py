@@ -4,14 +4,16 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import Json, Run, Runs, Settings, Workers
+from headway.cli.options import Json, Run, Runs, Settings
 
 __all__ = ["resume"]
 
 
 def resume(
     run: Run,
-    workers: Workers = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Processes to train with (default: as many as before).")
+    ] = None,
     runs: Runs = None,
     settings: Settings = None,
     detach: Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")] = False,
@@ -22,6 +24,5 @@ def resume(
     from headway.cli.launch import launch
     from headway.track import find_run, runs_root
 
-    root = runs_root(runs)
-    folder = find_run(root, run)
-    launch(resume_run(folder, settings or [], root, workers=workers), detach=detach, json=json)
+    folder = find_run(runs_root(runs), run)
+    launch(resume_run(folder, settings or [], workers=workers), detach=detach, json=json)

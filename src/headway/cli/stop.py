@@ -43,5 +43,5 @@ def stop(
     if json:
         print_json({"run": folder.path.name, "state": summary.state, "step": summary.step})
     else:
-        print(f"{folder.path.name}: {summary.state} at step {summary.step}")
+        print(f"{folder.path.name}: {summary.state} at step {summary.step}: {summary.reason}")
         print(f"next: headway resume {folder.path.name}")

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ ACCOUNTS = {
 
 @dataclass
 class Standing:
-    """How a run stands, from its first worker's events so far."""
+    """How a run stands, from its agent's and first worker's events so far."""
 
     workers: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +45,12 @@ class Standing:
     losses_ns: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
     _open: dict[str, int] = field(default_factory=dict)
+
+    def follow(self, tails: Sequence[Tail]) -> None:
+        """Learn what has been recorded since."""
+        for tail in tails:
+            for event in tail.poll():
+                self.take(event)
 
     def take(self, event: dict[str, Any]) -> None:
         """Learn from one event."""
@@ -128,8 +134,8 @@ class Standing:
 class PlainLines:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self, standing: Standing, tail: Tail, title: str) -> None:
-        self._standing, self._tail = standing, tail
+    def __init__(self, standing: Standing, tails: Sequence[Tail], title: str) -> None:
+        self._standing, self._tails = standing, tails
         self._printed_step = 0
         self._last_print = time.monotonic()
         self._stops = 0
@@ -137,8 +143,7 @@ class PlainLines:
 
     def tick(self, stops_asked: int) -> None:
         """Print if it is time."""
-        for event in self._tail.poll():
-            self._standing.take(event)
+        self._standing.follow(self._tails)
         if stops_asked != self._stops:
             self._stops = stops_asked
             print(stopping_line(stops_asked), file=sys.stderr)
@@ -161,13 +166,12 @@ class PlainLines:
 class LivePanel:
     """A few lines that redraw themselves."""
 
-    def __init__(self, standing: Standing, tail: Tail, title: str, live: Live) -> None:
-        self._standing, self._tail, self._title, self._live = standing, tail, title, live
+    def __init__(self, standing: Standing, tails: Sequence[Tail], title: str, live: Live) -> None:
+        self._standing, self._tails, self._title, self._live = standing, tails, title, live
 
     def tick(self, stops_asked: int) -> None:
         """Redraw."""
-        for event in self._tail.poll():
-            self._standing.take(event)
+        self._standing.follow(self._tails)
         self._live.update(self._draw(stops_asked), refresh=True)
 
     def _draw(self, stops_asked: int) -> Group:
@@ -203,16 +207,17 @@ def stopping_line(stops_asked: int) -> str:
 @contextlib.contextmanager
 def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]:
     """The view that fits where standard error goes."""
-    tail = Tail(record_path(attempt.folder.events, attempt.number, "rank-0"))
+    tails = [Tail(record_path(attempt.folder.events, attempt.number, process)) for process in ("agent", "rank-0")]
     workers = f"{attempt.workers} worker{'s' if attempt.workers > 1 else ''} on {attempt.device}"
-    again = f", attempt {attempt.number} from step {attempt.from_step}" if attempt.number > 1 else ""
+    again = f", attempt {attempt.number}" if attempt.number > 1 else ""
+    again += f", from step {attempt.from_step}" if attempt.from_step else ""
     title = f"{attempt.run.name}  {workers}{again}"
     standing = Standing(workers=attempt.workers)
     console = Console(stderr=True)
     if console.is_terminal and not quiet:
         with Live(console=console, auto_refresh=False) as live:
-            yield LivePanel(standing, tail, title, live)
+            yield LivePanel(standing, tails, title, live)
         return
-    lines = PlainLines(standing, tail, title)
+    lines = PlainLines(standing, tails, title)
     yield lines
     lines.line()

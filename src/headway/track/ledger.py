@@ -44,7 +44,7 @@ _ADVICE = {
     "data stall": "Put the data folder on a faster disk, or leave the loader a free core.",
     "checkpoint stall": "Save less often: raise checkpoint.every_steps.",
     "evaluation": "Evaluate less often (eval.every_steps) or on fewer windows (eval.windows).",
-    "restart": "The incidents say what broke; mend that first.",
+    "restart": "The incidents say why it was started again; longer attempts make it vanish.",
     "rework": "Save more often: lower checkpoint.every_steps, so that a failure throws fewer steps away.",
     "shut-down": "Look at the last lines of the workers' logs: something holds them up at the end.",
     "unattributed": "No recorded interval covers this time; check that the workers' records are complete.",
@@ -368,8 +368,11 @@ class _Life:
         told = {"agent": self.agent.events} | {f"worker {rank}": story.rest for rank, story in self.ranks.items()}
         for who, events in told.items():
             for event in events:
-                if event["kind"] == "error":
-                    text = f"{who}: {event.get('type', 'error')}: {event.get('message', '')}"
+                if event["kind"] == "error" and event.get("type") != "PeerFailed":
+                    text = f"{who}: {event.get('message', '')}"
+                    yield Incident(self._wall(_time(event) or 0), self.number, text)
+                elif event["kind"] == "log" and isinstance(event.get("changed"), dict):
+                    text = f"{event.get('message')}: {', '.join(map(str, event['changed']))} changed"
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
                 elif event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
                     text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"

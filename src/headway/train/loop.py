@@ -39,9 +39,10 @@ def train(parts: Parts) -> bool:
         parts.faults.reach("data", step)
         inputs, labels, trained = parts.feed.read(cursor)
         cursor += recipe.train.batch
-        tokens = recipe.train.batch * recipe.data.seq
         if parts.feed.masks:
-            tokens = int(world.sum(torch.tensor([trained])))
+            trained = int(world.sum(torch.tensor([trained])))
+        else:
+            trained = recipe.train.batch * recipe.data.seq
         meter.compute()
 
         # forward and backward, a microbatch at a time; workers exchange gradients in the last one only
@@ -50,7 +51,7 @@ def train(parts: Parts) -> bool:
         for low, high, last in microbatches(rows, microbatch):
             sync_gradients(model, last)
             with forward_context():
-                part = model(inputs[low:high], labels[low:high]) / max(1, tokens)
+                part = model(inputs[low:high], labels[low:high]) / max(1, trained)
             part.backward()
             loss += part.detach()
 
@@ -68,7 +69,7 @@ def train(parts: Parts) -> bool:
         # record what has come back; a wish to stop travels with the loss, so all workers stop at the same step
         wish = torch.tensor(float(parts.stop.asked), device=world.device)
         totals = world.sum(torch.stack([loss.double(), wish.double()]))
-        note = {"step": step, "cursor": cursor, "lr": rate, "tokens": tokens}
+        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, stopping = record(parts, recorded, result)
 
@@ -98,8 +99,10 @@ def record(parts: Parts, before: Progress, result: Measured, stopping: bool = Fa
     after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
     if parts.world.first:
-        metrics = {"loss": loss, "grad_norm": norm, "lr": result.note["lr"], "tokens": result.note["tokens"]}
-        parts.recorder.event("step", **times, **metrics, cursor=cursor, chain=after.chain)
+        tokens = parts.recipe.train.batch * parts.recipe.data.seq
+        counts = {"tokens": tokens} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
+        metrics = {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
+        parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
     else:
         parts.recorder.event("step", **times)
     return after, stopping or wish > 0

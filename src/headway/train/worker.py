@@ -13,6 +13,7 @@ from headway.train.build import Parts, build
 from headway.train.compilation import record_compilation
 from headway.train.environment import record_environment, record_facts
 from headway.train.loop import train
+from headway.train.save import PeerFailed
 from headway.train.stop import StopRequest
 
 __all__ = ["main"]
@@ -43,7 +44,12 @@ def main(assignment: Assignment) -> int:
     except Exception as error:
         traceback.print_exc()
         told = explain(error, recipe)
-        recorder.event("error", type=type(error).__name__, message=told.message, hint=told.hint)
+        recorder.event(
+            "error",
+            type=type(told if isinstance(told, PeerFailed) else error).__name__,
+            message=told.message,
+            hint=told.hint,
+        )
         return FAILED
     finally:
         recorder.close()
@@ -64,6 +70,8 @@ def explain(error: Exception, recipe: Recipe) -> HeadwayError:
     if isinstance(error, HeadwayError):
         return error
     text = str(error)
+    if isinstance(error, torch.distributed.DistError) or "gloo/transport" in text:
+        return PeerFailed("lost the connection to another worker")
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
         rows = recipe.train.microbatch or "the worker's whole share of the batch"
         return WorkerError(
