@@ -14,7 +14,7 @@ from headway.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 VERB = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*headway (.*)$")
 # What a user types around a command in a shell, and no part of it.
