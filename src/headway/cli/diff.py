@@ -17,7 +17,10 @@ def diff(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare two runs' chains and digests; exit 0 when they are equal, 1 when not."""
+    """Compare two runs' chains and digests.
+
+    Exit status 0 when they are equal, 1 when not.
+    """
     from dataclasses import asdict
 
     from headway.cli.text import print_json

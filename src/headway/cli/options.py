@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Json", "Run", "Runs", "Settings", "Workers"]
+__all__ = ["Detach", "Json", "Run", "Runs", "Settings", "Workers"]
 
+Detach = Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, a unique prefix of it, or `last`.")]
 Runs = Annotated[

@@ -13,7 +13,10 @@ __all__ = ["report"]
 
 
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
-    """Say where a run's time went: every device-second in one account, the largest loss, the incidents."""
+    """Say where a run's time went.
+
+    Every device-second is in one account; then the largest loss, what happened, the chain and digest.
+    """
     from headway.cli.text import print_json
     from headway.track import account, find_run, read_run, runs_root, summarize
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import Json, Run, Runs, Settings
+from headway.cli.options import Detach, Json, Run, Runs, Settings
 
 __all__ = ["resume"]
 
@@ -16,10 +16,13 @@ def resume(
     ] = None,
     runs: Runs = None,
     settings: Settings = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")] = False,
+    detach: Detach = False,
     json: Json = False,
 ) -> None:
-    """Go on with a run that was stopped, killed or failed; some settings may change, the rest is refused."""
+    """Go on with a run that was stopped, killed or failed.
+
+    Some settings may change; those that would make another run of it are refused by name.
+    """
     from headway.agent import resume_run
     from headway.cli.launch import launch
     from headway.track import find_run, runs_root

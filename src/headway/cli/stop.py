@@ -19,7 +19,10 @@ def stop(
     timeout_s: Annotated[float, typer.Option(help="How long to wait for its end.")] = 120.0,
     json: Json = False,
 ) -> None:
-    """Have a run save its state and end; headway resume goes on with it."""
+    """Have a run save its state and end.
+
+    headway resume goes on with it.
+    """
     from headway.cli.text import print_json
     from headway.errors import RunError
     from headway.track import find_run, holder, runs_root, summarize

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import Json, Runs, Settings, Workers
+from headway.cli.options import Detach, Json, Runs, Settings, Workers
 
 __all__ = ["train"]
 
@@ -20,7 +20,7 @@ def train(
     ] = None,
     runs: Runs = None,
     settings: Settings = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")] = False,
+    detach: Detach = False,
     json: Json = False,
 ) -> None:
     """Train a recipe on this machine."""

@@ -1,9 +1,9 @@
 """What may change when a run is resumed: settings that leave its history meaningful."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from headway.errors import RecipeError
+from headway.recipe.load import leaves
 from headway.recipe.schema import Recipe
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
@@ -28,7 +28,7 @@ CHANGEABLE = {
 
 def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    before, after = dict(leaves(old.model_dump())), dict(leaves(new.model_dump()))
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
@@ -43,11 +43,3 @@ def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
             hint=f"headway train --from RUN starts a new run; resume may change {', '.join(CHANGEABLE)}",
         )
     return found
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

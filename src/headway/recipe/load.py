@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from headway.errors import RecipeError
 from headway.recipe.schema import Recipe
 
-__all__ = ["load_recipe", "nearest_keys", "parse_recipe", "to_toml", "with_settings"]
+__all__ = ["leaves", "load_recipe", "nearest_keys", "parse_recipe", "to_toml", "with_settings"]
 
 LIST_ALL = "headway recipe schema lists all"
 _BOUNDS = {
@@ -112,15 +112,16 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
         if not isinstance(base, str):
             raise RecipeError(f"{file}: extends must name one file, not {base!r}")
         values, origins = _read_file(file.parent / base, (*chain, file.resolve()))
-    for key, value in _leaves(own):
+    for key, value in leaves(own):
         _assign(values, origins, key, value, origin=str(file))
     return values, origins
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested values by dotted key."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
