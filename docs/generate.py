@@ -104,7 +104,7 @@ def cli_page() -> Iterator[str]:
     yield from ("# Command line", "", NOTE, "", root.help or "", "")
     yield from parameters(root)
     for path, command in verbs(root):
-        yield from ("", f"## {path}", "", " ".join((command.help or "").split()), "")
+        yield from ("", f"## {path}", "", textwrap.fill(" ".join((command.help or "").split()), 110), "")
         yield from ("```", " ".join([path, *usage(command)]), "```", "")
         yield from parameters(command)
 

@@ -78,6 +78,21 @@ def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
     assert saved[-1]["step"] == steps[-1]["step"]
 
 
+def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk) -> None:
+    process = desk.start("train", "r.toml", "--name", "early")
+    deadline = time.monotonic() + 30
+    while holder(desk.run("early")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, (out, err)
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    out, _ = desk.type("resume", "early")
+    assert "early: finished at step 8 of 8" in out
+
+
 def test_detached_runs_are_stopped_by_name(desk) -> None:
     out, _ = desk.type("train", "r.toml", "--name", "bg", "--set", "train.steps=100000", "--detach")
     assert out.strip() == "bg"

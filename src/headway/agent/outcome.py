@@ -41,10 +41,10 @@ def explain_exit(
     """What the workers' exit codes, their last events and their logs say together."""
     if first_failure is None:
         if Outcome.STOPPED_CODE in codes.values():
-            return Outcome("stopped", "stopped on request, state saved", f"headway resume {run.path.name}")
+            return Outcome("stopped", "stopped on request, state saved", f"headway resume {run.name}")
         return Outcome("finished", "all steps done", None)
     if stops_asked >= 2:
-        return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.path.name}")
+        return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
     rank, code = first_failure
     for teller in (
         rank,
@@ -54,7 +54,7 @@ def explain_exit(
         if told is None:
             break
         if told["type"] != "PeerFailed":
-            hint = told["hint"] or f"headway logs {run.path.name} --rank {teller} shows all of its log"
+            hint = told["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
             return Outcome("failed", f"worker {teller} failed: {told['message']}", hint)
     log = run.logs / f"{attempt:04d}-rank-{rank}.log"
     if code == -signal.SIGKILL and killed_for_memory:
@@ -67,7 +67,7 @@ def explain_exit(
     return Outcome(
         "failed",
         f"worker {rank} {how}; the end of its log: {last_lines(log, 3)}",
-        f"headway logs {run.path.name} --rank {rank} shows all of it; headway resume {run.path.name} goes on",
+        f"headway logs {run.name} --rank {rank} shows all of it; headway resume {run.name} goes on",
     )
 
 

@@ -61,8 +61,8 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
     pid = holder(run)
     if pid is not None:
         raise RunError(
-            f"run {run.path.name} is in use by process {pid}",
-            hint=f"headway stop {run.path.name} ends it; headway runs shows what is running",
+            f"run {run.name} is in use by process {pid}",
+            hint=f"headway stop {run.name} ends it; headway runs shows what is running",
         )
     old = Recipe.model_validate_json(run.recipe_file.read_bytes())
     new, _ = pin_data(with_settings(old, settings))
@@ -72,8 +72,8 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
     step = open_checkpoint(checkpoint).manifest.step if checkpoint else 0
     if step >= new.train.steps:
         raise RunError(
-            f"run {run.path.name} has done all of its {step} steps",
-            hint=f"headway resume {run.path.name} --set train.steps={2 * step} trains on",
+            f"run {run.name} has done all of its {step} steps",
+            hint=f"headway resume {run.name} --set train.steps={2 * step} trains on",
         )
     starts = [event for event in events if event["kind"] == "attempt"]
     found = devices(new.train.device)
@@ -196,12 +196,12 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]]) -> Path | No
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
         raise StateError(
-            f"run {run.path.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
+            f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
             hint="put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(
-            f"run {run.path.name} began from another run's step {started_from[0]} and saved nothing of its own",
+            f"run {run.name} began from another run's step {started_from[0]} and saved nothing of its own",
             hint="start it again with headway train --from",
         )
     return None

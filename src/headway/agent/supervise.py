@@ -61,6 +61,10 @@ class _Watch:
     stops_passed_on: int = 0
 
 
+class _StoppedEarly(Exception):
+    """A stop was asked for before there was a worker to tell."""
+
+
 def supervise(
     attempt: Attempt,
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
@@ -89,6 +93,8 @@ def supervise(
                 with recorder.span("startup"):
                     while not zygote.ready(POLL_S):
                         on_tick(watch.stops_asked)
+                        if watch.stops_asked:
+                            raise _StoppedEarly
                     # 2 fork the workers
                     for rank in range(attempt.workers):
                         zygote.fork(_assignment(attempt, rank))
@@ -99,6 +105,8 @@ def supervise(
                 run, attempt.number, watch.codes, watch.first_failure, watch.stops_asked,
                 killed_for_memory=out_of_memory_kills() > kills_before,
             )  # fmt: skip
+        except _StoppedEarly:
+            outcome = Outcome("stopped", "stopped on request before the first step", f"headway resume {run.name}")
         except HeadwayError as error:
             outcome = Outcome("failed", error.message, error.hint)
         finally:

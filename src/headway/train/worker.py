@@ -44,12 +44,7 @@ def main(assignment: Assignment) -> int:
     except Exception as error:
         traceback.print_exc()
         told = explain(error, recipe)
-        recorder.event(
-            "error",
-            type=type(told if isinstance(told, PeerFailed) else error).__name__,
-            message=told.message,
-            hint=told.hint,
-        )
+        recorder.event("error", type=type(told).__name__, message=told.message, hint=told.hint)
         return FAILED
     finally:
         recorder.close()

@@ -37,6 +37,7 @@ def main(descriptor: int) -> None:
 
     agent = socket.socket(fileno=descriptor)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this until they can listen
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
