@@ -1,8 +1,10 @@
 """How attempts end: finished, stopped, failed, and what is said and left behind then."""
 
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 
@@ -171,3 +173,63 @@ def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, recip
     assert any("worker 1 was killed by signal 9" in text for text in told)
     assert any("not promised bit for bit: workers" in text for text in told)
     assert not any("gloo" in text or "connection" in text for text in told)
+
+
+def test_a_damaged_recipe_is_named(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    for content in ("", "{", '{"a": 1}'):
+        run.recipe_file.write_text(content)
+        with pytest.raises(RunError, match=r"recipe\.json is not the recipe of a run"):
+            lab.resume(run)
+    run.recipe_file.unlink()
+    with pytest.raises(RunError, match=r"recipe\.json cannot be read"):
+        lab.resume(run)
+
+
+def test_a_damaged_environment_file_does_not_stop_a_run(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+    run.environment_file.write_text('{"work')
+    assert lab.resume(run, "train.steps=4").outcome.state == "finished"
+
+
+def test_workers_are_as_before_even_when_the_record_is_lost(lab, recipe) -> None:
+    run = lab.train(recipe({"train.steps": 2}), workers=2).run
+    (run.events / "0001-agent.jsonl").unlink()
+    resumed = lab.resume(run, "train.steps=4")
+    assert resumed.events("attempt", "agent")[-1]["workers"] == 2
+
+
+def test_a_checkpoint_that_one_worker_cannot_read_is_resumed_by_none(lab, recipe) -> None:
+    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(5))
+    shard = killed.run.checkpoints / "step-00000004" / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    failed = lab.resume(killed.run)
+    assert failed.outcome.state == "failed"
+    assert "rank-00001.safetensors is damaged" in failed.outcome.reason
+    shutil.rmtree(shard.parent)
+    assert lab.resume(killed.run).outcome.state == "finished"
+    told = [incident.text for incident in account(read_run(killed.run)).incidents]
+    assert [text for text in told if text.startswith("resumed")] == ["resumed after step 2, 2 steps to redo"]
+
+
+def fill(path, size: int) -> None:
+    with contextlib.suppress(OSError):
+        path.write_bytes(bytes(size))
+
+
+def test_a_full_disk_under_the_record_ends_the_run_with_its_name(lab, recipe, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk]).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        threading.Timer(2.0, fill, (disk / "filler", 3 << 20)).start()
+        lab.root = disk / "runs"
+        lived = lab.train(recipe({"train.steps": 100_000, "data.holdout": 0}), workers=2)
+        assert lived.outcome.state == "failed"
+        assert "could not write the run's record" in lived.outcome.reason
+        assert "resume" in lived.outcome.hint
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

@@ -78,6 +78,21 @@ def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
     assert saved[-1]["step"] == steps[-1]["step"]
 
 
+def test_a_terminal_that_closes_saves_and_stops(desk) -> None:
+    process = desk.start("train", "r.toml", "--name", "hup", "--set", "train.steps=100000")
+    desk.wait_for_step("hup", 3)
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "state saved" in out
+
+
+def test_errors_are_json_too_when_asked(desk) -> None:
+    out, err = desk.type("train", "r.toml", "--set", "train.lr=50", "--json", status=2)
+    assert json.loads(out)["error"] in err
+    json.loads(desk.type("recipe", "schema", "--json")[0])
+
+
 def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk) -> None:
     process = desk.start("train", "r.toml", "--name", "early")
     deadline = time.monotonic() + 30
@@ -89,6 +104,9 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     out, err = process.communicate(timeout=30)
     assert process.returncode == 75, (out, err)
     assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert "stopped at step 0 of 8" in out
+    report = json.loads(desk.type("report", "early", "--json")[0])
+    assert report["shares"]["start-up"] > 0.9
     out, _ = desk.type("resume", "early")
     assert "early: finished at step 8 of 8" in out
 

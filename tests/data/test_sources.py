@@ -223,3 +223,12 @@ def test_big_files_stream(tmp_path, name):
     assert positions == sorted(positions)
     assert positions[0] < source.bytes / 10
     assert positions[-1] == source.bytes
+
+
+def test_a_torn_gzip_file_is_refused_or_skipped(tmp_path):
+    path = write(tmp_path / "t.txt.gz", gzip.compress(b"words " * 5000)[:-20])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        documents(path)
+    skipped = []
+    assert documents(path, Reading(errors="skip"), skipped.append) == []
+    assert "t.txt.gz is not a whole gzip file" in skipped[0]

@@ -1,5 +1,6 @@
 """How an attempt ended, in one sentence: who failed, of what, and what to try."""
 
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ class Outcome:
 
     STOPPED_CODE: ClassVar[int] = 75
     """A worker's exit status when it saved and stopped because it was asked to."""
+    RECORD_LOST_CODE: ClassVar[int] = 74
+    """A worker's exit status when it could no longer write the run's record."""
 
     state: Literal["finished", "stopped", "failed"]
     reason: str
@@ -46,16 +49,22 @@ def explain_exit(
     if stops_asked >= 2:
         return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
     rank, code = first_failure
-    for teller in (
-        rank,
-        *sorted(codes),
-    ):  # when all stop together, the one to blame may not be the first to go
-        told = _told_error(record_path(run.events, attempt, f"rank-{teller}"))
-        if told is None:
-            break
-        if told["type"] != "PeerFailed":
-            hint = told["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
-            return Outcome("failed", f"worker {teller} failed: {told['message']}", hint)
+    if code == Outcome.RECORD_LOST_CODE:
+        free = shutil.disk_usage(run.path).free
+        return Outcome(
+            "failed",
+            f"worker {rank} could not write the run's record in {run.events} ({free / 1e6:,.1f} MB are free there)",
+            f"free some space, then headway resume {run.name}",
+        )
+    told = {
+        teller: _told_error(record_path(run.events, attempt, f"rank-{teller}")) for teller in (rank, *sorted(codes))
+    }
+    if told[rank] is not None:
+        # When all stop together, the one to blame may not be the first to go.
+        for teller, error in told.items():
+            if error is not None and error["type"] != "PeerFailed":
+                hint = error["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
+                return Outcome("failed", f"worker {teller} failed: {error['message']}", hint)
     log = run.logs / f"{attempt:04d}-rank-{rank}.log"
     if code == -signal.SIGKILL and killed_for_memory:
         return Outcome(

@@ -16,8 +16,17 @@ from headway.hardware import Devices, devices
 from headway.recipe import FaultPlan, Model, Recipe, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
-from headway.track import RunFolder, create_run, find_run, holder, next_attempt, parse_ref, read_run
-from headway.track.files import write_json
+from headway.track import (
+    RunFolder,
+    create_run,
+    find_run,
+    holder,
+    next_attempt,
+    parse_ref,
+    read_recipe,
+    read_run,
+    write_json,
+)
 
 __all__ = ["new_run", "resolve", "resume_run"]
 
@@ -50,9 +59,11 @@ def new_run(
         write_json(run.recipe_file, recipe.model_dump())
         shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.tokenizer_file)
         shutil.copyfile(Path(recipe.data.path) / MANIFEST, run.data_file)
-    except OSError:
-        shutil.rmtree(run.path)
-        raise
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise RunError(
+            f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
+        ) from None
     return attempt_of(run, 1, count, found, checkpoint)
 
 
@@ -64,12 +75,13 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
             f"run {run.name} is in use by process {pid}",
             hint=f"headway stop {run.name} ends it; headway runs shows what is running",
         )
-    old = Recipe.model_validate_json(run.recipe_file.read_bytes())
+    old = read_recipe(run)
     new, _ = pin_data(with_settings(old, settings))
     changed = check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
     checkpoint = newest_checkpoint(run, events)
-    step = open_checkpoint(checkpoint).manifest.step if checkpoint else 0
+    manifest = open_checkpoint(checkpoint).manifest if checkpoint else None
+    step = manifest.step if manifest else 0
     if step >= new.train.steps:
         raise RunError(
             f"run {run.name} has done all of its {step} steps",
@@ -77,13 +89,19 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
         )
     starts = [event for event in events if event["kind"] == "attempt"]
     found = devices(new.train.device)
-    count = workers or (starts[-1]["workers"] if starts else default_workers(found))
+    before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
+    count = workers or before or default_workers(found)
     check_workers(new, count, found)
     if changed:
         write_json(run.recipe_file, new.model_dump())
-    return attempt_of(
-        run, next_attempt(run), count, found, checkpoint, {key: list(pair) for key, pair in changed.items()}
-    )
+    notes = []
+    if manifest and count != manifest.workers:
+        notes.append(
+            f"{manifest.workers} workers before, {count} now: the state is taken over exactly, "
+            "the steps after it are not promised bit for bit"
+        )
+    recipe_changes = {key: list(pair) for key, pair in changed.items()}
+    return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
 
 
 def attempt_of(
@@ -93,6 +111,7 @@ def attempt_of(
     found: Devices,
     checkpoint: Path | None,
     recipe_changes: dict[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> Attempt:
     """Put an attempt together; threads are shared out so that workers do not fight over cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -105,6 +124,7 @@ def attempt_of(
         checkpoint=checkpoint,
         from_step=open_checkpoint(checkpoint).manifest.step if checkpoint else 0,
         recipe_changes=recipe_changes or {},
+        notes=notes or [],
         faults=FaultPlan.model_validate_json(os.environ.get(FAULTS_VARIABLE, "{}")),
     )
 
@@ -167,7 +187,7 @@ def checkpoint_of(root: Path, ref: str) -> Path:
 
 def recipe_of_checkpoint(checkpoint: Path) -> Recipe:
     """The recipe of the run that a checkpoint lies in."""
-    return Recipe.model_validate_json(RunFolder(checkpoint.parent.parent).recipe_file.read_bytes())
+    return read_recipe(RunFolder(checkpoint.parent.parent))
 
 
 def check_branch(recipe: Recipe, checkpoint: Path) -> None:

@@ -25,6 +25,7 @@ from headway.track import Recorder, RunFolder, hold, record_path
 __all__ = ["Attempt", "supervise"]
 
 POLL_S = 0.1
+SIGN_OF_LIFE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long the others may still report after the first worker failed."""
 
@@ -42,6 +43,8 @@ class Attempt(BaseModel):
     checkpoint: Path | None = None
     from_step: int = 0
     recipe_changes: dict[str, Any] = {}
+    notes: list[str] = []
+    """What the user should know before it starts."""
     faults: FaultPlan = FaultPlan()
 
     @property
@@ -85,6 +88,7 @@ def supervise(
             recipe_changes=attempt.recipe_changes,
         )
         kills_before = out_of_memory_kills()
+        pulse = _pulse(recorder, lambda: on_tick(watch.stops_asked))
         run.rendezvous.mkdir(exist_ok=True)
         outcome = Outcome("failed", "the agent was interrupted", None)
         try:
@@ -92,14 +96,16 @@ def supervise(
                 # 1 import torch once
                 with recorder.span("startup"):
                     while not zygote.ready(POLL_S):
-                        on_tick(watch.stops_asked)
+                        pulse()
                         if watch.stops_asked:
+                            zygote.kill()
                             raise _StoppedEarly
                     # 2 fork the workers
                     for rank in range(attempt.workers):
                         zygote.fork(_assignment(attempt, rank))
                 # 3 watch them to the end
-                _watch_workers(zygote, attempt, watch, recorder, on_tick)
+                _watch_workers(zygote, attempt, watch, recorder, pulse)
+                recorder.event("begin", name="shutdown")
             # 4 say how it ended
             outcome = explain_exit(
                 run, attempt.number, watch.codes, watch.first_failure, watch.stops_asked,
@@ -116,15 +122,29 @@ def supervise(
     return outcome
 
 
+def _pulse(recorder: Recorder, tick: Callable[[], None]) -> Callable[[], None]:
+    """Called again and again; writes a sign of life now and then, so that a killed agent's time is not lost."""
+    last = time.monotonic()
+
+    def pulse() -> None:
+        nonlocal last
+        if time.monotonic() - last >= SIGN_OF_LIFE_S:
+            last = time.monotonic()
+            recorder.event("alive")
+        tick()
+
+    return pulse
+
+
 def _watch_workers(
-    zygote: Zygote, attempt: Attempt, watch: _Watch, recorder: Recorder, on_tick: Callable[[int], None]
+    zygote: Zygote, attempt: Attempt, watch: _Watch, recorder: Recorder, pulse: Callable[[], None]
 ) -> None:
     """Until every worker has ended: hear exits, pass stops on, end the others when one has failed."""
     deadline: float | None = None
     while len(watch.codes) < attempt.workers:
         for message in zygote.messages(POLL_S):
             _hear(message, watch, recorder)
-        on_tick(watch.stops_asked)
+        pulse()
         _pass_stops_on(attempt, watch)
         if watch.first_failure and deadline is None:
             deadline = time.monotonic() + LAST_WORDS_S
@@ -164,13 +184,13 @@ def _signal_workers(watch: _Watch, number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[_Watch]:
-    """Count SIGINT and SIGTERM instead of dying of them."""
+    """Count SIGINT, SIGTERM and SIGHUP (a terminal that closes) instead of dying of them."""
     watch = _Watch()
 
     def count(*_: object) -> None:
         watch.stops_asked += 1
 
-    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield watch
     finally:

@@ -4,7 +4,6 @@ The other end is `headway.train.zygote`. They speak JSON lines over a socket pai
 whatever reason, the zygote kills its workers and goes.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -66,15 +65,17 @@ class Zygote:
         *lines, self._unread = (self._unread + received).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def kill(self) -> None:
+        """End it at once, in the middle of an import if need be; workers die with it."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the zygote and whatever workers it still has."""
         self._socket.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            # It is its own session's leader, and workers die with it (see the other end).
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, 9)
+            self.kill()
             self._process.wait()
 
 

@@ -1,6 +1,7 @@
 """`headway data`: build a data set from text, show what is in one, check that it is whole."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def build_command(
         print(f"skipped    {built.skipped:,} files or lines that cannot be read")
     if not built.changed:
         print("unchanged  this version was there already")
-    print(f"\nnext: headway train RECIPE --set data.path={out}")
+    print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
 
 
 @app.command("show")
@@ -93,7 +94,7 @@ def show_command(
         if sample["prompt"]:
             _print_text("prompt", sample["prompt"])
         _print_text("text" if sample["prompt"] else "", sample["text"])
-    print(f"\nnext: headway train RECIPE --set data.path={path}")
+    print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(path))}")
 
 
 @app.command("verify")

@@ -8,7 +8,7 @@ from headway.agent import Attempt, supervise
 from headway.cli.text import print_json
 from headway.cli.view import open_view
 from headway.errors import RunError, WorkerError
-from headway.track import holder, summarize
+from headway.track import holder, read_recipe, summarize
 
 __all__ = ["launch"]
 
@@ -34,10 +34,11 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     if outcome.state == "failed":
         raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint)
     summary = summarize(attempt.folder)
+    total = read_recipe(attempt.folder).train.steps
     if json:
         print_json({"run": name, "state": outcome.state, "step": summary.step, "loss": summary.loss})
     else:
-        print(f"{name}: {outcome.state} at step {summary.step} of {summary.total_steps}: {outcome.reason}")
+        print(f"{name}: {outcome.state} at step {summary.step} of {total}: {outcome.reason}")
         follow_up = f"headway resume {name}" if outcome.state == "stopped" else f"headway report {name}"
         print(f"next: {follow_up}")
     sys.exit(outcome.exit_status)

@@ -1,5 +1,6 @@
 """`headway`: puts the verbs together, and turns errors into a sentence, a hint and an exit status."""
 
+import errno
 import sys
 from typing import Annotated
 
@@ -23,6 +24,9 @@ from headway.cli import (
 from headway.errors import HeadwayError
 
 __all__ = ["app", "main"]
+
+OF_THE_WORLD = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""Errors of disks and permissions: nobody's bug, told without a traceback."""
 
 app = typer.Typer(
     name="headway",
@@ -67,9 +71,7 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint:  {error.hint}", file=sys.stderr)
+        _tell(error.message, error.hint)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -77,6 +79,22 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in OF_THE_WORLD:
+            raise
+        _tell(f"{error.filename or 'writing'}: {error.strerror}", "free some space, or choose another place")
+        sys.exit(1)
+
+
+def _tell(message: str, hint: str | None) -> None:
+    """An error for people on standard error, and for programs that asked for JSON on standard output."""
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint:  {hint}", file=sys.stderr)
+    if "--json" in sys.argv:
+        import json
+
+        print(json.dumps({"error": message, "hint": hint}))
 
 
 if __name__ == "__main__":

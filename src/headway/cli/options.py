@@ -20,5 +20,5 @@ Settings = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", help="Processes to train with (default: one a GPU; one on CPU)."),
+    typer.Option("--workers", min=1, metavar="N", help="Processes to train with (default: one a GPU; one on CPU)."),
 ]

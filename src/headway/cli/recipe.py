@@ -26,12 +26,9 @@ def show(
 
 
 @app.command()
-def schema() -> None:
+def schema(json: Json = True) -> None:  # noqa: ARG001 - it is JSON anyway, but every verb takes --json
     """Print the JSON Schema of recipes, for editors."""
-    import json
-
+    from headway.cli.text import print_json
     from headway.recipe import Recipe
 
-    print(
-        json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema(), indent=2)
-    )
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema())

@@ -27,14 +27,15 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
         print_json(_document(folder, summarize(folder), ledger, exact))
     else:
         peak = _facts(records).get("peak_source") or "the device's peak"
-        print("\n".join(_text(summarize(folder), ledger, exact, str(peak))))
+        print("\n".join(_text(summarize(folder), ledger, exact, str(peak), _damage(records))))
 
 
-def _text(summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any], peak: str) -> list[str]:
+def _text(summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any], peak: str, damage: list[str]) -> list[str]:
     lines = [_title(summary, ledger), "", *_accounts(ledger), "", *_useful(ledger, peak), *_loss(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
         lines += [f"  {_clock(incident.wall)}  {incident.text}" for incident in ledger.incidents]
+    lines += damage
     if exact["chain"]:
         lines.append(f"exact: chain {exact['chain']} at step {exact['step']}")
     if exact["digest"]:
@@ -43,6 +44,16 @@ def _text(summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any], peak: 
         lines += ["attempts:", *(_attempt(attempt) for attempt in ledger.attempts)]
     lines.append(f"next: headway metrics {summary.name} --key loss")
     return [part for line in lines for part in _wrap(line)]
+
+
+def _damage(records: "list[Record]") -> list[str]:
+    """What of the record could not be read: figures that lean on it are off."""
+    return [
+        f"record: {record.skipped} unreadable line{'s' * (record.skipped != 1)} in attempt {record.header.attempt}'s "
+        f"{record.header.process}; the figures lean on what is left"
+        for record in records
+        if record.skipped
+    ]
 
 
 def _wrap(line: str) -> list[str]:
@@ -92,7 +103,8 @@ def _attempt(attempt: "AttemptTime") -> str:
     from headway.cli.text import duration
 
     begun = "-" if attempt.resumed_from is None else f"after step {attempt.resumed_from}"
-    first = f"  {attempt.number}  {_clock(attempt.wall)}  {duration(attempt.length_ns / 1e9)}  {begun:16}"
+    first = f"  {attempt.number}  {_clock(attempt.wall)}  {duration(attempt.length_ns / 1e9)}"
+    first += f"  {len(attempt.workers)} x {attempt.device or '?'}  {begun:16}"
     return f"{first}  {attempt.outcome or 'no end recorded'}"
 
 

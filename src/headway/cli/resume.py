@@ -12,7 +12,8 @@ __all__ = ["resume"]
 def resume(
     run: Run,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Processes to train with (default: as many as before).")
+        int | None,
+        typer.Option("--workers", min=1, metavar="N", help="Processes to train with (default: as before)."),
     ] = None,
     runs: Runs = None,
     settings: Settings = None,

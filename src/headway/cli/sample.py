@@ -44,6 +44,8 @@ def sample(
     folder = find_run(runs_root(runs), ref)
     checkpoint = find_checkpoint(folder.checkpoints, step if at is None else at)
     prompts = prompt or [""]
+    if any("\ud800" <= letter <= "\udfff" for text in prompts for letter in text):
+        raise UsageError("a prompt is not valid UTF-8", hint="check the terminal's encoding")
     request = {
         "run": str(folder.path),
         "checkpoint": str(checkpoint),

@@ -27,15 +27,15 @@ def train(
     from headway.agent import new_run
     from headway.cli.launch import launch
     from headway.errors import UsageError
-    from headway.recipe import Recipe, load_recipe, with_settings
-    from headway.track import find_run, parse_ref, runs_root
+    from headway.recipe import load_recipe, with_settings
+    from headway.track import find_run, parse_ref, read_recipe, runs_root
 
     root = runs_root(runs)
     if recipe is not None:
         wanted = load_recipe(recipe, settings or ())
     elif origin is not None:
         source = find_run(root, parse_ref(origin)[0])
-        wanted = with_settings(Recipe.model_validate_json(source.recipe_file.read_bytes()), settings or ())
+        wanted = with_settings(read_recipe(source), settings or ())
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     launch(new_run(wanted, root, name=name, workers=workers, origin=origin), detach=detach, json=json)

@@ -146,7 +146,7 @@ class PlainLines:
         self._standing.follow(self._tails)
         if stops_asked != self._stops:
             self._stops = stops_asked
-            print(stopping_line(stops_asked), file=sys.stderr)
+            print(stopping_line(stops_asked, self._standing.step), file=sys.stderr)
         now = time.monotonic()
         if now - self._last_print >= PLAIN_EVERY_S:
             self._last_print = now
@@ -193,12 +193,14 @@ class LivePanel:
             account, seconds = standing.largest_loss
             lines.append(Text(f"largest loss of time: {account} {seconds:.1f} s", style="dim"))
         if stops_asked:
-            lines.append(Text(stopping_line(stops_asked), style="yellow"))
+            lines.append(Text(stopping_line(stops_asked, standing.step), style="yellow"))
         return Group(*lines)
 
 
-def stopping_line(stops_asked: int) -> str:
-    """What happens now that a stop was asked for."""
+def stopping_line(stops_asked: int, step: int = 1) -> str:
+    """What happens now that a stop was asked for, at this step."""
+    if step == 0:
+        return "stopping before the first step"
     if stops_asked == 1:
         return "stopping: saving at the end of this step (Ctrl-C again stops at once)"
     return "stopping at once"
@@ -212,6 +214,8 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     again = f", attempt {attempt.number}" if attempt.number > 1 else ""
     again += f", from step {attempt.from_step}" if attempt.from_step else ""
     title = f"{attempt.run.name}  {workers}{again}"
+    for note in attempt.notes:
+        print(f"note: {note}", file=sys.stderr)
     standing = Standing(workers=attempt.workers)
     console = Console(stderr=True)
     if console.is_terminal and not quiet:

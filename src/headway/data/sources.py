@@ -157,8 +157,8 @@ def read_blocks(source: Source, reading: Reading, on_skip: Callable[[str], None]
     skip = on_skip or (lambda _: None)
     if source.format == "jsonl":
         yield from _read_jsonl(source, reading, skip)
-    elif reading.errors == "skip" and not _is_utf8(source):
-        skip(f"{source.path} is not UTF-8 text")
+    elif reading.errors == "skip" and (why := _unreadable(source)):
+        skip(why)
     else:
         yield from _read_text(source, reading)
 
@@ -188,14 +188,17 @@ def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
         text.detach()  # the file below belongs to the caller
 
 
-def _is_utf8(source: Source) -> bool:
-    with _open(source) as (plain, _):
-        try:
+def _unreadable(source: Source) -> str | None:
+    """Why a text file cannot be read to its end; None if it can."""
+    try:
+        with _open(source) as (plain, _):
             for _block in _decoded(plain, "strict"):
                 pass
-        except UnicodeDecodeError:
-            return False
-    return True
+    except UnicodeDecodeError:
+        return f"{source.path} is not UTF-8 text"
+    except DataError as error:
+        return error.message
+    return None
 
 
 def _read_text(source: Source, reading: Reading) -> Iterator[Block]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError
@@ -21,7 +21,7 @@ from headway.models import Decoder, empty_decoder
 from headway.plan import parameter_shapes
 from headway.recipe import Recipe
 from headway.state.tensors import read_tensors
-from headway.track import RunFolder
+from headway.track import RunFolder, read_recipe
 
 __all__ = ["Request", "main", "sample"]
 
@@ -46,7 +46,7 @@ class Request(BaseModel):
 def sample(request: Request) -> Iterator[dict[str, Any]]:
     """Yield pieces of text by prompt, one prompt after the other."""
     run = RunFolder(request.run)
-    recipe = _recipe(run.recipe_file)
+    recipe = read_recipe(run)
     tokenizer = _tokenizer(run)
     device = _device(recipe)
     decoder = _decoder(recipe, request.checkpoint, device)
@@ -77,17 +77,6 @@ def main() -> int:
         print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)
         return error.exit_status
     return 0
-
-
-def _recipe(path: Path) -> Recipe:
-    try:
-        return Recipe.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise RunError(f"{path} is not the recipe of a run: {key}: {first['msg']}") from None
 
 
 def _tokenizer(run: RunFolder) -> TextTokenizer:

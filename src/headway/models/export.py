@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from headway.errors import HeadwayError
 from headway.models.huggingface import write_folder
 from headway.recipe import Recipe
 from headway.state import open_checkpoint
 from headway.state.tensors import read_tensors
+from headway.track import RunFolder, read_recipe
 
 __all__ = ["export"]
 
@@ -33,12 +36,14 @@ def main() -> int:
     try:
         answer = export(
             Path(request["checkpoint"]),
-            Recipe.model_validate_json(Path(request["recipe"]).read_bytes()),
+            read_recipe(RunFolder(Path(request["recipe"]).parent)),
             Path(request["tokenizer"]) if request["tokenizer"] else None,
             Path(request["folder"]),
         )
     except HeadwayError as error:
         answer = {"error": error.message, "hint": error.hint}
+    except SafetensorError as error:
+        answer = {"error": f"{request['folder']}: {error}", "hint": "is the disk full?"}
     except OSError as error:
         answer = {"error": f"{error.filename or request['folder']}: {error.strerror or error}", "hint": None}
     print(json.dumps(answer))

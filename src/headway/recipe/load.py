@@ -127,11 +127,13 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def _parse_setting(setting: str) -> tuple[str, Any]:
-    """`train.lr=3e-4` as a dotted key and a TOML value; what is not TOML is taken as a string."""
+    """`train.lr=3e-4` as a dotted key and a TOML value; what is not TOML is a string, nothing at all unsets."""
     key, equals, text = setting.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
         raise RecipeError(f"--set {setting}: not of the form key=value", hint="for example --set train.lr=3e-4")
+    if not text.strip():
+        return key, None
     try:
         return key, tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -172,6 +174,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
         hint = f"did you mean {' or '.join(near)}?  ({LIST_ALL})" if near else LIST_ALL
         return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"', hint=hint)
     if first["type"] == "missing":
+        key = {"data": "data.path"}.get(key, key)
         return RecipeError(f"{origin}: {key} is missing", hint=f"--set {key}=... or a line in the file gives it")
     if first["type"] == "value_error":
         return RecipeError(f"{origin}: {key}: {str(first['msg']).removeprefix('Value error, ')}")

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["Checkpoint", "Data", "Eval", "Model", "Recipe", "Train"]
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 DERIVED: Any = None
 """Default of a number that a section's `_derive` fills in from the others."""
 

@@ -33,7 +33,7 @@ DtypeName = Annotated[str, Field(pattern=rf"^(?:{'|'.join(DTYPES)})$")]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")]
 
 _MAX_BYTES = 1 << 30
-_HINT = "use an older checkpoint: `headway checkpoint ls RUN` lists them"
+_HINT = "remove that checkpoint's folder and the one before it is used; headway checkpoint ls lists them"
 
 
 class _Entry(BaseModel):

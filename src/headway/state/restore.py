@@ -17,7 +17,7 @@ __all__ = ["Checkpoint", "Verified", "open_checkpoint", "read_box", "verify"]
 
 Bits = NDArray[np.unsignedinteger]
 
-_HINT = "use an older checkpoint: `headway checkpoint ls RUN` lists them"
+_HINT = "remove that checkpoint's folder and the one before it is used; headway checkpoint ls lists them"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from headway.track.events import (
     record_path,
     upgrade,
 )
+from headway.track.files import read_recipe, write_json
 from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Loss, account, largest_loss
 from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
 from headway.track.runs import (
@@ -74,10 +75,12 @@ __all__ = [
     "read_ends",
     "read_metric",
     "read_metrics",
+    "read_recipe",
     "read_record",
     "read_run",
     "record_path",
     "runs_root",
     "summarize",
     "upgrade",
+    "write_json",
 ]

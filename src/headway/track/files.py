@@ -1,11 +1,33 @@
-"""Small files of a run, replaced whole or not at all."""
+"""Small files of a run: replaced whole or not at all, and named when they are damaged."""
 
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic_core import to_json
 
-__all__ = ["write_json"]
+from headway.errors import RunError
+from headway.recipe import Recipe
+from headway.track.runs import RunFolder
+
+__all__ = ["read_recipe", "write_json"]
+
+
+def read_recipe(run: RunFolder) -> Recipe:
+    """The resolved recipe of a run."""
+    path = run.recipe_file
+    try:
+        return Recipe.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}", hint="without its recipe a run cannot go on"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "all of it"
+        raise RunError(
+            f"{path} is not the recipe of a run: {key}: {first['msg']}", hint="put back the file that was there"
+        ) from None
 
 
 def write_json(path: Path, value: Any) -> None:

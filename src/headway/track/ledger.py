@@ -365,6 +365,10 @@ class _Life:
             if _is_violent(event):
                 how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
                 yield Incident(self._wall(t), self.number, f"worker {rank} {how} {self._where(rank)}")
+        if self.outcome == "failed" and not any(_is_violent(event) for event in self.exits.values()):
+            yield Incident(self._wall(self.end_t), self.number, f"failed: {self.end.get('reason', '')}")
+        if self.outcome is None and self.failed:
+            yield Incident(self._wall(self.end_t), self.number, "the agent was gone without a word")
         told = {"agent": self.agent.events} | {f"worker {rank}": story.rest for rank, story in self.ranks.items()}
         for who, events in told.items():
             for event in events:
@@ -376,11 +380,20 @@ class _Life:
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
                 elif event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
                     text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"
+                    text += "".join(f"; {key} {_change(pair)}" for key, pair in self._changes().items())
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
+
+    def _changes(self) -> Mapping[str, object]:
+        changed = self.start.get("recipe_changes")
+        return changed if isinstance(changed, dict) else {}
 
     def _where(self, rank: int) -> str:
         steps = self.ranks.get(rank, _NO_STORY).steps
         return f"after step {steps[-1].get('step')}" if steps else "before its first step"
+
+
+def _change(pair: object) -> str:
+    return f"{pair[0]} -> {pair[1]}" if isinstance(pair, list) and len(pair) == 2 else str(pair)
 
 
 def _is_violent(event: Event | None) -> bool:

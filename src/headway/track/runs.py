@@ -43,7 +43,7 @@ __all__ = [
 
 RunState: TypeAlias = Literal["running", "finished", "stopped", "failed", "interrupted"]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
     if name is not None and (not _NAME.fullmatch(name) or name == "last"):
         raise RunError(
             f"{name!r} cannot name a run",
-            hint="use letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
+            hint="at most 64 letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
         )
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
@@ -160,7 +160,7 @@ def find_run(root: Path, ref: str) -> RunFolder:
         raise RunError(f"{len(matches)} runs begin with {ref!r}: {shown}", hint="give more of the name")
     near = difflib.get_close_matches(ref, names, n=3, cutoff=0.5) or names[:3]
     raise RunError(
-        f"there is no run {ref!r} in {root}", hint=f"there are: {', '.join(near)} (`headway runs` lists all)"
+        f"there is no run {ref!r} in {root}", hint=f"the nearest: {', '.join(near)} (headway runs lists all)"
     )
 
 

@@ -20,8 +20,13 @@ from headway.train.inject import Injector
 from headway.train.meter import Meter, make_meter
 from headway.train.rng import restore_rng
 from headway.train.stop import StopRequest
+from headway.train.together import together
 
-__all__ = ["Parts", "Progress", "build"]
+__all__ = ["Parts", "Progress", "RecordLost", "build"]
+
+
+class RecordLost(Exception):
+    """The run's record can no longer be written; what cannot be accounted for is not trained."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Record
     optimizer = build_optimizer(model, recipe.train)
     start = Progress(0, 0, chain.START)
     if assignment.checkpoint is not None:
-        with recorder.span("restore"):
+        with recorder.span("restore"), together(world, "read the checkpoint"):
             start = restore(Path(assignment.checkpoint), model, optimizer, world)
     return Parts(
         recipe=recipe,

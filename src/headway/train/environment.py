@@ -4,6 +4,7 @@ import json
 import platform
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from headway.hardware import find_chip
 from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
 from headway.recipe import Assignment
-from headway.track.files import write_json
+from headway.track import write_json
 from headway.train.build import Parts
 
 __all__ = ["record_environment", "record_facts"]
@@ -21,12 +22,21 @@ def record_environment(parts: Parts, assignment: Assignment) -> None:
     """Write environment.json; when it was another in an earlier attempt, say so in the record."""
     now = environment(parts, assignment)
     file = parts.run.environment_file
-    if file.exists():
-        before = json.loads(file.read_bytes())
+    before = read_environment(file)
+    if before is not None:
         changed = {key: [before.get(key), now[key]] for key in now if before.get(key) != now[key]}
         if changed:
             parts.recorder.event("log", message="steps from here on are not promised bit for bit", changed=changed)
     write_json(file, now)
+
+
+def read_environment(file: Path) -> dict[str, Any] | None:
+    """What an earlier attempt wrote; None if there is none, or none that can be read."""
+    try:
+        before = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return before if isinstance(before, dict) else None
 
 
 def environment(parts: Parts, assignment: Assignment) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from headway.parallel import precision, sync_gradients, total_norm
 from headway.track import chain
-from headway.train.build import Parts, Progress
+from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
 from headway.train.meter import Measured
 from headway.train.save import save
@@ -33,6 +33,8 @@ def train(parts: Parts) -> bool:
     while step < recipe.train.steps and not stopping:
         step += 1
         parts.faults.reach("start", step)
+        if parts.recorder.failed:
+            raise RecordLost(parts.recorder.failed)
 
         # the batch: this worker's rows of the samples that the cursor points at
         meter.begin()

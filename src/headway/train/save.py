@@ -4,24 +4,18 @@ Each stage ends by agreeing whether it went well everywhere, so that a full disk
 with its sentence and leaves the older checkpoints as they were.
 """
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 import torch
 
-from headway.errors import HeadwayError, StateError
-from headway.parallel import World
+from headway.errors import HeadwayError
 from headway.state import Facts, abandon, begin, commit, open_checkpoint, partial_folder, write_shard
 from headway.state.tensors import named_state, pieces
 from headway.train.build import Parts, Progress
 from headway.train.rng import rng_state, rng_text
+from headway.train.together import together
 
-__all__ = ["PeerFailed", "save"]
-
-
-class PeerFailed(HeadwayError):
-    """Another worker failed and tells why; this one only stops with it."""
+__all__ = ["save"]
 
 
 def save(parts: Parts, progress: Progress) -> None:
@@ -31,14 +25,14 @@ def save(parts: Parts, progress: Progress) -> None:
     with parts.recorder.span("checkpoint"):
         mine = pieces(named_state(parts.model, parts.optimizer), rank=world.rank)
         rng = world.gather(rng_state(world))
-        with _together(world, "prepare"):
+        with together(world, "prepare a checkpoint"):
             if world.first:
                 begin(folder, progress.step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
         try:
-            with _together(world, "write"):
+            with together(world, "write its part of a checkpoint"):
                 parts.faults.reach("save", progress.step)
                 write_shard(partial_folder(folder, progress.step), world.rank, mine)
-            with _together(world, "commit"):
+            with together(world, "commit a checkpoint"):
                 parts.faults.reach("commit", progress.step)
                 if world.first:
                     _commit(parts, progress, rng, started)
@@ -66,20 +60,3 @@ def _commit(parts: Parts, progress: Progress, rng: list[torch.Tensor], started: 
         bytes=manifest.bytes,
         seconds=time.monotonic() - started,
     )
-
-
-@contextlib.contextmanager
-def _together(world: World, stage: str) -> Iterator[None]:
-    """All workers leave the block well, or all leave it by an exception: the one that failed by its own."""
-    failure: Exception | None = None
-    try:
-        yield
-    except OSError as error:
-        failure = StateError(
-            f"checkpoint: cannot {stage}: {error.strerror}",
-            hint="free some space, then headway resume goes on",
-        )
-    except Exception as error:
-        failure = error
-    if world.any(failure is not None):
-        raise failure or PeerFailed(f"another worker could not {stage} its part of the checkpoint")

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import torch
 
-from headway.errors import HeadwayError, WorkerError
+from headway.errors import HeadwayError, RunError, WorkerError
 from headway.parallel import join, leave
 from headway.recipe import Assignment, Recipe
-from headway.track import Recorder, RunFolder, record_path
-from headway.train.build import Parts, build
+from headway.track import Recorder, RunFolder, read_recipe, record_path
+from headway.train.build import Parts, RecordLost, build
 from headway.train.compilation import record_compilation
 from headway.train.environment import record_environment, record_facts
 from headway.train.loop import train
-from headway.train.save import PeerFailed
 from headway.train.stop import StopRequest
+from headway.train.together import PeerFailed
 
 __all__ = ["main"]
 
-FINISHED, FAILED, STOPPED = 0, 1, 75
+FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
 def main(assignment: Assignment) -> int:
@@ -26,8 +26,11 @@ def main(assignment: Assignment) -> int:
     run = RunFolder(Path(assignment.run))
     name = f"rank-{assignment.rank}"
     number = assignment.attempt
-    recorder = Recorder(record_path(run.events, number, name), attempt=number, process=name)
-    recipe = Recipe.model_validate_json(run.recipe_file.read_bytes())
+    try:
+        recorder = Recorder(record_path(run.events, number, name), attempt=number, process=name)
+    except RunError:
+        return RECORD_LOST
+    recipe = read_recipe(run)
     stop = StopRequest()
     stop.listen()
     try:
@@ -41,6 +44,8 @@ def main(assignment: Assignment) -> int:
         recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
         leave(world)
         return FINISHED if finished else STOPPED
+    except RecordLost:
+        return RECORD_LOST  # a status, since words could not be written either
     except Exception as error:
         traceback.print_exc()
         told = explain(error, recipe)
