@@ -22,6 +22,7 @@ KNOWS_TORCH = {"state/tensors.py"}
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 VERBS = [
     ["--help"], ["--version"], ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
+    ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],

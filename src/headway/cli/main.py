@@ -11,6 +11,7 @@ from headway.cli import (
     checkpoint,
     data,
     diff,
+    hardware,
     logs,
     metrics,
     recipe,
@@ -49,6 +50,7 @@ app.command()(sample.sample)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(hardware.app, name="hardware")
 
 
 def _version(wanted: bool) -> None:

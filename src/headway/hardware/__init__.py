@@ -1,6 +1,26 @@
-"""Hardware: chips and what they can do, and the devices this machine has."""
+"""Hardware: chips, nodes and networks by their data sheets, what was measured, and this machine's devices."""
 
-from headway.hardware.chips import CHIPS, Chip, find_chip
+from headway.hardware.ceilings import Ceilings, find_ceilings, read_ceilings, write_ceilings
+from headway.hardware.chips import CHIPS, Chip, Link, find_chip, known_chip, precision
+from headway.hardware.cluster import Cluster, Level, default_cluster, load_cluster, parse_on
 from headway.hardware.detect import Devices, devices
 
-__all__ = ["CHIPS", "Chip", "Devices", "devices", "find_chip"]
+__all__ = [
+    "CHIPS",
+    "Ceilings",
+    "Chip",
+    "Cluster",
+    "Devices",
+    "Level",
+    "Link",
+    "default_cluster",
+    "devices",
+    "find_ceilings",
+    "find_chip",
+    "known_chip",
+    "load_cluster",
+    "parse_on",
+    "precision",
+    "read_ceilings",
+    "write_ceilings",
+]

@@ -1,0 +1,445 @@
+"""Measured ceilings: what a device of a kind reached, and what lies between the points that were measured.
+
+`headway hardware measure` writes one small JSON file; the planner asks it for rates. Between measured points
+everything is interpolated geometrically: the logarithm of a rate is linear in the logarithm of each size. That is
+exact where a rate follows a power of the size (memory-bound products do), passes through every measured point and
+never leaves the range of the points around it. Above the largest measured size a rate stays what it is there. Below
+the smallest the time stays what it is there: less work does not finish sooner than the smallest that was tried.
+"""
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headway.errors import UsageError
+from headway.hardware.chips import Chip, precision
+
+__all__ = [
+    "FORMAT",
+    "Attention",
+    "Backend",
+    "Ceilings",
+    "Collective",
+    "Copy",
+    "Gemm",
+    "GemmShape",
+    "Host",
+    "Memory",
+    "Sustained",
+    "find_ceilings",
+    "read_ceilings",
+    "write_ceilings",
+]
+
+FORMAT = 1
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(gt=0)]
+Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
+Times = Annotated[tuple[Positive, ...], Field(min_length=1)]
+Backend = Literal["default", "flash", "cudnn"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Gemm(_Part):
+    """Products [m, k] x [k, n] over a full grid at one precision."""
+
+    precision: str
+    m: Sizes
+    n: Sizes
+    k: Sizes
+    microseconds: Times
+    """Device time at each point, k running fastest, then n."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_axes(self.m, self.n, self.k)
+        if len(self.microseconds) != len(self.m) * len(self.n) * len(self.k):
+            raise ValueError("a time for every point of the grid is needed")
+        return self
+
+
+class GemmShape(_Part):
+    """One product of a real model, off the grid: says how well the grid predicts."""
+
+    precision: str
+    layout: Literal["forward", "input", "weight"]
+    """How the operands lie: as in a forward pass, or in the gradient of the input or of the weight."""
+    m: Size
+    n: Size
+    k: Size
+    microseconds: Positive
+
+
+class Attention(_Part):
+    """Attention over several lengths at one head size."""
+
+    backend: Backend
+    head_dim: Size
+    causal: bool
+    heads: Size
+    kv_heads: Size
+    tokens: Size
+    """Tokens of all sequences together; a longer sequence is alone."""
+    seq: Sizes
+    forward_microseconds: Times
+    backward_microseconds: Times
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_axes(self.seq)
+        if not len(self.seq) == len(self.forward_microseconds) == len(self.backward_microseconds):
+            raise ValueError("a forward and a backward time for every length is needed")
+        return self
+
+    def flops(self, seq: int) -> float:
+        """Operations of one measured forward pass; a causal one counts half."""
+        batch = max(1, self.tokens // seq)
+        return 4.0 * batch * self.heads * seq * seq * self.head_dim * (0.5 if self.causal else 1.0)
+
+
+class Memory(_Part):
+    """An operation that memory bounds, over several sizes."""
+
+    operation: str
+    bytes: Sizes
+    """Bytes that must move at least: every input read once, every output written once."""
+    microseconds: Times
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_curve(self.bytes, self.microseconds)
+        return self
+
+
+class Copy(_Part):
+    """Copies between host and device."""
+
+    direction: Literal["to_device", "to_host"]
+    pinned: bool
+    bytes: Sizes
+    microseconds: Times
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_curve(self.bytes, self.microseconds)
+        return self
+
+
+class Host(_Part):
+    """What the host needs to hand work over, whatever the device does with it."""
+
+    mode: Literal["autocast", "plain", "compiled"]
+    """Float32 weights under autocast, weights in the compute precision, or the former compiled."""
+    forward_microseconds: Positive
+    """One decoder layer, forward."""
+    backward_microseconds: Positive
+    """One decoder layer, backward."""
+
+
+class Collective(_Part):
+    """A collective over several sizes."""
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    ranks: Size
+    backend: str
+    bytes: Sizes
+    """The whole tensor: what all ranks hold together after a gather, or before a scatter."""
+    microseconds: Times
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_curve(self.bytes, self.microseconds)
+        return self
+
+
+class Sustained(_Part):
+    """A large product over seconds, when power and heat have settled."""
+
+    precision: str
+    size: Size
+    flops_s: Positive
+    seconds: Positive
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+class Ceilings(_Part):
+    """All that was measured on one device."""
+
+    format: Literal[1] = 1
+    device: str
+    """The name the driver reports."""
+    chip: str | None
+    """Its name in the catalogue."""
+    kind: Literal["cpu", "cuda"]
+    multiprocessors: int | None = None
+    memory_bytes: int | None = None
+    torch: str
+    timer: str
+    """What times were read from."""
+    peaks: dict[str, Positive]
+    """FLOP/s that efficiencies are relative to: the vendor's dense peak, or for want of one the best measured."""
+    gemm: tuple[Gemm, ...] = ()
+    gemm_shapes: tuple[GemmShape, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    host: tuple[Host, ...] = ()
+    launch_microseconds: Positive | None = None
+    """Host time of the smallest operation."""
+    kernel_microseconds: Positive | None = None
+    """Device time of the smallest operation, back to back."""
+    collectives: tuple[Collective, ...] = ()
+    sustained: tuple[Sustained, ...] = ()
+    skipped: dict[str, str] = {}
+    """What could not be measured here, and why."""
+
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions whose products were measured."""
+        return tuple(self._grids)
+
+    def gemm_efficiency(self, m: int, n: int, k: int, precision_name: str) -> float:
+        """Share of the vendor's dense peak that a product [m, k] x [k, n] reaches, at most 1."""
+        return self._grid(precision_name).rate(m, n, k)
+
+    def gemm_seconds(self, m: int, n: int, k: int, precision_name: str) -> float:
+        """Device seconds of a product [m, k] x [k, n]."""
+        rate = self.gemm_efficiency(m, n, k, precision_name) * self.peaks[precision(precision_name)]
+        return 2.0 * m * n * k / rate
+
+    def sustained_share(self, precision_name: str) -> float:
+        """Share of its momentary rate that a large product keeps over seconds, at most 1: what the power limit leaves.
+
+        Grids are measured in bursts, between pauses; an H200 that multiplies without a pause falls from 797 to 663
+        TFLOP/s: at its 700 W the clock falls to 1455 MHz.
+        """
+        name = precision(precision_name)
+        found = next((run for run in self.sustained if run.precision == name), None)
+        if found is None:
+            raise _absent(self, f"sustained product in {precision_name}", [run.precision for run in self.sustained])
+        burst = self.gemm_efficiency(found.size, found.size, found.size, name) * self.peaks[name]
+        return min(1.0, found.flops_s / burst)
+
+    def attention_flops(
+        self,
+        seq: int,
+        head_dim: int,
+        causal: bool = True,
+        backward: bool = False,
+        backend: Backend = "default",
+        grouped: bool = False,
+    ) -> float:
+        """FLOP/s of attention at a length and head size.
+
+        A forward pass counts 4 * seq**2 * head_dim a head, the backward pass twice that, causal ones half;
+        recomputation inside the backward kernel is not counted. `grouped` asks for measurements with fewer key
+        than query heads where there are any. Between head sizes the nearest smaller and larger are mixed.
+        """
+        curves = self._attention(backend, causal, grouped, backward)
+        sizes = sorted(curves)
+        return _between(sizes, [curves[size].rate(seq) for size in sizes], head_dim, hold_time=False)
+
+    def memory_bytes_s(self, size: float, operation: str = "copy") -> float:
+        """Bytes a second of a memory-bound operation that must move `size` bytes.
+
+        What fits in the chip's cache may move faster than its memory.
+        """
+        found = next((curve for curve in self.memory if curve.operation == operation), None)
+        if found is None:
+            raise _absent(self, f"operation {operation!r}", [curve.operation for curve in self.memory])
+        return _curve_rate(found.bytes, found.microseconds, size)
+
+    def copy_bytes_s(self, size: float, direction: Literal["to_device", "to_host"], pinned: bool = True) -> float:
+        """Bytes a second between host and device."""
+        for curve in self.copies:
+            if (curve.direction, curve.pinned) == (direction, pinned):
+                return _curve_rate(curve.bytes, curve.microseconds, size)
+        raise _absent(self, f"copy {direction}", sorted({curve.direction for curve in self.copies}))
+
+    def layer_host_seconds(self, mode: str = "autocast", backward: bool = False) -> float:
+        """Seconds the host needs to hand over one decoder layer's forward or backward pass."""
+        for host in self.host:
+            if host.mode == mode:
+                return (host.backward_microseconds if backward else host.forward_microseconds) / 1e6
+        raise _absent(self, f"layer {mode!r}", [host.mode for host in self.host])
+
+    def collective_seconds(self, operation: str, size: float, ranks: int) -> float:
+        """Seconds of a collective over `size` bytes of the whole tensor among as many ranks as were measured."""
+        for curve in self.collectives:
+            if (curve.operation, curve.ranks) == (operation, ranks):
+                return size / _curve_rate(curve.bytes, curve.microseconds, size)
+        known = [f"{curve.operation} among {curve.ranks}" for curve in self.collectives]
+        raise _absent(self, f"{operation} among {ranks}", known)
+
+    def _grid(self, precision_name: str) -> "_Grid":
+        grid = self._grids.get(precision(precision_name))
+        if grid is None:
+            raise _absent(self, f"product in {precision_name}", list(self._grids))
+        return grid
+
+    @cached_property
+    def _grids(self) -> dict[str, "_Grid"]:
+        return {gemm.precision: _Grid(gemm, self.peaks[gemm.precision]) for gemm in self.gemm}
+
+    def _attention(self, backend: str, causal: bool, grouped: bool, backward: bool) -> dict[int, "_Curve"]:
+        def wanted(curve: Attention) -> bool:
+            return (curve.backend, curve.causal) == (backend, causal)
+
+        curves = [curve for curve in self.attention if wanted(curve)]
+        chosen = [curve for curve in curves if (curve.kv_heads < curve.heads) == grouped] or curves
+        if not chosen:
+            raise _absent(self, f"attention through {backend}", sorted({curve.backend for curve in self.attention}))
+        return {curve.head_dim: _Curve(curve, backward) for curve in chosen}
+
+
+class _Curve:
+    """FLOP/s of attention by length."""
+
+    def __init__(self, curve: Attention, backward: bool) -> None:
+        times = curve.backward_microseconds if backward else curve.forward_microseconds
+        factor = 2.0 if backward else 1.0
+        self._seq = curve.seq
+        self._rates = [factor * curve.flops(s) / (t / 1e6) for s, t in zip(curve.seq, times, strict=True)]
+
+    def rate(self, seq: int) -> float:
+        return _between(self._seq, self._rates, seq, hold_time=True)
+
+
+class _Grid:
+    """Efficiency of products by size, from the measured times."""
+
+    def __init__(self, gemm: Gemm, peak: float) -> None:
+        self._axes = (gemm.m, gemm.n, gemm.k)
+        self._logs = tuple([math.log(size) for size in axis] for axis in self._axes)
+        points = ((m, n, k) for m in gemm.m for n in gemm.n for k in gemm.k)
+        self._logarithms = [
+            math.log(min(1.0, 2.0 * m * n * k / (time / 1e6) / peak))
+            for (m, n, k), time in zip(points, gemm.microseconds, strict=True)
+        ]
+
+    def rate(self, *sizes: int) -> float:
+        places, below = [], 0.0
+        for axis, logs, size in zip(self._axes, self._logs, sizes, strict=True):
+            log = math.log(size)
+            below += min(0.0, log - logs[0])
+            places.append(_place(axis, logs, size, log))
+        (i, x), (j, y), (k, z) = places
+        _, count_n, count_k = (len(axis) for axis in self._axes)
+        total = 0.0
+        for di, wx in ((0, 1.0 - x), (1, x)):
+            for dj, wy in ((0, 1.0 - y), (1, y)):
+                for dk, wz in ((0, 1.0 - z), (1, z)):
+                    weight = wx * wy * wz
+                    if weight:  # a weight of nothing may belong to a point beyond the grid
+                        total += weight * self._logarithms[((i + di) * count_n + j + dj) * count_k + k + dk]
+        return math.exp(total + below)
+
+
+def _place(axis: Sequence[int], logs: Sequence[float], size: int, log: float) -> tuple[int, float]:
+    """The measured size at or below one, and how far towards the next it lies; ends are held."""
+    if size <= axis[0]:
+        return 0, 0.0
+    if size >= axis[-1]:
+        return len(axis) - 1, 0.0
+    at = bisect_right(axis, size) - 1
+    return at, (log - logs[at]) / (logs[at + 1] - logs[at])
+
+
+def _between(axis: Sequence[int], rates: Sequence[float], size: float, *, hold_time: bool) -> float:
+    """A rate between measured ones; below the smallest size the rate falls with it where the time is held."""
+    if size <= axis[0]:
+        return rates[0] * (size / axis[0] if hold_time else 1.0)
+    if size >= axis[-1]:
+        return rates[-1]
+    at = bisect_right(axis, size) - 1
+    share = math.log(size / axis[at]) / math.log(axis[at + 1] / axis[at])
+    return math.exp((1.0 - share) * math.log(rates[at]) + share * math.log(rates[at + 1]))
+
+
+def _curve_rate(sizes: Sequence[int], times: Sequence[float], size: float) -> float:
+    rates = [count / (time / 1e6) for count, time in zip(sizes, times, strict=True)]
+    return _between(sizes, rates, size, hold_time=True)
+
+
+def _check_axes(*axes: Sequence[int]) -> None:
+    if any(list(axis) != sorted(set(axis)) for axis in axes):
+        raise ValueError("sizes must rise")
+
+
+def _check_curve(sizes: Sequence[int], times: Sequence[float]) -> None:
+    _check_axes(sizes)
+    if len(sizes) != len(times):
+        raise ValueError("a time for every size is needed")
+
+
+def _absent(ceilings: Ceilings, what: str, known: Sequence[str]) -> UsageError:
+    names = ", ".join(dict.fromkeys(known)) or "nothing of the kind"
+    return UsageError(f"no {what} was measured on {ceilings.device}", hint=f"measured: {names}")
+
+
+def read_ceilings(file: Path) -> Ceilings:
+    """A file that `headway hardware measure` wrote."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{file}: cannot be read: {reason}", hint="headway hardware measure writes one") from None
+    return _parse(text, str(file))
+
+
+def write_ceilings(file: Path, ceilings: Ceilings) -> None:
+    """Write the file so that a reader sees the old one or the new one, never half of one."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        beside.write_bytes(_render(ceilings))
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"{file}: cannot be written: {error.strerror or error}") from None
+
+
+def find_ceilings(chip: Chip | str) -> Ceilings | None:
+    """What Headway's own measurement of a chip found; None for chips that were not measured."""
+    name = chip if isinstance(chip, str) else chip.name
+    file = resources.files("headway.hardware") / "measured" / f"{name}.json"
+    return _parse(file.read_bytes(), file.name) if file.is_file() else None
+
+
+def _parse(text: bytes, origin: str) -> Ceilings:
+    try:
+        return Ceilings.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        if place == "format":
+            raise UsageError(
+                f"{origin}: format {first['input']!r} is not {FORMAT}", hint="measure again with this version"
+            ) from None
+        raise UsageError(f"{origin}: not measured ceilings: {place}: {first['msg']}") from None
+
+
+def _render(ceilings: Ceilings) -> bytes:
+    """JSON with one line for each list of numbers: small, and readable as a difference."""
+    import json
+
+    def lines(value: object, indent: str = "") -> str:
+        deeper = indent + " "
+        if isinstance(value, dict):
+            rows = [f"{deeper}{json.dumps(key)}: {lines(item, deeper)}" for key, item in value.items()]
+            return "{\n" + ",\n".join(rows) + f"\n{indent}}}" if rows else "{}"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join(deeper + lines(item, deeper) for item in value) + f"\n{indent}]"
+        return json.dumps(value, separators=(",", ":"))
+
+    return (lines(ceilings.model_dump(mode="json")) + "\n").encode()

@@ -1,0 +1,351 @@
+"""Clusters: so many nodes of so many devices, and the levels of links and switches between them.
+
+    --on h100x8x16            sixteen nodes of eight, wired as such nodes usually are
+    --cluster cluster.toml    the same with the network, prices and failures as they are where you are
+
+A level joins groups of devices: eight in an NVLink domain, 256 under the leaf switches of a rail-optimized unit, all of
+them through the spine. Bandwidth is per device and direction; what a level's switches cannot carry for all
+devices at once is its oversubscription.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headway.errors import UsageError
+from headway.hardware.chips import GIB, Chip, G, Link, known_chip
+from headway.hardware.chips import find_chip as _find
+
+__all__ = [
+    "GPU_HOURS_BETWEEN_FAILURES",
+    "Cluster",
+    "Level",
+    "default_cluster",
+    "load_cluster",
+    "parse_on",
+]
+
+GPU_HOURS_BETWEEN_FAILURES = 50_700.0
+"""The Llama 3 Herd of Models (2024), table 5: 419 unexpected interruptions of 16,384 H100 in 54 days."""
+
+FORM = "CHIPxPERNODExNODES, for example h100x8x16"
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the network: how devices reach those that no lower level joins them with."""
+
+    name: str
+    """nvlink, pcie, rail, leaf, spine or whatever a cluster's people call it."""
+    devices: int
+    """Devices that the level joins into one group; the last level joins all."""
+    bandwidth_bytes_s: float
+    """Per device and direction, before oversubscription."""
+    latency_s: float
+    """Of one hop of one message, software included."""
+    oversubscription: float = 1.0
+    """Devices' bandwidth over what the level's switches carry at once; 1 is non-blocking."""
+    source: str = ""
+    """Where the figures come from."""
+
+    @property
+    def effective_bytes_s(self) -> float:
+        """Bandwidth per device and direction when all use the level at once."""
+        return self.bandwidth_bytes_s / self.oversubscription
+
+    def describe(self) -> str:
+        """The level in a line."""
+        over = f", {self.oversubscription:g}:1 oversubscribed" if self.oversubscription > 1 else ""
+        rate = f"{self.bandwidth_bytes_s / G:>6.4g} GB/s"
+        return f"{self.name:<8}{self.devices:>7} devices  {rate}  {self.latency_s * 1e6:.3g} us{over}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices there are."""
+
+    name: str
+    chip: Chip
+    per_node: int
+    nodes: int
+    levels: tuple[Level, ...]
+    """From the fastest and smallest to the one that joins all devices; none for a single device."""
+    price_per_gpu_hour: float | None = None
+    gpu_hours_between_failures: float | None = None
+    """Mean, per device; None where nobody has counted."""
+    power_limit_w: float | None = None
+    """What devices are capped at; None leaves them at the chip's own power."""
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.per_node * self.nodes
+
+    @property
+    def power_w(self) -> float:
+        """What one device may draw."""
+        return min(self.chip.power_w, self.power_limit_w or math.inf)
+
+    def level(self, extent: int) -> Level:
+        """The level that groups of neighbouring devices talk over: `extent` is from a group's first to its last.
+
+        A group of 4 whose members are 8 apart has an extent of 32. Groups that do not fit evenly into a level's
+        cross its border somewhere, so that the next level counts.
+        """
+        if not 1 < extent <= self.devices:
+            raise UsageError(f"{self.name} has no group of {extent} devices", hint=f"it has {self.devices}")
+        for level in self.levels:
+            alone = extent == self.devices and level.devices >= extent
+            if alone or level.devices % extent == 0:
+                return level
+        return self.levels[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the chip by its name."""
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return {**fields, "chip": self.chip.name, "levels": [asdict(level) for level in self.levels]}
+
+
+# -- what nodes and networks usually are
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """How nodes of a chip are usually built and joined."""
+
+    per_node: int
+    network_gbit_s: float
+    """Per device and direction."""
+    unit: int
+    """Nodes under one set of leaf switches."""
+    source: str
+
+
+_SUPERPOD = "NVIDIA DGX SuperPOD reference architecture"
+_CARDS = _Usual(8, 50, 16, "assumed: one 400 Gb/s port for a node of eight cards")
+_USUAL: Mapping[str, _Usual] = MappingProxyType(
+    {
+        "a100-40": _Usual(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
+        "a100": _Usual(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
+        "h100": _Usual(8, 400, 32, f"{_SUPERPOD} (H100): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "h200": _Usual(8, 400, 32, f"{_SUPERPOD} (H200): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "b200": _Usual(8, 400, 32, f"{_SUPERPOD} (B200): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "b300": _Usual(8, 800, 64, f"{_SUPERPOD} (B300): eight 800 Gb/s ports a node, 64 nodes a unit"),
+        "gb200": _Usual(4, 400, 144, f"{_SUPERPOD} (GB200): a 400 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
+        "gb300": _Usual(4, 800, 144, f"{_SUPERPOD} (GB300): an 800 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
+        "mi300x": _Usual(8, 400, 32, "AMD Instinct MI300X cluster reference: eight 400 Gb/s ports a node"),
+        "rtx4090": _Usual(8, 12.5, 16, "assumed: one 100 Gb/s port for a node of eight cards"),
+        "cpu": _Usual(1, 25, 32, "assumed: one 25 Gb/s port a node"),
+    }
+)
+# One hop of a message: between what NCCL's own cost table gives its low-latency and its bandwidth protocols.
+_LATENCY_S = MappingProxyType({"nvlink": 2e-6, "xgmi": 3e-6, "pcie": 4e-6, "memory": 2e-6, "network": 6e-6})
+_SPINE_HOPS_S = 1.5e-6
+
+
+def default_cluster(chip: Chip, per_node: int | None = None, nodes: int = 1, name: str | None = None) -> Cluster:
+    """A cluster wired as such nodes usually are."""
+    usual = _USUAL.get(chip.name, _CARDS)
+    per_node = per_node or usual.per_node
+    whole = per_node * nodes
+    levels = [_in_node(chip, link, per_node, whole) for link in chip.links]
+    unit = usual.unit * per_node
+    port = usual.network_gbit_s / 8 * G
+    latency = _LATENCY_S["network"]
+    levels.append(Level("rail", min(unit, whole), port, latency, source=usual.source))
+    levels.append(Level("spine", whole, port, latency + _SPINE_HOPS_S, source=f"{usual.source}; non-blocking"))
+    return Cluster(
+        name=name or f"{chip.name}x{per_node}x{nodes}", chip=chip, per_node=per_node, nodes=nodes,
+        levels=_needed(levels),
+    )  # fmt: skip
+
+
+def _in_node(chip: Chip, link: Link, per_node: int, whole: int) -> Level:
+    """A chip's own link as a level: it ends with the node, but for the domains of a rack."""
+    if link.devices > 8:
+        joined = min(link.devices // per_node * per_node, whole) if per_node <= link.devices else per_node
+    else:
+        joined = min(link.devices, per_node) if link is not chip.links[-1] else per_node
+    kind = next(kind for kind in ("nvlink", "xgmi", "pcie", "memory") if link.kind.startswith(kind))
+    return Level(kind, joined, link.bandwidth_bytes_s, _LATENCY_S[kind], source=chip.source_of("links"))
+
+
+def _needed(levels: list[Level]) -> tuple[Level, ...]:
+    """Without levels that join no more devices than the one below."""
+    kept: list[Level] = []
+    for level in levels:
+        if level.devices > (kept[-1].devices if kept else 1):
+            kept.append(level)
+    return tuple(kept)
+
+
+# -- from the command line
+
+
+def parse_on(text: str, usual_node: bool = False) -> Cluster:
+    """`--on CHIPxPERNODExNODES`; without NODES one node, and a chip alone is one device, or its usual node."""
+    chip, *numbers = _split(text.strip().lower())
+    found = known_chip(chip)
+    if not numbers:
+        return default_cluster(found, None if usual_node else 1)
+    per_node, nodes = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 1
+    if per_node < 1 or nodes < 1:
+        raise UsageError(f"--on {text}: there must be a node, and a device in it", hint=f"the form is {FORM}")
+    return default_cluster(found, per_node, nodes)
+
+
+def _split(text: str) -> list[str]:
+    """A chip's name and up to two numbers; names may hold an x themselves (rtx4090, mi300x)."""
+    ways = [[text], text.rsplit("x", 1), text.rsplit("x", 2)]
+    ways = [way for way in ways if way[0] and all(part.isdecimal() for part in way[1:])]
+    known = [way for way in ways if _find(way[0]) is not None]
+    if known:
+        return known[0]
+    if len(ways) == 1 and "x" in text and _find(text.split("x")[0]) is not None:
+        raise UsageError(f"--on {text}: not of the form {FORM.split(',')[0]}", hint=f"for example {FORM.split()[-1]}")
+    return ways[-1] if ways else [text]
+
+
+# -- from a file
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class _LevelFile(_Section):
+    """One [[level]] of cluster.toml."""
+
+    name: str
+    devices: Count | None = None
+    gigabytes_s: Positive | None = None
+    gigabits_s: Positive | None = None
+    microseconds: Positive | None = None
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.gigabytes_s is None) == (self.gigabits_s is None):
+            raise ValueError("needs gigabytes_s or gigabits_s, and not both")
+        return self
+
+    def level(self, whole: int, origin: str) -> Level:
+        """The level, in bytes and seconds."""
+        rate = self.gigabytes_s * G if self.gigabytes_s is not None else (self.gigabits_s or 0.0) / 8 * G
+        kind = next((kind for kind in _LATENCY_S if self.name.startswith(kind)), "network")
+        latency = self.microseconds / 1e6 if self.microseconds is not None else _LATENCY_S[kind]
+        return Level(self.name, min(self.devices or whole, whole), rate, latency, self.oversubscription, origin)
+
+
+class _ClusterFile(_Section):
+    """cluster.toml."""
+
+    format: Literal[1] = 1
+    name: str | None = None
+    chip: str
+    per_node: Count | None = None
+    nodes: Count = 1
+    memory_gib: Positive | None = None
+    """Device memory where it is not the catalogue's."""
+    bandwidth_gigabytes_s: Positive | None = None
+    """Memory bandwidth where it is not the catalogue's."""
+    power_limit_w: Positive | None = None
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    gpu_hours_between_failures: Positive | None = None
+    level: tuple[_LevelFile, ...] = ()
+
+
+def load_cluster(file: Path) -> Cluster:
+    """Read a cluster.toml; keys that are left out are what such a cluster usually has."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "recipes/clusters/ holds examples; --on h100x8x16 needs no file"
+        raise UsageError(f"{file}: cannot be read: {error.strerror or error}", hint=hint) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not valid TOML: {error}") from None
+    try:
+        parsed = _ClusterFile.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, file) from None
+    try:
+        return _build(parsed, file)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error.message}", hint=error.hint) from None
+
+
+def _build(parsed: _ClusterFile, file: Path) -> Cluster:
+    chip = _changed(known_chip(parsed.chip), parsed, file)
+    name = parsed.name or file.stem
+    usual = default_cluster(chip, parsed.per_node, parsed.nodes, name)
+    levels = usual.levels
+    if parsed.level:
+        levels = tuple(level.level(usual.devices, str(file)) for level in parsed.level)
+        _check_levels(levels, usual)
+    return replace(
+        usual,
+        levels=levels if parsed.level else usual.levels,
+        price_per_gpu_hour=parsed.price_per_gpu_hour,
+        gpu_hours_between_failures=parsed.gpu_hours_between_failures,
+        power_limit_w=parsed.power_limit_w,
+    )
+
+
+def _changed(chip: Chip, parsed: _ClusterFile, file: Path) -> Chip:
+    """The chip with what the file says is different about it."""
+    changes: dict[str, Any] = {}
+    if parsed.memory_gib is not None:
+        changes["memory_bytes"] = int(parsed.memory_gib * GIB)
+    if parsed.bandwidth_gigabytes_s is not None:
+        changes["bandwidth_bytes_s"] = parsed.bandwidth_gigabytes_s * G
+    notes = {**chip.notes, **dict.fromkeys(changes, str(file))}
+    return replace(chip, **changes, notes=MappingProxyType(notes)) if changes else chip
+
+
+def _check_levels(levels: tuple[Level, ...], cluster: Cluster) -> None:
+    for lower, upper in pairwise(levels):
+        if upper.devices <= lower.devices:
+            raise UsageError(
+                f"level {upper.name} joins {upper.devices} devices, {lower.name} below it {lower.devices} already",
+                hint="give levels from the smallest to the largest; the last needs no devices key",
+            )
+        if upper.devices % lower.devices and upper is not levels[-1]:
+            raise UsageError(
+                f"level {upper.name} joins {upper.devices} devices, no multiple of {lower.name}'s {lower.devices}"
+            )
+    if levels[-1].devices < cluster.devices:
+        raise UsageError(
+            f"no level joins all {cluster.devices} devices: {levels[-1].name} joins {levels[-1].devices}",
+            hint="leave devices out of the last level, or add one above it",
+        )
+
+
+def _explain(error: ValidationError, file: Path) -> UsageError:
+    """The first mistake as one sentence, with the nearest names or the range that is allowed."""
+    mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
+    first = mistakes[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        *place, name = first["loc"]
+        section: type[BaseModel] = _LevelFile if place else _ClusterFile
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+        return UsageError(f'{file}: {"a level" if place else "a cluster"} has no key "{name}"', hint=hint)
+    if first["type"] == "missing":
+        return UsageError(f"{file}: {key} is missing", hint='for example chip = "h100"' if key == "chip" else None)
+    if first["type"] == "value_error":
+        return UsageError(f"{file}: {key}: {str(first['msg']).removeprefix('Value error, ')}")
+    return UsageError(f"{file}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
