@@ -26,7 +26,8 @@ VERBS = [
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
-    ["checkpoint", "verify", "last"], ["train", "recipes/demo.toml"], ["resume", "last"], ["stop", "last"],
+    ["checkpoint", "verify", "last"], ["train", "recipes/demo.toml", "--set", "data.path=none"],
+    ["resume", "last"], ["stop", "last"],
 ]  # fmt: skip
 
 
