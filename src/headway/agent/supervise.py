@@ -98,7 +98,8 @@ def supervise(
                     while not zygote.ready(POLL_S):
                         pulse()
                         if watch.stops_asked:
-                            zygote.kill()
+                            if zygote is not warm:
+                                zygote.kill()
                             raise _StoppedEarly
                     # 2 fork the workers
                     for rank in range(attempt.workers):
