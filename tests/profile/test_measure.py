@@ -15,7 +15,7 @@ from headway.cli import hardware
 from headway.errors import RunError
 from headway.hardware import read_ceilings
 from headway.profile.collectives import collectives
-from headway.profile.measure import CPU_QUICK, GPU, _sustained
+from headway.profile.measure import CPU_QUICK, GPU, _sustained, measure
 from headway.profile.operations import LAYOUTS, Pool, layer_shapes, product
 from headway.profile.timing import Timer
 
@@ -153,3 +153,14 @@ def test_show(arguments: list[str], words: list[str], monkeypatch: pytest.Monkey
     assert all(len(line) <= 110 for line in done.stdout.splitlines())
     as_json = CliRunner().invoke(hardware.app, [*arguments, "--json"])
     assert json.loads(as_json.stdout)
+
+
+def test_running_out_of_memory_ends_the_measurement_and_is_not_taken_for_a_missing_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sections(*_: Any) -> Any:
+        yield "products", "gemm", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+
+    monkeypatch.setattr("headway.profile.measure._sections", sections)
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(CPU, CPU_QUICK, 1, lambda *_: None)

@@ -107,32 +107,31 @@ class Attention(_Part):
         return 4.0 * batch * self.heads * seq * seq * self.head_dim * (0.5 if self.causal else 1.0)
 
 
-class Memory(_Part):
-    """An operation that memory bounds, over several sizes."""
+class _OverSizes(_Part):
+    """Times over several sizes."""
 
-    operation: str
     bytes: Sizes
-    """Bytes that must move at least: every input read once, every output written once."""
     microseconds: Times
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_curve(self.bytes, self.microseconds)
+        _check_axes(self.bytes)
+        if len(self.bytes) != len(self.microseconds):
+            raise ValueError("a time for every size is needed")
         return self
 
 
-class Copy(_Part):
+class Memory(_OverSizes):
+    """An operation that memory bounds. Bytes are what must move at least: inputs read once, outputs written once."""
+
+    operation: str
+
+
+class Copy(_OverSizes):
     """Copies between host and device."""
 
     direction: Literal["to_device", "to_host"]
     pinned: bool
-    bytes: Sizes
-    microseconds: Times
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_curve(self.bytes, self.microseconds)
-        return self
 
 
 class Host(_Part):
@@ -146,20 +145,12 @@ class Host(_Part):
     """One decoder layer, backward."""
 
 
-class Collective(_Part):
-    """A collective over several sizes."""
+class Collective(_OverSizes):
+    """A collective. Bytes are the whole tensor: what all ranks hold together after a gather, or before a scatter."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     ranks: Size
     backend: str
-    bytes: Sizes
-    """The whole tensor: what all ranks hold together after a gather, or before a scatter."""
-    microseconds: Times
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_curve(self.bytes, self.microseconds)
-        return self
 
 
 class Sustained(_Part):
@@ -375,12 +366,6 @@ def _curve_rate(sizes: Sequence[int], times: Sequence[float], size: float) -> fl
 def _check_axes(*axes: Sequence[int]) -> None:
     if any(list(axis) != sorted(set(axis)) for axis in axes):
         raise ValueError("sizes must rise")
-
-
-def _check_curve(sizes: Sequence[int], times: Sequence[float]) -> None:
-    _check_axes(sizes)
-    if len(sizes) != len(times):
-        raise ValueError("a time for every size is needed")
 
 
 def _absent(ceilings: Ceilings, what: str, known: Sequence[str]) -> UsageError:

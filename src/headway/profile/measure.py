@@ -131,6 +131,8 @@ def measure(device: torch.device, grid: Grid, ranks: int, tell: Tell) -> Ceiling
         tell(what, 0.0)
         try:
             _collect(what, measured(), found.setdefault(section, []), tell)
+        except torch.OutOfMemoryError:
+            raise  # half a grid would pass for a whole one
         except (RuntimeError, NotImplementedError) as error:  # one kernel that is missing must not cost the rest
             skipped[what] = str(error).strip().splitlines()[0][:200]
     torch.set_float32_matmul_precision("highest")
