@@ -27,6 +27,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/loader.py
 	@$(BIN)/python benchmarks/events.py
+	@$(BIN)/python benchmarks/plan/accuracy.py
 
 # Reinstalls only when the lock or the package's own description changes.
 $(INSTALLED): requirements.lock pyproject.toml

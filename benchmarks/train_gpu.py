@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from headway.models import Decoder, init_weights
-from headway.plan import flops_per_token, parameters
+from headway.plan import architecture_of, flops_per_token, parameters
 from headway.recipe import Model
 from headway.track import RunFolder, account, read_metric, read_run
 
@@ -109,8 +109,9 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch._dynamo.reset()
             model = Model(**SHAPES[variant["shape"]])
-            mfu = flops_per_token(model, SEQ) * ROWS * SEQ / result["step_s"] / PEAK
-            rows.append(variant | {"parameters": parameters(model), "bare_step_s": alone, "mfu": mfu} | result)
+            mfu = flops_per_token(architecture_of(model), SEQ) * ROWS * SEQ / result["step_s"] / PEAK
+            count = parameters(architecture_of(model))
+            rows.append(variant | {"parameters": count, "bare_step_s": alone, "mfu": mfu} | result)
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {ROWS} x {SEQ} tokens a step")
     print("shape   compile  recompute  step ms  bare ms  ratio    MFU  unattr.  save s")
     for row in rows:

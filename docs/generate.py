@@ -50,16 +50,21 @@ def recipe_page() -> Iterator[str]:
     """Every key of a recipe, section by section, and what resume may change."""
     schema = Recipe.model_json_schema()
     yield from ("# Recipe", "", NOTE, "", schema["description"], "")
-    sections = {name: field for name, field in schema["properties"].items() if "$ref" in field}
+    sections = {name: ref for name, field in schema["properties"].items() if (ref := reference(field))}
     plain = {name: field for name, field in schema["properties"].items() if name not in sections}
     yield from keys("", plain, schema)
-    for name, field in sections.items():
-        section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
+    for name, ref in sections.items():
+        section = schema["$defs"][ref.rsplit("/", 1)[1]]
         yield from ("", f"## [{name}]", "", section["description"], "")
         yield from keys(f"{name}.", section["properties"], section)
     yield from ("", "## What may change when a run is resumed", "")
     for key, why in CHANGEABLE.items():
         yield from item(f"`{key}`: {why}.")
+
+
+def reference(field: dict[str, Any]) -> str | None:
+    """The definition that a section's field refers to, whether it may be left out or not; None for a plain key."""
+    return next((option["$ref"] for option in field.get("anyOf", [field]) if "$ref" in option), None)
 
 
 def keys(prefix: str, fields: dict[str, Any], section: dict[str, Any]) -> Iterator[str]:

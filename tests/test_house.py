@@ -21,7 +21,8 @@ KNOWS_TORCH = {"state/tensors.py"}
 
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 VERBS = [
-    ["--help"], ["--version"], ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
+    ["--help"], ["--version"], ["plan", "--help"], ["plan", "recipes/demo.toml", "--on", "cpu"], ["plan", "none.toml"],
+    ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
     ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],

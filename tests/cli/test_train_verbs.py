@@ -53,16 +53,35 @@ def test_train_then_resume_then_look(desk) -> None:
     out, err = desk.type("train", "r.toml", "--workers", "2", "--name", "one")
     assert "one: finished at step 8 of 8" in out
     assert "next: headway report one" in out
+    assert "plan: shard 2, microbatch 4, no recomputation (headway plan shows why)\n" in err
+    assert "rough: CPU figures are assumed" in err
     assert "step 8/8" in err
     assert "\x1b" not in out + err, "no colours or cursor movements when it is not a terminal"
     out, _ = desk.type("resume", "one", "--set", "train.steps=12", "--json")
-    assert json.loads(out)["step"] == 12
+    result = json.loads(out)
+    assert result["step"] == 12
+    assert result["plan"] == json.loads(desk.run("one").plan_file.read_text())
     report = json.loads(desk.type("report", "one", "--json")[0])
     assert report["steps"] == 12
+    assert report["plan"]["measured"]["steps"] == 12
     out, _ = desk.type("diff", "one", "one")
     assert "equal" in out
     out, _ = desk.type("sample", "one", "--prompt", "def ", "--max-tokens", "5", "--seed", "1")
     assert out.strip()
+
+
+def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None:
+    out, err = desk.type("train", "r.toml", "--mesh", "shard=2", "--name", "m", "--detach", "--json")
+    result = json.loads(out)
+    assert result["plan"]["mesh"]["shard"] == 2
+    assert "plan: shard 2, " in err
+    desk.wait_for_step("m", 8)
+    starts = [event for record in read_run(desk.run("m"), "agent") for event in record.events]
+    assert starts[0]["workers"] == 2
+    assert json.loads(desk.run("m").recipe_file.read_text())["parallel"]["shard"] == 2
+    deadline = time.monotonic() + 30
+    while holder(desk.run("m")) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
@@ -147,6 +166,10 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "none.toml"], 2, "no such recipe"),
         (["train", "r.toml", "--set", "train.learning_rate=1"], 2, 'train has no key "learning_rate"'),
         (["train", "r.toml", "--workers", "3"], 2, "3 workers cannot share evenly"),
+        (["train", "r.toml", "--mesh", "tensor=2"], 2, "parallel.tensor is 2: this version's trainer runs shard only"),
+        (["train", "r.toml", "--mesh", "shard=2", "--workers", "4"], 2, "parallel.shard is 2, but 4 workers were"),
+        (["train", "r.toml", "--mesh", "shrad=2"], 2, "'shrad=2' is no axis and size"),
+        (["train", "r.toml", "--set", "parallel.pipeline=2"], 2, "parallel.pipeline is 2"),
         (["train", "r.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
         (["train", "r.toml", "--set", "data.version=0123456789"], 1, "version"),
         (["train", "r.toml", "--set", "data.seq=100000000"], 1, "no window of 100000000 + 1 tokens fits"),

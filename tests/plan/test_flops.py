@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.plan import (
+    architecture_of,
     flops_per_token,
     flops_per_token_full_attention,
     matmul_parameters,
@@ -35,15 +36,15 @@ QWEN25_05B = Model(vocab_size=151_936, layers=24, dim=896, heads=14, kv_heads=2,
     ids=["llama-3-8b", "llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"],
 )
 def test_parameters_of_published_models(model: Model, published: int) -> None:
-    assert parameters(model) == published
+    assert parameters(architecture_of(model)) == published
 
 
 def test_flops_of_a_published_model_by_hand() -> None:
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
     matrices = 32 * layer + 128_256 * 4096
-    assert matmul_parameters(LLAMA3_8B) == matrices
-    assert flops_per_token(LLAMA3_8B, 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
-    assert flops_per_token_full_attention(LLAMA3_8B, 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
+    assert matmul_parameters(architecture_of(LLAMA3_8B)) == matrices
+    assert flops_per_token(architecture_of(LLAMA3_8B), 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
+    assert flops_per_token_full_attention(architecture_of(LLAMA3_8B), 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
 
 
 @st.composite
@@ -69,7 +70,7 @@ def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
         decoder = Decoder(model)
     found = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     assert list(parameter_shapes(model).items()) == list(found.items())
-    assert parameters(model) == sum(parameter.numel() for parameter in decoder.parameters())
+    assert parameters(architecture_of(model)) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
 @settings(max_examples=15, deadline=None)
@@ -82,7 +83,7 @@ def test_a_training_step_computes_the_model_s_flops_and_no_more(model: Model, ro
         decoder(tokens, tokens).backward()
     # torch's counter leaves out attention's own products on a CPU.
     linear = {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)}
-    assert sum(linear.values()) == 6 * matmul_parameters(model) * rows * length
+    assert sum(linear.values()) == 6 * matmul_parameters(architecture_of(model)) * rows * length
 
 
 def test_attention_is_counted_as_the_half_it_is() -> None:
@@ -90,5 +91,5 @@ def test_attention_is_counted_as_the_half_it_is() -> None:
     model, seq = Model(vocab_size=10, layers=3, heads=4, head_dim=16), 1000
     scores = seq * (seq + 1) // 2
     exact = 3 * 2 * (2 * model.layers * model.heads * scores * model.head_dim)
-    counted = (flops_per_token(model, seq) - 6 * matmul_parameters(model)) * seq
+    counted = (flops_per_token(architecture_of(model), seq) - 6 * matmul_parameters(architecture_of(model))) * seq
     assert counted == pytest.approx(exact, rel=2 / seq)

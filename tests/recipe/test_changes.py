@@ -24,3 +24,12 @@ def test_what_would_make_another_run_is_refused_by_name(setting: str) -> None:
 
 def test_the_list_names_real_keys() -> None:
     assert set(CHANGEABLE) <= {key for key, _ in _fields(Recipe)}
+
+
+def test_a_section_that_is_left_out_counts_as_its_defaults() -> None:
+    meshed = with_settings(BASE, ["parallel.shard=2"])
+    assert changes(BASE, meshed) == {"parallel.shard": (None, 2)}
+    assert changes(meshed, with_settings(meshed, ["parallel="])) == {"parallel.shard": (2, None)}
+    assert changes(BASE, with_settings(BASE, ["parallel.tensor=1"])) == {}
+    with pytest.raises(RecipeError, match=r"parallel\.tensor cannot change"):
+        check_resumable(BASE, with_settings(BASE, ["parallel.tensor=2"]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import RecipeError
-from headway.recipe import Data, Model, Recipe, Train, load_recipe, nearest_keys, to_toml, with_settings
+from headway.recipe import Data, Model, Parallel, Recipe, Train, load_recipe, nearest_keys, to_toml, with_settings
 
 MINIMAL = '[data]\npath = "d"\n'
 
@@ -138,3 +138,18 @@ def test_nothing_after_the_equals_sign_unsets(tmp_path: Path) -> None:
     assert load_recipe(file, ["data.version="]).data.version is None
     with pytest.raises(RecipeError, match=r"train\.lr = None"):
         load_recipe(file, ["train.lr="])
+
+
+def test_the_mesh_is_a_section_that_may_be_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path, '[data]\npath = "d"\n')
+    assert load_recipe(file).parallel is None
+    given = load_recipe(file, ["parallel.tensor=2"])
+    assert given.parallel == Parallel(replicate=1, shard=None, tensor=2)
+    again = tmp_path / "again.toml"
+    for recipe in (given, load_recipe(file)):
+        again.write_text(to_toml(recipe))
+        assert load_recipe(again) == recipe
+    assert nearest_keys("shards")[0] == "parallel.shard"
+    with pytest.raises(RecipeError, match=r"parallel\.shard = 0") as caught:
+        load_recipe(file, ["parallel.shard=0"])
+    assert caught.value.hint == "parallel.shard takes a whole number at least 1"

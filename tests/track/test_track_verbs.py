@@ -18,7 +18,19 @@ from headway.cli.metrics import metrics
 from headway.cli.report import report
 from headway.cli.runs import runs
 from headway.errors import RunError, UsageError
-from headway.track import START, Recorder, RunFolder, create_run, export_tensorboard, extend, hold, record_path
+from headway.track import (
+    START,
+    Recorder,
+    RunFolder,
+    RunPlan,
+    create_run,
+    export_tensorboard,
+    extend,
+    hold,
+    read_plan,
+    record_path,
+    write_plan,
+)
 
 app = typer.Typer()
 for verb in (runs, report, metrics, logs, diff):
@@ -104,6 +116,56 @@ def test_report_shows_the_ledger_worked_by_hand(tmp_path):
     assert "MFU: 15.0% during steps, causal attention counted half; 22.5% counting full attention" in flat
     assert "largest loss: start-up, 4.0 device-seconds, 20.0%." in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def make_plan(**changes: object) -> RunPlan:
+    """Two H100s, 1.6 s a step of which half is useful."""
+    accounts = {"useful": 0.8, "kernels below peak": 0.797, "recomputation": 0.003, "pipeline bubble": 0.0}
+    plan = RunPlan(
+        cluster="h100x2x1", chip="h100", assumed=False, fidelity="default", mesh={"shard": 2, "expert": 2}, seq=10,
+        batch=10, microbatch=5, recompute="none", precision="bf16", chosen={}, step_s=1.6, accounts_s=accounts,
+        tokens_s=62.5, mfu=0.5, mfu_full_attention=0.6, memory_bytes={"weights": 2.0, "logits": 1.0},
+        capacity_bytes=4.0,
+    )  # fmt: skip
+    return plan.model_copy(update=changes)
+
+
+def test_report_holds_the_plan_against_what_was_measured(tmp_path):
+    run = make_run(tmp_path, "demo")
+    assert json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"] is None
+    write_plan(run, make_plan())
+    assert read_plan(run) == make_plan()
+    text = call(tmp_path, "report", "demo").output
+    table = {line[2:20].strip(): line[20:].split() for line in text.splitlines() if line.startswith("  ")}
+    # Three steps of 1.6 s on two devices are 9.6 of the 20 device-seconds; a step took 0.5 s of data and 1.5 s more.
+    assert table["compute"] == ["9.0", "45.0%", "48.0%"]
+    assert table["data stall"] == ["3.0", "15.0%", "0.0%"]
+    assert table["start-up"] == ["4.0", "20.0%", "-"]
+    flat = " ".join(text.split())
+    assert "plan: 1.60 s a step, measured 2.00 s (+25.0 %); MFU 50.0%, measured 15.0%" in flat
+    assert "a step as planned: useful 50%, kernels below peak 50% largest loss" in flat
+    assert all(len(line) <= 80 for line in text.splitlines())
+    document = json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"]
+    assert document["step_s"] == 1.6
+    assert document["measured"] == {"steps": 3, "step_s": 2.0, "mfu": 0.15}
+    assert document["off"] == pytest.approx(0.25)
+    assert document["shares"] == {"compute": pytest.approx(0.48), "data stall": 0.0}
+
+
+def test_report_of_a_plan_for_assumed_figures_or_for_the_last_steps_only(tmp_path):
+    run = make_run(tmp_path, "demo")
+    write_plan(run, make_plan(assumed=True, from_step=2))
+    text = call(tmp_path, "report", "demo").output
+    assert "rough: CPU figures are assumed" in " ".join(text.split())
+    assert "a step as planned" not in text
+    assert "48.0%" not in text
+    document = json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"]
+    assert (document["measured"]["steps"], document["shares"]) == (1, {})
+    write_plan(run, make_plan(from_step=3))
+    text = call(tmp_path, "report", "demo").output
+    assert "plan: 1.60 s a step; MFU" in text
+    run.plan_file.write_text("{")
+    assert "plan:" not in call(tmp_path, "report", "demo").output
 
 
 def test_report_tells_incidents_attempts_and_the_chain(tmp_path):

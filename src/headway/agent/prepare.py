@@ -4,16 +4,19 @@
 data, model, devices and batch are checked before a run folder is made or touched.
 """
 
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.supervise import Attempt
 from headway.data import check_version, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices
-from headway.recipe import FaultPlan, Model, Recipe, check_resumable, with_settings
+from headway.plan.checks import RUNNABLE
+from headway.recipe import FaultPlan, Model, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
 from headway.track import (
@@ -23,12 +26,14 @@ from headway.track import (
     holder,
     next_attempt,
     parse_ref,
+    read_plan,
     read_recipe,
     read_run,
     write_json,
+    write_plan,
 )
 
-__all__ = ["new_run", "resolve", "resume_run"]
+__all__ = ["new_run", "resolve", "resume_run", "stated_recipe"]
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -48,15 +53,19 @@ def new_run(
     """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state."""
     recipe = resolve(recipe, root)
     found = devices(recipe.train.device)
-    count = workers or default_workers(found)
+    check_mesh(recipe, workers or default_workers(found))
+    count = count_workers(recipe, workers, default_workers(found))
     check_workers(recipe, count, found)
     checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
+    planned = plan_run(recipe, found, count)
 
     run = create_run(root, recipe.name, name)
     try:
-        write_json(run.recipe_file, recipe.model_dump())
+        write_json(run.recipe_file, planned.recipe.model_dump())
+        if planned.plan is not None:
+            write_plan(run, planned.plan)
         shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.tokenizer_file)
         shutil.copyfile(Path(recipe.data.path) / MANIFEST, run.data_file)
     except OSError as error:
@@ -64,7 +73,7 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    return attempt_of(run, 1, count, found, checkpoint)
+    return attempt_of(run, 1, count, found, checkpoint, notes=list(planned.notes))
 
 
 def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = None) -> Attempt:
@@ -77,7 +86,9 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
         )
     old = read_recipe(run)
     new, _ = pin_data(with_settings(old, settings))
-    changed = check_resumable(old, new)
+    found = devices(new.train.device)
+    check_mesh(new, workers or default_workers(found))
+    check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
     checkpoint = newest_checkpoint(run, events)
     manifest = open_checkpoint(checkpoint).manifest if checkpoint else None
@@ -88,13 +99,15 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
             hint=f"headway resume {run.name} --set train.steps={2 * step} trains on",
         )
     starts = [event for event in events if event["kind"] == "attempt"]
-    found = devices(new.train.device)
     before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
-    count = workers or before or default_workers(found)
+    count = count_workers(new, workers, before or default_workers(found))
     check_workers(new, count, found)
+    planned = plan_again(new, found, count, old=read_plan(run), before=before)
+    changed = changes(old, planned.recipe)
     if changed:
-        write_json(run.recipe_file, new.model_dump())
-    notes = []
+        write_json(run.recipe_file, planned.recipe.model_dump())
+    renew_plan(run, planned, step)
+    notes = list(planned.notes)
     if manifest and count != manifest.workers:
         notes.append(
             f"{manifest.workers} workers before, {count} now: the state is taken over exactly, "
@@ -102,6 +115,21 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
         )
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
     return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+
+
+def stated_recipe(run: RunFolder) -> Recipe:
+    """A run's recipe without what its plan filled in: other devices may want it otherwise."""
+    recipe, plan = read_recipe(run), read_plan(run)
+    return recipe if plan is None else unplanned(recipe, plan)
+
+
+def renew_plan(run: RunFolder, planned: Planned, step: int) -> None:
+    """Replace a run's plan by one that holds from here on, if it says something else."""
+    old, new = read_plan(run), planned.plan
+    if new is None:
+        run.plan_file.unlink(missing_ok=True)
+    elif old is None or new.model_copy(update={"from_step": old.from_step}) != old:
+        write_plan(run, new.model_copy(update={"from_step": step}))
 
 
 def attempt_of(
@@ -230,6 +258,33 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]]) -> Path | No
 def default_workers(found: Devices) -> int:
     """One a GPU; on a CPU one, which then uses all cores."""
     return found.count if found.kind == "cuda" else 1
+
+
+def check_mesh(recipe: Recipe, workers: int) -> None:
+    """Refuse axes that this version's trainer does not run."""
+    sizes = recipe.parallel.model_dump() if recipe.parallel else {}
+    wanted = {axis: size for axis, size in sizes.items() if size not in (None, 1)}
+    for axis, size in wanted.items():
+        if axis not in RUNNABLE.axes:
+            runs = math.prod(size for axis, size in wanted.items() if axis != "expert") if sizes["shard"] else workers
+            mesh = ",".join(f"{axis}={size}" for axis, size in wanted.items())
+            raise RecipeError(
+                f"parallel.{axis} is {size}: this version's trainer runs {' and '.join(RUNNABLE.axes)} only",
+                hint=f"--mesh shard={runs} would run; headway plan --mesh {mesh} says what the other would bring",
+            )
+
+
+def count_workers(recipe: Recipe, asked: int | None, default: int) -> int:
+    """As many as were asked for, else as the recipe's mesh takes, else the default; the first two must agree."""
+    stated = recipe.parallel.shard if recipe.parallel else None
+    if stated is None:
+        return asked or default
+    if asked not in (None, stated):
+        raise RecipeError(
+            f"parallel.shard is {stated}, but {asked} workers were asked for",
+            hint=f"--workers {stated}, or --set parallel.shard={asked}",
+        )
+    return stated
 
 
 def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:

@@ -6,9 +6,9 @@ import time
 
 from headway.agent import Attempt, supervise
 from headway.cli.text import print_json
-from headway.cli.view import open_view
+from headway.cli.view import open_view, plan_lines
 from headway.errors import RunError, WorkerError
-from headway.track import holder, read_recipe, summarize
+from headway.track import holder, read_plan, read_recipe, summarize
 
 __all__ = ["launch"]
 
@@ -17,11 +17,16 @@ DETACH_TIMEOUT_S = 20.0
 
 def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     """Supervise an attempt to its end and exit with its status, or hand it to an agent of its own."""
-    name = attempt.run.name
+    name, plan = attempt.run.name, read_plan(attempt.folder)
+    planned = None if plan is None else plan.model_dump()
+    for line in plan_lines(plan) if plan else []:
+        print(line, file=sys.stderr)
     if detach:
+        for note in attempt.notes:
+            print(f"note: {note}", file=sys.stderr)
         pid = start_agent(attempt)
         if json:
-            print_json({"run": name, "agent": pid})
+            print_json({"run": name, "agent": pid, "plan": planned})
         else:
             print(name)
             print(
@@ -36,7 +41,8 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     summary = summarize(attempt.folder)
     total = read_recipe(attempt.folder).train.steps
     if json:
-        print_json({"run": name, "state": outcome.state, "step": summary.step, "loss": summary.loss})
+        result = {"run": name, "state": outcome.state, "step": summary.step, "loss": summary.loss}
+        print_json(result | {"plan": planned})
     else:
         print(f"{name}: {outcome.state} at step {summary.step} of {total}: {outcome.reason}")
         follow_up = f"headway resume {name}" if outcome.state == "stopped" else f"headway report {name}"

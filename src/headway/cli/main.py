@@ -14,6 +14,7 @@ from headway.cli import (
     hardware,
     logs,
     metrics,
+    plan,
     recipe,
     report,
     resume,
@@ -38,6 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.command()(plan.plan)
 app.command()(train.train)
 app.command()(resume.resume)
 app.command()(stop.stop)

@@ -1,13 +1,14 @@
 """`headway report RUN`: where every device-second of a run went, what it cost, and what to try."""
 
+import statistics
 import textwrap
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
-    from headway.track import AttemptTime, Ledger, Record, RunFolder, RunSummary
+    from headway.track import AttemptTime, Ledger, Record, RunFolder, RunPlan, RunSummary
 
 __all__ = ["report"]
 
@@ -18,20 +19,44 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     Every device-second is in one account; then the largest loss, what happened, the chain and digest.
     """
     from headway.cli.text import print_json
-    from headway.track import account, find_run, read_run, runs_root, summarize
+    from headway.track import account, find_run, read_plan, read_run, runs_root, summarize
 
     folder = find_run(runs_root(runs), run)
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
+    foretold = _foretold(read_plan(folder), records)
     if json:
-        print_json(_document(folder, summarize(folder), ledger, exact))
+        print_json(_document(folder, summarize(folder), ledger, exact) | {"plan": _plan_document(foretold, ledger)})
     else:
         peak = _facts(records).get("peak_source") or "the device's peak"
-        print("\n".join(_text(summarize(folder), ledger, exact, str(peak), _damage(records))))
+        print("\n".join(_text(summarize(folder), ledger, foretold, exact, str(peak), _damage(records))))
 
 
-def _text(summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any], peak: str, damage: list[str]) -> list[str]:
-    lines = [_title(summary, ledger), "", *_accounts(ledger), "", *_useful(ledger, peak), *_loss(ledger)]
+class _Foretold(NamedTuple):
+    """A run's plan beside what its steps took."""
+
+    plan: "RunPlan"
+    steps: int
+    """Steps that count and that the plan holds for."""
+    measured_s: float | None
+    """Their median: the first steps of an attempt are slower, and a plan knows nothing of that."""
+
+    @property
+    def off(self) -> float | None:
+        """By how much of the plan's step the measured one is longer."""
+        return None if self.measured_s is None else self.measured_s / self.plan.step_s - 1
+
+
+def _text(
+    summary: "RunSummary",
+    ledger: "Ledger",
+    foretold: _Foretold | None,
+    exact: dict[str, Any],
+    peak: str,
+    damage: list[str],
+) -> list[str]:
+    lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(foretold, ledger)), ""]
+    lines += [*_useful(ledger, peak), *_plan(foretold, ledger), *_loss(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
         lines += [f"  {_clock(incident.wall)}  {incident.text}" for incident in ledger.incidents]
@@ -72,10 +97,13 @@ def _title(summary: "RunSummary", ledger: "Ledger") -> str:
     return f"{summary.name}  {summary.state}, step {summary.step} in {attempts}, {devices}, {took}"
 
 
-def _accounts(ledger: "Ledger") -> list[str]:
-    rows = [f"  {'account':18} {'device-seconds':>15} {'share':>9}"]
+def _accounts(ledger: "Ledger", predicted: dict[str, float]) -> list[str]:
+    """One row an account; what a plan says its share would be stands beside it."""
+    rows = [f"  {'account':18} {'device-seconds':>15} {'share':>9}{'plan' if predicted else '':>10}".rstrip()]
     for name in ledger.accounts:
-        rows.append(f"  {name:18} {ledger.seconds(name):15,.1f} {ledger.share(name):9.1%}")
+        row = f"  {name:18} {ledger.seconds(name):15,.1f} {ledger.share(name):9.1%}"
+        foretold = f"{predicted[name]:.1%}" if name in predicted else "-"
+        rows.append(f"{row}{foretold:>10}" if predicted else row)
     return [*rows, f"  {'total':18} {ledger.total_ns / 1e9:15,.1f} {1 if ledger.total_ns else 0:9.1%}"]
 
 
@@ -87,6 +115,55 @@ def _useful(ledger: "Ledger", peak: str) -> list[str]:
     lines = [f"useful: {ledger.useful_ns / 1e9:,.1f} device-seconds at peak, {share:.1%} of all ({peak})"]
     full = "" if ledger.mfu_full_attention is None else f"; {ledger.mfu_full_attention:.1%} counting full attention"
     return [*lines, f"MFU: {ledger.mfu:.1%} during steps, causal attention counted half{full}"]
+
+
+def _foretold(plan: "RunPlan | None", records: "list[Record]") -> _Foretold | None:
+    """The plan, and the steps it holds for."""
+    from headway.track import history
+
+    if plan is None:
+        return None
+    steps = [event for event in history(records) if event["step"] > plan.from_step]
+    pairs = [(event.get("data"), event.get("compute")) for event in steps]
+    times = [data + compute for data, compute in pairs if isinstance(data, int) and isinstance(compute, int)]
+    return _Foretold(plan, len(steps), statistics.median(times) / 1e9 if times else None)
+
+
+def _predicted(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, float]:
+    """Shares of what was allocated that the steps would have taken as planned; a plan knows no other account.
+
+    Nothing where it holds for some of the steps only: the allocation is that of all.
+    """
+    if foretold is None or foretold.plan.from_step or not foretold.steps or not ledger.total_ns:
+        return {}
+    device_ns = foretold.steps * foretold.plan.step_s * foretold.plan.devices * 1e9
+    return {"compute": device_ns / ledger.total_ns, "data stall": 0.0}
+
+
+def _plan(foretold: _Foretold | None, ledger: "Ledger") -> list[str]:
+    """The step as planned and as measured, and where the planned one was to go."""
+    from headway.cli.text import ROUGH, short_seconds
+
+    if foretold is None:
+        return []
+    plan, line = foretold.plan, f"plan: {short_seconds(foretold.plan.step_s)} a step"
+    if foretold.measured_s is not None:
+        line += f", measured {short_seconds(foretold.measured_s)} ({100 * (foretold.off or 0):+.1f} %)"
+    if plan.assumed:
+        return [f"{line}; {ROUGH}"]
+    measured = "" if ledger.mfu is None else f", measured {ledger.mfu:.1%}"
+    parts = [f"{name} {seconds / plan.step_s:.0%}" for name, seconds in plan.accounts_s.items()]
+    shown = [part for part in parts if not part.endswith(" 0%")]
+    return [f"{line}; MFU {plan.mfu:.1%}{measured}", f"  a step as planned: {', '.join(shown)}"]
+
+
+def _plan_document(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, Any] | None:
+    """plan.json, and beside it what was measured over the steps it holds for."""
+    if foretold is None:
+        return None
+    measured = {"steps": foretold.steps, "step_s": foretold.measured_s, "mfu": ledger.mfu}
+    shares = _predicted(foretold, ledger)
+    return foretold.plan.model_dump() | {"measured": measured, "off": foretold.off, "shares": shares}
 
 
 def _loss(ledger: "Ledger") -> list[str]:

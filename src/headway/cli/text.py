@@ -2,7 +2,10 @@
 
 from typing import Any
 
-__all__ = ["count", "duration", "print_json"]
+__all__ = ["ROUGH", "count", "duration", "print_json", "short_seconds"]
+
+ROUGH = "rough: CPU figures are assumed"
+"""Said beside every prediction for a CPU."""
 
 
 def print_json(value: Any) -> None:
@@ -26,3 +29,8 @@ def duration(seconds: float) -> str:
     days, rest = divmod(whole, 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock
+
+
+def short_seconds(seconds: float) -> str:
+    """Seconds with three digits: 0.0927 s, 1.23 s, 52.4 s."""
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s"

@@ -18,24 +18,36 @@ def train(
         str | None,
         typer.Option("--from", metavar="RUN@STEP", help="Go on from another run's state, as a new run."),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS=N,...", help="Lay the workers out so, like shard=4; axes left out are 1."),
+    ] = None,
     runs: Runs = None,
     settings: Settings = None,
     detach: Detach = False,
     json: Json = False,
 ) -> None:
-    """Train a recipe on this machine."""
-    from headway.agent import new_run
+    """Train a recipe on this machine.
+
+    What the recipe leaves open, the best plan that this version's trainer runs decides.
+    """
+    from dataclasses import asdict
+
+    from headway.agent import new_run, stated_recipe
     from headway.cli.launch import launch
     from headway.errors import UsageError
-    from headway.recipe import load_recipe, with_settings
-    from headway.track import find_run, parse_ref, read_recipe, runs_root
+    from headway.plan.settings import parse_mesh
+    from headway.recipe import Parallel, load_recipe, with_settings
+    from headway.track import find_run, parse_ref, runs_root
 
     root = runs_root(runs)
     if recipe is not None:
         wanted = load_recipe(recipe, settings or ())
     elif origin is not None:
         source = find_run(root, parse_ref(origin)[0])
-        wanted = with_settings(read_recipe(source), settings or ())
+        wanted = with_settings(stated_recipe(source), settings or ())
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
+    if mesh is not None:
+        wanted = wanted.model_copy(update={"parallel": Parallel(**asdict(parse_mesh(mesh)))})
     launch(new_run(wanted, root, name=name, workers=workers, origin=origin), detach=detach, json=json)

@@ -4,7 +4,7 @@ from headway.recipe.assignment import Assignment
 from headway.recipe.changes import CHANGEABLE, changes, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
-from headway.recipe.schema import Checkpoint, Data, Eval, Model, Recipe, Train
+from headway.recipe.schema import Checkpoint, Data, Eval, Model, Parallel, Recipe, Train
 
 __all__ = [
     "CHANGEABLE",
@@ -15,6 +15,7 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "Model",
+    "Parallel",
     "Recipe",
     "Train",
     "changes",

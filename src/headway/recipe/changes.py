@@ -4,7 +4,7 @@ from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.schema import Recipe
+from headway.recipe.schema import Parallel, Recipe
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
 
@@ -16,6 +16,7 @@ CHANGEABLE = {
     "train.deterministic": "slower, repeatable kernels",
     "train.device": "same state on another kind of device",
     "train.timeout_s": "patience only",
+    "parallel.shard": "other workers take the state over exactly; same gradients up to rounding",
     "data.path": "the folder may move; its version must stay",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
@@ -27,9 +28,13 @@ CHANGEABLE = {
 
 
 def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    before, after = dict(leaves(old.model_dump())), dict(leaves(new.model_dump()))
+    """Dotted keys whose values differ, with both values; a section that is left out counts as one of defaults."""
+    before, after = (dict(leaves(_whole(recipe))) for recipe in (old, new))
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def _whole(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_copy(update={"parallel": recipe.parallel or Parallel()}).model_dump()
 
 
 def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

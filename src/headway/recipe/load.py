@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -156,10 +156,15 @@ def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: An
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Every dotted key a recipe may have, with its description."""
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _fields(field.annotation, f"{prefix}{name}.")
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        if inner:
+            yield from _fields(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field.description or ""
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str], default_origin: str) -> RecipeError:
@@ -190,6 +195,7 @@ def _allowed(key: str) -> str | None:
     schema = Recipe.model_json_schema()
     place = schema
     for part in key.split("."):
+        place = next((option for option in place.get("anyOf", ()) if "$ref" in option), place)
         if "$ref" in place:
             place = schema["$defs"][place["$ref"].rsplit("/", 1)[1]]
         place = place.get("properties", {}).get(part)

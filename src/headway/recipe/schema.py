@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Checkpoint", "Data", "Eval", "Model", "Recipe", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Model", "Parallel", "Recipe", "Train"]
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -117,7 +117,7 @@ class Train(_Section):
     batch: Positive = 32
     """Sequences in one step, over all workers together; never depends on how many there are."""
     microbatch: Positive | None = None
-    """Sequences a worker puts through the model at once; by default its whole share of the batch."""
+    """Sequences a worker puts through the model at once; by default its whole share of the batch, or as planned."""
     lr: Annotated[float, Field(gt=0, lt=10)] = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -140,8 +140,8 @@ class Train(_Section):
     """Precision of the matrix products; weights and optimizer stay in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs there are, else the CPU."""
-    checkpoint_activations: bool = False
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    checkpoint_activations: bool | None = None
+    """Recompute each block's activations in the backward pass instead of keeping them; by default as planned."""
     compile: bool = False
     """Compile each block with torch.compile."""
     deterministic: bool = False
@@ -162,6 +162,23 @@ class Train(_Section):
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps})")
         return self
+
+
+class Parallel(_Section):
+    """How the workers are laid out: a mesh, whose axes but `expert` multiply to the workers there are."""
+
+    replicate: Positive = 1
+    """Copies of the whole, which exchange gradients."""
+    shard: Positive | None = None
+    """Workers that share weights, gradients and optimizer; by default all that the other axes leave."""
+    tensor: Positive = 1
+    """Workers that share each matrix of a layer."""
+    pipeline: Positive = 1
+    """Stages that layers are spread over."""
+    context: Positive = 1
+    """Workers that share each sequence."""
+    expert: Positive = 1
+    """Workers that share a layer's experts; they lie across the other axes."""
 
 
 class Eval(_Section):
@@ -197,6 +214,8 @@ class Recipe(_Section):
     """Which tokens to train on."""
     train: Train = Field(default_factory=Train)
     """How to train."""
+    parallel: Parallel | None = None
+    """How the workers are laid out; without this section the plan decides."""
     eval: Eval = Field(default_factory=Eval)
     """When to measure the loss on held-out windows."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)

@@ -20,6 +20,7 @@ from headway.track.events import (
 from headway.track.files import read_recipe, write_json
 from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Loss, account, largest_loss
 from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
+from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
     RunFolder,
     RunState,
@@ -50,6 +51,7 @@ __all__ = [
     "Record",
     "Recorder",
     "RunFolder",
+    "RunPlan",
     "RunState",
     "RunSummary",
     "Series",
@@ -75,6 +77,7 @@ __all__ = [
     "read_ends",
     "read_metric",
     "read_metrics",
+    "read_plan",
     "read_recipe",
     "read_record",
     "read_run",
@@ -83,4 +86,5 @@ __all__ = [
     "summarize",
     "upgrade",
     "write_json",
+    "write_plan",
 ]

@@ -1,7 +1,7 @@
 """Run folders: where they lie, how they are named and found, who holds one, and how it stands.
 
 runs/<run>/
-  recipe.json  environment.json
+  recipe.json  plan.json  environment.json
   events/       one file a process and attempt
   checkpoints/  step-<n>/
   logs/         <attempt>-rank-<n>.log, <attempt>-agent.log
@@ -64,6 +64,11 @@ class RunFolder:
     def recipe_file(self) -> Path:
         """The resolved recipe."""
         return self.path / "recipe.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """What was planned for it."""
+        return self.path / "plan.json"
 
     @property
     def environment_file(self) -> Path:

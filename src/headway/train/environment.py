@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headway.hardware import find_chip
-from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
+from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, parameters
 from headway.recipe import Assignment
 from headway.track import write_json
 from headway.train.build import Parts
@@ -59,11 +59,12 @@ def record_facts(parts: Parts) -> None:
     peak, source = peak_flops(device, recipe.train.dtype)
     if not parts.world.first:
         return
+    arch = architecture_of(recipe.model)
     parts.recorder.event(
         "facts",
-        parameters=parameters(recipe.model),
-        flops_per_token=flops_per_token(recipe.model, recipe.data.seq),
-        flops_per_token_full_attention=flops_per_token_full_attention(recipe.model, recipe.data.seq),
+        parameters=parameters(arch),
+        flops_per_token=flops_per_token(arch, recipe.data.seq),
+        flops_per_token_full_attention=flops_per_token_full_attention(arch, recipe.data.seq),
         peak_flops=peak,
         peak_source=source,
         device=device_name(device),

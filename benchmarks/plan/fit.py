@@ -1,0 +1,86 @@
+"""Fits the planner's parameters to published runs, and writes src/headway/plan/fitted.json.
+
+    python benchmarks/plan/fit.py [--check]
+
+One set for all runs, and one for each program that leaves its runs out: predictions of a program's runs with the
+latter are what "unseen" means. Dense runs on A100, H100 and H200 count most; a program with many runs does not
+outvote the others; lines that a rule had to complete count less.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from headway.plan.against import CORE
+from headway.plan.calibrate import as_json, fit
+from headway.plan.efficiencies import Parameters
+from headway.plan.published import Case, Skip, read_case
+
+HERE = Path(__file__).parent
+RUNS = HERE / "published_runs.csv"
+FITTED = HERE.parents[1] / "src/headway/plan/fitted.json"
+
+FULL_VOTE = 8
+"""Runs of a program that count in full; more of them count as that many to the power 0.3 more."""
+OTHERS = 0.15
+"""Weight of runs with experts or on other chips: their software changed by half in a year."""
+ASSUMED = 0.4
+"""Weight of runs that a rule had to complete."""
+
+
+def cases() -> list[Case]:
+    """Every line that can be modelled."""
+    found = []
+    with RUNS.open(newline="", encoding="utf-8") as stream:
+        for row, line in enumerate(csv.DictReader(stream)):
+            try:
+                found.append(read_case(row, line))
+            except Skip:
+                continue
+    return found
+
+
+def weights(kept: list[Case]) -> list[float]:
+    votes = Counter(case.program for case in kept)
+
+    def weight(case: Case) -> float:
+        many = max(1.0, votes[case.program] / FULL_VOTE) ** -0.7
+        core = 1.0 if case.dense and case.chip in CORE else OTHERS
+        return many * core * (ASSUMED if case.assumed else 1.0)
+
+    return [weight(case) for case in kept]
+
+
+def fit_all(kept: list[Case]) -> dict[str, dict[str, float]]:
+    found = {"all": as_json(fit(kept, Parameters(), weights(kept)))}
+    for program in sorted({case.program for case in kept}):
+        rest = [case for case in kept if case.program != program]
+        found[program] = as_json(fit(rest, Parameters(), weights(rest)))
+        print(f"  without {program:<16} {len(rest)} runs", file=sys.stderr)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the file that is there, write nothing")
+    check = parser.parse_args().check
+    made = {"format": 1, "made_by": "benchmarks/plan/fit.py", "parameters": fit_all(cases())}
+    if not check:
+        FITTED.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {FITTED.name}: {made['parameters']['all']}")
+        return 0
+    there = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
+    worst = max(
+        abs(made["parameters"][name][key] / value - 1)
+        for name, values in there.items()
+        for key, value in values.items()
+    )
+    print(f"largest difference from {FITTED.name}: {worst:.2%}")
+    return 0 if worst < 0.01 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

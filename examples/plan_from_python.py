@@ -1,0 +1,40 @@
+"""Plans without the command line: the best way to run, what a different mesh would cost, and how the run scales.
+
+python examples/plan_from_python.py
+"""
+
+from headway.hardware import parse_on
+from headway.plan.checks import Choices
+from headway.plan.plan import plan
+from headway.plan.settings import Mesh
+from headway.recipe import Data, Model, Recipe, Train
+
+MODEL = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)
+RECIPE = Recipe(
+    name="eight-billion",
+    model=MODEL,
+    data=Data(path="data/corpus", seq=8192),
+    train=Train(steps=10_000, batch=512, dtype="bfloat16", compile=True),
+)
+
+
+def main() -> None:
+    """Print three answers."""
+    found = plan(RECIPE, parse_on("h100x8x4"), price=2.5)
+    best = found.best.estimate
+    print(f"best of {found.found.tried}: {best.settings.mesh.describe()}, microbatch {best.settings.microbatch}")
+    print(f"  {best.step.seconds:.1f} s a step, MFU {best.mfu:.0%}, {best.memory.total / 2**30:.0f} GB a device")
+    print(f"  {found.run.days:.1f} days, ${found.run.cost:,.0f}")
+    for account, seconds in best.step.accounts.items():
+        print(f"  {account:<24}{seconds / best.step.seconds:>6.1%}")
+
+    other = plan(RECIPE, parse_on("h100x8x4"), choices=Choices(mesh=Mesh(shard=4, tensor=8))).best.estimate
+    print(f"{other.settings.mesh.describe()}: {other.step.seconds / best.step.seconds - 1:.0%} slower")
+
+    for nodes in (1, 4, 16):
+        made = plan(RECIPE, parse_on(f"h100x8x{nodes}")).best.estimate
+        print(f"{nodes:>3} nodes: {made.tokens_s:>9,.0f} tokens/s, {made.settings.mesh.describe()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The few numbers that the cost model cannot know from data sheets; each has a physical meaning and a range.
+
+Defaults come from microbenchmarks and from runs that were published; `--against` says how far they carry. A
+calibration moves them as little as the runs it saw ask for.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+__all__ = ["IDEAL", "SPREAD", "Parameters", "fitted_parameters"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Multipliers are near 1: what training gets of a kernel's or a link's modelled speed."""
+
+    ampere: float = 0.92
+    """Speed of matrix products in a training step over the kernel model's, on A100s."""
+    hopper: float = 0.95
+    """The same on H100s and H200s."""
+    blackwell: float = 0.9
+    """The same on B200s, GB200s and their kin."""
+    low: float = 1.0
+    """The same for eight- and four-bit products, on top."""
+    attention: float = 1.0
+    """Speed of attention over the kernel model's."""
+    memory: float = 1.0
+    """Speed of memory-bound kernels over the memory model's."""
+    host_s: float = 0.45e-3
+    """Host seconds to hand over one eager layer's forward pass; its backward pass takes 1.75 times that."""
+    near: float = 0.8
+    """Share of an in-node link's bandwidth that collectives reach."""
+    far: float = 0.9
+    """Share of a network port's bandwidth that collectives reach."""
+    latency: float = 1.0
+    """Collectives' latency over the levels' own."""
+    contention: float = 0.12
+    """How much slower compute runs while a collective runs beside it."""
+    hidden: float = 0.9
+    """Share of a collective that an overlap hides where there is compute enough."""
+    loop_s: float = 0.01
+    """Seconds of each step in which the device waits for the loop: data, norm, logging."""
+
+    def measured(self) -> "Parameters":
+        """For measured ceilings: kernels' speeds are known, so that what was fitted to the kernel model is not
+        applied."""
+        return replace(self, ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0)
+
+
+IDEAL = Parameters(
+    ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0, host_s=0.0, near=1.0, far=1.0,
+    latency=0.0, contention=0.0, hidden=1.0, loop_s=0.0,
+)  # fmt: skip
+"""Nothing is lost."""
+
+SPREAD = MappingProxyType(
+    {
+        "ampere": 0.08, "hopper": 0.08, "blackwell": 0.15, "low": 0.1, "attention": 0.15, "memory": 0.2, "host_s": 0.5,
+        "near": 0.15, "far": 0.25, "latency": 0.6, "contention": 0.8, "hidden": 0.1, "loop_s": 0.8,
+    }
+)  # fmt: skip
+"""How far each may reasonably lie from its default: the standard deviation of its logarithm."""
+
+
+@cache
+def _fitted() -> dict[str, dict[str, float]]:
+    text = (resources.files("headway.plan") / "fitted.json").read_text(encoding="utf-8")
+    parsed: dict[str, dict[str, float]] = json.loads(text)["parameters"]
+    return parsed
+
+
+def fitted_parameters(without: str | None = None) -> Parameters:
+    """Parameters fitted to all published runs, or to those of all programs but one.
+
+    A program that none of the runs is of was seen by neither.
+    """
+    found = _fitted()
+    return Parameters(**found.get(without or "all", found["all"]))

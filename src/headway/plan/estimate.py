@@ -1,0 +1,53 @@
+"""One way to run, estimated: how fast it is, and whether it fits."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from headway.plan.architecture import Architecture
+from headway.plan.costs import Costs
+from headway.plan.flops import flops_per_token, flops_per_token_full_attention
+from headway.plan.memory import Memory, memory
+from headway.plan.settings import Settings
+from headway.plan.step import Step, step
+
+__all__ = ["Estimate", "estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one way to run costs."""
+
+    architecture: Architecture
+    settings: Settings
+    step: Step
+    memory: Memory
+    peak_flops_s: float
+    """Of one device, at the precision of the products."""
+
+    @cached_property
+    def tokens_s(self) -> float:
+        """Of all devices together."""
+        return self.settings.batch * self.settings.seq / self.step.seconds
+
+    @property
+    def tokens_s_per_device(self) -> float:
+        """Of one device."""
+        return self.tokens_s / self.settings.mesh.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the vendor's dense peak; causal attention counts half."""
+        return self.tokens_s_per_device * flops_per_token(self.architecture, self.settings.seq) / self.peak_flops_s
+
+    @property
+    def mfu_full_attention(self) -> float:
+        """The same with attention counted as if it were not causal."""
+        flops = flops_per_token_full_attention(self.architecture, self.settings.seq)
+        return self.tokens_s_per_device * flops / self.peak_flops_s
+
+
+def estimate(arch: Architecture, settings: Settings, costs: Costs) -> Estimate:
+    """Time and memory of one way to run."""
+    made = step(arch, settings, costs)
+    needed = memory(arch, settings, costs.cluster, made.in_flight)
+    return Estimate(arch, settings, made, needed, costs.rates.peak(settings.precision))

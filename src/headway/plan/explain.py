@@ -1,0 +1,632 @@
+"""Where a plan's numbers come from: each term with its formula, recomputed by the functions that made the plan.
+
+Sections are tables of plain values. Units are bytes, seconds and FLOPs; a column's name says which.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+
+from headway.plan.architecture import layer_kinds
+from headway.plan.costs import Costs
+from headway.plan.efficiencies import Parameters
+from headway.plan.estimate import Estimate
+from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
+from headway.plan.layer import HIDDEN_TENSOR, Layer, Speed, Work, layer, phases, speed
+from headway.plan.memory import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    activation_bytes,
+    local_parameters,
+)
+from headway.plan.network import Group, collective_seconds
+from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
+from headway.plan.rates import power_share
+from headway.plan.roofline import Point
+from headway.plan.settings import LOW, Settings
+from headway.plan.step import NEVER_HIDDEN, layers_of_stages
+
+__all__ = ["Cell", "Exchange", "Section", "exchanges", "explain", "parameter_meanings", "roofline_points", "step_terms"]
+
+Cell = str | float | None
+GIB = 2**30
+PASSES = {"forward": "forward", "input_grad": "d input", "weight_grad": "d weight"}
+AGAIN = {"full": (1.0, 1.0, 1.0), "selective": (0.5, 0.0, 1.0), "attention": (0.0, 1.0, 0.0), "none": (0.0, 0.0, 0.0)}
+"""What of a forward pass's products, attention and memory-bound kernels runs a second time, by policy."""
+BUBBLES = {
+    "1f1b": "(stages - 1) x (forward + backward)",
+    "interleaved": "(stages - 1) / chunks x (forward + backward)",
+    "zero-bubble": "(stages - 1) x (forward + input gradient - weight gradient)",
+}
+"""Of a pipeline whose stages are all alike, and which waits for no transfer."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table of an explanation."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    """What to know of it, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of exchange."""
+
+    name: str
+    operation: str
+    bytes: float
+    """Of the whole tensor, as `collective_seconds` counts it."""
+    group: Group
+    level: str
+    """The slowest links it crosses."""
+    seconds: float
+    """Of one."""
+    times: float
+    """A step."""
+    exposed: float | None
+    """Seconds of a step that nothing hides; None where they are part of the pipeline's bubble."""
+
+
+def explain(made: Estimate, costs: Costs) -> list[Section]:
+    """Every term of a plan's step and memory, with its formula."""
+    arch = made.architecture
+    kinds = list(layer_kinds(arch))
+    sections = [_operations(made, costs, experts, count) for experts, count in kinds]
+    sections += [_ends(made, costs), *(_passes(made, costs, experts) for experts, _ in kinds)]
+    sections += [_exchanges(made, costs), *_pipeline(made), _step(made, costs), _useful(made)]
+    return [*sections, _memory(made, costs), _clock(made, costs), _parameters(costs)]
+
+
+# -- operations
+
+
+def _part(made: Estimate, experts: bool) -> Part:
+    """A layer's operations; frozen weights have no gradients."""
+    part = layer_operations(made.architecture, experts, made.settings.shape, made.settings.software)
+    return _trained(part, made.settings)
+
+
+def _trained(part: Part, settings: Settings) -> Part:
+    return tuple(one for one in part if not (settings.frozen and one.phase == "weight_grad"))
+
+
+def _work(made: Estimate, costs: Costs, part: Part) -> Work:
+    forward, inputs, weights = phases(costs.rates, part, made.settings.software.attention)
+    return forward + inputs + weights
+
+
+def _fast(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Speed:
+    """What training sustains of kernels' speed, in a layer or at the ends of the model."""
+    settings, mix = made.settings, _work(made, costs, part)
+    if inside:
+        return speed(costs, settings.precision, mix, settings.software.scaling)
+    return speed(costs, settings.shape.other, mix)
+
+
+def _rows(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
+    fast = _fast(made, costs, part, inside)
+    for one in part:
+        seconds = fast.seconds(_work(made, costs, (one,)))
+        sizes = (one.m, one.n, one.k) if one.kind == "product" else (None, None, None)
+        yield (one.name, PASSES[one.phase], *sizes, one.flops, one.bytes, seconds, _of_roof(costs, one, seconds))
+
+
+def _of_roof(costs: Costs, one: Operation, seconds: float) -> float:
+    """What the operation must take at least over what it takes."""
+    memory = one.bytes / costs.cluster.chip.bandwidth_bytes_s
+    return max(memory, one.flops / costs.rates.peak(one.precision) if one.flops else 0.0) / seconds
+
+
+COLUMNS = ("operation", "pass", "m", "n", "k", "flops", "bytes", "seconds", "of roof")
+
+
+def _operations(made: Estimate, costs: Costs, experts: bool, count: int) -> Section:
+    settings, shape = made.settings, made.settings.shape
+    kind = "layer with experts" if experts else "layer"
+    one = layer(made.architecture, experts, settings, costs)
+    tokens = f"{shape.sequences} x {shape.seq:,} tokens" + (f" / context {shape.context}" if shape.context > 1 else "")
+    together = one.forward + one.input_grad + one.weight_grad
+    note = f"{together * 1e3:.4g} ms a layer and microbatch, at the clock that power leaves; there are {count} layers"
+    return Section(f"one {kind}, {tokens}", COLUMNS, tuple(_rows(made, costs, _part(made, experts))), note)
+
+
+def _ends(made: Estimate, costs: Costs) -> Section:
+    parts = head_operations(made.architecture, made.settings.shape, made.settings.software)
+    rows = (_rows(made, costs, _trained(part, made.settings), inside=False) for part in parts)
+    return Section("the ends of the model, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
+
+
+def roofline_points(made: Estimate, costs: Costs) -> list[Point]:
+    """All that a device computes in a step, by operation: layers, recomputation, head, loss, and the optimizer."""
+    settings, arch = made.settings, made.architecture
+    runs = settings.microbatches
+    points: dict[str, Point] = {}
+    for experts, count in layer_kinds(arch):
+        part = _part(made, experts)
+        each = count / settings.mesh.pipeline * runs
+        _add(points, made, costs, part, each, _fast(made, costs, part))
+    for part in head_operations(arch, settings.shape, settings.software):
+        part = _trained(part, settings)
+        _add(points, made, costs, part, runs, _fast(made, costs, part, inside=False))
+    update = made.step.accounts["optimizer"]
+    return [*points.values(), Point("optimizer", 0.0, _updated(made) * optimizer_bytes(settings.software), update)]
+
+
+def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, times: float, fast: Speed) -> None:
+    inside = part[0].name != "embedding" and not any(one.name == "head" for one in part)
+    again = dict(zip(("product", "attention", "memory"), AGAIN[made.settings.recompute], strict=True))
+    for one in part:
+        runs = times * (1 + (again[one.kind] if inside and one.phase == "forward" else 0.0))
+        old = points.get(one.name, Point(one.name, 0.0, 0.0, 0.0))
+        seconds = fast.seconds(_work(made, costs, (one,)))
+        points[one.name] = Point(
+            one.name, old.flops + runs * one.flops, old.bytes + runs * one.bytes, old.seconds + runs * seconds
+        )
+
+
+# -- passes and the step
+
+
+def _passes(made: Estimate, costs: Costs, experts: bool) -> Section:
+    """One layer's forward and backward pass."""
+    one = layer(made.architecture, experts, made.settings, costs)
+    policy = made.settings.recompute
+    rows: list[tuple[Cell, ...]] = [
+        ("forward", "kernels", one.forward),
+        ("input gradient", "kernels", one.input_grad),
+        ("weight gradient", "kernels", one.weight_grad),
+        ("recomputation", f"policy: {policy}", one.again),
+        ("exchanges forward", "exposed, of the tensor, context and expert axes", one.exchange_forward),
+        ("exchanges backward", "exposed", one.exchange_backward),
+        (
+            "waiting for the host",
+            f"host {one.host_forward * 1e3:.3g} + {one.host_backward * 1e3:.3g} ms, "
+            f"device {one.device_forward * 1e3:.3g} + {one.device_backward * 1e3:.3g} ms",
+            one.waits_for_host,
+        ),
+    ]
+    both = one.whole_forward + one.backward
+    title = "one layer with experts, both passes" if experts else "one layer, both passes"
+    return Section(title, ("term", "formula", "seconds"), tuple(rows), f"together {both * 1e3:.4g} ms")
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """A layer on average over the model's kinds."""
+
+    forward: float
+    backward: float
+    waits: float
+
+
+def _mean(made: Estimate, costs: Costs) -> _Mean:
+    arch = made.architecture
+    kinds = [(layer(arch, experts, made.settings, costs), count / arch.layers) for experts, count in layer_kinds(arch)]
+
+    def over(get: str) -> float:
+        return sum(float(getattr(one, get)) * share for one, share in kinds)
+
+    return _Mean(over("whole_forward"), over("backward"), over("waits_for_host"))
+
+
+def step_terms(made: Estimate, costs: Costs) -> tuple[tuple[str, str, float], ...]:
+    """What the busiest device does in a step, one after the other: names, formulas, and seconds that sum up to it."""
+    settings, step, arch = made.settings, made.step, made.architecture
+    mean, ends = _mean(made, costs), _end_seconds(made, costs)
+    layers, first, last = _busiest(made, mean, ends)
+    runs = settings.microbatches
+    loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.waits
+    each = f"{layers} layers x {runs} microbatches x"
+    terms = [
+        ("layers, forward", f"{each} {mean.forward * 1e3:.4g} ms", layers * runs * mean.forward),
+        ("layers, backward", f"{each} {mean.backward * 1e3:.4g} ms", layers * runs * mean.backward),
+        ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms", runs * ends[0] if first else 0.0),
+        ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms", runs * ends[1] if last else 0.0),
+        (
+            "slowed by overlap",
+            f"contention {costs.parameters.contention:.3g} x what travels beside kernels",
+            step.accounts["slowed by overlap"],
+        ),
+        ("weights and gradients of layers", "exposed", step.exposed["weights and gradients of layers"]),
+        ("pipeline bubble", _bubble(settings), step.accounts["pipeline bubble"]),
+        ("gradients of the step", "exposed", step.exposed["gradients of the step"]),
+        ("optimizer", _update(made, costs), step.accounts["optimizer"]),
+        ("the loop's own host time", "what the device waits for", max(0.0, loop)),
+    ]
+    return tuple(term for term in terms if term[2] > 0)
+
+
+def _bubble(settings: Settings) -> str:
+    mesh = settings.mesh
+    return f"{settings.schedule}, {mesh.pipeline} stages x {settings.chunks}, {settings.microbatches} microbatches"
+
+
+def _end_seconds(made: Estimate, costs: Costs) -> tuple[float, float]:
+    """Of one microbatch: the embedding, and the last norm, head and loss."""
+    embedding, head = (
+        _trained(part, made.settings)
+        for part in head_operations(made.architecture, made.settings.shape, made.settings.software)
+    )
+    both = [_fast(made, costs, part, inside=False).seconds(_work(made, costs, part)) for part in (embedding, head)]
+    return both[0], both[1]
+
+
+def _busiest(made: Estimate, mean: _Mean, ends: tuple[float, float]) -> tuple[int, bool, bool]:
+    """Layers of the pipeline rank that works longest, and whether it has the model's first and last stage."""
+    ranks = made.settings.mesh.pipeline
+    counts = layers_of_stages(made.architecture.layers, ranks * made.settings.chunks)
+    each = mean.forward + mean.backward
+
+    def busy(rank: int) -> float:
+        own = sum(counts[rank::ranks]) * each
+        return own + (ends[0] if rank == 0 else 0.0) + (ends[1] if rank == ranks - 1 else 0.0)
+
+    rank = max(range(ranks), key=busy)
+    return sum(counts[rank::ranks]), rank == 0, rank == ranks - 1
+
+
+def _step(made: Estimate, costs: Costs) -> Section:
+    note = f"together {made.step.seconds:.4g} s a step"
+    return Section("a step of the busiest device", ("term", "formula", "seconds"), step_terms(made, costs), note)
+
+
+def _useful(made: Estimate) -> Section:
+    settings = made.settings
+    tokens = settings.batch * settings.seq
+    flops = flops_per_token(made.architecture, settings.seq)
+    rows: tuple[tuple[Cell, ...], ...] = (
+        (
+            "useful",
+            f"{flops:.4g} FLOPs a token x {tokens:,} tokens / ({settings.mesh.devices:,} x {made.peak_flops_s:.4g})",
+            made.step.accounts["useful"],
+        ),
+    )
+    full = f"{100 * made.mfu_full_attention:.1f} % counting full attention"
+    note = f"MFU {100 * made.mfu:.1f} %: useful over the step; {full}"
+    return Section("what of it is useful", ("term", "formula", "seconds"), rows, note)
+
+
+def _updated(made: Estimate) -> float:
+    """Parameters that one device updates."""
+    routed, dense = local_parameters(made.architecture, made.settings)
+    return _sharded(made.settings, routed, dense) if made.settings.zero >= 1 else routed + dense
+
+
+def _sharded(settings: Settings, routed: float, dense: float) -> float:
+    """Of a device's parameters, what is left when its shard group shares them."""
+    mesh = settings.mesh
+    owners = mesh.shard * mesh.context
+    return dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
+
+
+def _update(made: Estimate, costs: Costs) -> str:
+    moved, seconds = optimizer_bytes(made.settings.software), made.step.accounts["optimizer"]
+    count = _updated(made)
+    rate = count * moved / seconds if seconds else costs.cluster.chip.bandwidth_bytes_s
+    return f"{moved:g} B x {count:.4g} parameters / {rate / 1e12:.3g} TB/s"
+
+
+# -- exchanges and the pipeline
+
+
+def _exchanges(made: Estimate, costs: Costs) -> Section:
+    columns = ("exchange", "operation", "bytes", "group", "over", "seconds", "times", "exposed")
+    rows = tuple(_exchange_row(one) for one in exchanges(made, costs))
+    exposed = made.step.accounts["exposed communication"]
+    note = f"{exposed:.4g} s of a step are exposed" if rows else "one device exchanges nothing"
+    return Section("what travels in a step", columns, rows, note)
+
+
+def _exchange_row(one: Exchange) -> tuple[Cell, ...]:
+    group = f"{one.group.size}" + (f" by {one.group.stride}" if one.group.stride > 1 else "")
+    return one.name, one.operation, one.bytes, group, one.level, one.seconds, one.times, one.exposed
+
+
+def _pipeline(made: Estimate) -> Iterator[Section]:
+    settings, step = made.settings, made.step
+    if settings.mesh.pipeline == 1:
+        return
+    layers = layers_of_stages(made.architecture.layers, settings.mesh.pipeline * settings.chunks)
+    spread = f"{min(layers)}" if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("bubble of even stages", BUBBLES[settings.schedule], None),
+        ("bubble here", f"{_bubble(settings)}, gone through one by one", step.accounts["pipeline bubble"]),
+        ("layers of a stage", spread, None),
+        ("activations held", f"of {step.in_flight:.3g} microbatches on the first rank", None),
+    )
+    note = f"{100 * step.bubble_share:.1f} % of the passes, on the busiest rank"
+    yield Section("the pipeline", ("term", "formula", "seconds"), rows, note)
+
+
+# -- memory
+
+
+def _memory(made: Estimate, costs: Costs) -> Section:
+    settings, memory = made.settings, made.memory
+    software = settings.software
+    states = software.master_bytes + 2 * software.moment_bytes
+    rows: list[tuple[Cell, ...]] = [
+        ("weights", *_held(made, software.weight_bytes, settings.zero >= 3)),
+        ("gradients", *_gradients(made)),
+        ("optimizer", *_held(made, states, settings.zero >= 1)),
+        ("activations", *_activations(made)),
+        ("gathered", "weights brought together or cast for the layers at work", memory.gathered),
+        ("logits", f"the loss's, {software.loss}", memory.logits),
+        ("overhead", _overhead(made, costs), memory.overhead),
+    ]
+    note = f"together {memory.total / GIB:.1f} of {memory.capacity / GIB:.0f} GB, at the peak"
+    return Section("memory of the device that needs most", ("part", "formula", "bytes"), tuple(rows), note)
+
+
+def _held(made: Estimate, each: float, shared: bool) -> tuple[str, float]:
+    """So many bytes for each parameter of the device, or of its share."""
+    settings = made.settings
+    if settings.frozen:
+        return "frozen", made.memory.weights if each == settings.software.weight_bytes else 0.0
+    routed, dense = local_parameters(made.architecture, settings)
+    owners = settings.mesh.shard * settings.mesh.context
+    if not shared or owners == 1:
+        return f"{each:g} B x {routed + dense:.4g} parameters", each * (routed + dense)
+    share = _sharded(settings, routed, dense)
+    note = f" / {owners}" if not routed else f", {share:.4g} of them here"
+    return f"{each:g} B x {routed + dense:.4g} parameters{note}", each * share
+
+
+def _gradients(made: Estimate) -> tuple[str, float]:
+    settings, software = made.settings, made.settings.software
+    if not made.memory.gradients:
+        return "none at the peak, which is the end of the forward pass", 0.0
+    if settings.zero >= 3 and settings.mesh.pipeline > 1:
+        text, size = _held(made, software.reduce_bytes, shared=False)
+        return f"{text}: they travel once a step", size
+    return _held(made, software.gradient_bytes, settings.zero >= 2)
+
+
+def _activations(made: Estimate) -> tuple[str, float]:
+    """The formula of the moment that was the peak."""
+    settings, arch = made.settings, made.architecture
+    each = [(n, *activation_bytes(arch, experts, settings.shape, settings)) for experts, n in layer_kinds(arch)]
+    kept = sum(n * policy for n, _, policy in each) / settings.mesh.pipeline * (1 - settings.offloaded)
+    working = max(whole for _, whole, _ in each) if settings.recompute != "none" else 0.0
+    stream = settings.shape.tokens * arch.dim * settings.software.stream_bytes / settings.mesh.tensor
+    held = max(1.0, made.step.in_flight) if settings.mesh.pipeline > 1 else 1.0
+    here = arch.layers / settings.mesh.pipeline
+    layers = f"{here:.4g} layers x {kept / here / GIB:.3g} GB"
+    moments = [
+        (f"{layers} x {held:.3g} microbatches + the stream", kept * held + stream),
+        (f"{layers} + the stream", kept + stream),
+        (f"{layers} x {held:.3g} microbatches + a layer at work", kept * held + working),
+        ("one layer at work, recomputed", working),
+    ]
+    if held == 1.0:
+        moments = moments[1:]
+    return min(moments, key=lambda moment: abs(moment[1] - made.memory.activations))
+
+
+def _overhead(made: Estimate, costs: Costs) -> str:
+    if costs.cluster.chip.name == "cpu":
+        return "assumed for the process itself"
+    mesh = made.settings.mesh
+    groups = sum(size > 1 for size in (mesh.tensor, mesh.pipeline, mesh.context, mesh.data, mesh.expert))
+    parts = f"{CONTEXT_BYTES / GIB:g} GB context + {groups} groups x {COMMUNICATOR_BYTES / GIB:g} GB"
+    return f"{parts} + {100 * FRAGMENTATION:.0f} % lost to fragments"
+
+
+# -- clock and parameters
+
+
+def _clock(made: Estimate, costs: Costs) -> Section:
+    chip, limit = costs.cluster.chip, costs.cluster.power_w
+    rows: list[tuple[Cell, ...]] = []
+    for experts, _ in layer_kinds(made.architecture):
+        part = _part(made, experts)
+        mix, fast = _work(made, costs, part), _fast(made, costs, part)
+        clock = 1.0
+        if not costs.ideal:
+            clock = power_share(chip, limit, mix.product, mix.attention, mix.memory, costs.demand)
+        rows.append(("with experts" if experts else "dense", clock, fast.product, fast.attention, fast.memory))
+    columns = ("layers", "share of clock", "products", "attention", "memory-bound")
+    note = (
+        f"products would draw {costs.demand:.3g} x the chip's {chip.power_w:.0f} W at full clock, and the limit is "
+        f"{limit:.0f} W; the other columns are speeds over the kernel model's"
+    )
+    return Section("power and speed", columns, tuple(rows), note)
+
+
+def _parameters(costs: Costs) -> Section:
+    meanings = parameter_meanings()
+    rows = tuple((name, value, meanings.get(name, "")) for name, value in asdict(costs.parameters).items())
+    return Section("parameters of the cost model", ("name", "value", "meaning"), rows)
+
+
+def parameter_meanings() -> dict[str, str]:
+    """What each parameter of the cost model means: the docstrings under its fields."""
+    body = ast.parse(inspect.getsource(Parameters)).body[0]
+    assert isinstance(body, ast.ClassDef), "Parameters is a class"
+    found: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and said:
+            found[field.target.id] = " ".join(str(text.value.value).split())  # type: ignore[attr-defined]
+    return found
+
+
+# -- what devices exchange
+
+
+def exchanges(made: Estimate, costs: Costs) -> tuple[Exchange, ...]:
+    """Every kind of exchange of a step; the exposed seconds sum up to the step's."""
+    found = _Exchanges(made, costs)
+    return tuple(one for part in (found.inside(), found.layers(), found.stages(), found.step()) for one in part)
+
+
+class _Exchanges:
+    """Goes through a plan's axes."""
+
+    def __init__(self, made: Estimate, costs: Costs) -> None:
+        self.arch, self.settings, self.costs = made.architecture, made.settings, costs
+        self.mesh, self.software, self.shape = made.settings.mesh, made.settings.software, made.settings.shape
+        per = self.settings.microbatches / self.mesh.pipeline
+        self.layers_here = [
+            (kind, count * per, layer(self.arch, kind, self.settings, costs)) for kind, count in layer_kinds(self.arch)
+        ]
+
+    def make(
+        self, name: str, operation: str, size: float, group: Group, times: float, exposed: float | None, pieces: int = 1
+    ) -> Exchange:
+        """One exchange, timed."""
+        seconds = pieces * collective_seconds(self.costs.network, operation, size / pieces, group)
+        level = self.costs.cluster.level(min(self.costs.cluster.devices, group.size * group.stride))
+        return Exchange(name, operation, size, group, level.name, seconds, times, exposed)
+
+    def seconds(self, operation: str, size: float, group: Group) -> float:
+        """Of one collective."""
+        return collective_seconds(self.costs.network, operation, size, group)
+
+    # -- inside layers
+
+    def inside(self) -> Iterator[Exchange]:
+        """Of the tensor, context and expert axes."""
+        for experts, times, one in self.layers_here:
+            if self.mesh.tensor > 1:
+                yield from self.tensor(experts, times)
+            if self.mesh.context > 1:
+                yield self.ring(times, one)
+            if experts and self.mesh.expert > 1:
+                yield from self.to_experts(times)
+
+    def tensor(self, experts: bool, times: float) -> Iterator[Exchange]:
+        """Two pairs of gather and scatter a pass and half a gather more, or two all-reduces."""
+        size, group = self.shape.tokens * self.arch.dim * self.shape.width, Group(self.mesh.tensor)
+        left = 0.0 if self.costs.ideal else 1 - HIDDEN_TENSOR if self.software.tensor_overlap else 1.0
+        pairs = 1 if experts else 2
+        if self.software.sequence_parallel:
+            kinds = (("all_gather", 2.5 * pairs), ("reduce_scatter", 2.0 * pairs))
+        else:
+            kinds = (("all_reduce", 2.0 * pairs), ("", 0.0))
+        for operation, number in kinds:
+            if number:
+                each = self.seconds(operation, size, group)
+                exposed = number * times * each * left
+                yield self.make("stream, tensor axis", operation, size, group, number * times, exposed)
+
+    def ring(self, times: float, one: Layer) -> Exchange:
+        """Keys and values around the ring, and in the backward pass their gradients too."""
+        mesh, arch = self.mesh, self.arch
+        heads = max(1.0, arch.kv_heads / mesh.tensor)
+        size = heads * (arch.head_dim + arch.value_dim) * self.shape.tokens * self.shape.width
+        group = Group(2, max(1, mesh.tensor * mesh.context // 2))
+        hop = self.seconds("send", size, group)
+        ahead, behind = (mesh.context - 1) * hop, 2 * (mesh.context - 1) * hop
+        bare = 0.0 if self.costs.ideal else 1 / mesh.context
+        exposed = max(ahead * bare, ahead - 0.5 * one.forward) + max(behind * bare, behind - 0.5 * one.input_grad)
+        name = "keys and values, context axis"
+        return self.make(name, "send", size, group, 3 * (mesh.context - 1) * times, exposed * times)
+
+    def to_experts(self, times: float) -> Iterator[Exchange]:
+        """Tokens to their experts, and three times back or the same for gradients."""
+        experts = self.arch.experts
+        assert experts is not None, "a layer with experts belongs to a model with experts"
+        routed = self.shape.tokens / self.mesh.tensor * experts.top_k * self.arch.dim * self.settings.imbalance
+        low = 1 if self.settings.precision in LOW else self.shape.width
+        left = 0.0 if self.costs.ideal else 1 - self.software.expert_overlap
+        group = Group(self.mesh.expert)
+        for name, size, number in (("tokens to experts", low, 1), ("tokens back, gradients", self.shape.width, 3)):
+            each = self.seconds("all_to_all", routed * size, group)
+            exposed = number * times * each * left
+            yield self.make(name, "all_to_all", routed * size, group, number * times, exposed)
+
+    # -- of layers: weights that are sharded
+
+    def layers(self) -> Iterator[Exchange]:
+        """Weights gathered for each layer and microbatch, gradients scattered."""
+        mesh, software = self.mesh, self.software
+        group = Group(mesh.shard * mesh.context, mesh.tensor)
+        if self.settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
+            return
+        width = 1 if self.settings.precision in LOW and software.gathers_low else self.shape.width
+        gathers, scatters = [], []
+        for experts, count in layer_kinds(self.arch):
+            times = count * self.settings.microbatches
+            for name, number, members in self.pieces(experts, group):
+                gathers.append(self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0))
+                size = number * software.reduce_bytes
+                scatters.append(self.make(f"gradients of {name}", "reduce_scatter", size, members, times, 0.0))
+        again = [replace(one, name=one.name.replace("forward", "backward")) for one in gathers]
+        again = [] if self.settings.keeps_weights else again
+        scatters = [] if self.settings.frozen else scatters
+        yield from self.exposed(gathers, "whole_forward")
+        if software.prefetch:
+            yield from self.exposed([*again, *scatters], "backward")
+        else:
+            yield from (replace(one, exposed=one.times * one.seconds) for one in again)
+            yield from self.exposed(scatters, "backward")
+
+    def pieces(self, experts: bool, group: Group) -> Iterator[tuple[str, float, Group]]:
+        """Parameters of a layer that travel together, and among whom."""
+        mesh = self.mesh
+        routed = routed_parameters(self.arch) if experts else 0
+        yield "weights", (layer_parameters(self.arch, experts) - routed) / mesh.tensor, group
+        if routed and group.size * mesh.tensor > mesh.expert:
+            yield "experts", routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)
+
+    def exposed(self, travel: list[Exchange], passes: str) -> Iterator[Exchange]:
+        """What a pass leaves exposed of all that travels beside it, shared out by how long each takes."""
+        total = sum(one.seconds * one.times for one in travel)
+        per = self.arch.layers * self.settings.microbatches
+        compute = sum(getattr(one, passes) * times for _, times, one in self.layers_here) / per
+        bare = max(0.0, total / per - compute * self.costs.parameters.hidden)
+        if not self.software.data_overlap:
+            bare = total / per
+        if self.costs.ideal:
+            bare = 0.0
+        for one in travel:
+            yield replace(one, exposed=bare * per * one.seconds * one.times / total)
+
+    # -- once a step
+
+    def stages(self) -> Iterator[Exchange]:
+        """Activations and their gradients between a pipeline's stages."""
+        mesh = self.mesh
+        if mesh.pipeline == 1 or self.costs.ideal:
+            return
+        split = mesh.tensor if self.software.sequence_parallel else 1
+        size = self.shape.tokens * self.arch.dim * self.shape.width / split
+        group = Group(2, mesh.tensor * mesh.context * mesh.data)
+        times = 2.0 * self.settings.microbatches * self.settings.chunks
+        yield self.make("to the next stage", "send", size, group, times, None)
+
+    def step(self) -> Iterator[Exchange]:
+        """Gradients that travel once a step, and weights that come back."""
+        mesh, software, p = self.mesh, self.software, self.costs.parameters
+        if self.settings.frozen or self.costs.ideal:
+            return
+        count = sum(local_parameters(self.arch, self.settings))
+        if self.settings.zero >= 3 and mesh.pipeline == 1:
+            group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
+            size = count / (mesh.shard * mesh.context) * software.reduce_bytes
+            if group.size > 1:
+                made = self.make("gradients of the step", "all_reduce", size, group, 1, None)
+                yield replace(made, exposed=made.seconds)
+            return
+        group = Group(mesh.data * mesh.context, mesh.tensor)
+        if group.size == 1:
+            return
+        window = sum(one.backward * times for _, times, one in self.layers_here) / self.settings.microbatches
+        hidden = p.hidden * window
+        moved = [("gradients of the step", "reduce_scatter", count * software.reduce_bytes, hidden)]
+        moved += [("weights of the step", "all_gather", count * 2, hidden / 2)]
+        if self.settings.zero == 0:
+            moved = [("gradients of the step", "all_reduce", count * software.reduce_bytes, hidden)]
+        for name, operation, size, behind in moved:
+            pieces = max(1, round(size / software.bucket_bytes))
+            one = self.make(name, operation, size, group, 1, None, pieces)
+            bare = max(NEVER_HIDDEN * one.seconds, one.seconds - behind) if software.data_overlap else one.seconds
+            yield replace(one, exposed=bare)

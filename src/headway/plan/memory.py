@@ -1,0 +1,208 @@
+"""How much memory a step needs on one device, by what holds it, at the moment it needs most.
+
+Two moments can be the peak: the end of a forward pass, when every activation and the loss's temporaries are alive;
+and the end of the backward pass, when all gradients are. Bytes are what a framework's allocator hands out; the
+context of the device, the buffers of communication and fragmentation come on top before a plan is said to fit.
+"""
+
+from dataclasses import dataclass
+
+from headway.hardware import Cluster
+from headway.plan.architecture import Architecture, layer_kinds
+from headway.plan.flops import layer_parameters, routed_parameters
+from headway.plan.settings import LOW, Settings, Shape
+
+__all__ = ["Memory", "activation_bytes", "local_parameters", "memory"]
+
+CONTEXT_BYTES = 0.5 * 2**30
+"""CUDA's context with its kernels loaded; 0.3 to 0.7 GiB are reported."""
+COMMUNICATOR_BYTES = 0.35 * 2**30
+"""NCCL's buffers for each group a device talks in; 0.5 GiB were measured on A100s, less with fewer channels."""
+RESERVED = 1.08
+"""What an allocator typically holds over what it handed out: 4 to 9 percent more are reported."""
+FRAGMENTATION = 0.03
+"""What of that it cannot give back when memory is short."""
+LOGITS_BYTES = {"stepwise": 12, "eager": 14, "sharded": 10, "fused": 6}
+"""Alive at once for each logit: two bytes, and float32 copies of it."""
+CHUNK_ELEMENTS = 2**28
+"""Logits that a chunked loss holds at once."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak, on the device that needs most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    """Weights brought together, or cast down, for the layers at work."""
+    logits: float
+    """Of the loss: logits, their gradient, temporaries."""
+    overhead: float
+    """Context, communication buffers, fragmentation: outside of what the framework counts as allocated."""
+    capacity: float
+    """What the device has."""
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator hands out at the peak."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.gathered + self.logits
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator typically holds for that."""
+        return self.allocated * RESERVED
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.allocated + self.overhead
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return self.total <= self.capacity
+
+
+def activation_bytes(arch: Architecture, with_experts: bool, shape: Shape, settings: Settings) -> tuple[float, float]:
+    """Bytes one layer keeps for its backward pass of one microbatch: without recomputation, and with the policy at
+    hand."""
+    software, tokens, split = settings.software, shape.tokens, shape.tensor
+    eager, stream = software.fusion == "eager", software.stream_bytes
+    streams = split if software.sequence_parallel else 1
+    low = 1 if settings.precision in LOW else 2
+    # inputs of the two norms, and the normalized copies that products read
+    copies = (
+        (5 if arch.gated else 4) if software.casts_weights and eager else 2 if software.fusion != "compiled" else 1
+    ) * low
+    kept = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
+    width = arch.heads * (arch.head_dim + arch.value_dim) / split
+    keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
+    kept += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
+    if software.attention == "unfused":
+        kept += (5 if software.dropout else 2) * arch.heads / split * shape.seq
+    inner = (8 if eager else 4 + low) if arch.gated else 2 + low
+    if not with_experts:
+        kept += inner * arch.hidden / split
+    else:
+        assert arch.experts is not None, "a layer with experts belongs to a model with experts"
+        routed = arch.experts.top_k / split * settings.imbalance
+        kept += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
+        kept += inner * arch.experts.hidden * arch.experts.shared / split
+    whole = tokens * kept * (shape.width / 2)
+    if settings.recompute == "full":
+        return whole, tokens * arch.dim * stream / streams
+    if settings.recompute == "selective":
+        # the layer's input, attention's output, and every other product's
+        inner_kept = 2 * arch.hidden / split if not with_experts else 0.0
+        chosen = arch.dim * (stream + 2) / streams + 2 * arch.heads * arch.value_dim / split + keys + inner_kept
+        return whole, min(whole, tokens * chosen)
+    if settings.recompute == "attention" and software.attention == "unfused":
+        return whole, whole - tokens * (5 if software.dropout else 2) * arch.heads / split * shape.seq
+    return whole, whole
+
+
+def local_parameters(arch: Architecture, settings: Settings, stage: int = 0) -> tuple[float, float]:
+    """Parameters one device of a pipeline stage holds before data sharding: of experts, and all others."""
+    mesh = settings.mesh
+    routed = dense = 0.0
+    for experts, count in layer_kinds(arch):
+        own = routed_parameters(arch) if experts else 0
+        routed += count / mesh.pipeline * own / mesh.expert
+        dense += count / mesh.pipeline * (layer_parameters(arch, experts) - own) / mesh.tensor
+    tables = arch.vocab * arch.dim / mesh.tensor
+    if mesh.pipeline == 1:
+        dense += tables * (1 if arch.tied else 2)
+    elif stage in (0, mesh.pipeline - 1):
+        dense += tables
+    return routed, dense + arch.positions * arch.dim / mesh.tensor
+
+
+def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> Memory:
+    """The peak on the device that needs most: a pipeline's first stage, which holds `in_flight` microbatches'
+    activations, or its last, which holds one microbatch's and the loss."""
+    if settings.mesh.pipeline == 1:
+        return _stage(arch, settings, cluster, 1.0, first=True, last=True)
+    stages = (
+        _stage(arch, settings, cluster, max(1.0, in_flight), first=True, last=False),
+        _stage(arch, settings, cluster, 1.0, first=False, last=True),
+    )
+    return max(stages, key=lambda stage: stage.total)
+
+
+def _stage(arch: Architecture, settings: Settings, cluster: Cluster, held: float, first: bool, last: bool) -> Memory:
+    mesh, software, shape = settings.mesh, settings.software, settings.shape
+    routed, dense = local_parameters(arch, settings)
+    count = routed + dense
+    owners = mesh.shard * mesh.context
+    sharded = dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
+    weights = (sharded if settings.zero >= 3 else count) * software.weight_bytes
+    states = (sharded if settings.zero >= 1 else count) * (software.master_bytes + 2 * software.moment_bytes)
+    gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
+    if settings.zero >= 2 and mesh.pipeline > 1:
+        # they travel once a step, and wait in full until then
+        gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
+    if settings.frozen:
+        weights, states, gradients = (sharded if settings.zero >= 3 else count) * 2, 0.0, 0.0
+
+    layers = [(n, *activation_bytes(arch, experts, shape, settings)) for experts, n in layer_kinds(arch)]
+    kept = sum(n * policy for n, _, policy in layers) / mesh.pipeline * held * (1 - settings.offloaded)
+    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" else 0.0
+    gathered = _gathered(arch, settings, count)
+    accumulated = gradients if settings.microbatches > 1 or software.gradient_buffers else 0.0
+
+    # the end of a forward pass, against the end of the backward pass
+    logits = _logits(arch, settings) if last else 0.0
+    forward = (accumulated, kept + shape.tokens * arch.dim * software.stream_bytes / mesh.tensor, gathered, logits)
+    waiting = kept if mesh.pipeline > 1 and first else 0.0
+    backward = (gradients, waiting + working, 0.0 if software.casts_weights else gathered, 0.0)
+    parts = max(forward, backward, key=sum)
+    made = weights + states + sum(parts)
+    return Memory(
+        weights=weights, optimizer=states, gradients=parts[0], activations=parts[1], gathered=parts[2], logits=parts[3],
+        overhead=_overhead(settings, cluster, made), capacity=cluster.chip.memory_bytes,
+    )  # fmt: skip
+
+
+def _overhead(settings: Settings, cluster: Cluster, made: float) -> float:
+    if cluster.chip.name == "cpu":
+        return 0.5 * 2**30
+    mesh = settings.mesh
+    groups = sum(size > 1 for size in (mesh.tensor, mesh.pipeline, mesh.context, mesh.data, mesh.expert))
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + FRAGMENTATION * made
+
+
+def _gathered(arch: Architecture, settings: Settings, count: float) -> float:
+    """Weights brought together or cast for use."""
+    mesh, software = settings.mesh, settings.software
+    if software.casts_weights:
+        return 2 * count
+    if settings.zero < 3 or mesh.shard * mesh.context == 1:
+        return 0.0
+    if settings.keeps_weights or mesh.pipeline > 1:
+        return 2 * count
+    layer = max(_layer_weights(arch, experts, settings) for experts, _ in layer_kinds(arch))
+    tables = arch.vocab * arch.dim / mesh.tensor * (1 if arch.tied else 2)
+    # two layers' weights and one layer's gradients on their way, beside the tables that stay
+    return 2 * tables + layer * (2 * 2 + software.reduce_bytes)
+
+
+def _layer_weights(arch: Architecture, experts: bool, settings: Settings) -> float:
+    """Weights of one layer that its devices bring together: experts only where several ranks share one's."""
+    mesh = settings.mesh
+    routed = routed_parameters(arch) if experts else 0
+    shared = mesh.shard * mesh.context * mesh.tensor > mesh.expert
+    return (layer_parameters(arch, experts) - routed) / mesh.tensor + (routed / mesh.expert if shared else 0.0)
+
+
+def _logits(arch: Architecture, settings: Settings) -> float:
+    """Logits, their gradient and the loss's temporaries, of one microbatch."""
+    tokens = settings.shape.tokens
+    elements = tokens * arch.vocab / settings.mesh.tensor
+    if settings.software.loss == "chunked":
+        # while one chunk's logits are made, the chunk before is still alive
+        held = 11 * elements if elements <= CHUNK_ELEMENTS else 16 * CHUNK_ELEMENTS
+        return held + 4 * arch.vocab * arch.dim + 2 * tokens * arch.dim
+    return elements * LOGITS_BYTES[settings.software.loss]

@@ -1,0 +1,247 @@
+"""Every operation of a training step, exactly: products, attention, and what only moves memory.
+
+Counted for one microbatch on one device. Forward, the gradient of the input and the gradient of the weights stand
+apart, so that a schedule may put them where it likes and checkpointing may do the first twice.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from headway.plan.architecture import Architecture, Matrix, layer_matrices
+from headway.plan.settings import LOW, Shape, Software
+
+__all__ = ["Operation", "Part", "head_operations", "layer_operations", "optimizer_bytes"]
+
+Phase = Literal["forward", "input_grad", "weight_grad"]
+Kind = Literal["product", "attention", "memory"]
+
+BF16 = 2
+F32 = 4
+
+LOSS_BYTES = {"stepwise": 85, "eager": 36, "sharded": 24, "chunked": 40, "fused": 10}
+"""Bytes that the loss and its backward pass move for each logit: widened to float32, normalized, narrowed again. The
+chunked one's was measured on an H200 (39), the stepwise one's follows from A100 iterations; a fused one reads and
+writes a few times."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel's work, or that of several equal ones."""
+
+    name: str
+    kind: Kind
+    phase: Phase
+    flops: float = 0.0
+    bytes: float = 0.0
+    """That must move at least: inputs read once, outputs written once; for the software at hand."""
+    m: float = 0
+    n: float = 0
+    k: float = 0
+    count: float = 1
+    """Equal products: experts on this device."""
+    precision: str = "bf16"
+    kernels: int = 1
+    plain: bool = False
+    """Memory-bound kernels as a framework has them, strides, casts and all: they reach less of the bandwidth."""
+    seq: int = 0
+    head_dim: int = 0
+
+
+Part = tuple[Operation, ...]
+
+_PASSES: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input_grad", 2))
+"""Of attention: the backward pass counts as two forward ones."""
+
+
+def product(name: str, phase: Phase, m: float, n: float, k: float, count: float, precision: str) -> Operation:
+    """A matrix product [m, k] x [k, n]."""
+    size, out = {"fp8": (1, 2), "mxfp8": (1, 2), "nvfp4": (0.5625, 2), "float32": (4, 4)}.get(precision, (2, 2))
+    moved = count * (size * (m * k + k * n) + out * m * n)
+    return Operation(name, "product", phase, 2.0 * count * m * n * k, moved, m, n, k, count, precision)
+
+
+@lru_cache(maxsize=65536)
+def layer_operations(arch: Architecture, with_experts: bool, shape: Shape, software: Software) -> Part:
+    """One layer, forward and backward."""
+    found: list[Operation] = []
+    for matrix in layer_matrices(arch, with_experts):
+        found += _products(matrix, shape)
+        if shape.precision in LOW:
+            found += _quantize(matrix, shape, software)
+        if software.casts_weights:
+            found += _cast(matrix, shape)
+    found += _attention(arch, shape, software)
+    found += _elementwise(arch, with_experts, shape, software)
+    return tuple(_widened(found, shape))
+
+
+def _widened(operations: Sequence[Operation], shape: Shape) -> Iterator[Operation]:
+    """Bytes of memory-bound operations are counted for two a number; in float32 there are four."""
+    for operation in operations:
+        yield replace(operation, bytes=operation.bytes * shape.width / 2) if operation.kind == "memory" else operation
+
+
+def _split(matrix: Matrix, shape: Shape) -> tuple[float, float, float, float]:
+    """Tokens, inputs, outputs and number of a matrix's products on this device."""
+    inputs = matrix.inputs / (shape.tensor if matrix.split == "inputs" else 1)
+    outputs = matrix.outputs / (shape.tensor if matrix.split == "outputs" else 1)
+    if matrix.copies == 1:
+        return shape.tokens, inputs, outputs, 1
+    # Experts are whole on their device; the tensor axis splits tokens there, and sends each to its experts.
+    local = max(1.0, matrix.copies / shape.expert)
+    tokens = shape.tokens / shape.tensor * matrix.uses / local
+    return tokens, matrix.inputs, matrix.outputs, local
+
+
+def _products(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
+    tokens, inputs, outputs, count = _split(matrix, shape)
+    precision = shape.other if matrix.name == "router" else shape.precision
+    yield product(matrix.name, "forward", tokens, outputs, inputs, count, precision)
+    yield product(matrix.name, "input_grad", tokens, inputs, outputs, count, precision)
+    yield product(matrix.name, "weight_grad", outputs, inputs, tokens, count, precision)
+
+
+def _quantize(matrix: Matrix, shape: Shape, software: Software) -> Iterator[Operation]:
+    """Cast inputs, weights and output gradients down, each in the two layouts that products want.
+
+    Tensor-wise scales take one more pass to find the largest value; kernels that fuse the cast behind the
+    operation before save the read.
+    """
+    tokens, inputs, outputs, count = _split(matrix, shape)
+    read = BF16 * (1 if software.fusion == "eager" else 0.5) + (BF16 if software.scaling == "tensor" else 0)
+    write = 2 if shape.precision != "nvfp4" else 1.125
+    activations, weights, gradients = tokens * inputs * count, inputs * outputs * count, tokens * outputs * count
+    forward = activations * (read + write) + weights * (BF16 + write) / max(1, software.weight_cast_reuse)
+    yield Operation(f"{matrix.name}.quantize", "memory", "forward", bytes=forward, kernels=2)
+    yield Operation(f"{matrix.name}.quantize", "memory", "input_grad", bytes=gradients * (read + write))
+
+
+def _cast(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
+    """Autocast: float32 weights rounded for each forward pass, gradients widened after each backward pass."""
+    _, inputs, outputs, count = _split(matrix, shape)
+    weights = inputs * outputs * count
+    yield Operation(f"{matrix.name}.cast", "memory", "forward", bytes=weights * (F32 + BF16))
+    yield Operation(f"{matrix.name}.cast", "memory", "weight_grad", bytes=weights * (F32 + BF16))
+
+
+def _attention(arch: Architecture, shape: Shape, software: Software) -> Iterator[Operation]:
+    """Attention itself: causal kernels skip what is masked, products with a mask added do not."""
+    heads = arch.heads / shape.tensor
+    pairs = shape.tokens * shape.seq * heads
+    flops = 2.0 * pairs * (arch.head_dim + arch.value_dim)
+    queries = shape.tokens * heads * (arch.head_dim + arch.value_dim)
+    keys = shape.tokens * max(1.0, arch.kv_heads / shape.tensor) * (arch.head_dim + arch.value_dim)
+    moved = BF16 * (queries + keys * shape.context)
+    if software.attention != "unfused":
+        flops /= 2
+        for phase, times in _PASSES:
+            yield Operation(
+                "attention.core", "attention", phase, times * flops, times * moved, precision=shape.other,
+                seq=shape.seq // shape.context, head_dim=arch.head_dim,
+            )  # fmt: skip
+        return
+    batch = shape.sequences * heads
+    tokens = shape.seq / shape.context
+    for phase, times in _PASSES:
+        for name, width in (("scores", arch.head_dim), ("mix", arch.value_dim)):
+            made = product(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.other)
+            yield replace(made, flops=times * made.flops, bytes=times * made.bytes, count=times * batch)
+        # softmax reads and writes the scores; dropout reads, writes and keeps a mask
+        passes = (2 + 2.5 * software.dropout) if phase == "forward" else (3 + 2.5 * software.dropout)
+        yield Operation("attention.softmax", "memory", phase, bytes=BF16 * pairs * passes, kernels=2)
+
+
+def _elementwise(arch: Architecture, with_experts: bool, shape: Shape, software: Software) -> Iterator[Operation]:
+    """Norms, residuals, rotary positions, activations, dropout, routing: all that memory bounds."""
+    stream = shape.tokens * arch.dim / (shape.tensor if software.sequence_parallel else 1)
+    forward, backward = _stream_bytes(arch, software)
+    yield from _memory("norms and residuals", stream * forward, stream * backward, software, 4)
+    if software.dropout:
+        yield from _memory("dropout", stream * 4, stream * 6, software, 2)
+    heads = shape.tokens * (arch.heads + arch.kv_heads) * arch.head_dim * BF16 / shape.tensor
+    if arch.rotary:
+        passes = software.rotary_passes
+        yield from _memory("rotary", heads * passes, heads * passes * 1.25, software, 2)
+    if arch.qk_norm:
+        yield from _memory("qk norm", heads * 2, heads * 3, software, 2)
+    if arch.latent is not None:
+        rank = (arch.latent.q_rank + arch.latent.kv_rank) * shape.tokens * BF16
+        yield from _memory("latent norms", (rank + heads) * 3, (rank + heads) * 4, software, 2)
+    if not with_experts:
+        yield from _activation("activation", arch, shape.tokens * arch.hidden / shape.tensor, software)
+        return
+    experts = arch.experts
+    assert experts is not None, "asked for the experts of a dense model"
+    routed = shape.tokens / shape.tensor * experts.top_k
+    yield from _activation("activation", arch, routed * experts.hidden, software)
+    if experts.shared:
+        inner = shape.tokens * experts.hidden * experts.shared / shape.tensor
+        yield from _activation("shared activation", arch, inner, software)
+    # tokens are gathered for their experts, and added up again with their weights
+    moved = routed * arch.dim * BF16
+    yield from _memory("permute", moved * 5, moved * 5, software, 8)
+
+
+def _stream_bytes(arch: Architecture, software: Software) -> tuple[float, float]:
+    """Bytes an element of the residual stream costs in a layer, forward and backward: two norms, two additions.
+
+    Fused by a compiler, an addition and the norm after it are one kernel, and so are their backward passes. One
+    kernel each, every product that reads a normalized copy brings a gradient that is added; under autocast each
+    reads a copy of its own, cast down, and its gradient is cast up.
+    """
+    wide = software.stream_bytes
+    if software.fusion == "compiled":
+        return 5 * wide + 8, 6 * wide + 16
+    if software.fusion == "fused":
+        return 8 * wide + 4, 14 * wide
+    readers = (3 if software.separate_products else 1) + (2 if software.separate_products and arch.gated else 1)
+    casts = 6 if software.casts_weights else 0
+    forward = 8 * wide + 4 + casts * readers
+    backward = 10 * wide + 3 * wide * readers + casts * (readers + 2)
+    return forward, backward
+
+
+def _memory(name: str, forward: float, backward: float, software: Software, kernels: int) -> Iterator[Operation]:
+    plain = software.fusion == "eager"
+    yield Operation(name, "memory", "forward", bytes=forward, kernels=kernels, plain=plain)
+    yield Operation(name, "memory", "input_grad", bytes=backward, kernels=kernels, plain=plain)
+
+
+def _activation(name: str, arch: Architecture, elements: float, software: Software) -> Iterator[Operation]:
+    size = elements * BF16
+    if not arch.gated:
+        return _memory(name, size * 2, size * 3, software, 1)
+    eager = software.fusion == "eager"
+    return _memory(name, size * (5 if eager else 3), size * (9 if eager else 6), software, 2 if eager else 1)
+
+
+@lru_cache(maxsize=4096)
+def head_operations(arch: Architecture, shape: Shape, software: Software) -> tuple[Part, Part]:
+    """The embedding's look-up, and the last norm, head and loss."""
+    stream = shape.tokens * arch.dim * BF16
+    embed = [Operation("embedding", "memory", "forward", bytes=2 * stream)]
+    embed += [Operation("embedding", "memory", "weight_grad", bytes=4 * stream)]
+    if arch.positions:
+        embed += list(_memory("positions", stream * 3, stream * 2, software, 1))
+    vocab = arch.vocab / shape.tensor
+    head = [*_memory("final norm", stream * 2, stream * 3, software, 1)]
+    logits = Matrix("head", arch.dim, arch.vocab, "outputs")
+    head += list(_products(logits, replace(shape, precision=shape.other)))
+    if software.casts_weights:
+        head += list(_cast(logits, shape))
+    scores = shape.tokens * vocab
+    head_bytes = scores * LOSS_BYTES[software.loss] / 2
+    head.append(Operation("loss", "memory", "forward", bytes=head_bytes, kernels=4))
+    head.append(Operation("loss", "memory", "input_grad", bytes=head_bytes, kernels=4))
+    return tuple(_widened(embed, shape)), tuple(_widened(head, shape))
+
+
+def optimizer_bytes(software: Software) -> float:
+    """Bytes that one parameter's update moves, norm and clipping of its gradient included."""
+    moved: float = (
+        2 * software.master_bytes + software.weight_bytes if software.master_bytes else 2 * software.weight_bytes
+    )
+    moved += 4 * software.moment_bytes + software.gradient_bytes
+    return (moved + 3 * software.gradient_bytes) * software.optimizer_passes

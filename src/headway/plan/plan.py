@@ -1,0 +1,155 @@
+"""`plan(recipe, cluster) -> Plan`: how a recipe should run, how fast it will be, whether it fits, and what it will
+cost."""
+
+from dataclasses import dataclass, replace
+
+from headway.errors import UsageError
+from headway.hardware import Ceilings, Cluster
+from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
+from headway.plan.architecture import Architecture, architecture_of
+from headway.plan.checks import RUNNABLE, Choices, Task, smallest_change
+from headway.plan.costs import Costs, Fidelity, make_costs
+from headway.plan.efficiencies import Parameters
+from headway.plan.estimate import Estimate
+from headway.plan.flops import parameters
+from headway.plan.goodput import Goodput, goodput, save_seconds
+from headway.plan.search import Found, Rank, Ranked, search
+from headway.plan.trainer import trainer_precision, trainer_software
+from headway.recipe import Recipe
+
+__all__ = ["Plan", "Run", "make_task", "plan"]
+
+RESTART_S = 120.0
+"""Assumed from a failure to the first step after it: detection, new processes, reading the state."""
+SECONDS_PER_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """The whole recipe at one plan's speed, failures and checkpoints included."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    """Of wall time."""
+    device_hours: float
+    price_per_device_hour: float | None
+    goodput: Goodput
+
+    @property
+    def days(self) -> float:
+        """Of wall time."""
+        return self.seconds / SECONDS_PER_DAY
+
+    @property
+    def cost(self) -> float | None:
+        """At the price, where there is one."""
+        return None if self.price_per_device_hour is None else self.device_hours * self.price_per_device_hour
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a recipe runs on a cluster."""
+
+    name: str
+    architecture: Architecture
+    cluster: Cluster
+    fidelity: Fidelity
+    seq: int
+    batch: int
+    found: Found
+    """The best plan and its runner-ups."""
+    runnable: Ranked | None
+    """The best that this version's trainer runs; None where none fits."""
+    run: Run
+    """The recipe at the best plan's speed."""
+
+    @property
+    def best(self) -> Ranked:
+        """The plan that won."""
+        return self.found.plans[0]
+
+
+def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None) -> Task:
+    """What the recipe asks to train, as Headway's trainer would; another architecture may stand in for its model."""
+    return Task(
+        architecture=arch or architecture_of(recipe.model),
+        seq=recipe.data.seq,
+        batch=recipe.train.batch,
+        software=trainer_software(recipe, cluster.chip, cluster.devices),
+        precision=trainer_precision(recipe),
+    )
+
+
+def plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    fidelity: Fidelity = "default",
+    parameters: Parameters | None = None,
+    ceilings: Ceilings | None = None,
+    arch: Architecture | None = None,
+    choices: Choices | None = None,
+    rank: Rank = "time",
+    price: float | None = None,
+    keep: int = 6,
+) -> Plan:
+    """The best way to run a recipe, its runner-ups, and what the whole run takes."""
+    costs = make_costs(cluster, fidelity, parameters, ceilings)
+    task = make_task(recipe, cluster, arch)
+    wanted = _fixed(recipe, choices or Choices())
+    found = search(task, costs, wanted, rank=rank, keep=keep)
+    if not found.plans:
+        raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, wanted))
+    runnable = found.runnable
+    if runnable is None and wanted.mesh is None:
+        runnable = _runnable(task, costs, wanted, rank)
+    return Plan(
+        name=recipe.name,
+        architecture=task.architecture,
+        cluster=cluster,
+        fidelity=fidelity,
+        seq=task.seq,
+        batch=task.batch,
+        found=found,
+        runnable=runnable,
+        run=_run(recipe, cluster, found.plans[0].estimate, price),
+    )
+
+
+def _runnable(task: Task, costs: Costs, choices: Choices, rank: Rank) -> Ranked | None:
+    """The best that this version's trainer runs, if any does."""
+    try:
+        return search(task, costs, replace(choices, limits=RUNNABLE), rank=rank, keep=1).best
+    except UsageError:
+        return None
+
+
+def _fixed(recipe: Recipe, choices: Choices) -> Choices:
+    """What the recipe itself settles is not searched."""
+    if recipe.train.microbatch is not None and choices.microbatches is None:
+        choices = replace(choices, microbatches=(recipe.train.microbatch,))
+    if recipe.train.checkpoint_activations is not None:
+        choices = replace(choices, recompute=("full",) if recipe.train.checkpoint_activations else ("none",))
+    return choices
+
+
+def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) -> Run:
+    steps = recipe.train.steps
+    failures = cluster.gpu_hours_between_failures
+    if failures is None and cluster.chip.name != "cpu":
+        failures = GPU_HOURS_BETWEEN_FAILURES
+    software = best.settings.software
+    each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
+    save = save_seconds(parameters(best.architecture) * each / cluster.devices, cluster.per_node, cluster.nodes)
+    made = goodput(
+        run_s=steps * best.step.seconds,
+        devices=cluster.devices,
+        gpu_hours_between_failures=failures,
+        save_s=save,
+        restart_s=RESTART_S,
+        step_s=best.step.seconds,
+    )
+    hours = made.wall_s / 3600 * cluster.devices
+    per_hour = price if price is not None else cluster.price_per_gpu_hour
+    return Run(steps, steps * recipe.train.batch * recipe.data.seq, made.wall_s, hours, per_hour, made)

@@ -1,0 +1,351 @@
+"""The fastest way to run that fits, and why the others lost.
+
+Every candidate has a bound: what its passes take when nothing travels between data ranks. The search goes through them
+from the smallest bound on, drops what does not fit, estimates the rest, and is done when no bound is left below the
+last plan that is kept. It finds what estimating all of them would find.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from headway.errors import UsageError
+from headway.plan.architecture import layer_kinds
+from headway.plan.checks import (
+    GIB,
+    LONG,
+    RUNNABLE,
+    Choices,
+    Limits,
+    Task,
+    candidates,
+    check,
+    held_microbatches,
+    settings_of,
+)
+from headway.plan.costs import Costs
+from headway.plan.estimate import Estimate, estimate
+from headway.plan.layer import Layer, layer, phases, speed
+from headway.plan.memory import memory
+from headway.plan.operations import head_operations
+from headway.plan.settings import Mesh, Settings
+from headway.plan.step import layers_of_stages
+
+__all__ = [
+    "RUNNABLE", "Choices", "Found", "Limits", "Point", "Rank", "Ranked", "Task", "lower_bound", "search",
+    "search_devices",
+]  # fmt: skip
+
+Rank = Literal["time", "cost"]
+RECOMPUTED = ("none", "attention", "selective", "full")
+"""Ways to recompute, from the least on."""
+ROUNDING = 1e-9
+"""By how much a bound may lie above its estimate: the two add up the same seconds in another order."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One plan among others."""
+
+    estimate: Estimate
+    reason: str
+    """Why it lost against the best one, with numbers; of the best, that it is."""
+    runnable: bool
+    """Whether this version's trainer runs it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    plans: tuple[Ranked, ...]
+    """The best of each kind of mesh, best first; none where nothing fits."""
+    tried: int
+    """Ways to run that there were."""
+    pruned_by_memory: int
+    """Of those that came up, the ones that did not fit; the others came too late to win."""
+    estimated: int
+    """Of those that fit, the ones whose step was gone through."""
+
+    @property
+    def best(self) -> Ranked | None:
+        """The plan that won."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def runnable(self) -> Ranked | None:
+        """The best plan that this version's trainer runs."""
+        return next((plan for plan in self.plans if plan.runnable), None)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan for one number of nodes."""
+
+    nodes: int
+    plan: Ranked | None
+    reason: str
+    """How it compares with the best number of nodes, or why there is no plan."""
+
+
+def search(task: Task, costs: Costs, choices: Choices | None = None, rank: Rank = "time", keep: int = 8) -> Found:
+    """The best plan and its runners-up, each the best of its kind of mesh: eight variants of one would teach nothing.
+
+    A kind is the sizes of the tensor, pipeline, context and expert axes; how the rest is split into copies and shards,
+    and all else, is settled within it. The best plan that this version's trainer runs comes last where it is not among
+    them anyway. UsageError where nothing can run, memory aside; where nothing fits, no plans.
+    """
+    choices = choices or Choices()
+    context = choices.context if choices.context is not None else task.seq >= LONG
+    found = _search(task, costs, choices, rank, keep, context)
+    if not found.plans and choices.context is None and not context:
+        found = _search(task, costs, choices, rank, keep, context=True)
+    if not found.tried:
+        raise _nothing(task, costs, choices)
+    return found
+
+
+def search_devices(
+    task: Task,
+    costs_for: Callable[[int], Costs],
+    nodes: Sequence[int],
+    choices: Choices | None = None,
+    rank: Rank = "time",
+) -> tuple[Point, ...]:
+    """The best plan for each number of nodes, in their order, compared by time of a step or device time of a token."""
+    found = [(count, _best_or_why(task, costs_for(count), choices, rank)) for count in nodes]
+    plans = [plan.estimate for _, plan in found if isinstance(plan, Ranked)]
+    best = min(plans, key=lambda plan: _price(plan, rank), default=None)
+    points = []
+    for count, plan in found:
+        if isinstance(plan, str):
+            points.append(Point(count, None, plan))
+        else:
+            assert best is not None, "where there is a plan there is a best one"
+            points.append(Point(count, plan, _against(plan.estimate, best, rank)))
+    return tuple(points)
+
+
+def _best_or_why(task: Task, costs: Costs, choices: Choices | None, rank: Rank) -> Ranked | str:
+    try:
+        found = search(task, costs, choices, rank, keep=1)
+    except UsageError as error:
+        return error.message
+    return found.best or "does not fit"
+
+
+def _nothing(task: Task, costs: Costs, choices: Choices) -> UsageError:
+    """Why nothing can run: the first clash of the mesh that was asked for, or of the plainest one."""
+    mesh = choices.mesh or Mesh(shard=costs.cluster.devices)
+    sizes = choices.microbatches or (1,)
+    try:
+        check(task.architecture, settings_of(task, mesh, max(choices.zero), sizes[0]), costs.cluster)
+    except UsageError as error:
+        return error
+    return UsageError("the choices leave no way to run", hint="allow more schedules, microbatches, or another mesh")
+
+
+# -- going through the candidates
+
+
+def _search(task: Task, costs: Costs, choices: Choices, rank: Rank, keep: int, context: bool) -> Found:
+    bounds = _Bounds(task, costs)
+    ways = [(bounds.of(way), way) for way in candidates(task, costs.cluster, choices, context)]
+    ways.sort(key=lambda pair: pair[0])
+    best, unfit, estimated = _estimate_best(task, costs, ways, rank, keep)
+    if best and not any(RUNNABLE.allows(plan.settings) for plan in best):
+        able = [pair for pair in ways if RUNNABLE.allows(pair[1])]
+        more, _, again = _estimate_best(task, costs, able, rank, 1)
+        best, estimated = best + more, estimated + again
+    plans = tuple(
+        Ranked(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
+    )  # fmt: skip
+    return Found(plans, len(ways), unfit, estimated)
+
+
+def _estimate_best(
+    task: Task, costs: Costs, ways: Iterable[tuple[float, Settings]], rank: Rank, keep: int
+) -> tuple[list[Estimate], int, int]:
+    """The best of each of the best kinds of mesh, how many ways did not fit, and how many were estimated."""
+    best: dict[tuple[int, ...], Estimate] = {}
+    last = float("inf")
+    unfit = estimated = 0
+    for bound, way in ways:
+        bound *= 1 - ROUNDING
+        if bound > last:
+            break
+        rival = best.get(_kind(way.mesh))
+        if rival is not None and bound > rival.step.seconds:
+            continue
+        if not memory(task.architecture, way, costs.cluster, held_microbatches(way)).fits:
+            unfit += 1
+            continue
+        estimated += 1
+        made = estimate(task.architecture, way, costs)
+        if rival is None or _order(made, rank) < _order(rival, rank):
+            best[_kind(way.mesh)] = made
+            times = sorted(plan.step.seconds for plan in best.values())
+            last = times[keep - 1] if len(times) >= keep else last
+    return sorted(best.values(), key=lambda plan: _order(plan, rank))[:keep], unfit, estimated
+
+
+def _kind(mesh: Mesh) -> tuple[int, ...]:
+    return mesh.tensor, mesh.pipeline, mesh.context, mesh.expert
+
+
+def _price(plan: Estimate, rank: Rank) -> float:
+    """What plans are compared by: seconds of a step, or device seconds of a token."""
+    return plan.step.seconds if rank == "time" else 1 / plan.tokens_s_per_device
+
+
+def _order(plan: Estimate, rank: Rank) -> tuple[object, ...]:
+    """By price; where that is the same, by what is recomputed for nothing, by memory, and then in some fixed order."""
+    way = plan.settings
+    return (
+        _price(plan, rank), RECOMPUTED.index(way.recompute), plan.memory.total, _kind(way.mesh), way.mesh.replicate,
+        way.microbatch, way.zero, way.schedule, way.chunks, way.precision, way.software.moment_bytes,
+    )  # fmt: skip
+
+
+# -- the bound
+
+
+class _Bounds:
+    """Seconds that a step takes at least, computed once for what candidates share."""
+
+    def __init__(self, task: Task, costs: Costs) -> None:
+        self._task, self._costs = task, costs
+        self._layers: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._ends: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+        self._passes: dict[tuple[object, ...], float] = {}
+
+    def of(self, way: Settings) -> float:
+        """Of one way to run: its passes and the loop around them; gradients, weights and the optimizer come on top."""
+        mesh = way.mesh
+        shape = (mesh.tensor, mesh.context, mesh.expert, way.microbatch, way.recompute, way.precision)
+        key = (*shape, mesh.pipeline, way.microbatches, way.schedule, way.chunks)
+        if key not in self._passes:
+            if shape not in self._layers:
+                self._layers[shape] = self._layer(way)
+            end = (mesh.tensor, mesh.context, way.microbatch, way.precision)
+            if end not in self._ends:
+                self._ends[end] = self._end(way)
+            self._passes[key] = _passes_at_least(
+                self._task.architecture.layers, way, self._layers[shape], self._ends[end]
+            )
+        return self._passes[key] + (self._costs.parameters.loop_s if way.software.waits else 0.0)
+
+    def _layer(self, way: Settings) -> tuple[float, float, float]:
+        """Forward, input gradient and weight gradient of a layer, on average."""
+        arch = self._task.architecture
+        kinds: list[tuple[Layer, float]] = [
+            (layer(arch, experts, way, self._costs), count / arch.layers) for experts, count in layer_kinds(arch)
+        ]
+        forward = sum(one.whole_forward * share for one, share in kinds)
+        backward = sum(one.backward * share for one, share in kinds)
+        weight = sum(one.weight_grad * share for one, share in kinds)
+        return forward, backward - weight, weight
+
+    def _end(self, way: Settings) -> tuple[float, float, float, float]:
+        """Forward and backward of the embedding; of the last norm, head and loss."""
+        software, made = way.software, []
+        for part in head_operations(self._task.architecture, way.shape, software):
+            forward, inputs, weights = phases(self._costs.rates, part, software.attention)
+            backward = inputs if way.frozen else inputs + weights
+            fast = speed(self._costs, way.shape.other, forward + backward)
+            made += [fast.seconds(forward), fast.seconds(backward)]
+        return made[0], made[1], made[2], made[3]
+
+
+def lower_bound(task: Task, way: Settings, costs: Costs) -> float:
+    """Seconds that a step takes at least."""
+    return _Bounds(task, costs).of(way)
+
+
+def _passes_at_least(
+    layers: int, way: Settings, each: tuple[float, float, float], ends: tuple[float, float, float, float]
+) -> float:
+    """What all microbatches' passes take at least, in the schedule's order."""
+    ranks, count = way.mesh.pipeline, way.microbatches
+    if ranks == 1:
+        return count * (layers * sum(each) + sum(ends))
+    counts = layers_of_stages(layers, ranks * way.chunks)
+    forward, inputs, weight = ([n * seconds for n in counts] for seconds in each)
+    forward[0], weight[0] = forward[0] + ends[0], weight[0] + ends[1]
+    forward[-1], inputs[-1] = forward[-1] + ends[2], inputs[-1] + ends[3]
+    total = [sum(parts) for parts in zip(forward, inputs, weight, strict=True)]
+    busy = [count * sum(total[rank::ranks]) for rank in range(ranks)]
+    if way.schedule != "zero-bubble":
+        # a rank starts when those before it passed a microbatch on, and after its last backward pass they do theirs
+        around = accumulate([0.0, *total[: ranks - 1]])
+        return max(own + other for own, other in zip(busy, around, strict=True))
+    # weight gradients that are put off may fill the end, but no more of them than a rank has kept back
+    starts = accumulate([0.0, *forward[:-1]])
+    around = accumulate([0.0, *(a + b for a, b in zip(forward[:-1], inputs[:-1], strict=True))])
+    least = 0.0
+    for rank, (start, other) in enumerate(zip(starts, around, strict=True)):
+        done = count * (forward[rank] + inputs[rank]) + max(0, count - 1 - rank) * weight[rank]
+        least = max(least, busy[rank] + start, done + other + weight[0])
+    return least
+
+
+# -- why a plan lost
+
+
+def _reason(plan: Estimate, best: Estimate, rank: Rank, costs: Costs) -> str:
+    if plan is best:
+        return "fastest" if rank == "time" else "cheapest"
+    sentence = _against(plan, best, rank)
+    if plan.step.accounts["recomputation"] > best.step.accounts["recomputation"] and "recomputation" in sentence:
+        without = plan.settings.but(recompute="none")
+        need = memory(plan.architecture, without, costs.cluster, held_microbatches(without))
+        if not need.fits:
+            sentence += f", without which it needs {need.total / GIB:.1f} of {need.capacity / GIB:.0f} GB"
+    return sentence
+
+
+def _against(plan: Estimate, best: Estimate, rank: Rank) -> str:
+    """By how much a plan is worse, and where most of that lies: "9 % slower: 61 ms more exposed gradients a step"."""
+    if plan is best:
+        return "fastest" if rank == "time" else "cheapest"
+    worse = _price(plan, rank) / _price(best, rank) - 1
+    if worse < 0.0005:
+        more = plan.memory.total - best.memory.total
+        return f"as fast, with {more / GIB:.1f} GB more memory" if more > 0.05 * GIB else "as fast"
+    # another number of devices shares the work differently: compare device seconds
+    scale = plan.settings.mesh.devices / best.settings.mesh.devices if rank == "cost" else 1.0
+    where, seconds = max(_losses(plan, best, scale), key=lambda loss: loss[1])
+    word = "slower" if rank == "time" else "dearer"
+    return f"{_percent(worse)} {word}: {_seconds(seconds)} more {where} a step"
+
+
+def _losses(plan: Estimate, best: Estimate, scale: float) -> list[tuple[str, float]]:
+    """Seconds of a step more than the best one has, by where they go."""
+    mine, others = plan.step, best.step
+    accounts = {name: seconds - others.accounts[name] / scale for name, seconds in mine.accounts.items()}
+    exposed = {name: mine.exposed[name] - others.exposed[name] / scale for name in mine.exposed}
+    parts = {**accounts, **exposed}
+    return [(_NAMES.get(name, name), parts[name]) for name in parts if name != "exposed communication"]
+
+
+_NAMES = {
+    "useful": "in useful work",
+    "kernels below peak": "in kernels below peak",
+    "slowed by overlap": "in kernels slowed by overlap",
+    "host": "waiting for the host",
+    "optimizer": "in the optimizer",
+    "inside layers": "exposed exchanges inside layers",
+    "weights and gradients of layers": "exposed weights and gradients of layers",
+    "gradients of the step": "exposed gradients",
+}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.0095 else f"{1e3 * seconds:.1f} ms"

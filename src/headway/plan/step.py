@@ -1,0 +1,281 @@
+"""The time of one training step, and where it goes.
+
+A step is its microbatches' forward and backward passes, in a pipeline's order where there is one; then what is left
+of the gradients' exchange, and the optimizer. Each layer costs the larger of host and device time, and what travels
+beside it slows it down; only what does not fit beside it is exposed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.plan.architecture import Architecture, layer_kinds
+from headway.plan.costs import Costs
+from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
+from headway.plan.layer import Layer, Work, layer, phases, speed
+from headway.plan.memory import local_parameters
+from headway.plan.network import Group, collective_seconds
+from headway.plan.operations import head_operations, optimizer_bytes
+from headway.plan.pipeline import Stage, Timeline, simulate
+from headway.plan.rates import family
+from headway.plan.settings import LOW, Settings
+
+__all__ = ["ACCOUNTS", "Step", "layers_of_stages", "step"]
+
+ACCOUNTS = (
+    "useful",
+    "kernels below peak",
+    "recomputation",
+    "exposed communication",
+    "slowed by overlap",
+    "pipeline bubble",
+    "host",
+    "optimizer",
+)
+"""Where the seconds of a step go, in the order in which they are shown."""
+
+UPDATE = 0.82
+"""What an optimizer's kernels reach of the memory's best bandwidth: measured on an H200, 3.4 of 4.2 TB/s."""
+NEVER_HIDDEN = 0.1
+"""Of gradients that travel once a step: the last piece has nothing left to hide behind."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step on the busiest device."""
+
+    seconds: float
+    accounts: dict[str, float]
+    """Seconds by account, in the order of ACCOUNTS; they sum up to the step."""
+    exposed: dict[str, float]
+    """Exposed communication by what travels."""
+    in_flight: float
+    """Microbatches whose activations the first pipeline stage holds at most."""
+    bubble_share: float
+    """Of the step's passes, on the busiest stage."""
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of one microbatch's passes, averaged over layers, and of the ends of the model."""
+
+    forward: float
+    backward: float
+    weight_share: float
+    """Of the backward pass: what only the weights' gradients take, and a schedule may put off."""
+    first: tuple[float, float]
+    """Embedding, forward and backward."""
+    last: tuple[float, float]
+    """Last norm, head and loss, forward and backward."""
+
+
+def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
+    """Seconds of one step and where they go."""
+    kinds = tuple(layer_kinds(arch))
+    layers = [(layer(arch, experts, settings, costs), count / arch.layers) for experts, count in kinds]
+
+    def mean(get: Callable[[Layer], float]) -> float:
+        return sum(get(one) * share for one, share in layers)
+
+    forward, backward = mean(lambda one: one.whole_forward), mean(lambda one: one.backward)
+
+    # weights that are gathered for each layer and microbatch, and gradients that are scattered
+    travel = _sharded(arch, settings, costs)
+    slow_f, wait_f = _beside(forward, travel[0], settings, costs)
+    slow_b, wait_b = _beside(backward, travel[1], settings, costs)
+    wait_b += travel[2]
+
+    # all microbatches, in the schedule's order
+    first, last = _ends(arch, settings, costs)
+    weight_share = mean(lambda one: one.weight_grad) / backward if backward else 0.0
+    passes = _Passes(forward + slow_f + wait_f, backward + slow_b + wait_b, weight_share, first, last)
+    timeline = _schedule(arch, settings, costs, passes)
+
+    # once a step
+    window = passes.backward * arch.layers / settings.mesh.pipeline
+    gradients = _gradients(arch, settings, costs, window)
+    update = _update(arch, settings, costs)
+    busy, whole = max(timeline.busy), timeline.seconds
+    loop = settings.software.loop_s if settings.software.loop_s is not None else costs.parameters.loop_s
+    loop = 0.0 if costs.ideal else loop
+    if not settings.software.waits:
+        # the host runs ahead: its loop shows only where the device waits for it anyway
+        host_total = _host_total(arch, settings, layers) + loop
+        loop = max(0.0, host_total - whole - gradients - update)
+    total = whole + gradients + update + loop
+
+    per = arch.layers / settings.mesh.pipeline * settings.microbatches
+    exposed = {
+        "inside layers": per * mean(lambda one: one.exchange_forward + one.exchange_backward),
+        "weights and gradients of layers": per * (wait_f + wait_b),
+        "gradients of the step": gradients,
+    }
+    accounts = {
+        "useful": useful_seconds(arch, settings, costs),
+        "recomputation": per * mean(lambda one: one.again),
+        "exposed communication": sum(exposed.values()),
+        "slowed by overlap": per * (slow_f + slow_b),
+        "pipeline bubble": whole - busy,
+        "host": per * mean(lambda one: one.waits_for_host) + loop,
+        "optimizer": update,
+    }
+    accounts["kernels below peak"] = total - sum(accounts.values())
+    return Step(
+        seconds=total,
+        accounts={name: accounts[name] for name in ACCOUNTS},
+        exposed=exposed,
+        in_flight=max(timeline.in_flight) / settings.chunks,
+        bubble_share=1 - busy / whole if whole else 0.0,
+    )
+
+
+def useful_seconds(arch: Architecture, settings: Settings, costs: Costs) -> float:
+    """What the step's model FLOPs take at the chip's peak."""
+    flops = flops_per_token(arch, settings.seq) * settings.batch * settings.seq
+    return flops / (settings.mesh.devices * costs.rates.peak(settings.precision))
+
+
+def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[Layer, float]]) -> float:
+    each = sum((one.host_forward + one.host_backward) * share for one, share in layers)
+    return each * arch.layers / settings.mesh.pipeline * settings.microbatches
+
+
+def _ends(arch: Architecture, settings: Settings, costs: Costs) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Forward and backward seconds of the embedding, and of the last norm, head and loss."""
+    parts = head_operations(arch, settings.shape, settings.software)
+    made = []
+    for part in parts:
+        forward, inputs, weights = phases(costs.rates, part, settings.software.attention)
+        if settings.frozen:
+            weights = Work()
+        fast = speed(costs, settings.shape.other, forward + inputs + weights)
+        made.append((fast.seconds(forward), fast.seconds(inputs + weights)))
+    return made[0], made[1]
+
+
+# -- the order of microbatches
+
+
+def _schedule(arch: Architecture, settings: Settings, costs: Costs, passes: _Passes) -> Timeline:
+    mesh, count = settings.mesh, settings.microbatches
+    stages = _stages(arch.layers, settings, passes)
+    if mesh.pipeline == 1:
+        busy = count * sum(stage.forward + stage.backward for stage in stages)
+        return Timeline(busy, (busy,), (settings.chunks,))
+    transfer = 0.0 if costs.ideal else _transfer(arch, settings, costs)
+    return simulate(settings.schedule, stages, mesh.pipeline, count, transfer)
+
+
+def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[Stage, ...]:
+    counts = layers_of_stages(layers, settings.mesh.pipeline * settings.chunks)
+    stages = []
+    for i, count in enumerate(counts):
+        forward, backward = count * passes.forward, count * passes.backward
+        weight = backward * passes.weight_share
+        inputs = backward - weight
+        if i == 0:
+            forward, weight = forward + passes.first[0], weight + passes.first[1]
+        if i == len(counts) - 1:
+            forward, inputs = forward + passes.last[0], inputs + passes.last[1]
+        stages.append(Stage(forward, inputs, weight))
+    return tuple(stages)
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """Layers of each stage: as even as can be, the first and last getting fewer since they hold the model's ends."""
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    if stages > 1 and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    low, more = divmod(layers, stages)
+    first = (stages - more) // 2
+    return [low + (1 if first <= i < first + more else 0) for i in range(stages)]
+
+
+def _transfer(arch: Architecture, settings: Settings, costs: Costs) -> float:
+    """What a stage waits for its neighbour's activations beyond their making."""
+    mesh, software = settings.mesh, settings.software
+    size = settings.shape.tokens * arch.dim * settings.shape.width / (mesh.tensor if software.sequence_parallel else 1)
+    group = Group(2, mesh.tensor * mesh.context * mesh.data)
+    return collective_seconds(costs.network, "send", size, group)
+
+
+# -- what travels between data ranks
+
+
+def _sharded(arch: Architecture, settings: Settings, costs: Costs) -> tuple[float, float, float]:
+    """ZeRO 3, a layer and microbatch: seconds of weights gathered forward, of weights and gradients backward, and of
+    weights that nothing hides. In a pipeline weights stay gathered for the step, and travel once."""
+    mesh, software = settings.mesh, settings.software
+    group = Group(mesh.shard * mesh.context, mesh.tensor)
+    if settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
+        return 0.0, 0.0, 0.0
+    gather = scatter = 0.0
+    size = 1 if settings.precision in LOW and software.gathers_low else settings.shape.width
+    for experts, count in layer_kinds(arch):
+        routed = routed_parameters(arch) if experts else 0
+        pieces = [((layer_parameters(arch, experts) - routed) / mesh.tensor, group)]
+        if routed and group.size * mesh.tensor > mesh.expert:
+            pieces.append((routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)))
+        for number, members in pieces:
+            share = count / arch.layers
+            gather += share * collective_seconds(costs.network, "all_gather", number * size, members)
+            if not settings.frozen:
+                moved = number * software.reduce_bytes
+                scatter += share * collective_seconds(costs.network, "reduce_scatter", moved, members)
+    again = 0.0 if settings.keeps_weights else gather
+    return (gather, again + scatter, 0.0) if software.prefetch else (gather, scatter, again)
+
+
+def _beside(compute: float, travel: float, settings: Settings, costs: Costs) -> tuple[float, float]:
+    """By how much compute is slowed by what travels beside it, and what of that stays exposed."""
+    if travel == 0.0 or costs.ideal:
+        return 0.0, 0.0
+    if not settings.software.data_overlap:
+        return 0.0, travel
+    p = costs.parameters
+    return p.contention * min(compute, travel), max(0.0, travel - compute * p.hidden)
+
+
+def _gradients(arch: Architecture, settings: Settings, costs: Costs, window: float) -> float:
+    """Exposed seconds of gradients that travel once a step beside a backward pass, and of weights that come back."""
+    mesh, software, p = settings.mesh, settings.software, costs.parameters
+    if settings.frozen or costs.ideal:
+        return 0.0
+    count = sum(local_parameters(arch, settings))
+    if settings.zero >= 3 and mesh.pipeline == 1:
+        group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
+        size = count / (mesh.shard * mesh.context) * software.reduce_bytes
+        return collective_seconds(costs.network, "all_reduce", size, group)
+    group = Group(mesh.data * mesh.context, mesh.tensor)
+    if group.size == 1:
+        return 0.0
+    reduce = _in_pieces(
+        costs, "all_reduce" if settings.zero == 0 else "reduce_scatter", count * software.reduce_bytes, group, settings
+    )
+    back = 0.0 if settings.zero == 0 else _in_pieces(costs, "all_gather", count * 2, group, settings)
+    if not software.data_overlap:
+        return reduce + back
+    hidden = p.hidden * window
+    return max(NEVER_HIDDEN * reduce, reduce - hidden) + max(NEVER_HIDDEN * back, back - hidden / 2)
+
+
+def _in_pieces(costs: Costs, operation: str, size: float, group: Group, settings: Settings) -> float:
+    """A collective that goes in buckets, one after the other."""
+    pieces = max(1, round(size / settings.software.bucket_bytes))
+    return pieces * collective_seconds(costs.network, operation, size / pieces, group)
+
+
+def _update(arch: Architecture, settings: Settings, costs: Costs) -> float:
+    """The optimizer's own kernels: memory bounds them."""
+    mesh, chip = settings.mesh, costs.cluster.chip
+    if settings.frozen:
+        return 0.0
+    routed, dense = local_parameters(arch, settings)
+    if settings.zero >= 1:
+        owners = mesh.shard * mesh.context
+        routed, dense = routed / max(1.0, owners * mesh.tensor / mesh.expert), dense / owners
+    rate = chip.bandwidth_bytes_s
+    if not costs.ideal:
+        rate *= family(chip).memory * UPDATE * costs.parameters.memory
+    return (routed + dense) * optimizer_bytes(settings.software) / rate

@@ -1,0 +1,332 @@
+"""`headway plan`, as the command line calls it: what it prints adds up, fits a terminal, and fails with a sentence."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from headway.agent import prepare
+from headway.cli import plan as verb
+from headway.cli.plan_view import ERRORS, short_source
+from headway.errors import HeadwayError
+from headway.hardware import default_cluster, known_chip, load_cluster, parse_on
+from headway.plan.step import ACCOUNTS
+from headway.plan.sweep import parse_sweep, resized
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECIPES = ROOT / "recipes"
+LLAMA = str(RECIPES / "llama3-8b.toml")
+RUNS = ROOT / "benchmarks" / "plan" / "published_runs.csv"
+
+app = typer.Typer()
+app.command()(verb.plan)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def text(*words: str) -> str:
+    result = call(*words)
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+def document(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text(*words, "--json"))
+    return found
+
+
+def error(*words: str) -> HeadwayError:
+    found = call(*words).exception
+    assert isinstance(found, HeadwayError), found
+    assert found.exit_status == 2
+    assert found.hint
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (LLAMA, "--on", "h100x8x4"),
+        (LLAMA, "--on", "h100x8x4", "--price", "2.5", "--explain"),
+        (LLAMA, "--on", "h200x8x16", "--fidelity", "measured", "--price", "12345"),
+        (LLAMA, "--on", "h100x8x4", "--mesh", "shard=8,tensor=4"),
+        (LLAMA, "--on", "b200x8x4", "--precision", "fp8"),
+        (LLAMA, "--on", "h100x8x1", "--sweep", "nodes=1..16", "--price", "2"),
+        (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x64", "--price", "2.5", "--explain"),
+        (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x1", "--sweep", "nodes=1,2,64"),
+        (str(RECIPES / "llama3-405b.toml"), "--on", "h100x8x2048", "--price", "2.5", "--explain"),
+        (str(RECIPES / "demo.toml"), "--on", "cpu", "--explain"),
+        (str(RECIPES / "demo.toml"), "--on", "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_screens_are_plain_and_narrow(words: tuple[str, ...]) -> None:
+    # paths of this machine may be long; what stands around them may not
+    shown = text(*words).replace(str(RECIPES), "recipes")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.isascii()
+    assert "\x1b" not in shown
+    assert "next: " in shown
+
+
+def test_the_screen_says_what_the_json_says() -> None:
+    words = (LLAMA, "--on", "h100x8x4", "--price", "2.5")
+    shown, found = text(*words), document(*words)
+    best = found["best"]
+    assert shown.startswith("llama3-8b  8.03B parameters, 8,192 tokens x 512 sequences a step, 32 x H100\n")
+    assert f"{best['tokens_s']:,.0f} tokens/s" in shown
+    assert f"{100 * best['mfu']:.1f} %" in shown
+    assert f"{100 * best['mfu_full_attention']:.1f} % counting" in " ".join(shown.split())
+    assert f"${found['run']['cost']:,.0f} at $2.50" in shown
+    table = [line for line in shown.splitlines() if line.startswith("> ")]
+    assert len(table) == 1
+    assert all(f"{part} " in shown for part in ("weights", "gradients", "optimizer", "activations", "free"))
+
+
+def test_the_numbers_hang_together() -> None:
+    found = document(LLAMA, "--on", "h100x8x4", "--price", "2.5")
+    assert found["plans"][0] == found["best"]
+    assert found["model"]["parameters"] == 8_030_261_248  # the published model
+    assert found["cluster"]["devices"] == 32
+    for one in found["plans"]:
+        assert list(one["accounts"]) == list(ACCOUNTS)
+        assert sum(one["accounts"].values()) == pytest.approx(one["step_s"])
+        assert one["tokens_s"] == pytest.approx(8192 * 512 / one["step_s"])
+        assert one["mfu"] == pytest.approx(one["accounts"]["useful"] / one["step_s"])
+        memory = one["memory"]
+        parts = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "overhead")
+        assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
+        assert memory["total"] <= memory["capacity"] == 80 * 2**30
+        run = one["run"]
+        assert run["cost"] == pytest.approx(2.5 * run["device_hours"])
+        assert run["device_hours"] == pytest.approx(32 * 24 * run["days"])
+        assert run["seconds"] * run["goodput"]["share"] == pytest.approx(100_000 * one["step_s"])
+    steps = [one["step_s"] for one in found["plans"][:6]]
+    assert steps == sorted(steps)
+
+
+def test_explanations_are_in_the_json() -> None:
+    found = document(LLAMA, "--on", "h100x8x4", "--explain")
+    step = next(one for one in found["explain"] if one["title"].startswith("a step"))
+    assert sum(row["seconds"] for row in step["rows"]) == pytest.approx(found["best"]["step_s"])
+
+
+def test_without_a_price_there_is_no_cost() -> None:
+    assert document(LLAMA, "--on", "h100x8x4")["run"]["cost"] is None
+    assert "$" not in text(LLAMA, "--on", "h100x8x4")
+
+
+def test_limits_are_faster_and_fp8_is_not_trained() -> None:
+    default, limit = (document(LLAMA, "--on", "h100x8x4", "--fidelity", name) for name in ("default", "limit"))
+    assert limit["best"]["step_s"] < default["best"]["step_s"]
+    low = document(LLAMA, "--on", "h100x8x4", "--precision", "fp8")
+    assert low["runnable"] is None
+    assert low["best"]["precision"] == "fp8"
+
+
+def test_the_best_plan_that_runs_is_named_where_the_best_does_not() -> None:
+    words = (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x64")
+    found, shown = document(*words), " ".join(text(*words).split())
+    assert not found["best"]["runnable"]
+    able = found["runnable"]
+    assert able["runnable"]
+    assert {axis for axis, size in able["mesh"].items() if size > 1} == {"shard"}
+    slower = able["step_s"] / found["best"]["step_s"] - 1
+    assert f"this version does not run the best plan; it runs shard {able['mesh']['shard']}" in shown
+    assert f": {100 * slower:.1f} % slower" in shown
+
+
+def test_why_nothing_runs_is_said() -> None:
+    """2,048 sequences cannot be shared by 16,384 devices, whatever their memory."""
+    shown = " ".join(text(str(RECIPES / "llama3-405b.toml"), "--on", "h100x8x2048").split())
+    assert "2,048 sequences do not share out over 16,384 devices" in shown
+    assert "headway train" not in shown
+
+
+def test_a_mesh_is_the_only_one() -> None:
+    found = document(LLAMA, "--on", "h100x8x4", "--mesh", "shard=8,tensor=4")
+    assert len(found["plans"]) == 1
+    assert (found["best"]["mesh"]["shard"], found["best"]["mesh"]["tensor"]) == (8, 4)
+
+
+def test_a_recipes_own_mesh_counts() -> None:
+    found = document(LLAMA, "--on", "h100x8x4", "--set", "parallel.tensor=4")
+    assert (found["best"]["mesh"]["shard"], found["best"]["mesh"]["tensor"]) == (8, 4)
+
+
+# -- what is not said
+
+
+def test_a_vocabulary_that_is_not_built_is_assumed() -> None:
+    result = call(str(RECIPES / "demo.toml"), "--on", "cpu", "--json", "--set", "data.path=none")
+    assert json.loads(result.stdout)["model"]["vocab"] == 4096
+    assert "none is not built; a vocabulary of 4,096 tokens is assumed" in result.stderr
+
+
+def test_a_vocabulary_that_is_built_is_taken(dataset: Path) -> None:
+    """The data set has 300 entries, and training rounds up to a multiple of 64."""
+    result = call(str(RECIPES / "demo.toml"), "--on", "cpu", "--json", "--set", f"data.path={dataset}")
+    assert json.loads(result.stdout)["model"]["vocab"] == 320
+    assert not result.stderr
+    assert verb.VOCABULARY_MULTIPLE == prepare.VOCABULARY_MULTIPLE
+
+
+def test_without_a_cluster_it_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = document(str(RECIPES / "demo.toml"), "--set", "train.device=cpu")
+    assert (found["cluster"]["chip"], found["cluster"]["devices"]) == ("cpu", 1)
+
+
+# -- sweeps
+
+
+def test_sweeps_are_read() -> None:
+    assert parse_sweep("nodes=8..64") == (8, 16, 32, 64)
+    assert parse_sweep("nodes=3..20") == (3, 6, 12, 20)
+    assert parse_sweep("nodes=16,8,12,8") == (8, 12, 16)
+    assert parse_sweep("nodes=5..5") == (5,)
+
+
+def test_a_usual_cluster_stays_usual_in_any_size() -> None:
+    for nodes in (1, 2, 64, 512):
+        assert resized(parse_on("h100x8x4"), nodes) == default_cluster(known_chip("h100"), 8, nodes)
+
+
+def test_a_clusters_own_network_grows_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'chip = "h100"\nnodes = 4\nprice_per_gpu_hour = 3\n[[level]]\nname = "nvlink"\ndevices = 8\ngigabytes_s = 400\n'
+        '[[level]]\nname = "slow"\ngigabits_s = 100\noversubscription = 2\n'
+    )
+    cluster = load_cluster(file)
+    for nodes, sizes in ((1, [8]), (2, [8, 16]), (16, [8, 128])):
+        made = resized(cluster, nodes)
+        assert (made.devices, made.price_per_gpu_hour) == (8 * nodes, 3)
+        assert [level.devices for level in made.levels] == sizes
+        assert nodes == 1 or made.levels[-1].oversubscription == 2
+
+
+def test_scaling_is_against_the_first_that_fits() -> None:
+    found = document(str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x1", "--sweep", "nodes=1..16")["points"]
+    assert [point["nodes"] for point in found] == [1, 2, 4, 8, 16]
+    assert found[0]["plan"] is None
+    assert "does not fit" in found[0]["reason"]
+    assert found[1]["scaling"] == 1.0
+    for point in found[1:]:
+        speed = point["plan"]["tokens_s"] / point["devices"]
+        first = found[1]["plan"]["tokens_s"] / found[1]["devices"]
+        assert point["scaling"] == pytest.approx(speed / first)
+
+
+# -- rooflines
+
+
+def test_a_roofline_is_drawn_and_printed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "roof.svg"
+    shown = text(LLAMA, "--on", "h100x8x4", "--roofline", str(file))
+    assert "roof: 3.35 TB/s up to 295 FLOP/byte" in shown
+    assert "mlp.up" in file.read_text()
+
+
+# -- against published runs
+
+
+@pytest.fixture
+def few_runs(tmp_path: Path) -> Path:
+    """The first lines of the table, and one that says nothing of its layers."""
+    with RUNS.open(newline="", encoding="utf-8") as stream:
+        lines = list(csv.DictReader(stream))
+    kept = [*lines[:30], dict(lines[0]) | {"layers": ""}]
+    file = tmp_path / "few.csv"
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, lines[0])
+        writer.writeheader()
+        writer.writerows(kept)
+    return file
+
+
+def test_runs_are_predicted_line_by_line(few_runs: Path) -> None:
+    found = document("--against", str(few_runs))
+    keys = {"row", "source", "chip", "tok_s_per_gpu", "predicted", "error", "mem_gb", "predicted_mem_gb", "skipped"}
+    assert all(keys <= set(row) for row in found["rows"])
+    assert [row["row"] for row in found["rows"]] == list(range(31))
+    assert found["rows"][-1]["skipped"]
+    assert found["rows"][-1]["predicted"] is None
+    for row in found["rows"][:-1]:
+        assert row["error"] == pytest.approx(row["predicted"] / row["tok_s_per_gpu"] - 1)
+    group = found["tables"]["groups"]["unseen: dense, all modelled"]
+    sizes = [abs(row["predictions"]["unseen"] / row["measured"] - 1) for row in found["rows"][:-1]]
+    assert group["mean"] == pytest.approx(sum(sizes) / len(sizes))
+
+
+def test_tables_are_printed(few_runs: Path) -> None:
+    shown = text("--against", str(few_runs), "--calibrate", "4", "--seed", "3")
+    assert max(map(len, shown.splitlines())) <= 80
+    order = [shown.index(part) for part in ("\ngroups", "\n(a) unseen", "\n(b) calibrated on 4", "\n(c) fitted on all")]
+    assert order == sorted(order)
+    assert "skipped 1 line" in shown
+    assert len(shown.partition("farthest off")[2].split("\n\n")[0].splitlines()) == 1 + 1 + 10
+
+
+def test_the_stated_accuracy_is_the_measured_one() -> None:
+    groups = document("--against", str(RUNS))["tables"]["groups"]
+    for stated, name in (("dense", "unseen: dense, fully specified"), ("other", "unseen: experts or other chips")):
+        assert groups[name]["mean"] == pytest.approx(ERRORS[stated], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("source", "short"),
+    [
+        ("mosaicml/llm-foundry scripts/README.md [H100 80GB BF16]", "llm-foundry H100 80GB BF16"),
+        ("NVIDIA-NeMo/Megatron-Bridge docs/a.md [26.06 NeMo Container; SFT Performance]", "Megatron-Bridge 26.06 SFT"),
+        ("pytorch/torchtitan benchmarks/llama3_h100.md", "torchtitan llama3_h100.md"),
+        ("single-node iterations", "single-node iterations"),
+        ("NVIDIA/Megatron-LM README (strong scaling texts)", "Megatron-LM strong scaling te.."),
+    ],
+)
+def test_sources_are_shortened(source: str, short: str) -> None:
+    assert short_source(source, 31) == short
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "hint"),
+    [
+        ((), "nothing to plan", "--against"),
+        ((LLAMA, "--on", "h1000x8x4"), "unknown chip", "h100"),
+        ((LLAMA, "--on", "h100x8x4", "--cluster", "x.toml"), "both say where", "one of them"),
+        ((LLAMA, "--on", "h100x8x4", "--fidelity", "best"), "--fidelity best", "limit, default, measured"),
+        ((LLAMA, "--on", "h100x8x4", "--fidelity", "measured"), "nothing was measured on h100", "--ceilings"),
+        ((LLAMA, "--on", "h100x8x4", "--rank", "beauty"), "--rank beauty", "time, cost"),
+        ((LLAMA, "--on", "h100x8x4", "--precision", "fp3"), "--precision fp3", "bf16"),
+        ((LLAMA, "--on", "h100x8x4", "--precision", "nvfp4"), "h100 has no nvfp4", "float8"),
+        ((LLAMA, "--on", "h100x8x4", "--price", "-1"), "not a price", "device-hour"),
+        ((LLAMA, "--on", "h100x8x4", "--mesh", "shard=4,tensor=2"), "takes 8 devices, h100x8x4 has 32", "shard=16"),
+        ((LLAMA, "--on", "h100x8x4", "--mesh", "tensr=2"), "is no axis and size", "tensor"),
+        ((LLAMA, "--on", "h100x8x4", "--ceilings", "none.json"), "none.json: cannot be read", "measure"),
+        ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=a..b"), "not numbers of nodes", "8..512"),
+        ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=0..4"), "not numbers of nodes", "8..512"),
+        ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=8..4"), "8 is more than 4", "8..512"),
+        ((LLAMA, "--on", "h100x8x4", "--sweep", "gpus=8"), "only nodes", "8..512"),
+        ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=4", "--mesh", "shard=32"), "several numbers", "--mesh"),
+        ((LLAMA, "--on", "h100x8x4", "--roofline", "roof.pdf"), "cannot be drawn", ".svg"),
+        ((LLAMA, "--on", "h100x8x4", "--calibrate", "3"), "--calibrate", "--against"),
+        ((LLAMA, "--against", "runs.csv"), "not a recipe", "--against runs.csv"),
+        (("--against", "none.csv"), "none.csv: no such file", "published_runs.csv"),
+        (("none.toml",), "no such recipe", "recipes/"),
+        ((str(RECIPES / "llama3-405b.toml"), "--on", "h100x8x1"), "does not fit", "needs"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else None,
+)
+def test_mistakes_are_sentences(words: tuple[str, ...], sentence: str, hint: str) -> None:
+    found = error(*words)
+    assert sentence in found.message
+    assert hint in (found.hint or "")

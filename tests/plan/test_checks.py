@@ -1,0 +1,298 @@
+"""What can run, against rules written down a second time; remedies, against the memory each of them needs."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from headway.errors import UsageError
+from headway.hardware import Cluster, parse_on
+from headway.plan.architecture import Architecture, Experts
+from headway.plan.checks import (
+    RUNNABLE,
+    Choices,
+    Task,
+    candidates,
+    check,
+    divisors,
+    held_microbatches,
+    smallest_change,
+    valid,
+)
+from headway.plan.memory import memory
+from headway.plan.pipeline import Stage, simulate
+from headway.plan.settings import Mesh, Settings, Software
+
+DENSE = Architecture(layers=24, dim=2048, heads=32, kv_heads=8, head_dim=64, hidden=8192, vocab=50304)
+MIXED = replace(DENSE, experts=Experts(count=16, top_k=2, hidden=1408, shared=2, dense_layers=1))
+LARGE = Architecture(layers=80, dim=8192, heads=64, kv_heads=8, head_dim=128, hidden=28672, vocab=128256, tied=False)
+SIXES = replace(DENSE, heads=48, kv_heads=6, hidden=9216)
+ODD = replace(MIXED, experts=Experts(count=16, top_k=2, hidden=1403, shared=1))
+NODES = parse_on("h100x8x2")
+TWO_CHUNKS = {"schedule": "interleaved", "chunks": 2}
+
+
+def way(mesh: Mesh, **changes: object) -> Settings:
+    return replace(Settings(mesh, seq=4096, microbatch=1, batch=64), **changes)
+
+
+CLASHES = [
+    # what, settings, numbers that the message names, what the hint offers
+    ("devices", DENSE, way(Mesh(shard=4, tensor=2)), ("8 devices", "16"), "shard=8"),
+    ("devices that no shard mends", DENSE, way(Mesh(shard=4, tensor=3)), ("12 devices", "16"), "multiply to 16"),
+    ("heads", replace(DENSE, heads=24, kv_heads=24), way(Mesh(tensor=16)), ("tensor 16", "24 heads"), "1, 2, 4, 8"),
+    ("key-value heads", SIXES, way(Mesh(tensor=16)), ("tensor 16", "6 key-value"), "1, 2, 3, 6, 12, 24, 48"),
+    ("hidden", replace(DENSE, hidden=5461), way(Mesh(shard=8, tensor=2)), ("tensor 2", "5461"), "tensor may be 1"),
+    ("shared experts", ODD, way(Mesh(shard=8, tensor=2)), ("tensor 2", "1403"), "tensor may be 1"),
+    ("sequence", DENSE, way(Mesh(shard=8, tensor=2), seq=4095), ("tensor 2", "4095"), "4094 and 4096"),
+    ("context", DENSE, way(Mesh(shard=4, context=4), seq=4098), ("context 4", "4098"), "4096 and 4100"),
+    ("no experts", DENSE, way(Mesh(shard=16, expert=4)), ("expert 4", "no experts"), "expert at 1"),
+    ("experts", MIXED, way(Mesh(shard=16, expert=3)), ("expert 3", "16 experts"), "1, 2, 4, 8, 16"),
+    ("experts' devices", MIXED, way(Mesh(pipeline=2, shard=8, expert=16)), ("expert 16", "8 devices"), "1, 2, 4, 8"),
+    ("experts across copies", MIXED, way(Mesh(replicate=4, shard=4, expert=8)), ("expert 8", "shard 4"), "1, 2, 4"),
+    ("batch", DENSE, way(Mesh(replicate=2, shard=8), batch=100), ("100", "16 data ranks"), "96 and 112"),
+    ("a batch too small", DENSE, way(Mesh(shard=16), batch=12), ("12", "16 data ranks"), "do: 16"),
+    ("microbatch", DENSE, way(Mesh(shard=16), batch=192, microbatch=5), ("microbatch of 5", "12"), "4 and 6"),
+    ("a microbatch too large", DENSE, way(Mesh(shard=16), microbatch=8), ("microbatch of 8", "4 sequences"), "do: 4"),
+    ("layers", DENSE, way(Mesh(pipeline=16), **TWO_CHUNKS), ("24 layers", "32"), "24 at most"),
+    ("interleaved", DENSE, way(Mesh(pipeline=8, shard=2), batch=40, **TWO_CHUNKS), ("20", "8"), "16 or 24"),
+    ("no pipeline", DENSE, way(Mesh(shard=16), schedule="zero-bubble"), ("zero-bubble", "pipeline is 1"), "1f1b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "named", "hint"), [row[1:] for row in CLASHES], ids=[row[0] for row in CLASHES]
+)
+def test_a_clash_names_the_numbers_and_what_would_do(arch, settings, named, hint):
+    with pytest.raises(UsageError) as caught:
+        check(arch, settings, NODES)
+    assert all(part in caught.value.message for part in named), caught.value.message
+    assert hint in (caught.value.hint or ""), caught.value.hint
+    assert not valid(arch, settings, NODES)
+
+
+def possible(arch: Architecture, s: Settings, cluster: Cluster) -> bool:
+    """The rules, written down as divisions."""
+    m, experts = s.mesh, arch.experts
+    if m.replicate * m.shard * m.tensor * m.pipeline * m.context != cluster.devices:
+        return False
+    widths = [arch.heads] + ([arch.hidden] if not experts or experts.dense_layers else [])
+    widths += [experts.hidden * experts.shared] if experts else []
+    if any(width % m.tensor for width in widths) or s.seq % (m.context * m.tensor):
+        return False
+    if arch.kv_heads % m.tensor and m.tensor % arch.kv_heads:
+        return False
+    if m.expert > 1:
+        sharers = (m.shard if s.zero else m.replicate * m.shard) * m.context * m.tensor
+        if experts is None or experts.count % m.expert or sharers % m.expert:
+            return False
+    if s.batch % (m.replicate * m.shard * s.microbatch) or m.pipeline * s.chunks > arch.layers:
+        return False
+    if s.schedule == "interleaved":
+        passes = s.batch // (m.replicate * m.shard * s.microbatch)
+        return m.pipeline > 1 and s.chunks > 1 and passes % m.pipeline == 0
+    return s.chunks == 1 and (s.schedule == "1f1b" or m.pipeline > 1)
+
+
+def test_valid_and_check_are_the_rules():
+    random, outcomes = Random(3), set()
+    for _ in range(6000):
+        sizes = [random.choice((1, 1, 2, 3, 4, 8)) for _ in range(5)]
+        mesh = Mesh(*sizes, expert=random.choice((1, 1, 2, 3, 8)))
+        arch = random.choice((DENSE, MIXED, replace(DENSE, heads=12, kv_heads=4)))
+        schedule = random.choice(("1f1b", "1f1b", "interleaved", "zero-bubble"))
+        chunks = random.choice((1, 2, 4)) if schedule == "interleaved" else 1
+        seq, size, batch = random.choice((1024, 1026, 4096)), random.choice((1, 2, 3)), random.choice((24, 64, 96))
+        settings = Settings(mesh, seq, size, batch, random.choice((0, 1, 3)), schedule=schedule, chunks=chunks)
+        cluster = replace(NODES, per_node=mesh.devices if random.random() < 0.9 else 8, nodes=1)
+        wanted = possible(arch, settings, cluster)
+        outcomes.add(wanted)
+        assert valid(arch, settings, cluster) == wanted, settings
+        if wanted:
+            check(arch, settings, cluster)
+        else:
+            with pytest.raises(UsageError):
+                check(arch, settings, cluster)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 97, 128, 360, 1001])
+def test_divisors(number):
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+    assert divisors(number, 10) == tuple(n for n in range(1, 11) if number % n == 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 5)]
+)
+def test_held_microbatches_are_those_of_the_schedule(schedule, chunks):
+    for ranks, times in product((2, 3, 8), (1, 2, 5)):
+        settings = Settings(Mesh(pipeline=ranks), 1024, 1, ranks * times, schedule=schedule, chunks=chunks)
+        timeline = simulate(schedule, [Stage(1, 1, 1)] * (ranks * chunks), ranks, ranks * times)
+        assert held_microbatches(settings) == max(timeline.in_flight) / chunks
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs"),
+    [
+        (way(Mesh(shard=16)), True),
+        (way(Mesh(shard=16), recompute="full", precision="float32"), True),
+        (way(Mesh(), zero=0), True),
+        (way(Mesh(shard=16), zero=1), False),
+        (way(Mesh(replicate=2, shard=8)), False),
+        (way(Mesh(shard=8, tensor=2)), False),
+        (way(Mesh(shard=8, pipeline=2)), False),
+        (way(Mesh(shard=16), recompute="selective"), False),
+        (way(Mesh(shard=16), precision="fp8"), False),
+        (way(Mesh(shard=16), software=Software(moment_bytes=2)), False),
+    ],
+)
+def test_what_the_trainer_runs(settings, runs):
+    assert RUNNABLE.allows(settings) == runs
+
+
+# -- candidates
+
+
+def enumerated(task: Task, cluster: Cluster, context: bool) -> set[Settings]:
+    """Every way to run, from all numbers up to the devices and the rules of `candidates` said again."""
+    arch, numbers = task.architecture, [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
+    counts = range(1, (arch.experts.count if arch.experts else 1) + 1)
+    found = set()
+    for replicate, shard, tensor, pipeline, shared, expert in product(*[numbers] * 5, counts):
+        mesh = Mesh(replicate, shard, tensor, pipeline, shared, expert)
+        if mesh.devices != cluster.devices or tensor > cluster.levels[0].devices or task.batch % mesh.data:
+            continue
+        if shared > 1 and (not context or task.seq / shared < 2048):
+            continue
+        zeros = [0] if shard == 1 else []
+        if shard * shared > 1 or (arch.experts and mesh.data == 1 and tensor > 1):
+            zeros += [1] if replicate == 1 else []
+            zeros += [3] if replicate == 1 or pipeline == 1 else []
+        orders = [("1f1b", 1)]
+        if pipeline > 1:
+            even = [
+                n for n in range(2, 9) if not arch.layers % (n * pipeline) or not (arch.layers + 2) % (n * pipeline)
+            ]
+            orders += [("zero-bubble", 1), *(("interleaved", n) for n in even or [2])]
+        most = (2**16 if pipeline > 1 else 2**18) * shared / task.seq
+        microbatches = [n for n in range(1, task.batch // mesh.data + 1) if n <= most]
+        for zero, (schedule, chunks), size, recompute in product(
+            zeros, orders, microbatches, ("none", "selective", "full")
+        ):
+            made = Settings(
+                mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, task.precision, task.software
+            )
+            if possible(arch, made, cluster):
+                found.add(made)
+    return found
+
+
+SMALL = [
+    (DENSE, "h100x8", 2048, 16, False),
+    (DENSE, "h100x4x3", 8192, 24, True),
+    (MIXED, "h100x8", 2048, 8, False),
+    (replace(MIXED, layers=7), "gb200x4x2", 4096, 16, True),
+    (replace(DENSE, heads=12, kv_heads=4, layers=6), "a100x8x2", 2048, 48, False),
+]
+
+
+@pytest.mark.parametrize(("arch", "on", "seq", "batch", "context"), SMALL)
+def test_candidates_are_all_that_is_sensible(arch, on, seq, batch, context):
+    task, cluster = Task(arch, seq, batch), parse_on(on)
+    made = list(candidates(task, cluster, Choices(), context))
+    assert len(made) == len(set(made))
+    assert set(made) == enumerated(task, cluster, context)
+
+
+def test_microbatches_end_where_larger_ones_bring_nothing():
+    sizes = {made.microbatch for made in candidates(Task(DENSE, 4096, 4096), parse_on("h100"), Choices())}
+    assert sizes == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_choices_are_kept_to():
+    choices = Choices(
+        mesh=Mesh(shard=4, tensor=2, pipeline=2), microbatches=(2,), recompute=("full",), schedules=("interleaved",),
+        chunks=(3,), precisions=("fp8",), moment_bytes=(2, 4), zero=(1,),
+    )  # fmt: skip
+    made = list(candidates(Task(DENSE, 4096, 64), NODES, choices))
+    moments = {one.software.moment_bytes for one in made}
+    assert moments == {2, 4}
+    assert len(made) == 2
+    for one in made:
+        assert (one.mesh, one.microbatch, one.recompute, one.zero) == (choices.mesh, 2, "full", 1)
+        assert (one.schedule, one.chunks, one.precision) == ("interleaved", 3, "fp8")
+
+
+def test_limits_are_kept_to():
+    task = Task(DENSE, 4096, 64)
+    made = set(candidates(task, NODES, Choices(limits=RUNNABLE)))
+    assert made == {one for one in candidates(task, NODES, Choices()) if RUNNABLE.allows(one)}
+    assert {one.mesh for one in made} == {Mesh(shard=16)}
+
+
+# -- models that fit nowhere
+
+
+def least(task: Task, cluster: Cluster, choices: Choices) -> float:
+    """Of all ways to run, with context or without."""
+    ways = [one for shared in (False, True) for one in candidates(task, cluster, choices, shared)]
+    return min(memory(task.architecture, one, cluster, held_microbatches(one)).total for one in ways) / 2**30
+
+
+def numbers(sentence: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[\d.]+(?= GB)", sentence)]
+
+
+def test_more_nodes_are_as_few_as_fit():
+    task, cluster = Task(LARGE, 8192, 64), parse_on("h100x8")
+    sentence = smallest_change(task, cluster, Choices(limits=RUNNABLE))
+    nodes = int(re.search(r"on (\d+) nodes instead of 1", sentence).group(1))
+    needs = {}
+    for count in range(1, nodes + 1):
+        larger = parse_on(f"h100x8x{count}")
+        ways = list(candidates(task, larger, Choices(limits=RUNNABLE)))
+        needs[count] = min((memory(LARGE, one, larger).total / 2**30 for one in ways), default=float("inf"))
+    assert needs[nodes] <= 80
+    assert all(needs[count] > 80 for count in range(1, nodes))
+    assert numbers(sentence) == pytest.approx([needs[1], 80, needs[nodes]], abs=0.051)
+
+
+def test_the_least_intrusive_change_comes_first():
+    task, cluster = Task(replace(DENSE, layers=48), 8192, 64), parse_on("h100x8")
+    fixed = Choices(mesh=Mesh(shard=8), microbatches=(8,), recompute=("none",))
+    sentence = smallest_change(task, cluster, fixed)
+    full, small = replace(fixed, recompute=("full",)), replace(fixed, microbatches=(1,))
+    assert least(task, cluster, fixed) > 80
+    assert max(least(task, cluster, full), least(task, cluster, small)) < 80
+    wanted = [least(task, cluster, fixed), 80, least(task, cluster, full), least(task, cluster, small)]
+    assert numbers(sentence) == pytest.approx(wanted, abs=0.051)
+    assert sentence.index("full recomputation") < sentence.index("microbatch of 1")
+
+
+def test_moments_are_halved_where_that_is_enough():
+    chip = replace(NODES.chip, memory_bytes=25 * 2**30)
+    task, cluster = Task(DENSE, 2048, 8), replace(parse_on("h100x1"), chip=chip)
+    halved = Choices(moment_bytes=(2,))
+    assert least(task, cluster, Choices()) > 25 > least(task, cluster, halved)
+    assert f"with bf16 moments ({least(task, cluster, halved):.1f} GB)" in smallest_change(task, cluster, Choices())
+
+
+def test_a_change_that_the_trainer_cannot_run_is_not_proposed():
+    task, cluster = Task(LARGE, 8192, 64), parse_on("h100x8x2")
+    assert "bf16 moments" not in smallest_change(task, cluster, Choices(limits=RUNNABLE))
+
+
+def test_where_no_single_change_is_enough_all_of_them_are_named():
+    chip = replace(NODES.chip, memory_bytes=6 * 2**30)
+    task, cluster = Task(LARGE, 8192, 8), replace(parse_on("h100x8"), chip=chip)
+    fixed = Choices(mesh=Mesh(shard=8), recompute=("none",), zero=(0,))
+    sentence = smallest_change(task, cluster, fixed)
+    assert "full recomputation and more sharding and bf16 moments" in sentence
+    assert "does not fit" in sentence
+
+
+def test_what_fits_needs_no_change():
+    assert smallest_change(Task(DENSE, 4096, 64), NODES, Choices()).startswith("it fits: needs ")

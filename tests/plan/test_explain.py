@@ -1,0 +1,134 @@
+"""Explanations against the plans they explain, against hand computation, and against published figures."""
+
+from dataclasses import fields
+
+import pytest
+
+from headway.hardware import parse_on
+from headway.plan.architecture import Architecture, Experts
+from headway.plan.checks import valid
+from headway.plan.costs import Costs, make_costs
+from headway.plan.efficiencies import Parameters
+from headway.plan.estimate import Estimate, estimate
+from headway.plan.explain import Section, exchanges, explain, parameter_meanings, roofline_points, step_terms
+from headway.plan.settings import Mesh, Settings, Software
+
+LLAMA_8B = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
+SPARSE = Architecture(8, 2048, 16, 4, 128, 5632, 32000, experts=Experts(16, 2, 1408, shared=1, dense_layers=2))
+DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
+
+WAYS = [
+    (LLAMA_8B, Settings(Mesh(shard=32), 8192, 1, 512)),
+    (LLAMA_8B, Settings(Mesh(shard=32), 8192, 2, 512, recompute="full")),
+    (LLAMA_8B, Settings(Mesh(shard=32), 8192, 1, 512, software=Software(data_overlap=False))),
+    (LLAMA_8B, Settings(Mesh(shard=32), 8192, 1, 512, software=Software(prefetch=False, fusion="eager"))),
+    (LLAMA_8B, Settings(Mesh(replicate=4, shard=8), 8192, 1, 32, recompute="selective")),
+    (LLAMA_8B, Settings(Mesh(shard=16, tensor=2), 8192, 1, 512, zero=1)),
+    (LLAMA_8B, Settings(Mesh(replicate=8, tensor=4), 8192, 1, 512, zero=0)),
+    (LLAMA_8B, Settings(Mesh(shard=4, tensor=2, context=4), 8192, 1, 64)),
+    (LLAMA_8B, Settings(Mesh(shard=8, tensor=2, pipeline=2), 8192, 1, 512, schedule="interleaved", chunks=4)),
+    (LLAMA_8B, Settings(Mesh(shard=4, pipeline=8), 8192, 1, 64, zero=1, schedule="zero-bubble")),
+    (LLAMA_8B, Settings(Mesh(shard=4, tensor=8), 8192, 1, 64, software=Software(sequence_parallel=False))),
+    (DENSE, Settings(Mesh(shard=32), 512, 1, 32, frozen=True)),
+    (SPARSE, Settings(Mesh(shard=32, expert=8), 4096, 1, 64, imbalance=1.2)),
+    (SPARSE, Settings(Mesh(shard=16, tensor=2, expert=16), 4096, 1, 64, zero=1, recompute="full")),
+    (SPARSE, Settings(Mesh(shard=16, pipeline=2, expert=4), 4096, 1, 64, precision="fp8")),
+]
+
+
+def made(arch: Architecture, settings: Settings, fidelity: str = "default") -> tuple[Estimate, Costs]:
+    cluster = parse_on("h100x8x4")
+    assert valid(arch, settings, cluster)
+    costs = make_costs(cluster, fidelity)
+    return estimate(arch, settings, costs), costs
+
+
+def section(found: list[Section], start: str) -> Section:
+    return next(one for one in found if one.title.startswith(start))
+
+
+@pytest.mark.parametrize("fidelity", ["default", "limit"])
+@pytest.mark.parametrize(("arch", "settings"), WAYS)
+def test_explained_seconds_are_the_steps(arch: Architecture, settings: Settings, fidelity: str) -> None:
+    plan, costs = made(arch, settings, fidelity)
+    assert sum(seconds for _, _, seconds in step_terms(plan, costs)) == pytest.approx(plan.step.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("fidelity", ["default", "limit"])
+@pytest.mark.parametrize(("arch", "settings"), WAYS)
+def test_exposed_exchanges_are_the_steps(arch: Architecture, settings: Settings, fidelity: str) -> None:
+    plan, costs = made(arch, settings, fidelity)
+    exposed = sum(one.exposed or 0.0 for one in exchanges(plan, costs))
+    assert exposed == pytest.approx(plan.step.accounts["exposed communication"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("arch", "settings"), WAYS)
+def test_memory_formulas_give_the_plans_memory(arch: Architecture, settings: Settings) -> None:
+    plan, costs = made(arch, settings)
+    for name, _, size in section(explain(plan, costs), "memory").rows:
+        assert size == pytest.approx(getattr(plan.memory, str(name)), rel=1e-9, abs=1.0), name
+
+
+def test_weights_by_hand() -> None:
+    """8,030,261,248 parameters (the published model), less norms; four bytes each, over 32 devices."""
+    settings = Settings(Mesh(shard=32), 8192, 1, 512, software=Software(weight_bytes=4, master_bytes=0))
+    plan, costs = made(LLAMA_8B, settings)
+    rows = {row[0]: row for row in section(explain(plan, costs), "memory").rows}
+    assert rows["weights"][1] == "4 B x 8.03e+09 parameters / 32"
+    assert rows["weights"][2] == pytest.approx(4 * 8_030_261_248 / 32, rel=1e-4)
+    assert rows["optimizer"][2] == pytest.approx(8 * 8_030_261_248 / 32, rel=1e-4)
+
+
+def test_a_product_by_hand() -> None:
+    """Gate and up projection of a sequence of 8,192, at the speed of light."""
+    plan, costs = made(LLAMA_8B, WAYS[0][1], "limit")
+    rows = section(explain(plan, costs), "one layer, 1 x 8,192 tokens").rows
+    up = next(row for row in rows if row[:2] == ("mlp.up", "forward"))
+    m, n, k = 8192, 2 * 14336, 4096
+    assert up[2:5] == (m, n, k)
+    assert up[5:7] == (2 * m * n * k, 2 * (m * k + k * n + m * n))
+    assert up[7] == pytest.approx(2 * m * n * k / 989.5e12)
+    assert up[8] == pytest.approx(1.0)
+
+
+def test_all_flops_are_the_models() -> None:
+    """Six for each matrix parameter, and causal attention: 6 x layers x width x sequence."""
+    plan, costs = made(LLAMA_8B, WAYS[0][1])
+    found = explain(plan, costs)
+    layer = sum(float(row[5]) for row in section(found, "one layer, 1 x").rows)
+    ends = sum(float(row[5]) for row in section(found, "the ends").rows)
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
+    token = 6 * matrices + 6 * 32 * 4096 * 8192
+    assert 32 * layer + ends == pytest.approx(8192 * token)
+
+
+def test_roofline_points_are_all_that_a_device_computes() -> None:
+    """At the speed of light nothing else takes time: no exchange, host or bubble."""
+    for settings in (WAYS[0][1], WAYS[1][1], WAYS[4][1]):
+        plan, costs = made(LLAMA_8B, settings, "limit")
+        points = roofline_points(plan, costs)
+        assert sum(point.seconds for point in points) == pytest.approx(plan.step.seconds)
+        assert {"mlp.up", "attention.core", "head", "loss", "optimizer"} <= {point.name for point in points}
+
+
+def test_full_recomputation_does_forward_work_twice() -> None:
+    names = ("mlp.up", "attention.core")
+    plain, again = (made(LLAMA_8B, WAYS[0][1].but(recompute=policy)) for policy in ("none", "full"))
+    once, twice = ({one.name: one.flops for one in roofline_points(*plan)} for plan in (plain, again))
+    for name in names:
+        assert twice[name] == pytest.approx(4 / 3 * once[name])
+
+
+def test_even_pipeline_has_the_textbook_bubble() -> None:
+    """1F1B's bubble over its work is (stages - 1) / microbatches where stages are even, transfers and ends small."""
+    arch = Architecture(64, 4096, 32, 8, 128, 14336, 128, tied=False)
+    plan, costs = made(arch, Settings(Mesh(shard=8, pipeline=4), 8192, 1, 128, zero=1), "limit")
+    terms = {name: seconds for name, _, seconds in step_terms(plan, costs)}
+    work = terms["layers, forward"] + terms["layers, backward"]
+    assert terms["pipeline bubble"] / work == pytest.approx(3 / 16, rel=0.02)
+
+
+def test_every_parameter_has_a_meaning() -> None:
+    meanings = parameter_meanings()
+    assert set(meanings) == {field.name for field in fields(Parameters)}
+    assert all(text.endswith(".") for text in meanings.values())

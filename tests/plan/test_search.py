@@ -1,0 +1,291 @@
+"""The search against brute force: every way to run estimated, none left out."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from headway.errors import UsageError
+from headway.hardware import Cluster, parse_on
+from headway.plan.architecture import Architecture, Experts
+from headway.plan.checks import RUNNABLE, Choices, Limits, Task, candidates
+from headway.plan.costs import Costs, Fidelity, make_costs
+from headway.plan.estimate import Estimate, estimate
+from headway.plan.search import lower_bound, search, search_devices
+from headway.plan.settings import Mesh, Settings, Software
+
+GPT = Architecture(12, 768, 12, 12, 64, 3072, 50304, gated=False, rotary=False, positions=2048, layer_norm=True)
+GROUPED = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
+THREES = Architecture(28, 3072, 24, 8, 128, 8192, 128256)
+EIGHT = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
+FEW_EXPERTS = Architecture(8, 2048, 16, 4, 128, 7168, 32000, experts=Experts(8, 2, 3584))
+MANY_EXPERTS = Architecture(
+    12, 1024, 16, 16, 64, 5632, 100000, experts=Experts(32, 6, 704, shared=2, dense_layers=1)
+)  # fmt: skip
+EAGER = Software(
+    fusion="eager", loss="chunked", weight_bytes=4, master_bytes=0, reduce_bytes=4, waits=False, prefetch=False
+)
+LARGE = Architecture(126, 16384, 128, 8, 128, 53248, 128256, tied=False)
+
+
+def cluster(on: str, gib: float | None = None) -> Cluster:
+    """A cluster, its devices perhaps with less memory."""
+    found = parse_on(on)
+    return found if gib is None else replace(found, chip=replace(found.chip, memory_bytes=int(gib * 2**30)))
+
+
+CASES: list[tuple[Task, Cluster, Fidelity]] = [
+    (Task(GPT, 2048, 32), cluster("h100"), "default"),
+    (Task(GPT, 2048, 32), cluster("a100x4"), "limit"),
+    (Task(GPT, 2048, 64, EAGER), cluster("a100x8"), "default"),
+    (Task(GPT, 2048, 48), cluster("rtx4090x4x3"), "default"),
+    (Task(GROUPED, 4096, 16), cluster("h100x2"), "default"),
+    (Task(GROUPED, 4096, 64), cluster("h100x8"), "default"),
+    (Task(GROUPED, 4096, 64), cluster("h100x8", 12), "default"),
+    (Task(GROUPED, 8192, 32, EAGER), cluster("h200x8"), "measured"),
+    (Task(GROUPED, 2048, 96), cluster("a100x8x3"), "default"),
+    (Task(GROUPED, 65536, 8), cluster("h100x8x2"), "default"),
+    (Task(GROUPED, 16384, 16), cluster("gb200x4x2", 24), "default"),
+    (Task(THREES, 4096, 48), cluster("h100x8x2", 20), "default"),
+    (Task(THREES, 8192, 24), cluster("gb200x4x3", 30), "limit"),
+    (Task(THREES, 32768, 12), cluster("a100x4x3"), "default"),
+    (Task(EIGHT, 8192, 32), cluster("h100x8x2", 50), "default"),
+    (Task(EIGHT, 4096, 128), cluster("h100x8x8", 20), "default"),
+    (Task(EIGHT, 4096, 64), cluster("a100-40x8x4"), "default"),
+    (Task(EIGHT, 16384, 16, precision="fp8"), cluster("h200x8x2"), "default"),
+    (Task(replace(EIGHT, layers=6), 4096, 16), cluster("h100x8", 16), "limit"),
+    (Task(FEW_EXPERTS, 4096, 32), cluster("h100x8"), "default"),
+    (Task(FEW_EXPERTS, 2048, 32), cluster("h100x8x4", 6), "default"),
+    (Task(FEW_EXPERTS, 16384, 8), cluster("h100x4x2", 9), "default"),
+    (Task(MANY_EXPERTS, 2048, 32), cluster("h100x8", 10), "default"),
+    (Task(MANY_EXPERTS, 4096, 8), cluster("gb200x4x4", 6), "default"),
+    (Task(MANY_EXPERTS, 2048, 16), cluster("a100x8", 5), "limit"),
+]  # fmt: skip
+NAMES = [f"{i}-{on.name}-{fidelity}" for i, (_, on, fidelity) in enumerate(CASES)]
+
+
+@cache
+def everything(case: int) -> tuple[Estimate, ...]:
+    """All ways to run, estimated, whether they fit or not."""
+    task, on, fidelity = CASES[case]
+    costs = make_costs(on, fidelity)
+    return tuple(estimate(task.architecture, way, costs) for way in candidates(task, on, Choices(), task.seq >= 16384))
+
+
+def kind(plan: Estimate) -> tuple[int, ...]:
+    mesh = plan.settings.mesh
+    return mesh.tensor, mesh.pipeline, mesh.context, mesh.expert
+
+
+def best_of_kinds(plans: list[Estimate]) -> list[Estimate]:
+    """The fastest of each kind, of equals the one that recomputes and holds least; the fastest kind first."""
+    least = ("none", "attention", "selective", "full").index
+    ordered = sorted(
+        plans, key=lambda plan: (plan.step.seconds, least(plan.settings.recompute), plan.memory.total, kind(plan))
+    )
+    first: dict[tuple[int, ...], Estimate] = {}
+    for plan in ordered:
+        first.setdefault(kind(plan), plan)
+    return list(first.values())
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=NAMES)
+def test_the_search_finds_what_brute_force_finds(case):
+    task, on, fidelity = CASES[case]
+    fit = [plan for plan in everything(case) if plan.memory.fits]
+    wanted = best_of_kinds(fit)[:8]
+    found = search(task, make_costs(on, fidelity))
+    plans = [plan.estimate for plan in found.plans]
+    assert [kind(plan) for plan in plans[: len(wanted)]] == [kind(plan) for plan in wanted]
+    assert [plan.step.seconds for plan in plans[: len(wanted)]] == [plan.step.seconds for plan in wanted]
+    assert [plan.memory.total for plan in plans[: len(wanted)]] == [plan.memory.total for plan in wanted]
+    assert found.tried == len(everything(case))
+    # the best that the trainer runs is among them, or comes last
+    able = min((plan.step.seconds for plan in fit if RUNNABLE.allows(plan.settings)), default=None)
+    assert (found.runnable and found.runnable.estimate.step.seconds) == able
+    assert len(plans) <= len(wanted) + 1
+
+
+def test_memory_prunes_in_some_of_the_cases():
+    shares = [
+        sum(not plan.memory.fits for plan in everything(case)) / len(everything(case)) for case in range(len(CASES))
+    ]
+    assert sum(share > 0.2 for share in shares) >= 8
+    assert sum(share == 0 for share in shares) >= 1
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=NAMES)
+def test_no_step_is_shorter_than_its_bound(case):
+    task, on, fidelity = CASES[case]
+    costs = make_costs(on, fidelity)
+    for plan in everything(case)[::7]:
+        assert lower_bound(task, plan.settings, costs) <= plan.step.seconds * (1 + 1e-9), plan.settings
+
+
+def test_at_the_speed_of_light_without_a_pipeline_only_the_optimizer_comes_on_top():
+    task, on, fidelity = CASES[1]
+    costs = make_costs(on, fidelity)
+    plans = [plan for plan in everything(1) if plan.settings.mesh.pipeline == 1]
+    assert plans
+    for plan in plans:
+        bound = lower_bound(task, plan.settings, costs) + plan.step.accounts["optimizer"]
+        assert bound == pytest.approx(plan.step.seconds, rel=1e-9)
+
+
+# -- outside of what is sensible
+
+
+def uneven_ways(task: Task, on: Cluster) -> list[Settings]:
+    """Every split into copies and shards, every number of chunks and microbatch: also what candidates leave out."""
+    ways = {}
+    for way in candidates(task, on, Choices(), task.seq >= 16384):
+        mesh, share = way.mesh, task.batch // way.mesh.data
+        for shard in (n for n in range(1, mesh.data + 1) if mesh.data % n == 0):
+            split = replace(mesh, replicate=mesh.data // shard, shard=shard)
+            limit = task.architecture.layers // mesh.pipeline
+            for chunks in range(2, limit + 1) if way.schedule == "interleaved" else (1,):
+                for size in (n for n in range(1, share + 1) if share % n == 0):
+                    if way.schedule != "interleaved" or (share // size) % mesh.pipeline == 0:
+                        made = replace(way, mesh=split, chunks=chunks, microbatch=size)
+                        ways[made] = None
+    return list(ways)
+
+
+@pytest.mark.parametrize(
+    ("task", "on"),
+    [
+        (Task(GROUPED, 4096, 16), cluster("h100x8", 20)),
+        (Task(replace(EIGHT, layers=14), 4096, 16), cluster("h100x4x2", 30)),
+        (Task(GPT, 2048, 16), cluster("rtx4090x2x2")),
+    ],
+)
+def test_nothing_that_candidates_leave_out_is_faster(task, on):
+    costs = make_costs(on)
+    best = search(task, costs).plans[0].estimate.step.seconds
+    others = (estimate(task.architecture, way, costs) for way in uneven_ways(task, on))
+    assert min(plan.step.seconds for plan in others if plan.memory.fits) >= best * (1 - 1e-9)
+
+
+# -- what is said
+
+
+@pytest.mark.parametrize("case", [5, 9, 14, 20], ids=lambda case: NAMES[case])
+def test_reasons_name_the_largest_difference(case):
+    task, on, fidelity = CASES[case]
+    best, *others = search(task, make_costs(on, fidelity)).plans
+    assert best.reason == "fastest"
+    assert others
+    for plan in others:
+        mine, theirs = plan.estimate.step, best.estimate.step
+        slower = re.match(r"([\d.]+) % slower: ([\d.]+) (m?s) more (.+) a step", plan.reason)
+        if slower is None:
+            assert plan.reason.startswith("as fast")
+            assert mine.seconds / theirs.seconds < 1.0005
+            continue
+        assert float(slower[1]) == pytest.approx(100 * (mine.seconds / theirs.seconds - 1), abs=0.51)
+        differences = [mine.accounts[name] - theirs.accounts[name] for name in mine.accounts if "exposed" not in name]
+        differences += [mine.exposed[name] - theirs.exposed[name] for name in mine.exposed]
+        stated = float(slower[2]) / (1e3 if slower[3] == "ms" else 1)
+        assert stated == pytest.approx(max(differences), abs=max(0.00051, 0.06 * stated))
+
+
+def test_recomputation_is_explained_by_the_memory_that_it_saves():
+    task, on = Task(LARGE, 8192, 2048), parse_on("h100x8x2048")
+    plans = [plan for plan in search(task, make_costs(on)).plans if "without which" in plan.reason]
+    assert plans
+    for plan in plans:
+        settings = plan.estimate.settings
+        assert settings.recompute != "none"
+        without = estimate(LARGE, replace(settings, recompute="none"), make_costs(on)).memory
+        assert not without.fits
+        assert plan.reason.endswith(f"without which it needs {without.total / 2**30:.1f} of 80 GB")
+
+
+def test_a_published_plan_is_among_the_best():
+    """The Llama 3 Herd of Models, table 4: 405B on 16,384 H100, 8 tensor x 16 pipeline x 128 data ranks."""
+    found = search(Task(LARGE, 8192, 2048), make_costs(parse_on("h100x8x2048")))
+    meshes = [plan.estimate.settings.mesh for plan in found.plans]
+    published = next(i for i, mesh in enumerate(meshes) if (mesh.tensor, mesh.pipeline, mesh.data) == (8, 16, 128))
+    best, used = found.plans[0].estimate.step.seconds, found.plans[published].estimate.step.seconds
+    assert used / best < 1.1
+    assert found.estimated < found.tried / 4
+
+
+def test_plans_that_the_trainer_cannot_run_are_marked():
+    found = search(Task(EIGHT, 8192, 64), make_costs(parse_on("h100x8x8")))
+    for plan in found.plans:
+        settings = plan.estimate.settings
+        assert plan.runnable == (
+            settings.mesh == Mesh(shard=64) and settings.zero == 3 and settings.recompute in ("none", "full")
+        )
+    assert found.runnable is not None
+
+
+# -- limits, sweeps, mistakes
+
+
+def test_limits_hold():
+    found = search(
+        Task(EIGHT, 8192, 64), make_costs(parse_on("h100x8x8")), Choices(limits=Limits(axes=("tensor", "shard")))
+    )
+    assert {
+        axis
+        for plan in found.plans
+        for axis in ("replicate", "pipeline", "context")
+        if getattr(plan.estimate.settings.mesh, axis) > 1
+    } == set()
+    assert any(plan.estimate.settings.mesh.tensor > 1 for plan in found.plans)
+
+
+def test_short_sequences_are_shared_only_where_nothing_else_fits():
+    task = Task(replace(GROUPED, layers=2, heads=8, kv_heads=1), 8192, 8)
+    roomy = search(task, make_costs(cluster("h100x8")))
+    tight = search(task, make_costs(cluster("h100x8", 6)), Choices(max_tensor=1))
+    assert all(plan.estimate.settings.mesh.context == 1 for plan in roomy.plans)
+    assert tight.plans
+    assert all(plan.estimate.settings.mesh.context > 1 for plan in tight.plans)
+    assert not search(task, make_costs(cluster("h100x8", 6)), Choices(max_tensor=1, context=False)).plans
+
+
+def test_nothing_fits():
+    found = search(Task(EIGHT, 8192, 8), make_costs(cluster("h100")))
+    assert found.plans == ()
+    assert found.best is None
+    assert found.pruned_by_memory == found.tried > 0
+
+
+def test_a_mesh_that_clashes_says_so():
+    with pytest.raises(UsageError, match="8 devices, h100x8x2 has 16"):
+        search(Task(EIGHT, 8192, 32), make_costs(parse_on("h100x8x2")), Choices(mesh=Mesh(shard=8)))
+    with pytest.raises(UsageError, match="batch of 30") as caught:
+        search(Task(EIGHT, 8192, 30), make_costs(parse_on("h100x8x2")), Choices(limits=RUNNABLE))
+    assert caught.value.hint == "the nearest that do: 16 and 32"
+
+
+def costs_for(nodes: int) -> Costs:
+    return make_costs(parse_on(f"h100x8x{nodes}"))
+
+
+@pytest.mark.parametrize("rank", ["time", "cost"])
+def test_a_sweep_is_a_search_for_each_number_of_nodes(rank):
+    task, nodes = Task(EIGHT, 8192, 64), (1, 2, 3, 8)
+    points = search_devices(task, costs_for, nodes, rank=rank)
+    assert tuple(point.nodes for point in points) == nodes
+    times = [search(task, costs_for(count)).plans[0].estimate.step.seconds for count in nodes]
+    assert [point.plan.estimate.step.seconds for point in points] == times
+    price = [seconds * (1 if rank == "time" else count) for seconds, count in zip(times, nodes, strict=True)]
+    best = price.index(min(price))
+    assert points[best].reason == ("fastest" if rank == "time" else "cheapest")
+    for point, mine in zip(points, price, strict=True):
+        if point is not points[best]:
+            share = float(re.match(r"([\d.]+) % (slower|dearer)", point.reason)[1])
+            assert share == pytest.approx(100 * (mine / min(price) - 1), abs=0.51)
+
+
+def test_a_sweep_says_why_there_is_no_plan():
+    points = search_devices(Task(EIGHT, 8192, 6), costs_for, (1, 4), Choices(limits=RUNNABLE))
+    assert [point.plan for point in points] == [None, None]
+    assert "batch of 6" in points[0].reason
+    (point,) = search_devices(Task(EIGHT, 8192, 8), lambda _: make_costs(cluster("h100")), (1,))
+    assert point.reason == "does not fit"
