@@ -4,9 +4,9 @@ python examples/plan_from_python.py
 """
 
 from headway.hardware import parse_on
-from headway.plan.checks import Choices
 from headway.plan.plan import plan
 from headway.plan.settings import Mesh
+from headway.plan.task import Choices
 from headway.recipe import Data, Model, Recipe, Train
 
 MODEL = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.hardware import parse_on
 from headway.plan.against import Against, Scores, against, as_json
-from headway.plan.checks import settings_of
+from headway.plan.candidates import settings_of
 from headway.plan.costs import make_costs
 from headway.plan.efficiencies import SPREAD, Parameters, fitted_parameters
 from headway.plan.estimate import estimate

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from headway.agent import prepare
 from headway.cli import plan as verb
-from headway.cli.plan_view import ERRORS, short_source
+from headway.cli.against_view import short_source
+from headway.cli.plan_view import ERRORS
 from headway.errors import HeadwayError
 from headway.hardware import default_cluster, known_chip, load_cluster, parse_on
 from headway.plan.step import ACCOUNTS

@@ -10,20 +10,13 @@ import pytest
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
 from headway.plan.architecture import Architecture, Experts
-from headway.plan.checks import (
-    RUNNABLE,
-    Choices,
-    Task,
-    candidates,
-    check,
-    divisors,
-    held_microbatches,
-    smallest_change,
-    valid,
-)
+from headway.plan.candidates import candidates, held_microbatches
+from headway.plan.checks import check, divisors, valid
 from headway.plan.memory import memory
 from headway.plan.pipeline import Stage, simulate
 from headway.plan.settings import Mesh, Settings, Software
+from headway.plan.shortfall import smallest_change
+from headway.plan.task import RUNNABLE, Choices, Task
 
 DENSE = Architecture(layers=24, dim=2048, heads=32, kv_heads=8, head_dim=64, hidden=8192, vocab=50304)
 MIXED = replace(DENSE, experts=Experts(count=16, top_k=2, hidden=1408, shared=2, dense_layers=1))

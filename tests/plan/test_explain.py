@@ -10,7 +10,8 @@ from headway.plan.checks import valid
 from headway.plan.costs import Costs, make_costs
 from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate, estimate
-from headway.plan.explain import Section, exchanges, explain, parameter_meanings, roofline_points, step_terms
+from headway.plan.exchanges import exchanges
+from headway.plan.explain import Section, explain, parameter_meanings, roofline_points, step_terms
 from headway.plan.settings import Mesh, Settings, Software
 
 LLAMA_8B = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway.hardware import parse_on
-from headway.plan.checks import settings_of
+from headway.plan.candidates import settings_of
 from headway.plan.costs import make_costs
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.plan import make_task

@@ -9,13 +9,15 @@ import pytest
 
 from headway.hardware import Cluster, default_cluster, known_chip
 from headway.plan.architecture import Architecture, Experts, LatentAttention
-from headway.plan.checks import Task, held_microbatches, valid
+from headway.plan.candidates import held_microbatches
+from headway.plan.checks import valid
 from headway.plan.costs import Costs, make_costs
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.memory import Memory, memory
 from headway.plan.search import lower_bound
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import ACCOUNTS, step
+from headway.plan.task import Task
 
 GPT = Architecture(24, 1536, 16, 16, 96, 6144, 50304, gated=False, rotary=False, positions=4096, layer_norm=True)
 SMALL = Architecture(16, 2048, 32, 8, 64, 8192, 128256)

@@ -9,11 +9,12 @@ import pytest
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
 from headway.plan.architecture import Architecture, Experts
-from headway.plan.checks import RUNNABLE, Choices, Limits, Task, candidates
+from headway.plan.candidates import candidates
 from headway.plan.costs import Costs, Fidelity, make_costs
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.search import lower_bound, search, search_devices
 from headway.plan.settings import Mesh, Settings, Software
+from headway.plan.task import RUNNABLE, Choices, Limits, Task
 
 GPT = Architecture(12, 768, 12, 12, 64, 3072, 50304, gated=False, rotary=False, positions=2048, layer_norm=True)
 GROUPED = Architecture(16, 2048, 32, 8, 64, 8192, 128256)

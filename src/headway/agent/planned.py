@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
-from headway.hardware import Cluster, Devices, default_cluster, find_chip
-from headway.plan.checks import RUNNABLE, Choices, settings_of
+from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip
+from headway.plan.candidates import settings_of
 from headway.plan.costs import Fidelity, make_costs
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.plan import make_task, plan
 from headway.plan.settings import Mesh
+from headway.plan.task import RUNNABLE, Choices
 from headway.recipe import Recipe
 from headway.track import RunPlan
 
@@ -23,7 +24,6 @@ __all__ = ["Planned", "plan_again", "plan_run", "unplanned"]
 
 WORTH = 0.03
 """Gain in speed for which the plain way is left, where that fits: predictions err by more than less would win."""
-FIDELITY: Fidelity = "default"
 GOES_ON = "the run goes on as the recipe stands"
 
 
@@ -81,6 +81,11 @@ def _cluster(found: Devices, workers: int) -> Cluster:
     return default_cluster(chip, workers)
 
 
+def _fidelity(cluster: Cluster) -> Fidelity:
+    """What is known best of these devices: kernels as measured on one of them, where somebody did."""
+    return "measured" if find_ceilings(cluster.chip) is not None else "default"
+
+
 def _plain(recipe: Recipe, cluster: Cluster) -> Estimate:
     """The recipe as it stands: what it leaves open is a worker's whole share at once, and no recomputation."""
     task, devices = make_task(recipe, cluster), cluster.devices
@@ -88,7 +93,7 @@ def _plain(recipe: Recipe, cluster: Cluster) -> Estimate:
     settings = settings_of(
         task, Mesh(shard=devices), 3 if devices > 1 else 0, min(recipe.train.microbatch or share, share)
     ).but(recompute="full" if recipe.train.checkpoint_activations else "none")
-    return estimate(task.architecture, settings, make_costs(cluster, FIDELITY))
+    return estimate(task.architecture, settings, make_costs(cluster, _fidelity(cluster)))
 
 
 def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster) -> tuple[Estimate, tuple[str, ...]]:
@@ -96,7 +101,8 @@ def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster) -> tuple[Estimate
     if recipe.train.microbatch is not None:
         recipe = _with(recipe, {"train.microbatch": plain.settings.microbatch})
     try:
-        best = plan(recipe, cluster, fidelity=FIDELITY, choices=Choices(limits=RUNNABLE), keep=1).best.estimate
+        runnable = Choices(limits=RUNNABLE)
+        best = plan(recipe, cluster, fidelity=_fidelity(cluster), choices=runnable, keep=1).best.estimate
     except UsageError as error:
         why = f"{error.message}{f': {error.hint}' if error.hint else ''}"
         if plain.memory.fits:
@@ -113,7 +119,7 @@ def _smallest(recipe: Recipe, plain: Estimate, cluster: Cluster) -> Estimate:
         settings = settings.but(microbatch=1)
     if recipe.train.checkpoint_activations is None:
         settings = settings.but(recompute="full")
-    return estimate(plain.architecture, settings, make_costs(cluster, FIDELITY))
+    return estimate(plain.architecture, settings, make_costs(cluster, _fidelity(cluster)))
 
 
 def _chosen(recipe: Recipe, way: Estimate) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
         cluster=cluster.name,
         chip=cluster.chip.name,
         assumed=cluster.chip.name == "cpu",
-        fidelity=FIDELITY,
+        fidelity=_fidelity(cluster),
         mesh=asdict(settings.mesh),
         seq=settings.seq,
         batch=settings.batch,

@@ -15,7 +15,7 @@ from headway.agent.supervise import Attempt
 from headway.data import check_version, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices
-from headway.plan.checks import RUNNABLE
+from headway.plan.task import RUNNABLE
 from headway.recipe import FaultPlan, Model, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint

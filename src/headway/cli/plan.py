@@ -13,12 +13,12 @@ from headway.cli.options import Json, Settings
 if TYPE_CHECKING:
     from headway.hardware import Ceilings, Cluster
     from headway.plan.architecture import Architecture
-    from headway.plan.checks import Choices
     from headway.plan.costs import Costs, Fidelity
     from headway.plan.efficiencies import Parameters
     from headway.plan.plan import Plan, Run
     from headway.plan.search import Ranked
     from headway.plan.sweep import SweepPoint
+    from headway.plan.task import Choices
     from headway.recipe import Model, Parallel, Recipe
 
 __all__ = ["plan"]
@@ -173,8 +173,8 @@ class _Asked:
 
     def choices(self, cluster: "Cluster") -> "Choices":
         """What is not left to the search."""
-        from headway.plan.checks import Choices
         from headway.plan.settings import parse_mesh
+        from headway.plan.task import Choices
 
         mesh = parse_mesh(self.mesh) if self.mesh else None
         if mesh is None and self.recipe.parallel is not None:
@@ -447,7 +447,7 @@ def _against(file: Path, calibrate: int | None, seed: int, json: bool) -> None:
 
     if not file.exists():
         raise UsageError(f"{file}: no such file", hint="benchmarks/plan/published_runs.csv is one")
-    from headway.cli.plan_view import against_lines
+    from headway.cli.against_view import against_lines
     from headway.cli.text import print_json
     from headway.plan.against import against, as_json
 

@@ -1,9 +1,7 @@
 """How `headway plan` looks: at most 80 columns, readable without colour. Lines of text; nothing is printed here."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from headway.cli.text import count
 from headway.plan.explain import Cell, Section
@@ -15,10 +13,7 @@ from headway.plan.settings import Settings
 from headway.plan.sweep import SweepPoint, efficiency
 from headway.recipe import Recipe
 
-if TYPE_CHECKING:
-    from headway.plan.against import Against, Row, Scores
-
-__all__ = ["against_lines", "explain_lines", "next_lines", "plan_lines", "run_of", "short_source", "sweep_lines"]
+__all__ = ["WIDTH", "cells_of", "cut", "explain_lines", "next_lines", "plan_lines", "run_of", "sweep_lines", "wrapped"]
 
 WIDTH = 80
 BAR = 38
@@ -50,7 +45,7 @@ ACCURACY = {
 def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, Run]) -> list[str]:
     """The whole screen. `runs` holds the recipe at each plan's speed, by the plan's place."""
     return [
-        *_wrap(_title(plan)),
+        *wrapped(_title(plan)),
         "",
         *_plans(plan, runs),
         "",
@@ -66,7 +61,7 @@ def next_lines(plan: Plan, command: str) -> list[str]:
     """What to do next."""
     nodes = plan.cluster.nodes
     train = f"{command}; " if plan.runnable is not None else ""
-    return _wrap(f"next: {train}--explain says why; --sweep~nodes={nodes}..{8 * nodes} scales it", 6)
+    return wrapped(f"next: {train}--explain says why; --sweep~nodes={nodes}..{8 * nodes} scales it", 6)
 
 
 # -- numbers
@@ -128,7 +123,7 @@ def _rate(tokens_s: float) -> str:
     return f"{tokens_s:,.0f}" if tokens_s < 1e7 else count(tokens_s)
 
 
-def _wrap(line: str, indent: int = 2) -> list[str]:
+def wrapped(line: str, indent: int = 2) -> list[str]:
     """Break what is longer than a terminal is wide, but not at a `~`; the rest stands further in."""
     if len(line) <= WIDTH:
         return [line.replace("~", " ")]
@@ -137,10 +132,11 @@ def _wrap(line: str, indent: int = 2) -> list[str]:
 
 
 def _label(name: str, text: str) -> list[str]:
-    return _wrap(f"{name:<12}{text}", 12)
+    return wrapped(f"{name:<12}{text}", 12)
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
+    """At most so wide."""
     return text if len(text) <= width else text[: width - 2] + ".."
 
 
@@ -179,7 +175,7 @@ def _plans(plan: Plan, runs: Mapping[int, Run]) -> Iterator[str]:
     heads = ["step", "tokens/s", "MFU", "mem GB", "run", "cost"][: 6 if priced else 5]
     widths = [8, 10, 6, 8, 7, 9][: len(heads)]
     room = WIDTH - 2 - sum(widths)
-    yield f"  {'plan':<{room}}" + _cells(heads, widths)
+    yield f"  {'plan':<{room}}" + cells_of(heads, widths)
     for place, one in enumerate(plan.found.plans):
         if place >= SHOWN and not (one.runnable and one is plan.runnable):
             continue
@@ -190,12 +186,13 @@ def _plans(plan: Plan, runs: Mapping[int, Run]) -> Iterator[str]:
         if len(name) > room:
             yield f"{mark} {name}"
             name, mark = "", " "
-        yield f"{mark} {name:<{room}}" + _cells([*cells, _money(run.cost)][: len(heads)], widths)
+        yield f"{mark} {name:<{room}}" + cells_of([*cells, _money(run.cost)][: len(heads)], widths)
         reason = "" if place == 0 and len(plan.found.plans) == 1 else f"; {one.reason}"
-        yield from _wrap(f"    {_details(made.settings)}{reason}", 4)
+        yield from wrapped(f"    {_details(made.settings)}{reason}", 4)
 
 
-def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+def cells_of(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells of a row, each to the right of its column."""
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
@@ -242,7 +239,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         bar += LETTERS[name] * (round(before / memory.capacity * width) - len(bar))
     yield f"  |{bar[:width]:<{width}}|"
     shown = [f"{LETTERS[name]} {name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB]
-    yield from _wrap("  " + "  ".join(word.replace(" ", "~") for word in shown))
+    yield from wrapped("  " + "  ".join(word.replace(" ", "~") for word in shown))
 
 
 # -- the run
@@ -354,7 +351,7 @@ def _section(section: Section) -> Iterator[str]:
         long = next((i for i, name in enumerate(section.columns) if name in ("formula", "meaning")), None)
         yield from _story(section, texts, long) if long is not None else _grid(section, texts)
     if section.note:
-        yield from _wrap(f"  = {section.note}" if section.note.startswith("together") else f"  {section.note}", 2)
+        yield from wrapped(f"  = {section.note}" if section.note.startswith("together") else f"  {section.note}", 2)
 
 
 def _cell(name: str, cell: Cell) -> str:
@@ -374,7 +371,7 @@ def _grid(section: Section, texts: Sequence[Sequence[str]]) -> Iterator[str]:
     widths[0] -= max(0, sum(widths) + gap * (len(widths) - 1) + 2 - WIDTH)
     for row in every:
         cells = (
-            f"{text:>{width}}" if number else f"{_cut(text, width):<{width}}"
+            f"{text:>{width}}" if number else f"{cut(text, width):<{width}}"
             for text, width, number in zip(row, widths, numbers, strict=True)
         )
         yield ("  " + (" " * gap).join(cells)).rstrip()
@@ -398,12 +395,12 @@ def sweep_lines(points: Sequence[SweepPoint], command: str) -> list[str]:
     priced = any(plan.run.cost is not None for plan in plans)
     heads = ["nodes", "devices", "step", "tokens/s", "scaling", "MFU", "run", "device-h", "cost"][: 9 if priced else 8]
     widths = [7, 9, 9, 12, 9, 6, 9, 10, 9][: len(heads)]
-    title = _wrap(_sweep_title(plans[0])) if plans else []
-    lines = [*title, "", _cells(heads, widths)] if title else [_cells(heads, widths)]
+    title = wrapped(_sweep_title(plans[0])) if plans else []
+    lines = [*title, "", cells_of(heads, widths)] if title else [cells_of(heads, widths)]
     for point in points:
         lines += _sweep_point(points, point, widths)
     lines += ["", "scaling: tokens/s of a device over the first line's; bars are of the largest"]
-    return [*lines, *_wrap(f"next: {command} for one of them in full", 6)]
+    return [*lines, *wrapped(f"next: {command} for one of them in full", 6)]
 
 
 def _sweep_title(plan: Plan) -> str:
@@ -411,107 +408,18 @@ def _sweep_title(plan: Plan) -> str:
 
 
 def _sweep_point(points: Sequence[SweepPoint], point: SweepPoint, widths: Sequence[int]) -> Iterator[str]:
-    head = _cells([f"{point.nodes:,}", f"{point.devices:,}"], widths[:2])
+    head = cells_of([f"{point.nodes:,}", f"{point.devices:,}"], widths[:2])
     share = efficiency(points, point)
     if point.plan is None or share is None:
-        yield from _wrap(f"{head}   {point.reason}", sum(widths[:2]) + 3)
+        yield from wrapped(f"{head}   {point.reason}", sum(widths[:2]) + 3)
         return
     best, run = point.plan.best.estimate, point.plan.run
     cells = [_step(best.step.seconds), _rate(best.tokens_s), _percent(share), _percent(best.mfu), span(run.seconds)]
     cells += [count(run.device_hours), _money(run.cost)]
-    yield head + _cells(cells[: len(widths) - 2], widths[2:])
+    yield head + cells_of(cells[: len(widths) - 2], widths[2:])
     text = f"{'':7}  {best.settings.mesh.describe()}, {_details(best.settings, short=True)}"
     if len(text) > WIDTH - 13:
-        yield from _wrap(text, 9)
+        yield from wrapped(text, 9)
     else:
         most = max(efficiency(points, one) or 0.0 for one in points)
         yield f"{text:<{WIDTH - 12}}|{'#' * round(share / most * 10):<10}|"
-
-
-# -- against published runs
-
-
-def against_lines(found: "Against") -> list[str]:
-    """The groups that goals are set for, the tables by source and chip, what was skipped, and the worst lines."""
-    unit = "milliseconds of a step" if found.iterations else "tokens a second and device"
-    modelled = sum(row.case is not None for row in found.rows)
-    lines = [f"{modelled:,} of {len(found.rows):,} lines predicted: {unit}; errors are relative", ""]
-    titles = {
-        "groups": "groups",
-        "unseen": "(a) unseen: no run of the program was fitted",
-        "calibrated": f"(b) calibrated on {found.calibrated_on} lines of the source, seed {found.seed}; the rest",
-        "fitted on all": "(c) fitted on all published runs",
-    }
-    for name, title in titles.items():
-        lines += [*_scores(title, found.tables.get(name, {}), name == "groups"), ""]
-    lines += [*_skipped(found.rows), *_worst(found.rows)]
-    return [*lines, "next: headway plan RECIPE --on h100x8x4"]
-
-
-def _scores(title: str, table: "Mapping[str, Scores]", groups: bool) -> Iterator[str]:
-    heads = ["lines", "mean", "median", "p90", "bias", "Spearman"]
-    widths = [6, 7, 8, 7, 7, 9]
-    room = WIDTH - 2 - sum(widths)
-    yield title
-    if not table:
-        yield "  no source has lines enough"
-        return
-    yield f"  {'':<{room}}" + _cells(heads, widths)
-    for key, one in table.items():
-        name = key if groups else _source_and_chip(key, room - 1)
-        rank = "-" if one.spearman is None else f"{one.spearman:.3f}"
-        shares = [f"{one.mean:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}"]
-        yield f"  {_cut(name, room - 1):<{room}}" + _cells([f"{one.count:,}", *shares, rank], widths)
-
-
-def _source_and_chip(key: str, width: int) -> str:
-    source, _, chip = key.rpartition(" | ")
-    return f"{short_source(source, width - len(chip) - 1)} {chip}"
-
-
-def short_source(source: str, width: int) -> str:
-    """A source's project and what its brackets say, or its file where there are none, within so many columns."""
-    words = source.split()
-    first = words[0] if words else ""
-    if "/" not in first:
-        return _cut(source, width)
-    project = first.split("/")[1]
-    opened = min((place for place in (source.find("["), source.find("(")) if place >= 0), default=-1)
-    if opened >= 0:
-        inner = source[opened + 1 : source.rfind("]" if source[opened] == "[" else ")")]
-        return _cut(f"{project} {_plain(inner)}", width)
-    return _cut(" ".join([project, *(word.rpartition("/")[2] for word in words[1:])]), width)
-
-
-def _plain(words: str) -> str:
-    """Without what every line of such a table says."""
-    for known in (" NeMo Container;", " Pre-Training", " Performance"):
-        words = words.replace(known, "")
-    return words
-
-
-def _skipped(rows: "Sequence[Row]") -> Iterator[str]:
-    reasons = Counter(row.skipped for row in rows if row.skipped)
-    if reasons:
-        yield f"skipped {sum(reasons.values()):,} lines"
-        for reason, number in reasons.most_common():
-            yield from _wrap(f"{number:6,}  {reason}", 8)
-        yield ""
-
-
-def _worst(rows: "Sequence[Row]") -> Iterator[str]:
-    """Of the unseen ones."""
-    errors = [
-        (row.by_table["unseen"] / row.measured - 1, row)
-        for row in rows
-        if row.measured and row.by_table and "unseen" in row.by_table
-    ]
-    if not errors:
-        return
-    yield "farthest off, unseen"
-    yield f"  {'line':>5}  {'source and chip':<38}{'measured':>11}{'predicted':>11}{'error':>9}"
-    for error, row in sorted(errors, key=lambda pair: -abs(pair[0]))[:10]:
-        assert row.by_table is not None, "rows without predictions were left out"
-        name = _source_and_chip(f"{row.source} | {row.chip}", 37)
-        yield f"  {row.row:>5}  {name:<38}{row.measured:>11,.0f}{row.by_table['unseen']:>11,.0f}{error:>+9.1%}"
-    yield ""

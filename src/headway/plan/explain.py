@@ -6,15 +6,16 @@ Sections are tables of plain values. Units are bytes, seconds and FLOPs; a colum
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 
 from headway.plan.architecture import layer_kinds
 from headway.plan.costs import Costs
 from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate
-from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
-from headway.plan.layer import HIDDEN_TENSOR, Layer, Speed, Work, layer, phases, speed
+from headway.plan.exchanges import Exchange, exchanges
+from headway.plan.flops import flops_per_token
+from headway.plan.layer import Speed, Work, layer, phases, speed
 from headway.plan.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -22,14 +23,13 @@ from headway.plan.memory import (
     activation_bytes,
     local_parameters,
 )
-from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
 from headway.plan.rates import power_share
 from headway.plan.roofline import Point
-from headway.plan.settings import LOW, Settings
-from headway.plan.step import NEVER_HIDDEN, layers_of_stages
+from headway.plan.settings import Settings
+from headway.plan.step import layers_of_stages
 
-__all__ = ["Cell", "Exchange", "Section", "exchanges", "explain", "parameter_meanings", "roofline_points", "step_terms"]
+__all__ = ["Cell", "Section", "explain", "parameter_meanings", "roofline_points", "step_terms"]
 
 Cell = str | float | None
 GIB = 2**30
@@ -53,25 +53,6 @@ class Section:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     """What to know of it, in a sentence."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One kind of exchange."""
-
-    name: str
-    operation: str
-    bytes: float
-    """Of the whole tensor, as `collective_seconds` counts it."""
-    group: Group
-    level: str
-    """The slowest links it crosses."""
-    seconds: float
-    """Of one."""
-    times: float
-    """A step."""
-    exposed: float | None
-    """Seconds of a step that nothing hides; None where they are part of the pipeline's bubble."""
 
 
 def explain(made: Estimate, costs: Costs) -> list[Section]:
@@ -456,177 +437,3 @@ def parameter_meanings() -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and said:
             found[field.target.id] = " ".join(str(text.value.value).split())  # type: ignore[attr-defined]
     return found
-
-
-# -- what devices exchange
-
-
-def exchanges(made: Estimate, costs: Costs) -> tuple[Exchange, ...]:
-    """Every kind of exchange of a step; the exposed seconds sum up to the step's."""
-    found = _Exchanges(made, costs)
-    return tuple(one for part in (found.inside(), found.layers(), found.stages(), found.step()) for one in part)
-
-
-class _Exchanges:
-    """Goes through a plan's axes."""
-
-    def __init__(self, made: Estimate, costs: Costs) -> None:
-        self.arch, self.settings, self.costs = made.architecture, made.settings, costs
-        self.mesh, self.software, self.shape = made.settings.mesh, made.settings.software, made.settings.shape
-        per = self.settings.microbatches / self.mesh.pipeline
-        self.layers_here = [
-            (kind, count * per, layer(self.arch, kind, self.settings, costs)) for kind, count in layer_kinds(self.arch)
-        ]
-
-    def make(
-        self, name: str, operation: str, size: float, group: Group, times: float, exposed: float | None, pieces: int = 1
-    ) -> Exchange:
-        """One exchange, timed."""
-        seconds = pieces * collective_seconds(self.costs.network, operation, size / pieces, group)
-        level = self.costs.cluster.level(min(self.costs.cluster.devices, group.size * group.stride))
-        return Exchange(name, operation, size, group, level.name, seconds, times, exposed)
-
-    def seconds(self, operation: str, size: float, group: Group) -> float:
-        """Of one collective."""
-        return collective_seconds(self.costs.network, operation, size, group)
-
-    # -- inside layers
-
-    def inside(self) -> Iterator[Exchange]:
-        """Of the tensor, context and expert axes."""
-        for experts, times, one in self.layers_here:
-            if self.mesh.tensor > 1:
-                yield from self.tensor(experts, times)
-            if self.mesh.context > 1:
-                yield self.ring(times, one)
-            if experts and self.mesh.expert > 1:
-                yield from self.to_experts(times)
-
-    def tensor(self, experts: bool, times: float) -> Iterator[Exchange]:
-        """Two pairs of gather and scatter a pass and half a gather more, or two all-reduces."""
-        size, group = self.shape.tokens * self.arch.dim * self.shape.width, Group(self.mesh.tensor)
-        left = 0.0 if self.costs.ideal else 1 - HIDDEN_TENSOR if self.software.tensor_overlap else 1.0
-        pairs = 1 if experts else 2
-        if self.software.sequence_parallel:
-            kinds = (("all_gather", 2.5 * pairs), ("reduce_scatter", 2.0 * pairs))
-        else:
-            kinds = (("all_reduce", 2.0 * pairs), ("", 0.0))
-        for operation, number in kinds:
-            if number:
-                each = self.seconds(operation, size, group)
-                exposed = number * times * each * left
-                yield self.make("stream, tensor axis", operation, size, group, number * times, exposed)
-
-    def ring(self, times: float, one: Layer) -> Exchange:
-        """Keys and values around the ring, and in the backward pass their gradients too."""
-        mesh, arch = self.mesh, self.arch
-        heads = max(1.0, arch.kv_heads / mesh.tensor)
-        size = heads * (arch.head_dim + arch.value_dim) * self.shape.tokens * self.shape.width
-        group = Group(2, max(1, mesh.tensor * mesh.context // 2))
-        hop = self.seconds("send", size, group)
-        ahead, behind = (mesh.context - 1) * hop, 2 * (mesh.context - 1) * hop
-        bare = 0.0 if self.costs.ideal else 1 / mesh.context
-        exposed = max(ahead * bare, ahead - 0.5 * one.forward) + max(behind * bare, behind - 0.5 * one.input_grad)
-        name = "keys and values, context axis"
-        return self.make(name, "send", size, group, 3 * (mesh.context - 1) * times, exposed * times)
-
-    def to_experts(self, times: float) -> Iterator[Exchange]:
-        """Tokens to their experts, and three times back or the same for gradients."""
-        experts = self.arch.experts
-        assert experts is not None, "a layer with experts belongs to a model with experts"
-        routed = self.shape.tokens / self.mesh.tensor * experts.top_k * self.arch.dim * self.settings.imbalance
-        low = 1 if self.settings.precision in LOW else self.shape.width
-        left = 0.0 if self.costs.ideal else 1 - self.software.expert_overlap
-        group = Group(self.mesh.expert)
-        for name, size, number in (("tokens to experts", low, 1), ("tokens back, gradients", self.shape.width, 3)):
-            each = self.seconds("all_to_all", routed * size, group)
-            exposed = number * times * each * left
-            yield self.make(name, "all_to_all", routed * size, group, number * times, exposed)
-
-    # -- of layers: weights that are sharded
-
-    def layers(self) -> Iterator[Exchange]:
-        """Weights gathered for each layer and microbatch, gradients scattered."""
-        mesh, software = self.mesh, self.software
-        group = Group(mesh.shard * mesh.context, mesh.tensor)
-        if self.settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
-            return
-        width = 1 if self.settings.precision in LOW and software.gathers_low else self.shape.width
-        gathers, scatters = [], []
-        for experts, count in layer_kinds(self.arch):
-            times = count * self.settings.microbatches
-            for name, number, members in self.pieces(experts, group):
-                gathers.append(self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0))
-                size = number * software.reduce_bytes
-                scatters.append(self.make(f"gradients of {name}", "reduce_scatter", size, members, times, 0.0))
-        again = [replace(one, name=one.name.replace("forward", "backward")) for one in gathers]
-        again = [] if self.settings.keeps_weights else again
-        scatters = [] if self.settings.frozen else scatters
-        yield from self.exposed(gathers, "whole_forward")
-        if software.prefetch:
-            yield from self.exposed([*again, *scatters], "backward")
-        else:
-            yield from (replace(one, exposed=one.times * one.seconds) for one in again)
-            yield from self.exposed(scatters, "backward")
-
-    def pieces(self, experts: bool, group: Group) -> Iterator[tuple[str, float, Group]]:
-        """Parameters of a layer that travel together, and among whom."""
-        mesh = self.mesh
-        routed = routed_parameters(self.arch) if experts else 0
-        yield "weights", (layer_parameters(self.arch, experts) - routed) / mesh.tensor, group
-        if routed and group.size * mesh.tensor > mesh.expert:
-            yield "experts", routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)
-
-    def exposed(self, travel: list[Exchange], passes: str) -> Iterator[Exchange]:
-        """What a pass leaves exposed of all that travels beside it, shared out by how long each takes."""
-        total = sum(one.seconds * one.times for one in travel)
-        per = self.arch.layers * self.settings.microbatches
-        compute = sum(getattr(one, passes) * times for _, times, one in self.layers_here) / per
-        bare = max(0.0, total / per - compute * self.costs.parameters.hidden)
-        if not self.software.data_overlap:
-            bare = total / per
-        if self.costs.ideal:
-            bare = 0.0
-        for one in travel:
-            yield replace(one, exposed=bare * per * one.seconds * one.times / total)
-
-    # -- once a step
-
-    def stages(self) -> Iterator[Exchange]:
-        """Activations and their gradients between a pipeline's stages."""
-        mesh = self.mesh
-        if mesh.pipeline == 1 or self.costs.ideal:
-            return
-        split = mesh.tensor if self.software.sequence_parallel else 1
-        size = self.shape.tokens * self.arch.dim * self.shape.width / split
-        group = Group(2, mesh.tensor * mesh.context * mesh.data)
-        times = 2.0 * self.settings.microbatches * self.settings.chunks
-        yield self.make("to the next stage", "send", size, group, times, None)
-
-    def step(self) -> Iterator[Exchange]:
-        """Gradients that travel once a step, and weights that come back."""
-        mesh, software, p = self.mesh, self.software, self.costs.parameters
-        if self.settings.frozen or self.costs.ideal:
-            return
-        count = sum(local_parameters(self.arch, self.settings))
-        if self.settings.zero >= 3 and mesh.pipeline == 1:
-            group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
-            size = count / (mesh.shard * mesh.context) * software.reduce_bytes
-            if group.size > 1:
-                made = self.make("gradients of the step", "all_reduce", size, group, 1, None)
-                yield replace(made, exposed=made.seconds)
-            return
-        group = Group(mesh.data * mesh.context, mesh.tensor)
-        if group.size == 1:
-            return
-        window = sum(one.backward * times for _, times, one in self.layers_here) / self.settings.microbatches
-        hidden = p.hidden * window
-        moved = [("gradients of the step", "reduce_scatter", count * software.reduce_bytes, hidden)]
-        moved += [("weights of the step", "all_gather", count * 2, hidden / 2)]
-        if self.settings.zero == 0:
-            moved = [("gradients of the step", "all_reduce", count * software.reduce_bytes, hidden)]
-        for name, operation, size, behind in moved:
-            pieces = max(1, round(size / software.bucket_bytes))
-            one = self.make(name, operation, size, group, 1, None, pieces)
-            bare = max(NEVER_HIDDEN * one.seconds, one.seconds - behind) if software.data_overlap else one.seconds
-            yield replace(one, exposed=bare)

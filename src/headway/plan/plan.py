@@ -7,13 +7,14 @@ from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.checks import RUNNABLE, Choices, Task, smallest_change
 from headway.plan.costs import Costs, Fidelity, make_costs
 from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate
 from headway.plan.flops import parameters
 from headway.plan.goodput import Goodput, goodput, save_seconds
 from headway.plan.search import Found, Rank, Ranked, search
+from headway.plan.shortfall import smallest_change
+from headway.plan.task import RUNNABLE, Choices, Task
 from headway.plan.trainer import trainer_precision, trainer_software
 from headway.recipe import Recipe
 

@@ -12,18 +12,8 @@ from typing import Literal
 
 from headway.errors import UsageError
 from headway.plan.architecture import layer_kinds
-from headway.plan.checks import (
-    GIB,
-    LONG,
-    RUNNABLE,
-    Choices,
-    Limits,
-    Task,
-    candidates,
-    check,
-    held_microbatches,
-    settings_of,
-)
+from headway.plan.candidates import LONG, candidates, held_microbatches, settings_of
+from headway.plan.checks import check
 from headway.plan.costs import Costs
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.layer import Layer, layer, phases, speed
@@ -31,15 +21,14 @@ from headway.plan.memory import memory
 from headway.plan.operations import head_operations
 from headway.plan.settings import Mesh, Settings
 from headway.plan.step import layers_of_stages
+from headway.plan.task import RUNNABLE, Choices, Task
 
-__all__ = [
-    "RUNNABLE", "Choices", "Found", "Limits", "Point", "Rank", "Ranked", "Task", "lower_bound", "search",
-    "search_devices",
-]  # fmt: skip
+__all__ = ["Found", "Point", "Rank", "Ranked", "lower_bound", "search", "search_devices"]
 
 Rank = Literal["time", "cost"]
 RECOMPUTED = ("none", "attention", "selective", "full")
 """Ways to recompute, from the least on."""
+GIB = 2**30
 ROUNDING = 1e-9
 """By how much a bound may lie above its estimate: the two add up the same seconds in another order."""
 

@@ -1,0 +1,139 @@
+"""Every way to run a task on a cluster that is worth a look."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from headway.hardware import Cluster
+from headway.plan.architecture import Architecture
+from headway.plan.checks import divisors, valid
+from headway.plan.settings import AXES, Mesh, Schedule, Settings
+from headway.plan.task import Choices, Task
+
+__all__ = ["LONG", "candidates", "held_microbatches", "settings_of"]
+
+LONG = 16 * 1024
+"""Tokens of a sequence from which it is worth sharing one among devices."""
+LEAST_SHARE = 2048
+"""Tokens of a sequence that a device keeps at least when it is shared."""
+MOST_TOKENS = 2**18
+"""Of a microbatch on a device. Products are at their best from a tenth of that on; the rest is for weights that are
+gathered for each microbatch over slow links: at 2**18 tokens an H100 computes for longer than 25 Gbit/s gather."""
+MOST_TOKENS_IN_PIPELINE = 2**16
+"""The same where weights stay, and larger microbatches lengthen the bubble."""
+MOST_CHUNKS = 8
+
+
+def candidates(task: Task, cluster: Cluster, choices: Choices, context: bool = False) -> Iterator[Settings]:
+    """Every valid way to run that the choices leave, sequences shared only with `context`.
+
+    Meshes that can win nothing are left out. Copies of the whole exist without sharding (`zero` 0), and with sharded
+    weights and no pipeline, where they keep gathers near; otherwise what is sharded is sharded over all data ranks.
+    """
+    for mesh, zero in _meshes(task, cluster, choices, context):
+        if choices.limits is not None and not choices.limits.allows_mesh(mesh, zero):
+            continue
+        if valid(task.architecture, settings_of(task, mesh, zero), cluster):
+            yield from _variants(task, cluster, choices, mesh, zero)
+
+
+def settings_of(task: Task, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
+    """The plainest way to run a task on a mesh."""
+    return Settings(
+        mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=task.software,
+        keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
+    )  # fmt: skip
+
+
+def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: int) -> Iterator[Settings]:
+    """One mesh with every microbatch, schedule, recomputation and precision."""
+    arch, limits = task.architecture, choices.limits
+    sizes = choices.microbatches or _sizes(task, mesh)
+    moments = choices.moment_bytes or (task.software.moment_bytes,)
+    rest = list(product(
+        choices.recompute, choices.precisions or (task.precision,),
+        [replace(task.software, moment_bytes=size) for size in moments],
+    ))  # fmt: skip
+    for size, (schedule, chunks) in product(sizes, list(_orders(arch, choices, mesh.pipeline))):
+        for i, (recompute, kind, software) in enumerate(rest):
+            made = Settings(
+                mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, kind, software,
+                keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
+            )  # fmt: skip
+            if i == 0 and not valid(arch, made, cluster):
+                break
+            if limits is None or limits.allows(made):
+                yield made
+
+
+def _sizes(task: Task, mesh: Mesh) -> tuple[int, ...]:
+    """Microbatches that divide a data rank's share, up to where larger ones bring no more."""
+    most = MOST_TOKENS_IN_PIPELINE if mesh.pipeline > 1 else MOST_TOKENS
+    return divisors(task.batch // mesh.data, max(1, most * mesh.context // task.seq))
+
+
+def _orders(arch: Architecture, choices: Choices, pipeline: int) -> Iterator[tuple[Schedule, int]]:
+    """Schedules with their chunks; without a pipeline there is one."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    for schedule in choices.schedules:
+        if schedule != "interleaved":
+            yield schedule, 1
+            continue
+        for chunks in choices.chunks or _even_chunks(arch.layers, pipeline):
+            yield schedule, chunks
+
+
+def _even_chunks(layers: int, pipeline: int) -> tuple[int, ...]:
+    """Chunks that give each stage as many layers, the ends of the model counted as one or not."""
+    fit = [n for n in range(2, MOST_CHUNKS + 1) if n * pipeline <= layers]
+    return tuple(n for n in fit if layers % (n * pipeline) == 0 or (layers + 2) % (n * pipeline) == 0) or tuple(fit[:1])
+
+
+def _meshes(task: Task, cluster: Cluster, choices: Choices, context: bool) -> Iterator[tuple[Mesh, int]]:
+    if choices.mesh is not None:
+        for zero in _zeros(task.architecture, choices.mesh, choices.mesh.shard, choices.zero):
+            yield choices.mesh, zero
+        return
+    axes = choices.limits.axes if choices.limits is not None else AXES
+    arch, near = task.architecture, cluster.levels[0].devices if cluster.levels else 1
+    most_tensor = (choices.max_tensor or near) if "tensor" in axes else 1
+    most_stages = arch.layers if "pipeline" in axes else 1
+    most_context = max(1, task.seq // LEAST_SHARE) if context and "context" in axes else 1
+    for tensor in divisors(cluster.devices, most_tensor):
+        for pipeline in divisors(cluster.devices // tensor, most_stages):
+            left = cluster.devices // (tensor * pipeline)
+            for shared in divisors(left, most_context):
+                if task.batch % (left // shared) == 0:
+                    whole = Mesh(left // shared, 1, tensor, pipeline, shared)
+                    yield from _spread(arch, whole, choices.zero)
+
+
+def _spread(arch: Architecture, whole: Mesh, zeros: tuple[int, ...]) -> Iterator[tuple[Mesh, int]]:
+    """A mesh's data axis as copies and shards, and its experts, by what is sharded."""
+    data = whole.data
+    for zero in _zeros(arch, whole, data, zeros):
+        shards = divisors(data) if zero == 3 and whole.pipeline == 1 else (data,)
+        for shard in shards if zero else (1,):
+            if zero and shard * whole.context == 1 < data:
+                continue
+            across = (shard if zero else data) * whole.context * whole.tensor
+            for expert in divisors(across, arch.experts.count) if arch.experts else (1,):
+                yield replace(whole, replicate=data // shard, shard=shard, expert=expert), zero
+
+
+def _zeros(arch: Architecture, mesh: Mesh, shard: int, zeros: tuple[int, ...]) -> tuple[int, ...]:
+    """What may be sharded: all the same where nobody shares. Experts are not split: the tensor axis shares them."""
+    sharers = shard * mesh.context * (mesh.tensor if arch.experts else 1)
+    return (min(zeros),) if sharers == 1 else zeros
+
+
+def held_microbatches(settings: Settings) -> float:
+    """Microbatches whose activations the first pipeline stage holds at most, all its chunks together."""
+    ranks, chunks, count = settings.mesh.pipeline, settings.chunks, settings.microbatches
+    if ranks == 1:
+        return 1.0
+    if settings.schedule == "interleaved":
+        return min(2 * (ranks - 1) + (chunks - 1) * ranks + 1, count * chunks) / chunks
+    return min(ranks, count)
