@@ -101,3 +101,13 @@ def test_an_optimizer_s_bytes_by_hand() -> None:
     assert optimizer_bytes(own) == (4 + 4 + 8 + 8) + 4 + (4 + 4 + 4)
     # beside bfloat16 weights: a master copy read and written, the weight written
     assert optimizer_bytes(Software(gradient_bytes=4)) == (4 + 4 + 2 + 8 + 8) + 4 + 12
+
+
+def test_the_busiest_expert_s_device_has_more_to_do() -> None:
+    even, skewed = (layer_operations(MIXTURE, True, Shape(1, 4096, expert=8, imbalance=x), FUSED) for x in (1.0, 1.5))
+
+    def flops(part: tuple[Operation, ...], name: str) -> float:
+        return sum(op.flops for op in part if op.name.startswith(name))
+
+    assert flops(skewed, "experts") == pytest.approx(1.5 * flops(even, "experts"))
+    assert flops(skewed, "attention") == flops(even, "attention")

@@ -62,6 +62,9 @@ def plan(
     model: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Plan for the model of a config.json instead: experts too.")
     ] = None,
+    imbalance: Annotated[
+        float, typer.Option(metavar="X", min=1.0, help="Tokens of the busiest expert's device over the mean.")
+    ] = 1.0,
     calibrate_to: Annotated[
         Path | None, typer.Option(metavar="FILE.csv", help="Refit the model to your own runs, in --against's columns.")
     ] = None,
@@ -100,7 +103,9 @@ def plan(
         raise UsageError("nothing to plan", hint="headway plan RECIPE --on h100x8x4, or --against FILE.csv")
     if calibrate is not None:
         raise UsageError("--calibrate refits to published runs", hint="it goes with --against FILE.csv")
-    asked = _Asked(recipe, on, cluster, mesh, settings, fidelity, ceilings, price, rank, precision, model, calibrate_to)
+    asked = _Asked(
+        recipe, on, cluster, mesh, settings, fidelity, ceilings, price, rank, precision, model, calibrate_to, imbalance
+    )
     if sweep is not None:
         if mesh is not None or explain or roofline is not None:
             raise UsageError(
@@ -129,6 +134,7 @@ class _Asked:
         precision: str | None,
         model: Path | None,
         calibrate_to: Path | None,
+        imbalance: float,
     ) -> None:
         from headway.errors import UsageError
         from headway.recipe import load_recipe
@@ -140,7 +146,7 @@ class _Asked:
         if price is not None and not 0 <= price < float("inf"):
             raise UsageError(f"--price {price:g}: not a price", hint="dollars of one device-hour, like 2.50")
         self.recipe = load_recipe(file, settings or ())
-        self.arch = _architecture(model)
+        self.arch, self.imbalance = _architecture(model), imbalance
         if self.arch is None:
             self.recipe = _settled(self.recipe)
         self.parameters: Parameters | None = None
@@ -165,6 +171,7 @@ class _Asked:
             parameters=self.parameters,
             ceilings=self.ceilings,
             arch=self.arch,
+            imbalance=self.imbalance,
             choices=self.choices(cluster),
             rank=self.rank,
             price=self.price,

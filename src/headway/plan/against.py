@@ -114,7 +114,7 @@ def _silent(what: str, done: int, of: int) -> None:
 
 def _read(file: Path) -> tuple[list[dict[str, str]], bool]:
     try:
-        with file.open(newline="", encoding="utf-8") as stream:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
             lines = list(csv.DictReader(stream))
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror or error}") from None

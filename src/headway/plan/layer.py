@@ -10,7 +10,7 @@ from headway.plan.operations import Part, layer_operations
 from headway.plan.rates import Rates, family_name, power_share
 from headway.plan.settings import LOW, Settings, Shape, Software
 
-__all__ = ["Layer", "Work", "layer", "phases", "speed"]
+__all__ = ["HIDDEN_TENSOR", "Layer", "Speed", "Work", "layer", "phases", "speed"]
 
 HIDDEN_TENSOR = 0.6
 """What an overlapped tensor axis hides of its exchanges: async tensor parallelism and user buffers split them into
@@ -39,11 +39,6 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.product + other.product, self.attention + other.attention, self.memory + other.memory)
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.product + self.attention + self.memory
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _split(matrix: Matrix, shape: Shape) -> tuple[float, float, float, float]:
         return shape.tokens, inputs, outputs, 1
     # Experts are whole on their device; the tensor axis splits tokens there, and sends each to its experts.
     local = max(1.0, matrix.copies / shape.expert)
-    tokens = shape.tokens / shape.tensor * matrix.uses / local
+    tokens = shape.tokens / shape.tensor * matrix.uses / local * shape.imbalance
     return tokens, matrix.inputs, matrix.outputs, local
 
 
@@ -174,7 +174,7 @@ def _elementwise(arch: Architecture, with_experts: bool, shape: Shape, software:
         return
     experts = arch.experts
     assert experts is not None, "asked for the experts of a dense model"
-    routed = shape.tokens / shape.tensor * experts.top_k
+    routed = shape.tokens / shape.tensor * experts.top_k * shape.imbalance
     yield from _activation("activation", arch, routed * experts.hidden, software)
     if experts.shared:
         inner = shape.tokens * experts.hidden * experts.shared / shape.tensor

@@ -7,14 +7,14 @@ from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.costs import Costs, Fidelity, make_costs
+from headway.plan.costs import Fidelity, make_costs
 from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate
 from headway.plan.flops import parameters
 from headway.plan.goodput import Goodput, goodput, save_seconds
 from headway.plan.search import Found, Rank, Ranked, search
 from headway.plan.shortfall import smallest_change
-from headway.plan.task import RUNNABLE, Choices, Task
+from headway.plan.task import Choices, Task
 from headway.plan.trainer import trainer_precision, trainer_software
 from headway.recipe import Recipe
 
@@ -60,8 +60,6 @@ class Plan:
     batch: int
     found: Found
     """The best plan and its runner-ups."""
-    runnable: Ranked | None
-    """The best that this version's trainer runs; None where none fits."""
     run: Run
     """The recipe at the best plan's speed."""
 
@@ -70,8 +68,13 @@ class Plan:
         """The plan that won."""
         return self.found.plans[0]
 
+    @property
+    def runnable(self) -> Ranked | None:
+        """The best that this version's trainer runs; None where none fits."""
+        return self.found.runnable
 
-def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None) -> Task:
+
+def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None, imbalance: float = 1.0) -> Task:
     """What the recipe asks to train, as Headway's trainer would; another architecture may stand in for its model."""
     return Task(
         architecture=arch or architecture_of(recipe.model),
@@ -79,6 +82,7 @@ def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None
         batch=recipe.train.batch,
         software=trainer_software(recipe, cluster.chip, cluster.devices),
         precision=trainer_precision(recipe),
+        imbalance=imbalance,
     )
 
 
@@ -90,6 +94,7 @@ def plan(
     parameters: Parameters | None = None,
     ceilings: Ceilings | None = None,
     arch: Architecture | None = None,
+    imbalance: float = 1.0,
     choices: Choices | None = None,
     rank: Rank = "time",
     price: float | None = None,
@@ -97,14 +102,11 @@ def plan(
 ) -> Plan:
     """The best way to run a recipe, its runner-ups, and what the whole run takes."""
     costs = make_costs(cluster, fidelity, parameters, ceilings)
-    task = make_task(recipe, cluster, arch)
+    task = make_task(recipe, cluster, arch, imbalance)
     wanted = _fixed(recipe, choices or Choices())
     found = search(task, costs, wanted, rank=rank, keep=keep)
     if not found.plans:
         raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, wanted))
-    runnable = found.runnable
-    if runnable is None and wanted.mesh is None:
-        runnable = _runnable(task, costs, wanted, rank)
     return Plan(
         name=recipe.name,
         architecture=task.architecture,
@@ -113,17 +115,8 @@ def plan(
         seq=task.seq,
         batch=task.batch,
         found=found,
-        runnable=runnable,
         run=_run(recipe, cluster, found.plans[0].estimate, price),
     )
-
-
-def _runnable(task: Task, costs: Costs, choices: Choices, rank: Rank) -> Ranked | None:
-    """The best that this version's trainer runs, if any does."""
-    try:
-        return search(task, costs, replace(choices, limits=RUNNABLE), rank=rank, keep=1).best
-    except UsageError:
-        return None
 
 
 def _fixed(recipe: Recipe, choices: Choices) -> Choices:

@@ -139,6 +139,8 @@ class Shape:
     expert: int = 1
     precision: str = "bf16"
     """Of the layers' linear products; where it is low, everything else runs in bfloat16."""
+    imbalance: float = 1.0
+    """Tokens of the busiest expert's device over the mean."""
 
     @property
     def width(self) -> int:
@@ -192,7 +194,8 @@ class Settings:
     def shape(self) -> Shape:
         """What one device sees of one microbatch."""
         mesh = self.mesh
-        return Shape(self.microbatch, self.seq, mesh.tensor, mesh.context, mesh.expert, self.precision)
+        sizes = (self.microbatch, self.seq, mesh.tensor, mesh.context, mesh.expert)
+        return Shape(*sizes, self.precision, self.imbalance)
 
     def but(self, **changes: Any) -> "Settings":
         """The same with some fields changed."""
