@@ -83,8 +83,11 @@ def test_missing_columns_are_named_and_rules_told() -> None:
         case(0, gpu="TPU v5p")
     with pytest.raises(Skip, match="is not n_gpus"):
         case(0, dp="7")
-    with pytest.raises(Skip, match="no number"):
+    with pytest.raises(Skip, match="no number above 0"):
         case(0, tok_s_per_gpu="fast")
+    for damage in ("0", "-3", "nan", "inf", "1e30"):
+        with pytest.raises(Skip, match="layers is no number above 0"):
+            case(0, layers=damage)
     with pytest.raises(Skip, match="tok_s_per_gpu"):
         case(0, tok_s_per_gpu="", tflops_per_gpu="", mfu="")
     assert case(0).assumed == ()

@@ -138,8 +138,8 @@ def _cases(lines: Sequence[Mapping[str, str]], iterations: bool) -> tuple[list[C
             cases.append(read_iteration(number, line) if iterations else read_case(number, line))
         except Skip as reason:
             skipped[number] = str(reason)
-        except (UsageError, ZeroDivisionError, ValueError) as error:
-            skipped[number] = f"cannot be modelled: {error}"
+        except UsageError as error:
+            skipped[number] = f"cannot be modelled: {error.message}"
     return cases, skipped
 
 

@@ -6,6 +6,7 @@ the interleaving or the recomputation are named, so that such lines can be score
 rule can give is skipped, and says why.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ ITERATION_COLUMNS = (
 """Columns of a table of single-node iterations."""
 
 
+MOST = 1e9
+"""Larger numbers than this are damage."""
 MOST_TOKENS = 16 * 1024
 """Of an assumed microbatch."""
 
@@ -101,7 +104,10 @@ def read_iteration(row: int, line: Line) -> Case:
         seconds = float(line[ITERATION_COLUMNS[-1]]) / 1e3
     except (KeyError, ValueError) as error:
         raise Skip(f"a column is missing or no number: {error}") from None
-    if tensor * data * stages != devices or seconds <= 0:
+    numbers = (devices, batch, micro, dim, heads, layers, seq, tensor, data, stages, seconds)
+    if not all(0 < number < MOST for number in numbers):
+        raise Skip("a column is no number above 0")
+    if tensor * data * stages != devices:
         raise Skip(f"tp {tensor} x dp {data} x pp {stages} is not {devices} GPUs")
     arch = Architecture(
         layers, dim, heads, heads, dim // heads, 4 * dim, 50304, gated=False, rotary=False, positions=seq,
@@ -129,15 +135,20 @@ def read_iteration(row: int, line: Line) -> Case:
 
 def _number(line: Line, column: str) -> float | None:
     text = (line.get(column) or "").strip()
+    if not text:
+        return None
     try:
-        return float(text) if text else None
+        value = float(text)
     except ValueError:
-        raise Skip(f"column {column} is no number: {text!r}") from None
+        value = math.nan
+    if not 0 < value < MOST:
+        raise Skip(f"column {column} is no number above 0: {text!r}")
+    return value
 
 
 def _whole(line: Line, column: str, default: int) -> int:
     value = _number(line, column)
-    return default if value is None else round(value)
+    return default if value is None else max(1, round(value))
 
 
 # -- the model
