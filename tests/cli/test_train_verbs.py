@@ -125,7 +125,10 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     assert psutil.wait_procs(children, timeout=10)[1] == []
     assert "stopped at step 0 of 8" in out
     report = json.loads(desk.type("report", "early", "--json")[0])
-    assert report["shares"]["start-up"] > 0.9
+    shares = report["shares"]
+    assert shares["compute"] == shares["data stall"] == shares["rework"] == 0
+    assert shares["start-up"] + shares["shut-down"] + shares["unattributed"] == pytest.approx(1)
+    assert shares["start-up"] > shares["shut-down"]
     out, _ = desk.type("resume", "early")
     assert "early: finished at step 8 of 8" in out
 
