@@ -198,18 +198,19 @@ def _mean(made: Estimate, costs: Costs) -> _Mean:
 
 
 def step_terms(made: Estimate, costs: Costs) -> tuple[tuple[str, str, float], ...]:
-    """What the busiest device does in a step, one after the other: names, formulas, and seconds that sum up to it."""
+    """What a device does in a step, on average over a pipeline's stages: names, formulas, and seconds that sum up to
+    it."""
     settings, step, arch = made.settings, made.step, made.architecture
     mean, ends = _mean(made, costs), _end_seconds(made, costs)
-    layers, first, last = _busiest(made, mean, ends)
-    runs = settings.microbatches
+    runs, stages = settings.microbatches, settings.mesh.pipeline
+    layers, share = arch.layers / stages, f" / {stages} stages" if stages > 1 else ""
     loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.waits
-    each = f"{layers} layers x {runs} microbatches x"
+    each = f"{layers:.4g} layers x {runs} microbatches x"
     terms = [
         ("layers, forward", f"{each} {mean.forward * 1e3:.4g} ms", layers * runs * mean.forward),
         ("layers, backward", f"{each} {mean.backward * 1e3:.4g} ms", layers * runs * mean.backward),
-        ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms", runs * ends[0] if first else 0.0),
-        ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms", runs * ends[1] if last else 0.0),
+        ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms{share}", runs * ends[0] / stages),
+        ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms{share}", runs * ends[1] / stages),
         (
             "slowed by overlap",
             f"contention {costs.parameters.contention:.3g} x what travels beside kernels",
@@ -239,23 +240,9 @@ def _end_seconds(made: Estimate, costs: Costs) -> tuple[float, float]:
     return both[0], both[1]
 
 
-def _busiest(made: Estimate, mean: _Mean, ends: tuple[float, float]) -> tuple[int, bool, bool]:
-    """Layers of the pipeline rank that works longest, and whether it has the model's first and last stage."""
-    ranks = made.settings.mesh.pipeline
-    counts = layers_of_stages(made.architecture.layers, ranks * made.settings.chunks)
-    each = mean.forward + mean.backward
-
-    def busy(rank: int) -> float:
-        own = sum(counts[rank::ranks]) * each
-        return own + (ends[0] if rank == 0 else 0.0) + (ends[1] if rank == ranks - 1 else 0.0)
-
-    rank = max(range(ranks), key=busy)
-    return sum(counts[rank::ranks]), rank == 0, rank == ranks - 1
-
-
 def _step(made: Estimate, costs: Costs) -> Section:
     note = f"together {made.step.seconds:.4g} s a step"
-    return Section("a step of the busiest device", ("term", "formula", "seconds"), step_terms(made, costs), note)
+    return Section("a step, on average over devices", ("term", "formula", "seconds"), step_terms(made, costs), note)
 
 
 def _useful(made: Estimate) -> Section:

@@ -41,11 +41,11 @@ NEVER_HIDDEN = 0.1
 
 @dataclass(frozen=True)
 class Step:
-    """One training step on the busiest device."""
+    """One training step."""
 
     seconds: float
     accounts: dict[str, float]
-    """Seconds by account, in the order of ACCOUNTS; they sum up to the step."""
+    """Seconds by account, in the order of ACCOUNTS, on average over a pipeline's stages; they sum up to the step."""
     exposed: dict[str, float]
     """Exposed communication by what travels."""
     in_flight: float
@@ -94,7 +94,7 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     window = passes.backward * arch.layers / settings.mesh.pipeline
     gradients = _gradients(arch, settings, costs, window)
     update = _update(arch, settings, costs)
-    busy, whole = max(timeline.busy), timeline.seconds
+    whole = timeline.seconds
     loop = settings.software.loop_s if settings.software.loop_s is not None else costs.parameters.loop_s
     loop = 0.0 if costs.ideal else loop
     if not settings.software.waits:
@@ -103,14 +103,19 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
         loop = max(0.0, host_total - whole - gradients - update)
     total = whole + gradients + update + loop
 
+    # a device's share of the layers and ends, on average; what some stages have more is others' bubble
     per = arch.layers / settings.mesh.pipeline * settings.microbatches
+    ends = sum(first + last) * settings.microbatches / settings.mesh.pipeline
+    busy = sum(timeline.busy) / len(timeline.busy)
+    useful = useful_seconds(arch, settings, costs)
     exposed = {
         "inside layers": per * mean(lambda one: one.exchange_forward + one.exchange_backward),
         "weights and gradients of layers": per * (wait_f + wait_b),
         "gradients of the step": gradients,
     }
     accounts = {
-        "useful": useful_seconds(arch, settings, costs),
+        "useful": useful,
+        "kernels below peak": per * mean(lambda one: one.forward + one.input_grad + one.weight_grad) + ends - useful,
         "recomputation": per * mean(lambda one: one.again),
         "exposed communication": sum(exposed.values()),
         "slowed by overlap": per * (slow_f + slow_b),
@@ -118,13 +123,12 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
         "host": per * mean(lambda one: one.waits_for_host) + loop,
         "optimizer": update,
     }
-    accounts["kernels below peak"] = total - sum(accounts.values())
     return Step(
         seconds=total,
-        accounts={name: accounts[name] for name in ACCOUNTS},
+        accounts=accounts,
         exposed=exposed,
         in_flight=max(timeline.in_flight) / settings.chunks,
-        bubble_share=1 - busy / whole if whole else 0.0,
+        bubble_share=1 - max(timeline.busy) / whole if whole else 0.0,
     )
 
 
