@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
-from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip
+from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip, this_cpu
 from headway.plan.candidates import settings_of
 from headway.plan.costs import Fidelity, make_costs
 from headway.plan.estimate import Estimate, estimate
@@ -75,7 +75,7 @@ def unplanned(recipe: Recipe, old: RunPlan) -> Recipe:
 
 
 def _cluster(found: Devices, workers: int) -> Cluster:
-    chip = find_chip("cpu" if found.kind == "cpu" else found.name)
+    chip = this_cpu(workers) if found.kind == "cpu" else find_chip(found.name)
     if chip is None:
         raise UsageError(f"nothing is known of {found.name}")
     return default_cluster(chip, workers)

@@ -1,5 +1,6 @@
 """`headway plan`: how a recipe runs on a cluster, how fast, whether it fits, what it costs; and how sure that is."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
+POOR = 0.25
+"""Mean error after a calibration from which it is not worth much."""
 FIDELITIES = ("limit", "default", "measured")
 RANKS = ("time", "cost")
 PRECISIONS = {
@@ -137,9 +140,10 @@ class _Asked:
         imbalance: float,
     ) -> None:
         from headway.errors import UsageError
+        from headway.hardware import find_ceilings
         from headway.recipe import load_recipe
 
-        self.file, self.mesh, self.price = file, mesh, price
+        self.file, self.mesh, self.price, self.settings = file, mesh, price, settings or []
         self.rank: Any = _one_of("--rank", rank, RANKS)
         self.fidelity: Fidelity = _one_of("--fidelity", fidelity or ("measured" if ceilings else "default"), FIDELITIES)
         self.precision = PRECISIONS[_one_of("--precision", precision, tuple(PRECISIONS))] if precision else None
@@ -147,6 +151,9 @@ class _Asked:
             raise UsageError(f"--price {price:g}: not a price", hint="dollars of one device-hour, like 2.50")
         self.recipe = load_recipe(file, settings or ())
         self.arch, self.imbalance = _architecture(model), imbalance
+        if model is not None:
+            name = model.resolve().parent.name if model.name == "config.json" else model.stem
+            self.recipe = self.recipe.model_copy(update={"name": name or "model"})
         if self.arch is None:
             self.recipe = _settled(self.recipe)
         self.parameters: Parameters | None = None
@@ -156,6 +163,8 @@ class _Asked:
             self.parameters, self.fidelity = _calibrated(calibrate_to), "calibrated"
         self.cluster = _cluster(on, cluster, self.recipe)
         self.file_of_cluster = cluster
+        if fidelity is None and self.fidelity == "default" and find_ceilings(self.cluster.chip) is not None:
+            self.fidelity = "measured"  # what is known best
         self.ceilings = _ceilings(ceilings, self.fidelity, self.cluster)
         if self.precision:
             self.cluster.chip.peak(self.precision)  # raises, with those it has
@@ -177,6 +186,13 @@ class _Asked:
             price=self.price,
             keep=keep,
         )
+
+    @property
+    def train_command(self) -> str:
+        """What trains as planned; nothing where the model is another one than the recipe's."""
+        if self.arch is not None:
+            return ""
+        return " ".join(["headway train", str(self.file), *(f"--set {shlex.quote(one)}" for one in self.settings)])
 
     def choices(self, cluster: "Cluster") -> "Choices":
         """What is not left to the search."""
@@ -205,7 +221,7 @@ def _calibrated(file: Path) -> "Parameters":
     """Parameters refitted to the runs of a file."""
     from headway.errors import UsageError
     from headway.plan.against import read_cases
-    from headway.plan.calibrate import fit
+    from headway.plan.calibrate import fit, predict
     from headway.plan.efficiencies import fitted_parameters
 
     cases, skipped = read_cases(file)
@@ -213,8 +229,13 @@ def _calibrated(file: Path) -> "Parameters":
         reason = next(iter(skipped.values()), "it has no lines")
         raise UsageError(f"{file}: none of its runs can be modelled: {reason}")
     note = f"; {len(skipped)} lines could not be modelled" if skipped else ""
-    print(f"calibrated to {len(cases)} runs of {file}{note}", file=sys.stderr)
-    return fit(cases, fitted_parameters())
+    found = fit(cases, fitted_parameters())
+    off = sum(abs(predict(case, found) / case.tokens_s - 1) for case in cases) / len(cases)
+    chips = ", ".join(sorted({case.chip for case in cases}))
+    print(f"calibrated to {len(cases)} runs of {file} on {chips}{note}; they are {off:.0%} off now", file=sys.stderr)
+    if off > POOR:
+        print("note: the model cannot follow these runs; check the file, and mistrust the plan", file=sys.stderr)
+    return found
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
@@ -236,7 +257,7 @@ def _stated_mesh(stated: "Parallel", devices: int) -> Any:
 
 def _cluster(on: str | None, file: Path | None, recipe: "Recipe") -> "Cluster":
     from headway.errors import UsageError
-    from headway.hardware import default_cluster, devices, find_chip, load_cluster, parse_on
+    from headway.hardware import default_cluster, devices, find_chip, load_cluster, parse_on, this_cpu
 
     if on is not None and file is not None:
         raise UsageError("--on and --cluster both say where", hint="give one of them")
@@ -246,7 +267,7 @@ def _cluster(on: str | None, file: Path | None, recipe: "Recipe") -> "Cluster":
         return load_cluster(file)
     found = devices(recipe.train.device)
     if found.kind == "cpu":
-        return parse_on("cpu")  # one worker, which uses all cores
+        return default_cluster(this_cpu())  # one worker, which uses all cores
     chip = find_chip(found.name)
     if chip is None:
         raise UsageError(f"nothing is known of this machine's {found.name}", hint="--on h100x8x1 plans for others")
@@ -324,7 +345,7 @@ def _plan(asked: _Asked, explain: bool, roofline: Path | None, json: bool) -> No
         lines += ["", *explain_lines(sections), ""]
     if roofline is not None:
         lines += ["", *drawn.splitlines(), f"wrote {roofline}", ""]
-    print("\n".join([*lines, *next_lines(made, f"headway train {asked.file}")]))
+    print("\n".join([*lines, *next_lines(made, asked.train_command)]))
 
 
 def _roofline(made: "Plan", costs: "Costs", file: Path) -> str:

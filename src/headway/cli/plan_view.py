@@ -60,7 +60,7 @@ def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, Run]) -> list[str]
 def next_lines(plan: Plan, command: str) -> list[str]:
     """What to do next."""
     nodes = plan.cluster.nodes
-    train = f"{command}; " if plan.runnable is not None else ""
+    train = f"{command}; " if command and plan.runnable is not None else ""
     return wrapped(f"next: {train}--explain says why; --sweep~nodes={nodes}..{8 * nodes} scales it", 6)
 
 
@@ -188,12 +188,13 @@ def _plans(plan: Plan, runs: Mapping[int, Run]) -> Iterator[str]:
             name, mark = "", " "
         yield f"{mark} {name:<{room}}" + cells_of([*cells, _money(run.cost)][: len(heads)], widths)
         reason = "" if place == 0 and len(plan.found.plans) == 1 else f"; {one.reason}"
-        yield from wrapped(f"    {_details(made.settings)}{reason}", 4)
+        able = "; what this version's trainer runs" if place >= SHOWN else ""
+        yield from wrapped(f"    {_details(made.settings)}{reason}{able}", 4)
 
 
 def cells_of(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Cells of a row, each to the right of its column."""
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    return "".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def _details(settings: Settings, short: bool = False) -> str:
@@ -291,6 +292,8 @@ def _dearer(plan: Plan, own: int) -> str:
 
 def _trainer(plan: Plan) -> str:
     best, able = plan.best, plan.runnable
+    if plan.architecture.experts or plan.architecture.latent:
+        return "this version trains neither experts nor latent attention yet"
     if best.runnable:
         return "this version runs the best plan"
     if able is None and best.estimate.settings.precision not in ("bf16", "float32"):

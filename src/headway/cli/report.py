@@ -24,10 +24,13 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     folder = find_run(runs_root(runs), run)
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
-    foretold = _foretold(read_plan(folder), records)
+    plan = read_plan(folder)
+    foretold = _foretold(plan, records)
     if json:
         print_json(_document(folder, summarize(folder), ledger, exact) | {"plan": _plan_document(foretold, ledger)})
     else:
+        if plan is not None and plan.assumed:
+            foretold = None  # a CPU's speed is assumed: nothing to hold a measurement against
         peak = _facts(records).get("peak_source") or "the device's peak"
         print("\n".join(_text(summarize(folder), ledger, foretold, exact, str(peak), _damage(records))))
 
@@ -142,15 +145,13 @@ def _predicted(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, float]
 
 def _plan(foretold: _Foretold | None, ledger: "Ledger") -> list[str]:
     """The step as planned and as measured, and where the planned one was to go."""
-    from headway.cli.text import ROUGH, short_seconds
+    from headway.cli.text import short_seconds
 
     if foretold is None:
         return []
     plan, line = foretold.plan, f"plan: {short_seconds(foretold.plan.step_s)} a step"
     if foretold.measured_s is not None:
         line += f", measured {short_seconds(foretold.measured_s)} ({100 * (foretold.off or 0):+.1f} %)"
-    if plan.assumed:
-        return [f"{line}; {ROUGH}"]
     measured = "" if ledger.mfu is None else f", measured {ledger.mfu:.1%}"
     parts = [f"{name} {seconds / plan.step_s:.0%}" for name, seconds in plan.accounts_s.items()]
     shown = [part for part in parts if not part.endswith(" 0%")]

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-__all__ = ["ROUGH", "count", "duration", "print_json", "short_seconds"]
-
-ROUGH = "rough: CPU figures are assumed"
-"""Said beside every prediction for a CPU."""
+__all__ = ["count", "duration", "print_json", "short_seconds"]
 
 
 def print_json(value: Any) -> None:

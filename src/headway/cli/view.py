@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.agent import Attempt
-from headway.cli.text import ROUGH, count, duration, short_seconds
+from headway.cli.text import count, duration, short_seconds
 from headway.track import RunPlan, Tail, record_path
 
 __all__ = ["LivePanel", "PlainLines", "Standing", "open_view", "plan_lines"]
@@ -209,14 +209,14 @@ def stopping_line(stops_asked: int, step: int = 1) -> str:
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
-    """What was planned, in two lines; of an assumed chip only what does not lean on its peak and memory."""
+    """What was planned, in two lines; of an assumed chip only what does not lean on its speed."""
     mesh = " ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one worker"
     again = "no recomputation" if plan.recompute == "none" else f"{plan.recompute} recomputation"
     figures = f"{short_seconds(plan.step_s)} a step, {plan.tokens_s:,.0f} tokens/s"
     needs, has = plan.total_bytes / GIB, plan.capacity_bytes / GIB
     if plan.assumed:
-        figures += f" ({ROUGH})"
-    elif needs > has:
+        return [f"plan: {mesh}, microbatch {plan.microbatch}, {again}"]
+    if needs > has:
         figures = f"does not fit: it needs {needs:,.0f} GB, a device has {has:.0f} GB"
     else:
         figures += f", MFU {100 * plan.mfu:.0f} %, {needs:.0f} of {has:.0f} GB"

@@ -3,7 +3,7 @@
 from headway.hardware.ceilings import Ceilings, find_ceilings, read_ceilings, write_ceilings
 from headway.hardware.chips import CHIPS, Chip, Link, find_chip, known_chip, precision
 from headway.hardware.cluster import Cluster, Level, default_cluster, load_cluster, parse_on
-from headway.hardware.detect import Devices, devices
+from headway.hardware.detect import Devices, devices, this_cpu
 
 __all__ = [
     "CHIPS",
@@ -22,5 +22,6 @@ __all__ = [
     "parse_on",
     "precision",
     "read_ceilings",
+    "this_cpu",
     "write_ceilings",
 ]

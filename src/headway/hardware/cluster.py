@@ -36,6 +36,8 @@ __all__ = [
 GPU_HOURS_BETWEEN_FAILURES = 50_700.0
 """The Llama 3 Herd of Models (2024), table 5: 419 unexpected interruptions of 16,384 H100 in 54 days."""
 
+MOST_DEVICES = 10_000_000
+"""Of a cluster that somebody means."""
 FORM = "CHIPxPERNODExNODES, for example h100x8x16"
 
 
@@ -199,6 +201,8 @@ def parse_on(text: str, usual_node: bool = False) -> Cluster:
     per_node, nodes = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 1
     if per_node < 1 or nodes < 1:
         raise UsageError(f"--on {text}: there must be a node, and a device in it", hint=f"the form is {FORM}")
+    if per_node * nodes > MOST_DEVICES:
+        raise UsageError(f"--on {text}: more than {MOST_DEVICES:,} devices", hint=f"the form is {FORM}")
     return default_cluster(found, per_node, nodes)
 
 
@@ -221,7 +225,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
 Count = Annotated[int, Field(gt=0)]
 
 

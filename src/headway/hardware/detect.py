@@ -3,13 +3,18 @@
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from headway.errors import RunError
+from headway.hardware.chips import Chip, known_chip
 
-__all__ = ["Devices", "devices", "visible"]
+__all__ = ["Devices", "devices", "this_cpu", "visible"]
+
+ASSUMED_CORES = 16
+"""Of the CPU in the catalogue."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,15 @@ def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         hint += f", or look at CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
     raise RunError("no NVIDIA GPU can be used on this machine", hint=hint)
+
+
+def this_cpu(workers: int = 1) -> Chip:
+    """What one of so many workers has of this machine's CPU: its share of memory and cores; speeds stay assumed."""
+    usual = known_chip("cpu")
+    share = len(os.sched_getaffinity(0)) / ASSUMED_CORES / workers if hasattr(os, "sched_getaffinity") else 1 / workers
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
+    peaks = MappingProxyType({name: peak * share for name, peak in usual.peaks.items()})
+    return replace(usual, memory_bytes=memory, peaks=peaks, bandwidth_bytes_s=usual.bandwidth_bytes_s * min(1.0, share))
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:

@@ -41,6 +41,8 @@ def read_architecture(file: Path) -> Architecture:
 def _architecture(config: Mapping[str, Any], file: Path) -> Architecture:
     dim, heads = _size(config, file, "hidden_size"), _size(config, file, "num_attention_heads")
     latent = _latent(config, file)
+    if dim % heads and not config.get("head_dim") and latent is None:
+        raise UsageError(f"{file}: hidden_size {dim} does not divide by {heads} heads", hint="give head_dim")
     head_dim = _size(config, file, "head_dim", default=dim // heads)
     if latent is not None:
         head_dim = _size(config, file, "qk_nope_head_dim") + latent.rope_dim
@@ -66,6 +68,8 @@ def _experts(config: Mapping[str, Any], file: Path) -> Experts | None:
     if name is None or config[name] == 1:
         return None
     dense = _size(config, file, "first_k_dense_replace", default=0, least=0)
+    if _size(config, file, "num_experts_per_tok") > _size(config, file, name):
+        raise UsageError(f"{file}: num_experts_per_tok {config['num_experts_per_tok']} of {config[name]} experts")
     return Experts(
         count=_size(config, file, name),
         top_k=_size(config, file, "num_experts_per_tok"),

@@ -20,6 +20,8 @@ from headway.recipe import Recipe
 
 __all__ = ["Plan", "Run", "make_task", "plan"]
 
+MOST_SEQUENCES = 10**8
+"""In a batch, and tokens in a sequence, that somebody means."""
 RESTART_S = 120.0
 """Assumed from a failure to the first step after it: detection, new processes, reading the state."""
 SECONDS_PER_DAY = 86400.0
@@ -101,6 +103,8 @@ def plan(
     keep: int = 6,
 ) -> Plan:
     """The best way to run a recipe, its runner-ups, and what the whole run takes."""
+    if recipe.train.batch > MOST_SEQUENCES or recipe.data.seq > MOST_SEQUENCES:
+        raise UsageError(f"a batch of {recipe.train.batch:,} sequences of {recipe.data.seq:,} tokens is no plan's size")
     costs = make_costs(cluster, fidelity, parameters, ceilings)
     task = make_task(recipe, cluster, arch, imbalance)
     wanted = _fixed(recipe, choices or Choices())

@@ -251,7 +251,10 @@ def draw_roofline(
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         _draw_letters(axes, drawn, _write_roof(axes, peak_flops_s, bandwidth_bytes_s))
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+        try:
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be written: {error.strerror or error}") from None
 
 
 def _draw_roof(axes: "Axes", frame: _Frame, peak: float, bandwidth: float) -> None:

@@ -5,8 +5,8 @@ from the smallest bound on, drops what does not fit, estimates the rest, and is 
 last plan that is kept. It finds what estimating all of them would find.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -88,11 +88,20 @@ def search(task: Task, costs: Costs, choices: Choices | None = None, rank: Rank 
     choices = choices or Choices()
     context = choices.context if choices.context is not None else task.seq >= LONG
     found = _search(task, costs, choices, rank, keep, context)
-    if not found.plans and choices.context is None and not context:
-        found = _search(task, costs, choices, rank, keep, context=True)
+    for wider in _wider(costs, choices, context):
+        if not found.plans:
+            found = _search(task, costs, wider, rank, keep, context=bool(wider.context))
     if not found.tried:
         raise _nothing(task, costs, choices)
     return found
+
+
+def _wider(costs: Costs, choices: Choices, context: bool) -> Iterator[Choices]:
+    """What is tried where nothing fits: shared sequences, then tensor axes that cross the fastest links' border too."""
+    if choices.context is None and not context:
+        yield replace(choices, context=True)
+    if choices.max_tensor is None:
+        yield replace(choices, context=choices.context is not False, max_tensor=costs.cluster.devices)
 
 
 def search_devices(

@@ -19,6 +19,8 @@ def smallest_change(task: Task, cluster: Cluster, choices: Choices) -> str:
 
     Nothing is proposed that the choices' limits rule out.
     """
+    if choices.max_tensor is None:
+        choices = replace(choices, max_tensor=cluster.devices)
     least = _least(task, cluster, choices)
     need = (
         "nothing that may vary can run"
@@ -46,7 +48,7 @@ def _remedies(task: Task, choices: Choices) -> Iterator[tuple[str, Task, Choices
     if choices.mesh is not None or 3 not in choices.zero:
         yield "with more sharding", task, replace(choices, mesh=None, zero=(3,))
     if min(choices.moment_bytes or (task.software.moment_bytes,)) > 2:
-        yield "with bf16 moments", task, replace(choices, moment_bytes=(2,))
+        yield "with bf16 moments (not in this version's trainer)", task, replace(choices, moment_bytes=(2,))
     if task.seq > 1:
         yield f"with sequences of {task.seq // 2}", replace(task, seq=task.seq // 2), choices
 
