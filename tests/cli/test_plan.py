@@ -331,3 +331,42 @@ def test_mistakes_are_sentences(words: tuple[str, ...], sentence: str, hint: str
     found = error(*words)
     assert sentence in found.message
     assert hint in (found.hint or "")
+
+
+def test_a_calibration_says_how_well_it_went(tmp_path: Path) -> None:
+    with RUNS.open(newline="", encoding="utf-8") as stream:
+        lines = [line for line in csv.DictReader(stream) if "A100 40GB" in line["source"]]
+
+    def calibrated(factor: float) -> str:
+        file = tmp_path / "mine.csv"
+        with file.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, fieldnames=list(lines[0]))
+            writer.writeheader()
+            writer.writerows({**line, "tok_s_per_gpu": str(float(line["tok_s_per_gpu"]) * factor)} for line in lines)
+        done = call(LLAMA, "--on", "a100x8x4", "--calibrate-to", str(file))
+        assert done.exit_code == 0
+        return done.stderr
+
+    good, bad = calibrated(1.0), calibrated(0.05)
+    assert "calibrated to 35 runs" in good
+    assert "mistrust" not in good
+    assert "mistrust the plan" in bad
+
+
+def test_sizes_that_nobody_means_end_at_once() -> None:
+    for words in (("--on", "h100x8x99999999999999"), ("--on", "h100", "--set", f"train.batch={10**20}")):
+        done = call(LLAMA, *words)
+        assert done.exit_code != 0
+
+
+def test_another_model_is_not_offered_for_training(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "mix.json").write_text(json.dumps(config), encoding="utf-8")
+    done = call(LLAMA, "--on", "h100x8x4", "--model", str(tmp_path / "mix.json"))
+    assert done.output.startswith("mix  46.7B parameters")
+    assert "trains neither experts" in done.output
+    assert "headway train" not in done.output

@@ -5,10 +5,11 @@ import sys
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.errors import RunError
-from headway.hardware import Devices, detect, devices
+from headway.hardware import Devices, detect, devices, this_cpu
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-bbbb-3"]
 
@@ -103,3 +104,10 @@ def test_cpu_name(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\n")
     assert detect._cpu_name(info)
     assert detect._cpu_name(tmp_path / "none")
+
+
+def test_this_cpu_has_this_machine_s_memory_shared_by_its_workers() -> None:
+    whole, half = this_cpu(), this_cpu(2)
+    assert whole.memory_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.01)
+    assert half.memory_bytes == whole.memory_bytes // 2
+    assert half.peak("float32") == pytest.approx(whole.peak("float32") / 2)

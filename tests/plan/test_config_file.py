@@ -58,3 +58,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UsageError, match="not JSON"):
         read_architecture(tmp_path)
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="20 of 8 experts"):
+        read_architecture(write(tmp_path, {**MIXTRAL, "num_experts_per_tok": 20}))
+    with pytest.raises(UsageError, match="does not divide by 33 heads"):
+        read_architecture(write(tmp_path, {**MIXTRAL, "num_attention_heads": 33}))

@@ -192,3 +192,8 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="matplotlib") as caught:
         draw_roofline([BELOW], PEAK, BANDWIDTH, "no", tmp_path / "roof.svg")
     assert "headway[plot]" in (caught.value.hint or "")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        draw_roofline([Point("x", 1e12, 1e9, 1e-3)], 1e15, 3e12, "title", tmp_path / "none" / "a.svg")

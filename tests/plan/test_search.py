@@ -290,3 +290,13 @@ def test_a_sweep_says_why_there_is_no_plan():
     assert "batch of 6" in points[0].reason
     (point,) = search_devices(Task(EIGHT, 8192, 8), lambda _: make_costs(cluster("h100")), (1,))
     assert point.reason == "does not fit"
+
+
+def test_where_nothing_else_fits_a_tensor_axis_may_cross_nodes() -> None:
+    """70 billion parameters on sixteen devices: 79 GB each if four share a layer, whatever their nodes' size."""
+    large = Architecture(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
+    task = Task(large, 8192, 1024, EAGER)
+    found = [search(task, make_costs(parse_on(on))).best for on in ("h100x2x8", "h100x4x4", "h100x1x16")]
+    meshes = {(one.estimate.settings.mesh.tensor, one.estimate.settings.mesh.pipeline) for one in found if one}
+    assert None not in found
+    assert meshes == {(4, 4)}

@@ -1,6 +1,7 @@
 """`headway`: puts the verbs together, and turns errors into a sentence, a hint and an exit status."""
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -98,7 +99,10 @@ def _tell(message: str, hint: str | None) -> None:
     if "--json" in sys.argv:
         import json
 
-        print(json.dumps({"error": message, "hint": hint}))
+        try:
+            print(json.dumps({"error": message, "hint": hint}), flush=True)
+        except OSError:  # it is standard output that failed: the words above say so
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (or the interpreter would try again at its end)
 
 
 if __name__ == "__main__":
