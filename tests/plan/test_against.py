@@ -25,7 +25,7 @@ def iterations() -> Against:
 def test_unseen_dense_runs(runs: Against) -> None:
     full = runs.tables["groups"]["unseen: dense, fully specified"]
     assert full.count >= 150
-    assert (full.mean, full.median, full.p90) <= (0.09, 0.06, 0.20)
+    assert full.mean <= 0.09
     assert full.median <= 0.06
     assert full.p90 <= 0.20
     every = runs.tables["groups"]["unseen: dense, all modelled"]

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.hardware import parse_on
+from headway.plan.calibrate import predict
+from headway.plan.efficiencies import fitted_parameters
+from headway.plan.plan import plan
 from headway.plan.published import Case, Skip, read_case, read_iteration
+from headway.recipe import load_recipe
 
 TABLES = Path(__file__).parents[2] / "benchmarks/plan"
 with (TABLES / "published_runs.csv").open(newline="", encoding="utf-8") as stream:
@@ -109,3 +114,16 @@ def test_iterations_are_read() -> None:
         read_iteration(0, {**ITERATIONS[0], "# GPUs": "3"})
     with pytest.raises(Skip):
         read_iteration(0, {**ITERATIONS[0], "micro batch": "many"})
+
+
+def test_this_trainer_s_own_runs_are_modelled_as_the_planner_plans_them() -> None:
+    """8B on 32 H100, sharded, compiled: a line with the plan's own settings is predicted as the plan predicts."""
+    recipe = load_recipe(TABLES.parents[1] / "recipes/llama3-8b.toml")
+    best = plan(recipe, parse_on("h100x8x4")).best.estimate
+    line = {
+        "source": "headway here", "layers": "32", "hidden": "4096", "ffn": "14336", "heads": "32", "kv_heads": "8",
+        "vocab": "128256", "params_b": "8.03", "seq_len": "8192", "gpu": "H100 80GB", "n_gpus": "32", "dtype": "bf16",
+        "dp": "32", "micro_batch": str(best.settings.microbatch), "global_batch_seqs": "512", "activation_ckpt": "none",
+        "tok_s_per_gpu": "10000", "notes": "compile",
+    }  # fmt: skip
+    assert predict(read_case(0, line), fitted_parameters()) == pytest.approx(best.tokens_s_per_device, rel=1e-6)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headway.plan.settings import Recompute, Software
+from headway.plan.trainer import own_software
 
 __all__ = ["PROGRAMS", "Program", "program_of"]
 
@@ -69,13 +70,9 @@ _NANOTRON = Software(
 _BFLOAT16_STATES = replace(TUNED, reduce_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=2)
 _HERD = replace(TUNED, attention="flash2", tensor_overlap=True)
 
-_OWN = Software(
-    fusion="eager", attention="cudnn", loss="chunked", rotary_passes=24, separate_products=True, weight_bytes=4,
-    master_bytes=0, reduce_bytes=4, recompute_host=2.5, waits=False, loop_s=0.012,
-)  # fmt: skip
-
 PROGRAMS = (
-    Program("headway", "headway", _OWN, zero=3, recompute="none", interleaves=False),
+    # this trainer: what a line says of compilation and devices is filled in below
+    Program("headway", "headway", own_software(compiled=False, casts=False, older=False), zero=3, interleaves=False),
     # FSDP1 without forward prefetch, gathers after a backward pass; Triton's FlashAttention-1; biases; not compiled
     Program("llm-foundry", "llm-foundry", _FOUNDRY, zero=3, half_attention=False, counts_positions=True),
     # Megatron-DeepSpeed: no flash attention, dropout, one blocking all-reduce of gradients at the end
@@ -116,8 +113,9 @@ def program_of(line: Mapping[str, str]) -> Program:
         # the later table: prefetch on, FlashAttention-2 but for the sizes that kept Triton's kernel
         triton = re.search(r"-(13|30)b", line.get("model", "").lower()) is not None
         software = replace(software, prefetch=True, attention="triton1" if triton else "flash2")
-    if program.name == "headway" and "compile" in line.get("notes", ""):
-        software = replace(software, fusion="compiled", rotary_passes=2)
+    if program.name == "headway":
+        compiled, gpu = "compile" in line.get("notes", ""), line.get("gpu", "").lower()
+        software = own_software(compiled=compiled, casts=line.get("n_gpus") == "1", older="a100" in gpu)
     if "202412" in source:
         software = replace(software, loss="eager")  # the loss was not compiled yet
     if program.name == "megatron-bridge":

@@ -9,7 +9,7 @@ from headway.hardware import Chip
 from headway.plan.settings import Software
 from headway.recipe import Recipe
 
-__all__ = ["trainer_precision", "trainer_software"]
+__all__ = ["own_software", "trainer_precision", "trainer_software"]
 
 LOOP_S = 0.012
 """Host seconds of a step beside its layers, embedding and loss to optimizer: measured on an H200's host."""
@@ -24,14 +24,19 @@ def trainer_precision(recipe: Recipe) -> str:
 
 def trainer_software(recipe: Recipe, chip: Chip, devices: int) -> Software:
     """What the trainer's step does with a recipe on so many devices of a kind."""
-    low, alone = recipe.train.dtype == "bfloat16", devices == 1
-    casts = low and alone
-    hopper = not chip.name.startswith(("a100", "l40s", "rtx", "cpu"))
+    casts = recipe.train.dtype == "bfloat16" and devices == 1
+    older = chip.name.startswith(("a100", "l40s", "rtx", "cpu"))
+    return own_software(compiled=recipe.train.compile, casts=casts, older=older)
+
+
+def own_software(*, compiled: bool, casts: bool, older: bool) -> Software:
+    """What the trainer's step does: compiled or not, casting weights at each use or not, on a chip before Hopper or
+    not."""
     return Software(
-        fusion="compiled" if recipe.train.compile else "eager",
-        attention="cudnn" if hopper else "flash2",
+        fusion="compiled" if compiled else "eager",
+        attention="flash2" if older else "cudnn",
         loss="chunked",
-        rotary_passes=ROTARY_PASSES[recipe.train.compile],
+        rotary_passes=ROTARY_PASSES[compiled],
         separate_products=True,
         casts_weights=casts,
         stream_bytes=4 if casts else 2,
