@@ -28,10 +28,10 @@ SHAPES = {
     "0.5B": {"layers": 24, "dim": 1280, "heads": 10, "kv_heads": 5, "vocab_size": 32000, "tie_embeddings": True},
 }
 VARIANTS = [
-    {"shape": "0.1B", "compile": False, "checkpoint_activations": False},
-    {"shape": "0.1B", "compile": True, "checkpoint_activations": False},
-    {"shape": "0.5B", "compile": False, "checkpoint_activations": True},
-    {"shape": "0.5B", "compile": True, "checkpoint_activations": False},
+    {"shape": "0.1B", "compile": False, "recompute": "none"},
+    {"shape": "0.1B", "compile": True, "recompute": "none"},
+    {"shape": "0.5B", "compile": False, "recompute": "full"},
+    {"shape": "0.5B", "compile": True, "recompute": "none"},
 ]
 SEQ, ROWS, STEPS = 2048, 16, 60
 PEAK = 989.4e12
@@ -44,7 +44,7 @@ def headway(*words: str, folder: Path) -> None:
 def trained(folder: Path, variant: dict) -> dict:
     """One run, and its ledger."""
     settings = {f"model.{key}": value for key, value in SHAPES[variant["shape"]].items()}
-    settings |= {f"train.{key}": variant[key] for key in ("compile", "checkpoint_activations")}
+    settings |= {f"train.{key}": variant[key] for key in ("compile", "recompute")}
     settings |= {"train.dtype": "bfloat16", "train.batch": ROWS, "train.steps": STEPS, "data.seq": SEQ}
     settings |= {"checkpoint.every_steps": 0, "train.warmup_steps": 10}
     recipe = folder / "r.toml"
@@ -69,7 +69,7 @@ def bare(variant: dict) -> float:
     model = Model(**SHAPES[variant["shape"]])
     decoder = Decoder(model).cuda()
     init_weights(decoder, 0)
-    if variant["checkpoint_activations"]:
+    if variant["recompute"] == "full":
         from torch.utils.checkpoint import checkpoint
 
         for block in decoder.layers:
@@ -116,7 +116,7 @@ def main() -> None:
     print("shape   compile  recompute  step ms  bare ms  ratio    MFU  unattr.  save s")
     for row in rows:
         print(
-            f"{row['shape']:6}{row['compile']!s:>9}{row['checkpoint_activations']!s:>11}{row['step_s'] * 1e3:9.1f}"
+            f"{row['shape']:6}{row['compile']!s:>9}{row['recompute']:>11}{row['step_s'] * 1e3:9.1f}"
             f"{row['bare_step_s'] * 1e3:9.1f}{row['step_s'] / row['bare_step_s']:7.3f}{row['mfu']:7.1%}"
             f"{row['shares']['unattributed']:9.2%}{row['save_s']:8.2f}"
         )

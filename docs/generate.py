@@ -19,7 +19,13 @@ from headway.recipe import CHANGEABLE, Recipe
 FOLDER = Path(__file__).resolve().parent / "reference"
 WIDTH = 110
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-NOUNS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "string"}
+NOUNS = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "string",
+    "object": "table",
+}
 NOTE = "Made by `python docs/generate.py`; do not edit."
 
 
@@ -54,12 +60,21 @@ def recipe_page() -> Iterator[str]:
     plain = {name: field for name, field in schema["properties"].items() if name not in sections}
     yield from keys("", plain, schema)
     for name, ref in sections.items():
-        section = schema["$defs"][ref.rsplit("/", 1)[1]]
-        yield from ("", f"## [{name}]", "", section["description"], "")
-        yield from keys(f"{name}.", section["properties"], section)
+        yield from section_of(name, ref, schema, "##")
     yield from ("", "## What may change when a run is resumed", "")
     for key, why in CHANGEABLE.items():
         yield from item(f"`{key}`: {why}.")
+
+
+def section_of(name: str, ref: str, schema: dict[str, Any], mark: str) -> Iterator[str]:
+    """One section, its keys, and the sections inside it."""
+    section = schema["$defs"][ref.rsplit("/", 1)[1]]
+    inner = {key: ref for key, field in section["properties"].items() if (ref := reference(field))}
+    yield from ("", f"{mark} [{name}]", "", *textwrap.wrap(" ".join(section["description"].split()), WIDTH), "")
+    plain = {key: field for key, field in section["properties"].items() if key not in inner}
+    yield from keys(f"{name}.", plain, section)
+    for key, deeper in inner.items():
+        yield from section_of(f"{name}.{key}", deeper, schema, f"{mark}#")
 
 
 def reference(field: dict[str, Any]) -> str | None:
@@ -73,7 +88,7 @@ def keys(prefix: str, fields: dict[str, Any], section: dict[str, Any]) -> Iterat
         parts = [takes(field)]
         if name in section.get("required", ()):
             parts.append("required")
-        elif field.get("default") is not None:
+        elif field.get("default") not in (None, [], {}):
             parts.append(f"default {toml(field['default'])}")
         yield from item(f"`{prefix}{name}` ({', '.join(parts)}): {' '.join(field['description'].split())}")
 
@@ -88,6 +103,8 @@ def one_kind(schema: dict[str, Any]) -> str:
     """One kind of value in words."""
     if "enum" in schema:
         return "one of " + ", ".join(toml(value) for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {one_kind(schema['items'])}s" if "pattern" not in schema["items"] else "list of names"
     bounds = [f"{word} {schema[name]:g}" for name, word in BOUNDS.items() if name in schema]
     pattern = [f"matching `{schema['pattern']}`"] if "pattern" in schema else []
     return " ".join([NOUNS[schema["type"]], " and ".join(bounds), *pattern]).replace("  ", " ").strip()

@@ -1,12 +1,17 @@
 """Every example runs as it stands, in an empty folder."""
 
 import ast
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from headway.data import BuildOptions, build
+from headway.track import RunFolder, read_metric
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
@@ -34,6 +39,34 @@ def test_every_example_is_tried() -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert EXPECTED[name] in run(name, tmp_path)
     assert (tmp_path / "runs").is_dir() == (name != "plan_from_python.py")  # a plan runs nothing
+
+
+def test_a_class_of_ones_own_is_trained_from_a_package_beside_its_recipe(tmp_path: Path) -> None:
+    folder = EXAMPLES / "own_model"
+    build(tmp_path / "data" / "json-package", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=512))
+    environment = os.environ | {"PYTHONPATH": str(folder), "HEADWAY_RUNS": str(tmp_path / "runs")}
+    program = "from headway.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", str(folder / "recipe.toml"), "--name", "own", "--workers", "2"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "own: finished at step 20 of 20" in done.stdout
+    losses = read_metric(RunFolder(tmp_path / "runs" / "own"), "loss")[1]
+    assert abs(losses[0] - math.log(512)) < 0.1, "a fresh model knows nothing: its loss is the vocabulary's"
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_example_of_a_class_knows_nothing_of_headway() -> None:
+    for path in (EXAMPLES / "own_model").rglob("*.py"):
+        modules = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert "headway" not in "".join(ast.unparse(node) for node in modules)
 
 
 def test_reading_a_checkpoint_imports_nothing_of_headway() -> None:

@@ -28,7 +28,7 @@ VERBS = [
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
     ["checkpoint", "verify", "last"], ["train", "recipes/demo.toml", "--set", "data.path=none"],
-    ["resume", "last"], ["stop", "last"],
+    ["resume", "last"], ["stop", "last"], ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
 ]  # fmt: skip
 
 

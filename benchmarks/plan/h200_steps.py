@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import empty_decoder
-from headway.parallel import World, apply, precision, sync_gradients, total_norm
-from headway.recipe import Model, Train
+from headway.parallel import World, apply, total_norm
+from headway.recipe import Data, Model, Recipe, Train
 from headway.train.build import build_optimizer
-from headway.train.loop import microbatches
 from headway.train.meter import DeviceMeter
 from headway.train.schedule import learning_rate
 
@@ -72,7 +71,7 @@ class Case:
     @property
     def train(self) -> Train:
         rows = self.microbatch * self.accumulate
-        choices = {"checkpoint_activations": self.checkpoint, "compile": self.compile}
+        choices = {"recompute": "full" if self.checkpoint else "none", "compile": self.compile}
         return Train(batch=rows, microbatch=self.microbatch, dtype="bfloat16", **choices)
 
 
@@ -119,11 +118,11 @@ class Stepper:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.train, self.world = case, case.train, World(rank=0, size=1, device=device)
-        model = empty_decoder(case.model, device)
-        draw(model)
-        self.model = apply(model, model.layers, self.train, self.world)
+        recipe = Recipe(model=case.model, data=Data(path="-", seq=case.seq), train=self.train)
+        self.model = apply(empty_decoder(case.model, "meta"), recipe, self.world).model
+        draw(self.model)
+        self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, self.train)
-        self.context = precision(self.train, self.world)
         # Fresh tokens for every step: a model that knows its batch by heart has gradients like no training's, and
         # what they cost in power shows in the clock.
         shape = (BATCHES, self.train.batch, case.seq + 1)
@@ -137,17 +136,15 @@ class Stepper:
         tokens = self.tokens[self.steps % BATCHES].to(device, non_blocking=True)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         loss = torch.zeros((), device=device)
-        for low, high, last in microbatches(self.train.batch, self.case.microbatch):
-            sync_gradients(model, last)
-            with self.context():
-                part = model(inputs[low:high], labels[low:high]) / labels.numel()
+        for low in range(0, self.train.batch, self.case.microbatch):
+            rows = slice(low, low + self.case.microbatch)
+            part = model(inputs[rows], labels[rows]) / labels.numel()
             reach("forward")
             part.backward()
             loss += part.detach()
             reach("backward")
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        norm = total_norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.train.clip, norm)
+        norm = total_norm(self.parameters, self.world)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip, norm)
         reach("clip")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.train, self.steps)

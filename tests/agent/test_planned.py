@@ -1,17 +1,21 @@
 """What is planned for a run before it starts, held against the planner itself and against sums done by hand."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from headway.agent import new_run, planned, resume_run
 from headway.agent.planned import plan_again, plan_run, unplanned
+from headway.agent.prepare import check_mesh, count_workers
 from headway.errors import RecipeError
 from headway.hardware import Devices, parse_on
 from headway.plan.estimate import Estimate
 from headway.plan.plan import plan
+from headway.plan.settings import Mesh
 from headway.plan.task import RUNNABLE, Choices
-from headway.recipe import Recipe, load_recipe, with_settings
+from headway.plan.trainer import default_microbatch
+from headway.recipe import Layout, Model, Parallel, Recipe, load_recipe, with_settings
 from headway.track import read_plan, read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -28,23 +32,24 @@ def gpus(count: int, name: str = H100) -> Devices:
     return Devices("cuda", count, name)
 
 
-def best(recipe: Recipe, on: str) -> Estimate:
+def best(recipe: Recipe, on: str, mesh: Mesh | None = None) -> Estimate:
     """The planner asked directly, with the ceilings that are shipped for H200s."""
     fidelity = "measured" if on.startswith("h200") else "default"
-    return plan(recipe, parse_on(on), fidelity=fidelity, choices=Choices(limits=RUNNABLE)).best.estimate
+    return plan(recipe, parse_on(on), fidelity=fidelity, choices=Choices(limits=RUNNABLE, mesh=mesh)).best.estimate
 
 
 def test_a_plan_fills_in_what_the_recipe_leaves_open_and_is_written_as_the_planner_says() -> None:
-    recipe = llama()
+    recipe = llama("train.batch=64")
     share = recipe.train.batch // 8
     made = plan_run(recipe, gpus(8), 8)
-    wanted = best(recipe, "h100x8")
+    wanted = best(recipe, "h100x8", Mesh(shard=8))
     assert made.notes == ()
     assert made.plan is not None
     assert wanted.settings.microbatch < share, "the whole share of an 8B model does not fit into 80 GB"
     assert made.recipe.train.microbatch == wanted.settings.microbatch
-    assert made.recipe.train.checkpoint_activations == (wanted.settings.recompute == "full")
-    assert set(made.plan.chosen) == {"train.microbatch", "train.checkpoint_activations"}
+    assert made.recipe.train.recompute == wanted.settings.recompute != "none"
+    assert made.recipe.parallel is None, "all shards is how workers are laid out where nobody says otherwise"
+    assert set(made.plan.chosen) == {"train.microbatch", "train.recompute"}
     assert made.plan.step_s == wanted.step.seconds
     assert dict(made.plan.accounts_s) == wanted.step.accounts
     assert made.plan.total_bytes == pytest.approx(wanted.memory.total)
@@ -78,23 +83,27 @@ def test_the_plain_way_is_left_only_where_it_does_not_fit_or_is_slower_by_more(
         return
     share = recipe.train.batch // workers
     # the plain way as a recipe that states it; the planner refuses it where it does not fit
-    stated = with_settings(recipe, [f"train.microbatch={share}", "train.checkpoint_activations=false"])
+    way = {"train.microbatch": share, "train.recompute": "none"}
+    way |= {"parallel.shard": workers, "parallel.keep_weights": "false"}
+    stated = with_settings(recipe, [f"{key}={value}" for key, value in way.items()])
     plain = plan_run(stated, gpus(workers, "NVIDIA H200"), workers)
     assert plain.plan is not None
-    keeps = not plain.notes and plain.plan.step_s < 1.03 * best(recipe, on).step.seconds
+    fastest, shards = best(recipe, on).step.seconds, best(recipe, on, Mesh(shard=workers)).step.seconds
+    keeps = not plain.notes and plain.plan.step_s < 1.03 * fastest
     assert (made.recipe == recipe) == keeps
-    assert made.plan.step_s == (plain.plan.step_s if keeps else best(recipe, on).step.seconds)
+    other = shards if shards < 1.03 * fastest else fastest
+    assert made.plan.step_s == (plain.plan.step_s if keeps else other)
     assert made.plan.total_bytes <= made.plan.capacity_bytes
 
 
 def test_what_the_recipe_states_stays() -> None:
-    recipe = llama("train.microbatch=2", "train.checkpoint_activations=true")
+    recipe = llama("train.microbatch=2", "train.recompute=full", "parallel.keep_weights=false")
     made = plan_run(recipe, gpus(8), 8)
     assert made.recipe == recipe
     assert made.plan is not None
     assert (made.plan.microbatch, made.plan.recompute, dict(made.plan.chosen)) == (2, "full", {})
-    half = plan_run(llama("train.checkpoint_activations=true"), gpus(8), 8)
-    assert half.recipe.train.checkpoint_activations is True
+    half = plan_run(llama("train.recompute=full", "parallel.keep_weights=false"), gpus(8), 8)
+    assert (half.recipe.train.recompute, half.recipe.train.recompute_blocks) == ("full", None)
     assert half.plan is not None
     assert set(half.plan.chosen) == {"train.microbatch"}
 
@@ -117,7 +126,7 @@ def test_a_cpu_keeps_the_plain_way(workers: int) -> None:
 def test_what_fits_nowhere_is_tried_with_the_smallest_change_as_a_note() -> None:
     recipe = llama()
     made = plan_run(recipe, gpus(1, "NVIDIA H200"), 1)
-    assert (made.recipe.train.microbatch, made.recipe.train.checkpoint_activations) == (1, True)
+    assert (made.recipe.train.microbatch, made.recipe.train.recompute) == (1, "full")
     assert made.plan is not None
     assert unplanned(made.recipe, made.plan) == recipe
     assert made.plan.total_bytes > made.plan.capacity_bytes
@@ -126,7 +135,7 @@ def test_what_fits_nowhere_is_tried_with_the_smallest_change_as_a_note() -> None
     assert "does not fit on h200x1x1: needs 1" in made.notes[0]
     assert "it fits on 2 devices instead of 1" in made.notes[0]
     assert made.notes[0].endswith("the run tries what needs least")
-    stated = llama("train.microbatch=8", "train.checkpoint_activations=false")
+    stated = llama("train.microbatch=8", "train.recompute=none")
     assert plan_run(stated, gpus(1, "NVIDIA H200"), 1).recipe == stated
 
 
@@ -180,6 +189,239 @@ def test_a_run_from_before_there_were_plans_keeps_its_bits() -> None:
     assert made.plan.microbatch == recipe.train.batch // 8
 
 
+# -- meshes
+
+
+def test_another_mesh_is_taken_where_it_is_faster_by_more_and_leaves_with_its_plan() -> None:
+    """Gradients of many microbatches wait whole: 32 GB of 80, less on each of two stages."""
+    recipe = llama()
+    made = plan_run(recipe, gpus(8), 8)
+    wanted = best(recipe, "h100x8")
+    assert made.plan is not None
+    assert made.recipe.parallel is not None
+    assert 1.03 * wanted.step.seconds < best(recipe, "h100x8", Mesh(shard=8)).step.seconds
+    assert made.plan.step_s == wanted.step.seconds
+    parallel, mesh = made.recipe.parallel, wanted.settings.mesh
+    assert (parallel.replicate, parallel.shard, parallel.tensor, parallel.pipeline) == (
+        mesh.replicate, mesh.shard, mesh.tensor, mesh.pipeline,
+    )  # fmt: skip
+    assert (parallel.schedule, parallel.chunks) == (wanted.settings.schedule, wanted.settings.chunks)
+    assert parallel.stages == wanted.settings.stages
+    assert sum(parallel.stages or ()) == 32
+    assert unplanned(made.recipe, made.plan) == recipe
+
+    # as it is read back from the run's folder, in which tuples are lists
+    old = type(made.plan).model_validate_json(made.plan.model_dump_json())
+    again = plan_again(made.recipe, gpus(8), 8, old=old, before=8)
+    assert again.recipe == made.recipe
+    assert again.plan == old
+    fewer = plan_again(made.recipe, gpus(4), 4, old=old, before=8)
+    fresh = plan_run(recipe, gpus(4), 4)
+    assert (fewer.recipe, fewer.plan) == (fresh.recipe, fresh.plan)
+
+    # an axis that a person sets is no longer the plan's: the others go back to what they were
+    person = with_settings(made.recipe, ["parallel.tensor=2"])
+    left = unplanned(person, made.plan).parallel
+    assert left == Parallel(tensor=2)
+    replanned = plan_again(person, gpus(8), 8, old=old, before=8)
+    assert replanned.plan is not None
+    assert (replanned.plan.mesh["tensor"], replanned.plan.mesh["shard"], replanned.plan.devices) == (2, 4, 8)
+
+
+def test_a_stated_mesh_stays_and_what_it_leaves_open_is_filled_in() -> None:
+    recipe = llama("parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=interleaved")
+    made = plan_run(recipe, gpus(8), 8)
+    assert made.plan is not None
+    assert (made.plan.mesh["shard"], made.plan.mesh["tensor"], made.plan.mesh["pipeline"]) == (2, 2, 2)
+    assert (made.plan.schedule, made.plan.chunks) == ("interleaved", 2)
+    assert made.recipe.parallel is not None
+    assert made.recipe.parallel.shard is None
+    assert len(made.recipe.parallel.stages or ()) == 4
+    assert {"train.microbatch", "parallel.stages"} <= set(made.plan.chosen)
+    assert unplanned(made.recipe, made.plan) == recipe
+    shards = plan_run(llama("parallel.shard=8"), gpus(8, "NVIDIA H200"), 8)
+    assert shards.plan is not None
+    assert shards.recipe.parallel is not None
+    assert shards.recipe.parallel.keep_weights == shards.plan.keeps_weights
+    assert unplanned(shards.recipe, shards.plan) == llama("parallel.shard=8")
+
+
+STAGES = [
+    # devices, whether there is a plan
+    (Devices("cpu", 8, "some CPU"), True),
+    (gpus(4), True),
+    (gpus(4, "NVIDIA Fancy 9000"), False),
+]
+
+
+@pytest.mark.parametrize(("found", "planned_at_all"), STAGES, ids=["cpu", "gpu", "unknown"])
+def test_a_pipelines_stages_are_always_settled(found: Devices, planned_at_all: bool) -> None:
+    """Head and loss of a large vocabulary cost several of these layers: the last stage gets fewer."""
+    recipe = llama(*SMALL, "parallel.pipeline=4", "parallel.shard=1", "model.layers=16")
+    made = plan_run(recipe, found, 4)
+    assert (made.plan is not None) == planned_at_all
+    stages = made.recipe.parallel.stages if made.recipe.parallel else None
+    assert stages is not None
+    assert (len(stages), sum(stages)) == (4, 16)
+    assert stages[-1] < max(stages)
+    size = made.recipe.train.microbatch
+    assert size is not None
+    assert 64 % size == 0
+    assert 64 // size >= 2 * 4
+    stated = with_settings(recipe, ["parallel.stages=[1,5,5,5]", "train.microbatch=16"])
+    assert plan_run(stated, found, 4).recipe.parallel == stated.parallel
+
+
+def test_of_a_class_of_your_own_nothing_is_planned() -> None:
+    model = Model(**{"class": "package.module:Net"}, layout=Layout(blocks="blocks"))
+    recipe = llama(*SMALL).model_copy(update={"model": model})
+    made = plan_run(recipe, gpus(8), 8)
+    assert (made.recipe, made.plan) == (recipe, None)
+    assert "package.module:Net" in made.notes[0]
+    cut = recipe.model_copy(update={"parallel": Parallel(pipeline=4)})
+    filled = plan_run(cut, gpus(8), 8).recipe
+    assert filled.parallel == cut.parallel, "its workers, who know its blocks, cut it"
+    assert filled.train.microbatch == 4, "32 sequences of a data rank as 8 microbatches for 4 stages"
+
+
+def test_a_memory_budget_recomputes_as_few_blocks_as_it_asks_for() -> None:
+    """On a CPU too: the least number whose predicted memory is within the budget, counted up from none."""
+    recipe = llama(*SMALL, "train.batch=8", "model.vocab_size=32000")
+    found = Devices("cpu", 8, "some CPU")
+    plain = plan_run(recipe, found, 1).plan
+    assert plain is not None
+
+    def needs(kind: str, blocks: int) -> float:
+        way = with_settings(recipe, [f"train.recompute={kind}", f"train.recompute_blocks={blocks}"])
+        made = plan_run(way, found, 1).plan
+        assert made is not None
+        return made.total_bytes / 2**30
+
+    budgets = []
+    for middle in (3, 9):
+        budget = (needs("full", middle) + needs("full", middle - 1)) / 2
+        stated = with_settings(recipe, ["train.recompute=full", "train.microbatch=8", f"train.memory_gb={budget}"])
+        made = plan_run(stated, found, 1)
+        assert made.plan is not None
+        least = next(blocks for blocks in range(13) if needs("full", blocks) <= budget)
+        assert made.recipe.train.recompute_blocks == least == middle
+        assert made.plan.total_bytes <= budget * 2**30 == pytest.approx(made.plan.capacity_bytes)
+        assert unplanned(made.recipe, made.plan) == stated
+        budgets.append((middle, budget, made))
+
+    # a run that goes on with another budget is planned again
+    (_, _, before), (blocks, budget, _) = budgets
+    changed = with_settings(before.recipe, [f"train.memory_gb={budget}"])
+    after = plan_again(changed, found, 1, old=before.plan, before=1)
+    assert after.recipe.train.recompute_blocks == blocks
+
+
+BAD_MESHES = [
+    # settings of a model with 2 layers, 2 heads, 1 of keys, width 32, 8 sequences of 32; what the sentence names; hint
+    ({"tensor": 3}, ("tensor 3", "2 heads"), "tensor may be 1, 2"),
+    ({"tensor": 4, "shard": 1}, ("tensor 4", "2 heads"), "tensor may be 1, 2"),
+    ({"replicate": 3}, ("train.batch is 8", "3 workers"), "train.batch=6 or 9"),
+    ({"replicate": 3, "tensor": 2}, ("train.batch is 8", "3 data ranks of 6 workers"), "train.batch=6 or 9"),
+    ({"pipeline": 4}, ("2 layers", "4 pipeline stages"), "may be 2 at most"),
+    ({"pipeline": 2, "schedule": "interleaved"}, ("2 layers", "4 pipeline stages"), "may be 2 at most"),
+    ({"pipeline": 2, "stages": (2,)}, ("1 stages", "pipeline 2"), "give 2 numbers"),
+    ({"pipeline": 2, "stages": (1, 2)}, ("3 layers", "has 2"), "add up to 2"),
+    ({"pipeline": 2, "chunks": 2}, ("1f1b", "one chunk"), "interleaved"),
+    ({"schedule": "zero-bubble"}, ("zero-bubble", "pipeline is 1"), "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "named", "hint"), BAD_MESHES)
+def test_a_mesh_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path, recipe, mesh, named, hint) -> None:
+    with pytest.raises(RecipeError) as caught:
+        new_run(recipe({f"parallel.{key}": value for key, value in mesh.items()}), tmp_path / "runs")
+    assert all(part in caught.value.message for part in named), caught.value.message
+    assert hint in (caught.value.hint or ""), caught.value.hint
+    assert not (tmp_path / "runs").exists()
+
+
+BAD_REST = [
+    # settings beside the mesh that clash with it
+    ({"parallel.tensor": 2, "data.seq": 31}, ("tensor 2", "31 tokens"), "30 and 32"),
+    ({"parallel.tensor": 2, "model.hidden": 95}, ("tensor 2", "95"), "tensor may be 1"),
+    ({"parallel.pipeline": 2, "train.microbatch": 3}, ("microbatch of 3", "8 sequences"), "2 and 4"),
+    ({"parallel.pipeline": 2, "train.microbatch": 8}, ("2 microbatches at least", "there are 1"), "may be 1, 2, 4"),
+    (
+        {"parallel.pipeline": 2, "parallel.schedule": "zero-bubble", "train.compile": True},
+        ("zero-bubble", "compiled"),
+        "parallel.schedule=1f1b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "named", "hint"), BAD_REST)
+def test_what_clashes_with_a_mesh_is_named(tmp_path: Path, recipe, settings, named, hint) -> None:
+    with pytest.raises(RecipeError) as caught:
+        new_run(recipe(settings), tmp_path / "runs")
+    assert all(part in caught.value.message for part in named), caught.value.message
+    assert hint in (caught.value.hint or ""), caught.value.hint
+    assert not (tmp_path / "runs").exists()
+
+
+OWN_CLASS = [
+    ({"tensor": 2}, {}, "parallel.tensor is 2", "model.layout.columns"),
+    ({"pipeline": 2}, {}, "parallel.pipeline is 2", "model.layout.blocks"),
+    ({"pipeline": 2, "stages": (1, 2, 3)}, {"blocks": "blocks"}, "3 numbers, and the pipeline has 2", "give 2"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "message", "hint"), OWN_CLASS)
+def test_a_class_of_your_own_needs_a_layout_for_tensor_and_pipeline(recipe, mesh, layout, message, hint) -> None:
+    model = Model(**{"class": "package.module:Net"}, layout=Layout(**layout))
+    stated = recipe().model_copy(update={"model": model, "parallel": Parallel(**mesh)})
+    with pytest.raises(RecipeError) as caught:
+        check_mesh(stated, 2)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+    good = model.model_copy(update={"layout": Layout(blocks="blocks", columns=("a",), rows=("b",))})
+    mesh = {key: value for key, value in mesh.items() if key != "stages"}
+    check_mesh(stated.model_copy(update={"model": good, "parallel": Parallel(**mesh)}), 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked", "default", "count"),
+    [
+        ({}, None, 8, 8),
+        ({"tensor": 2}, None, 8, 8),
+        ({"tensor": 2}, 4, 8, 4),
+        ({"tensor": 2, "pipeline": 2}, None, 1, 4),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, None, 1, 8),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, 8, 1, 8),
+        ({"tensor": 3}, None, 8, "3 workers, which do not divide 8"),
+        ({"tensor": 2, "shard": 2}, 3, 8, "tensor 2: 4 workers, but 3 were asked for"),
+        ({"shard": 2}, 3, 8, "parallel.shard is 2, but 3 workers were asked for"),
+    ],
+)
+def test_workers_are_the_product_of_the_axes(recipe, mesh, asked, default, count) -> None:
+    stated = recipe({f"parallel.{key}": value for key, value in mesh.items()})
+    if isinstance(count, int):
+        assert count_workers(stated, asked, default) == count
+        return
+    with pytest.raises(RecipeError, match=count) as caught:
+        count_workers(stated, asked, default)
+    assert "--workers" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_a_pipelines_microbatch_is_the_largest_that_fills_it_twice(recipe, schedule: str) -> None:
+    for batch, ranks in product((1, 6, 8, 24, 60, 64), (2, 3, 4)):
+        stated = recipe({"train.batch": batch, "parallel.pipeline": ranks, "parallel.schedule": schedule})
+        found = default_microbatch(stated, Mesh(pipeline=ranks))
+        good = [
+            size
+            for size in range(1, batch + 1)
+            if batch % size == 0 and batch // size >= 2 * ranks
+            and (schedule != "interleaved" or (batch // size) % ranks == 0)
+            and (schedule != "zero-bubble" or (batch // size) % (batch // size // ranks) == 0)
+        ]  # fmt: skip
+        assert found == max(good, default=1)
+
+
 def test_the_mesh_of_a_recipe_says_how_many_workers(lab, recipe) -> None:
     lived = lab.train(recipe({"parallel.shard": 2}), workers=None)
     assert lived.outcome.state == "finished", lived.outcome
@@ -191,6 +433,22 @@ def test_the_mesh_of_a_recipe_says_how_many_workers(lab, recipe) -> None:
     assert made is not None
     assert (made.devices, made.microbatch, made.from_step) == (2, 4, 0)
     assert made == read_plan(same.run)
+
+
+def test_a_pipeline_trains_as_planned_and_goes_on_as_shards(lab, recipe) -> None:
+    """Eight sequences for two stages: four microbatches of two. On another mesh none of that is left."""
+    lived = lab.train(recipe({"train.steps": 4, "parallel.pipeline": 2}), workers=None)
+    assert lived.outcome.state == "finished", lived.outcome
+    first = read_recipe(lived.run)
+    assert first.parallel is not None
+    assert (first.train.microbatch, first.parallel.stages) == (2, (1, 1))
+    resumed = lab.resume(lived.run, "train.steps=6", "parallel.pipeline=1", "parallel.shard=2")
+    assert resumed.outcome.state == "finished", resumed.outcome
+    assert read_recipe(lived.run).train.microbatch is None
+    assert read_recipe(lived.run).parallel == Parallel(shard=2)
+    made = read_plan(lived.run)
+    assert made is not None
+    assert (made.mesh["shard"], made.mesh["pipeline"], made.from_step) == (2, 1, 4)
 
 
 def test_other_workers_get_another_plan_from_their_step_on(lab, recipe) -> None:
@@ -208,9 +466,10 @@ def test_other_workers_get_another_plan_from_their_step_on(lab, recipe) -> None:
     assert read_recipe(run).train.microbatch is None
 
 
-@pytest.mark.parametrize("axis", ["replicate", "tensor", "pipeline", "context", "expert"])
+@pytest.mark.parametrize("axis", ["context", "expert"])
 def test_axes_that_the_trainer_does_not_run_are_refused_by_name(tmp_path: Path, recipe, axis: str) -> None:
-    with pytest.raises(RecipeError, match=rf"parallel\.{axis} is 2: this version's trainer runs shard only") as caught:
+    runs = "this version's trainer runs replicate, shard, tensor and pipeline only"
+    with pytest.raises(RecipeError, match=rf"parallel\.{axis} is 2: {runs}") as caught:
         new_run(recipe({f"parallel.{axis}": 2, "parallel.shard": 2}), tmp_path / "runs")
     size = 2 if axis == "expert" else 4
     assert f"--mesh shard={size} would run; headway plan --mesh" in (caught.value.hint or "")

@@ -41,7 +41,7 @@ class Fixture:
         decoder = empty_decoder(MODEL)
         init_weights(decoder, seed=step)
         checkpoints = self.path / "checkpoints"
-        write_shard(begin(checkpoints, step), 0, pieces(named_state(decoder), rank=0))
+        write_shard(begin(checkpoints, step), 0, pieces(named_state(decoder)))
         commit(checkpoints, step, Facts(cursor=0, chain="", data_version="0" * 16), 1)
         return decoder
 

@@ -51,6 +51,8 @@ CLASHES = [
     ("a microbatch too large", DENSE, way(Mesh(shard=16), microbatch=8), ("microbatch of 8", "4 sequences"), "do: 4"),
     ("layers", DENSE, way(Mesh(pipeline=16), **TWO_CHUNKS), ("24 layers", "32"), "24 at most"),
     ("interleaved", DENSE, way(Mesh(pipeline=8, shard=2), batch=40, **TWO_CHUNKS), ("20", "8"), "16 or 24"),
+    ("stages' number", DENSE, way(Mesh(shard=4, pipeline=4), stages=(8, 8, 8)), ("3 stages", "pipeline 4"), "give 4"),
+    ("stages' layers", DENSE, way(Mesh(shard=8, pipeline=2), stages=(12, 13)), ("25 layers", "24"), "add up to 24"),
     ("no pipeline", DENSE, way(Mesh(shard=16), schedule="zero-bubble"), ("zero-bubble", "pipeline is 1"), "1f1b"),
 ]  # fmt: skip
 
@@ -134,10 +136,23 @@ def test_held_microbatches_are_those_of_the_schedule(schedule, chunks):
         (way(Mesh(shard=16), recompute="full", precision="float32"), True),
         (way(Mesh(), zero=0), True),
         (way(Mesh(shard=16), zero=1), False),
-        (way(Mesh(replicate=2, shard=8)), False),
-        (way(Mesh(shard=8, tensor=2)), False),
-        (way(Mesh(shard=8, pipeline=2)), False),
-        (way(Mesh(shard=16), recompute="selective"), False),
+        (way(Mesh(shard=16), zero=0), False),
+        (way(Mesh(replicate=16), zero=0), True),
+        (way(Mesh(replicate=2, shard=8)), True),
+        (way(Mesh(shard=8, tensor=2)), True),
+        (way(Mesh(shard=8, pipeline=2)), True),
+        (way(Mesh(replicate=2, shard=2, tensor=2, pipeline=2)), True),
+        (way(Mesh(shard=8, context=2)), False),
+        (way(Mesh(shard=16, expert=2)), False),
+        (way(Mesh(shard=16), recompute="selective"), True),
+        (way(Mesh(shard=16), recompute="attention"), False),
+        (way(Mesh(pipeline=16), batch=16), True),
+        (way(Mesh(pipeline=16), batch=15), False),
+        (way(Mesh(pipeline=4), batch=12, schedule="zero-bubble", software=Software("eager")), True),
+        (way(Mesh(pipeline=4), batch=11, schedule="zero-bubble", software=Software("eager")), False),
+        (way(Mesh(pipeline=4), batch=3, schedule="zero-bubble", software=Software("eager")), True),
+        (way(Mesh(pipeline=4), batch=12, schedule="zero-bubble"), False),
+        (way(Mesh(pipeline=4), batch=12, **TWO_CHUNKS), True),
         (way(Mesh(shard=16), precision="fp8"), False),
         (way(Mesh(shard=16), software=Software(moment_bytes=2)), False),
     ],
@@ -223,7 +238,9 @@ def test_limits_are_kept_to():
     task = Task(DENSE, 4096, 64)
     made = set(candidates(task, NODES, Choices(limits=RUNNABLE)))
     assert made == {one for one in candidates(task, NODES, Choices()) if RUNNABLE.allows(one)}
-    assert {one.mesh for one in made} == {Mesh(shard=16)}
+    assert {Mesh(shard=16), Mesh(replicate=16), Mesh(shard=4, tensor=2, pipeline=2)} <= {one.mesh for one in made}
+    assert {one.mesh.context for one in made} == {1}
+    assert {one.zero for one in made if one.mesh.shard > 1} == {3}
 
 
 # -- models that fit nowhere
@@ -246,8 +263,9 @@ def test_more_nodes_are_as_few_as_fit():
     needs = {}
     for count in range(1, nodes + 1):
         larger = parse_on(f"h100x8x{count}")
-        ways = list(candidates(task, larger, Choices(limits=RUNNABLE)))
-        needs[count] = min((memory(LARGE, one, larger).total / 2**30 for one in ways), default=float("inf"))
+        ways = candidates(task, larger, Choices(limits=RUNNABLE, max_tensor=8))
+        all_needs = (memory(LARGE, one, larger, held_microbatches(one)).total / 2**30 for one in ways)
+        needs[count] = min(all_needs, default=float("inf"))
     assert needs[nodes] <= 80
     assert all(needs[count] > 80 for count in range(1, nodes))
     assert numbers(sentence) == pytest.approx([needs[1], 80, needs[nodes]], abs=0.051)

@@ -1,6 +1,7 @@
 """Explanations against the plans they explain, against hand computation, and against published figures."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,18 @@ from headway.plan.estimate import Estimate, estimate
 from headway.plan.exchanges import exchanges
 from headway.plan.explain import Section, explain, parameter_meanings, roofline_points, step_terms
 from headway.plan.settings import Mesh, Settings, Software
+from headway.plan.trainer import own_software
 
 LLAMA_8B = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
 SPARSE = Architecture(8, 2048, 16, 4, 128, 5632, 32000, experts=Experts(16, 2, 1408, shared=1, dense_layers=2))
 DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
+
+
+def own(mesh: Mesh, microbatch: int, *, offloads: bool = False, **changes: Any) -> Settings:
+    """A way of our own trainer's, in bfloat16."""
+    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh)
+    return Settings(mesh, 8192, microbatch, 256, software=software).but(**changes)
+
 
 WAYS = [
     (LLAMA_8B, Settings(Mesh(shard=32), 8192, 1, 512)),
@@ -30,6 +39,16 @@ WAYS = [
     (LLAMA_8B, Settings(Mesh(shard=8, tensor=2, pipeline=2), 8192, 1, 512, schedule="interleaved", chunks=4)),
     (LLAMA_8B, Settings(Mesh(shard=4, pipeline=8), 8192, 1, 64, zero=1, schedule="zero-bubble")),
     (LLAMA_8B, Settings(Mesh(shard=4, tensor=8), 8192, 1, 64, software=Software(sequence_parallel=False))),
+    (LLAMA_8B, own(Mesh(shard=32), 1)),
+    (LLAMA_8B, own(Mesh(shard=32), 2, recompute="selective", recompute_blocks=5, keeps_weights=True)),
+    (LLAMA_8B, own(Mesh(replicate=4, shard=8), 1, recompute="full")),
+    (LLAMA_8B, own(Mesh(replicate=32), 4, zero=0)),
+    (LLAMA_8B, own(Mesh(shard=4, tensor=8), 1, recompute="full", recompute_blocks=7)),
+    (LLAMA_8B, own(Mesh(replicate=2, shard=2, tensor=2, pipeline=4), 1)),
+    (LLAMA_8B, own(Mesh(shard=4, tensor=2, pipeline=4), 1, schedule="interleaved", chunks=2, recompute="selective")),
+    (LLAMA_8B, own(Mesh(tensor=8, pipeline=4), 2, zero=0, schedule="zero-bubble", recompute="full")),
+    (DENSE, own(Mesh(replicate=8, pipeline=4), 1, zero=0)),
+    (DENSE, own(Mesh(shard=8, pipeline=4), 4, offloads=True)),
     (DENSE, Settings(Mesh(shard=32), 512, 1, 32, frozen=True)),
     (SPARSE, Settings(Mesh(shard=32, expert=8), 4096, 1, 64, imbalance=1.2)),
     (SPARSE, Settings(Mesh(shard=16, tensor=2, expert=16), 4096, 1, 64, zero=1, recompute="full")),

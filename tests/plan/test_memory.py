@@ -1,13 +1,18 @@
 """Memory against a published formula, against what a GPU allocated, and as properties."""
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture
+from headway.plan.costs import make_costs
 from headway.plan.memory import activation_bytes, local_parameters, memory
 from headway.plan.settings import Mesh, Settings, Software
+from headway.plan.step import step
+from headway.plan.trainer import own_software
 
 GPT = Architecture(
     96, 12288, 96, 96, 128, 49152, 51200, gated=False, rotary=False, positions=2048, layer_norm=True, qkv_bias=True,
@@ -85,3 +90,78 @@ def test_the_parts_are_the_whole() -> None:
     assert needed.allocated == pytest.approx(parts)
     assert needed.total == pytest.approx(parts + needed.overhead)
     assert needed.fits == (needed.total <= 80 * 2**30)
+
+
+# -- our own trainer
+
+
+def own(mesh: Mesh, microbatch: int, batch: int, *, offloads: bool = False, **changes: Any) -> Settings:
+    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh)
+    settings = Settings(mesh, 2048, microbatch, batch, 3 if mesh.shard > 1 else 0, software=software)
+    return settings.but(**changes)
+
+
+PARAMETERS = 8_030_261_248
+"""Of the published model."""
+
+
+def test_gradients_that_wait_for_the_last_microbatch_wait_whole() -> None:
+    """Four bytes a parameter on every device with several microbatches; with one, each keeps its share."""
+    one = memory(LLAMA, own(Mesh(shard=32), 4, 128), H100)
+    several = memory(LLAMA, own(Mesh(shard=32), 1, 128), H100)
+    assert several.gradients == 4 * PARAMETERS
+    assert one.gradients in (0.0, 4 * PARAMETERS / 32)
+    assert (one.weights, one.optimizer) == (4 * PARAMETERS / 32, 8 * PARAMETERS / 32)
+
+
+def test_moments_in_the_hosts_memory_take_none_of_the_devices_and_time_for_the_way() -> None:
+    here, there = (own(Mesh(shard=32), 4, 128, offloads=offloads) for offloads in (False, True))
+    assert memory(LLAMA, there, H100).optimizer == 0.0
+    saved = memory(LLAMA, here, H100).allocated - memory(LLAMA, there, H100).allocated
+    assert saved == pytest.approx(8 * PARAMETERS / 32)
+    costs = make_costs(H100)
+    longer = step(LLAMA, there, costs).accounts["optimizer"] - step(LLAMA, here, costs).accounts["optimizer"]
+    # eight bytes a parameter there and back, over PCIe 5.0 x16 at 55 of its 64 GB/s
+    assert longer == pytest.approx(2 * 8 * PARAMETERS / 32 / 55e9)
+
+
+def test_what_a_tensor_axis_gathered_is_kept_whole() -> None:
+    """Of each layer the inputs of attention and feed-forward: two bytes an element, on every device of the axis."""
+    settings = own(Mesh(shard=4, tensor=8), 1, 16)
+    again = settings.but(software=replace(settings.software, regathers=True))
+    kept, _ = activation_bytes(LLAMA, False, settings.shape, settings)
+    shared, _ = activation_bytes(LLAMA, False, again.shape, again)
+    assert kept - shared == pytest.approx(2 * 2 * 2048 * 4096 * (1 - 1 / 8))
+
+
+def test_selective_recomputation_keeps_the_results_of_products_and_attention() -> None:
+    """By hand, for one sequence: the input, queries, keys, values, attention, and what five more products make."""
+    settings = own(Mesh(shard=32), 1, 32, recompute="selective")
+    _, kept = activation_bytes(LLAMA, False, settings.shape, settings)
+    widths = 4096 + (4096 + 2 * 1024) + 4096 + 4096 + 2 * 14336 + 4096
+    assert kept == 2 * 2048 * widths
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_each_layer_that_is_computed_again_saves_as_much(kind: str) -> None:
+    needs = [
+        memory(LLAMA, own(Mesh(shard=32), 1, 32, recompute=kind, recompute_blocks=blocks), H100).activations
+        for blocks in range(1, 33)
+    ]
+    assert needs[-1] == memory(LLAMA, own(Mesh(shard=32), 1, 32, recompute=kind), H100).activations
+    whole, policy = activation_bytes(LLAMA, False, own(Mesh(), 1, 1).shape, own(Mesh(shard=32), 1, 32, recompute=kind))
+    saved = [before - after for before, after in pairwise(needs)]
+    assert saved[:20] == pytest.approx([whole - policy] * 20)
+    assert sorted(needs, reverse=True) == needs
+
+
+def test_of_a_pipelines_ranks_the_one_that_needs_most_counts() -> None:
+    """The second of four has more blocks than the first: it holds three microbatches of them, the first four of its."""
+    settings = own(Mesh(pipeline=4), 1, 16, stages=(2, 14, 8, 8))
+    assert memory(LLAMA, settings, parse_on("h100x4")).rank == 1
+    assert memory(LLAMA, settings.but(stages=(14, 2, 8, 8)), parse_on("h100x4")).rank == 0
+
+
+def test_a_copy_keeps_its_weights_rounded() -> None:
+    """FSDP rounds a copy's weights for products and keeps that; autocast on one device does so for each use."""
+    assert memory(LLAMA, own(Mesh(replicate=32), 1, 32), H100).gathered == 2 * PARAMETERS

@@ -18,6 +18,7 @@ from headway.plan.search import lower_bound
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import ACCOUNTS, step
 from headway.plan.task import Task
+from headway.plan.trainer import own_software
 
 GPT = Architecture(24, 1536, 16, 16, 96, 6144, 50304, gated=False, rotary=False, positions=4096, layer_norm=True)
 SMALL = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
@@ -195,11 +196,18 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
             data_overlap=random.random() < 0.8, sequence_parallel=random.random() < 0.8,
             tensor_overlap=random.random() < 0.3, waits=random.random() < 0.5, graphs=random.random() < 0.3,
         )  # fmt: skip
+        zero = random.choice((0, 1, 3))
+        if random.random() < 0.4:
+            software = own_software(
+                compiled=random.random() < 0.5, autocasts=random.random() < 0.8, older=False,
+                offloads=random.random() < 0.3,
+            ).on(mesh)  # fmt: skip
+            zero = 3 if mesh.shard * mesh.context > 1 else 0
         settings = Settings(
-            mesh, random.choice((2048, 4096, 16384)), random.choice((1, 2, 4)), BATCH, random.choice((0, 1, 3)),
+            mesh, random.choice((2048, 4096, 16384)), random.choice((1, 2, 4)), BATCH, zero,
             random.choice(("none", "attention", "selective", "full")), schedule,
             random.choice((2, 4)) if schedule == "interleaved" else 1, software=software,
-            keeps_weights=random.random() < 0.2,
+            keeps_weights=random.random() < 0.2, recompute_blocks=random.choice((None, None, 0, 3)),
         )  # fmt: skip
         cluster = on(random.choice(chips), mesh.devices)
         if valid(arch, settings, cluster):

@@ -118,7 +118,9 @@ def test_iterations_are_read() -> None:
 
 def test_this_trainer_s_own_runs_are_modelled_as_the_planner_plans_them() -> None:
     """8B on 32 H100, sharded, compiled: a line with the plan's own settings is predicted as the plan predicts."""
-    recipe = load_recipe(TABLES.parents[1] / "recipes/llama3-8b.toml")
+    recipe = load_recipe(
+        TABLES.parents[1] / "recipes/llama3-8b.toml", ["parallel.keep_weights=false", "train.recompute=none"]
+    )
     best = plan(recipe, parse_on("h100x8x4")).best.estimate
     line = {
         "source": "headway here", "layers": "32", "hidden": "4096", "ffn": "14336", "heads": "32", "kv_heads": "8",

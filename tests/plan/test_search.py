@@ -9,12 +9,15 @@ import pytest
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
 from headway.plan.architecture import Architecture, Experts
-from headway.plan.candidates import candidates
+from headway.plan.candidates import candidates, held_microbatches
 from headway.plan.costs import Costs, Fidelity, make_costs
 from headway.plan.estimate import Estimate, estimate
+from headway.plan.memory import memory
 from headway.plan.search import lower_bound, search, search_devices
 from headway.plan.settings import Mesh, Settings, Software
+from headway.plan.step import cut_stages
 from headway.plan.task import RUNNABLE, Choices, Limits, Task
+from headway.plan.trainer import own_software
 
 GPT = Architecture(12, 768, 12, 12, 64, 3072, 50304, gated=False, rotary=False, positions=2048, layer_norm=True)
 GROUPED = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
@@ -134,6 +137,65 @@ def test_at_the_speed_of_light_without_a_pipeline_only_the_optimizer_comes_on_to
         assert bound == pytest.approx(plan.step.seconds, rel=1e-9)
 
 
+# -- as little recomputed as memory allows
+
+
+def least_blocks(task: Task, way: Settings, on: Cluster) -> int | None:
+    """Counted up from none."""
+    for blocks in range(task.architecture.layers + 1):
+        trial = replace(way, recompute_blocks=blocks)
+        if memory(task.architecture, trial, on, held_microbatches(trial)).fits:
+            return blocks
+    return None
+
+
+OWN = own_software(compiled=False, autocasts=True, older=False)
+TIGHT = [
+    (Task(GROUPED, 4096, 64, OWN), cluster("h100x8", 22)),
+    (Task(THREES, 4096, 48, OWN), cluster("h100x4", 60)),
+    (Task(EIGHT, 8192, 16, OWN), cluster("h100x8", 48)),
+    (Task(GROUPED, 8192, 8, OWN), cluster("h100", 46)),
+]
+
+
+@pytest.mark.parametrize(("task", "on"), TIGHT, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("kinds", [("none", "selective", "full"), ("full",)])
+def test_the_fewest_layers_that_fit_are_recomputed_and_no_other_way_is_faster(task, on, kinds) -> None:
+    costs, choices = make_costs(on), Choices(limits=RUNNABLE, least_blocks=True, recompute=kinds)
+    ways = []
+    for way in candidates(task, on, choices):
+        cut = cut_stages(task.architecture, way, costs)
+        blocks = least_blocks(task, cut, on)
+        if cut.recompute == "none" and blocks != 0:
+            continue
+        if blocks is not None:
+            ways.append(estimate(task.architecture, replace(cut, recompute_blocks=blocks), costs))
+    best = search(task, costs, choices).plans[0].estimate
+    assert best.memory.fits
+    assert best.step.seconds == min(plan.step.seconds for plan in ways)
+    if best.settings.recompute != "none" and best.settings.recompute_blocks is not None:
+        assert best.settings.recompute_blocks == least_blocks(task, best.settings, on)
+
+
+def test_between_none_and_all_is_some() -> None:
+    """A device with room for more than full recomputation leaves and less than none needs."""
+    task, on = TIGHT[3]
+    costs = make_costs(on)
+    some = search(task, costs, Choices(limits=RUNNABLE, least_blocks=True, microbatches=(2,))).plans[0].estimate
+    every = search(task, costs, Choices(limits=RUNNABLE, microbatches=(2,))).plans[0].estimate
+    assert some.settings.recompute_blocks in range(1, 16)
+    assert some.step.seconds < every.step.seconds
+
+
+def test_whether_weights_are_kept_is_settled_by_time_and_memory() -> None:
+    """Between nodes a second gather costs, where memory is short it is paid."""
+    both = Choices(mesh=Mesh(shard=32), limits=RUNNABLE, keeps_weights=(False, True), microbatches=(1,))
+    task = Task(EIGHT, 4096, 32, OWN)
+    roomy, tight = (search(task, make_costs(cluster("h100x8x4", gib)), both).plans[0] for gib in (80, 22))
+    assert roomy.estimate.settings.keeps_weights
+    assert not tight.estimate.settings.keeps_weights
+
+
 # -- outside of what is sensible
 
 
@@ -217,9 +279,8 @@ def test_plans_that_the_trainer_cannot_run_are_marked():
     found = search(Task(EIGHT, 8192, 64), make_costs(parse_on("h100x8x8")))
     for plan in found.plans:
         settings = plan.estimate.settings
-        assert plan.runnable == (
-            settings.mesh == Mesh(shard=64) and settings.zero == 3 and settings.recompute in ("none", "full")
-        )
+        spread = settings.mesh.shard == 1 or settings.zero == 3
+        assert plan.runnable == (settings.mesh.context == 1 and spread and settings.schedule != "zero-bubble")
     assert found.runnable is not None
 
 
@@ -260,7 +321,7 @@ def test_a_mesh_that_clashes_says_so():
     with pytest.raises(UsageError, match="8 devices, h100x8x2 has 16"):
         search(Task(EIGHT, 8192, 32), make_costs(parse_on("h100x8x2")), Choices(mesh=Mesh(shard=8)))
     with pytest.raises(UsageError, match="batch of 30") as caught:
-        search(Task(EIGHT, 8192, 30), make_costs(parse_on("h100x8x2")), Choices(limits=RUNNABLE))
+        search(Task(EIGHT, 8192, 30), make_costs(parse_on("h100x8x2")), Choices(limits=Limits(axes=("shard",))))
     assert caught.value.hint == "the nearest that do: 16 and 32"
 
 
@@ -285,7 +346,7 @@ def test_a_sweep_is_a_search_for_each_number_of_nodes(rank):
 
 
 def test_a_sweep_says_why_there_is_no_plan():
-    points = search_devices(Task(EIGHT, 8192, 6), costs_for, (1, 4), Choices(limits=RUNNABLE))
+    points = search_devices(Task(EIGHT, 8192, 6), costs_for, (1, 4), Choices(limits=Limits(axes=("shard",))))
     assert [point.plan for point in points] == [None, None]
     assert "batch of 6" in points[0].reason
     (point,) = search_devices(Task(EIGHT, 8192, 8), lambda _: make_costs(cluster("h100")), (1,))
@@ -296,7 +357,8 @@ def test_where_nothing_else_fits_a_tensor_axis_may_cross_nodes() -> None:
     """70 billion parameters on sixteen devices: 79 GB each if four share a layer, whatever their nodes' size."""
     large = Architecture(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
     task = Task(large, 8192, 1024, EAGER)
-    found = [search(task, make_costs(parse_on(on))).best for on in ("h100x2x8", "h100x4x4", "h100x1x16")]
+    short = Choices(context=False)
+    found = [search(task, make_costs(parse_on(on)), short).best for on in ("h100x2x8", "h100x4x4", "h100x1x16")]
     meshes = {(one.estimate.settings.mesh.tensor, one.estimate.settings.mesh.pipeline) for one in found if one}
     assert None not in found
     assert meshes == {(4, 4)}

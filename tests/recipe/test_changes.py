@@ -1,9 +1,11 @@
 """What a resumed run may change."""
 
+import re
+
 import pytest
 
 from headway.errors import RecipeError
-from headway.recipe import CHANGEABLE, Data, Recipe, changes, check_resumable, with_settings
+from headway.recipe import CHANGEABLE, Data, Model, Recipe, changes, check_resumable, with_settings
 from headway.recipe.load import _fields
 
 BASE = Recipe(data=Data(path="d"))
@@ -31,5 +33,36 @@ def test_a_section_that_is_left_out_counts_as_its_defaults() -> None:
     assert changes(BASE, meshed) == {"parallel.shard": (None, 2)}
     assert changes(meshed, with_settings(meshed, ["parallel="])) == {"parallel.shard": (2, None)}
     assert changes(BASE, with_settings(BASE, ["parallel.tensor=1"])) == {}
-    with pytest.raises(RecipeError, match=r"parallel\.tensor cannot change"):
-        check_resumable(BASE, with_settings(BASE, ["parallel.tensor=2"]))
+    assert check_resumable(BASE, with_settings(BASE, ["parallel.tensor=2"])) == {"parallel.tensor": (1, 2)}
+
+
+OWN = Recipe(model=Model(class_="a.b:C", args={"width": 8, "sizes": [1, 2]}), data=Data(path="d"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("model.class=a.b:D", "model.class"),
+        ("model.args.width=9", "model.args.width"),
+        ("model.args.width=", "model.args.width"),
+        ("model.args.depth=2", "model.args.depth"),
+        ("model.args.sizes=[1]", "model.args.sizes"),
+        ("model.args={}", "model.args.width"),
+    ],
+)
+def test_a_class_of_ones_own_stays_what_it_is(setting: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{re.escape(key)} cannot change"):
+        check_resumable(OWN, with_settings(OWN, [setting]))
+
+
+def test_how_a_class_is_cut_may_change() -> None:
+    cut = with_settings(OWN, ["model.layout.columns=['blocks.*.q']", "model.layout.blocks=blocks"])
+    assert check_resumable(OWN, cut) == {
+        "model.layout.columns": ((), ("blocks.*.q",)),
+        "model.layout.blocks": (None, "blocks"),
+    }
+    assert check_resumable(OWN, with_settings(OWN, ["model.layout.share=[]"])) == {}
+    assert set(check_resumable(cut, with_settings(cut, ["model.layout="]))) == {
+        "model.layout.columns",
+        "model.layout.blocks",
+    }

@@ -1,14 +1,27 @@
 """Recipes from files, settings and Python."""
 
 import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import RecipeError
-from headway.recipe import Data, Model, Parallel, Recipe, Train, load_recipe, nearest_keys, to_toml, with_settings
+from headway.recipe import (
+    Data,
+    Layout,
+    Model,
+    Parallel,
+    Recipe,
+    Train,
+    load_recipe,
+    nearest_keys,
+    to_toml,
+    with_settings,
+)
 
 MINIMAL = '[data]\npath = "d"\n'
 
@@ -153,3 +166,105 @@ def test_the_mesh_is_a_section_that_may_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"parallel\.shard = 0") as caught:
         load_recipe(file, ["parallel.shard=0"])
     assert caught.value.hint == "parallel.shard takes a whole number at least 1"
+
+
+OWN = """
+[model]
+class = "shapes.tiny:Tiny"
+args = { width = 64, sizes = [1, 2], rate = 0.5, options = { "a key.with dots" = [{ b = "c" }], none = {} } }
+[model.layout]
+blocks = "blocks"
+first = ["tok"]
+columns = ["blocks.*.q", "blocks.*.k"]
+[data]
+path = "d"
+"""
+ARGS = {
+    "width": 64,
+    "sizes": [1, 2],
+    "rate": 0.5,
+    "options": {"a key.with dots": [{"b": "c"}], "none": {}},
+}
+
+
+def test_a_class_of_ones_own_is_read_from_a_file_and_from_python(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, OWN))
+    layout = Layout(blocks="blocks", first=("tok",), columns=("blocks.*.q", "blocks.*.k"))
+    assert recipe.model == Model(class_="shapes.tiny:Tiny", args=ARGS, layout=layout)
+    assert recipe.model.args == ARGS
+    assert Model(class_="a:B", args={"sizes": (1, 2)}).args == {"sizes": [1, 2]}
+
+
+def test_a_class_of_ones_own_is_written_as_it_was_read(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, OWN))
+    text = to_toml(recipe)
+    assert tomllib.loads(text)["model"]["class"] == "shapes.tiny:Tiny"
+    assert tomllib.loads(text)["model"]["args"] == ARGS
+    assert "layers" not in text
+    assert load_recipe(write(tmp_path, text, "again.toml")) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    assert json.loads(recipe.model_dump_json())["model"]["class"] == "shapes.tiny:Tiny"
+    assert with_settings(recipe, ["train.steps=700"]).model == recipe.model
+
+
+def test_a_decoder_is_written_without_what_only_a_class_has() -> None:
+    written = tomllib.loads(to_toml(Recipe(data=Data(path="d"))))["model"]
+    assert written["layers"] == 4
+    assert not {"class", "args", "layout"} & set(written)
+
+
+plain = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+keys = st.text(min_size=1)
+values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(keys, inner), max_leaves=8)
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
+
+
+@given(args=st.dictionaries(names, values))
+def test_arguments_of_any_shape_round_trip(tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]) -> None:
+    recipe = Recipe(model=Model(class_="a.b:C", args=args), data=Data(path="d"))
+    file = tmp_path_factory.mktemp("r") / "r.toml"
+    file.write_text(to_toml(recipe), encoding="utf-8", newline="")
+    assert load_recipe(file).model.args == args
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    assert tomllib.loads(to_toml(recipe))["model"]["args"] == args
+
+
+def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
+    write(tmp_path, OWN, "base.toml")
+    file = write(tmp_path, 'extends = "base.toml"\n[model.args]\nwidth = 32\n[model.args.options]\nmore = 1\n')
+    recipe = load_recipe(file, ["model.args.rate=0.25", "model.args.sizes="])
+    assert recipe.model.args == {"width": 32, "rate": 0.25, "options": {**ARGS["options"], "more": 1}}
+    assert load_recipe(file, ["model.args={}"]).model.args == {}
+    assert load_recipe(file, ["model.args="]).model.args == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message", "hint"),
+    [
+        ("model.layers=3", "model.layers says nothing of a class of your own: put it into model.args", ""),
+        ("model.vocab_size=3", "model.vocab_size says nothing of a class of your own", ""),
+        ("model.class=shapes", "model.class = 'shapes'", "model.class takes a string matching"),
+        ("model.clas=a:B", 'model has no key "clas"', "model.class"),
+        ("model.layout.colums=[]", 'model.layout has no key "colums"', "model.layout.columns"),
+        ("model.layout.columns=['a b']", "model.layout.columns.0 = 'a b'", "a string matching"),
+        ("model.layout.columns=q", "model.layout.columns = 'q'", "a list"),
+        ("model.args=3", "model.args = 3", "a table"),
+        ("model.args.width=nan", "model.args.width is nan", ""),
+        ("model.args.width=[2020-01-01]", "model.args.width.0 is datetime.date(2020, 1, 1)", ""),
+        ("model.args.a-b=1", "model.args.a-b is no argument's name", ""),
+    ],
+)
+def test_mistakes_about_a_class_are_named(tmp_path: Path, setting: str, message: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, OWN), [setting])
+    assert message in caught.value.message
+    assert "--set" in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_what_only_a_class_has_is_refused_for_a_decoder(tmp_path: Path) -> None:
+    for setting in ("model.args={a=1}", "model.layout.blocks=b"):
+        with pytest.raises(RecipeError, match=r"model\.(args|layout) says nothing of a decoder"):
+            load_recipe(write(tmp_path, MINIMAL), [setting])
+    assert load_recipe(write(tmp_path, OWN), ["model.layout="]).model.layout is None
+    assert load_recipe(write(tmp_path, OWN), ["model.layers="]).model.class_ == "shapes.tiny:Tiny"

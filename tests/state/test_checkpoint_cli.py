@@ -33,7 +33,7 @@ def run(tmp_path):
     model = Decoder(recipe.model)
     for step in (10, 20):
         init_weights(model, step)
-        write_shard(begin(folder / "checkpoints", step), 0, pieces(named_state(model), rank=0))
+        write_shard(begin(folder / "checkpoints", step), 0, pieces(named_state(model)))
         commit(folder / "checkpoints", step, FACTS, workers=1)
     return folder
 

@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from headway.errors import StateError
 from headway.state import Facts, begin, commit, open_checkpoint, write_shard
 from headway.state.tensors import (
+    Held,
     _copy_through,
     load_state,
     load_weights,
@@ -55,7 +56,7 @@ def train(model, optimizer, steps, seed=0):
 
 
 def save(folder, state, step=1):
-    write_shard(begin(folder, step), 0, pieces(state, rank=0))
+    write_shard(begin(folder, step), 0, pieces(state))
     return commit(folder, step, FACTS, workers=1)
 
 
@@ -152,14 +153,14 @@ def test_loads_into_memory_of_any_order(tmp_path):
 
 def test_nothing_is_copied_to_write(tmp_path):
     weight = torch.zeros(8)
-    (piece,) = pieces({"w": weight}, rank=0)
+    (piece,) = pieces({"w": weight})
     piece.data[3] = np.float32(1).view(np.uint32)
     assert weight[3] == 1
 
 
 def test_plain_tensors_are_written_by_rank_0_only():
-    assert pieces({"w": torch.zeros(2)}, rank=1) == []
-    assert len(pieces({"w": torch.zeros(2), "e": torch.empty(0)}, rank=0)) == 2
+    assert pieces({"w": torch.zeros(2)}, Held(owner=False)) == []
+    assert len(pieces({"w": torch.zeros(2), "e": torch.empty(0)})) == 2
 
 
 class Wider(Net):
@@ -226,7 +227,7 @@ def test_state_that_is_no_tensor_is_not_dropped_in_silence():
 
 def test_a_dtype_that_cannot_be_saved_is_named():
     with pytest.raises(StateError, match="tensor c is in complex64"):
-        pieces({"c": torch.zeros(2, dtype=torch.complex64)}, rank=0)
+        pieces({"c": torch.zeros(2, dtype=torch.complex64)})
 
 
 def test_damage_is_refused_while_loading(tmp_path):

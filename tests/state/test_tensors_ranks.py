@@ -1,8 +1,6 @@
 """Sharded tensors, saved and loaded by real process groups."""
 
-import multiprocessing
-import os
-import traceback
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,52 +13,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from headway.errors import StateError
 from headway.state import Facts, begin, commit, open_checkpoint, partial_folder, verify, write_shard
-from headway.state.tensors import load_state, named_state, pieces, read_tensors
+from headway.state.tensors import Held, load_state, named_state, pieces, read_tensors
+from processes import run_ranks
 
 FACTS = Facts(cursor=0, chain="", data_version="v")
 
 
-@pytest.fixture(scope="module")
-def forkserver():
-    """Processes that have imported torch already: a fraction of a second each instead of several."""
-    context = multiprocessing.get_context("forkserver")
-    # Building an optimizer imports dynamo, and finding the story imports this file.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "headway.state.tensors", "pytest"])
-    return context
-
-
 @pytest.fixture
-def ranks(forkserver, tmp_path):
+def ranks(tmp_path):
     """Run one of the stories below in so many processes that form a group."""
-
-    def run(world, story, *args):
-        store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
-        processes = [
-            forkserver.Process(target=_rank, args=(rank, world, str(store), story, args)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-        failures = [path.read_text() for path in sorted(tmp_path.glob("store-*.failed-*"))]
-        assert not failures, "\n".join(failures)
-        assert [process.exitcode for process in processes] == [0] * world
-
-    return run
-
-
-def _rank(rank, world, store, story, args):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-        globals()[story](rank, world, *args)
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        with open(f"{store}.failed-{rank}", "w") as file:  # noqa: PTH123
-            file.write(traceback.format_exc())
-        raise
+    return partial(run_ranks, tmp_path)
 
 
 class Net(nn.Module):
@@ -97,7 +59,7 @@ def save_together(rank, world, folder, state):
         begin(folder, 1)
     if world > 1:
         dist.barrier()
-    write_shard(partial_folder(folder, 1), rank, pieces(state, rank))
+    write_shard(partial_folder(folder, 1), rank, pieces(state, Held(owner=rank == 0)))
     if world > 1:
         dist.barrier()
     if rank == 0:
@@ -141,11 +103,11 @@ def assert_same(a, b):
 def test_resharding_is_exact_and_digests_agree(ranks, tmp_path):
     """Two ranks, then one, then three, then no group at all."""
     names = {world: tmp_path / f"by-{world}" for world in (2, 1, 3)}
-    ranks(2, "story_train_and_save", names[2])
+    ranks(2, story_train_and_save, names[2])
     first = tensors(names[2])
     assert any(name.endswith("five/exp_avg") for name in first)
-    ranks(1, "story_load_and_save", names[2], names[1])
-    ranks(3, "story_load_and_save", names[1], names[3])
+    ranks(1, story_load_and_save, names[2], names[1])
+    ranks(3, story_load_and_save, names[1], names[3])
     for world, folder in names.items():
         verify(folder / "step-00000001")
         assert manifest(folder).workers == world == len(manifest(folder).files)
@@ -185,7 +147,7 @@ def story_layouts(rank, world, folder):
     for name, tensor in state.items():
         assert torch.equal(getattr(holder, name).to_local(), tensor.to_local()), name
     with pytest.raises(StateError, match="tensor sum lies on its mesh as"):
-        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, rank)
+        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, Held(owner=rank == 0))
 
 
 def layouts_truth():
@@ -203,7 +165,7 @@ def layouts_truth():
 
 
 def test_other_layouts_are_saved_whole(ranks, tmp_path):
-    ranks(4, "story_layouts", tmp_path / "c")
+    ranks(4, story_layouts, tmp_path / "c")
     verify(tmp_path / "c" / "step-00000001")
     found = tensors(tmp_path / "c")
     for name, array in layouts_truth().items():

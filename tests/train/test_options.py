@@ -10,7 +10,7 @@ from headway.models import empty_decoder, init_weights, write_folder
 from headway.recipe import Model, Train
 from headway.state import find_checkpoint
 from headway.state.tensors import read_tensors
-from headway.train.loop import is_due, microbatches
+from headway.train.loop import is_due
 from headway.train.schedule import learning_rate
 
 SHORT = {"train.steps": 4}
@@ -28,7 +28,7 @@ def plain(tmp_path_factory, make_lab, recipe) -> list[float]:
 
 def test_recomputed_activations_give_the_same_losses(lab, recipe, plain) -> None:
     for workers in (1, 2):
-        found = losses(lab.train(recipe(SHORT | {"train.checkpoint_activations": True}), workers=workers))
+        found = losses(lab.train(recipe(SHORT | {"train.recompute": "full"}), workers=workers))
         assert found == pytest.approx(plain, rel=1e-5)
 
 
@@ -41,7 +41,7 @@ def test_bfloat16_follows_float32_closely(lab, recipe, plain) -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses_and_are_accounted_for(lab, recipe, plain) -> None:
-    lived = lab.train(recipe(SHORT | {"train.compile": True, "train.checkpoint_activations": True}), workers=2)
+    lived = lab.train(recipe(SHORT | {"train.compile": True, "train.recompute": "full"}), workers=2)
     assert losses(lived) == pytest.approx(plain, rel=1e-4)
     from headway.track import account, read_run
 
@@ -98,14 +98,6 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
     assert learning_rate(cosine, 100) == pytest.approx(0.1)
     constant = Train(steps=100, warmup_steps=0, lr=1.0, schedule="constant")
     assert {learning_rate(constant, step) for step in range(1, 101)} == {1.0}
-
-
-def test_microbatches_cover_all_rows_once() -> None:
-    for rows in range(1, 9):
-        for size in range(1, 9):
-            slices = list(microbatches(rows, size))
-            assert [row for low, high, _ in slices for row in range(low, high)] == list(range(rows))
-            assert [last for *_, last in slices] == [False] * (len(slices) - 1) + [True]
 
 
 def test_what_is_done_every_so_often() -> None:

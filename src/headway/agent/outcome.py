@@ -70,7 +70,7 @@ def explain_exit(
         return Outcome(
             "failed",
             f"worker {rank} was killed by the kernel: the machine ran out of memory",
-            "lower train.microbatch, or set train.checkpoint_activations=true",
+            "lower train.microbatch, or set train.recompute=full",
         )
     how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with status {code}"
     return Outcome(

@@ -1,30 +1,37 @@
-"""What the planner settles for a run about to start: how many sequences at once, and whether to recompute activations.
+"""What the planner settles for a run about to start: the mesh, sequences at once, and what is recomputed.
 
 A plan never stops a run that would work: where none can be made the recipe is trained as it stands, and a note says
-why.
+why. Only a pipeline's stages are always settled, since its workers must agree on them.
 Workers see nothing of it but the recipe.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from headway.agent.runnable import runnable
 from headway.errors import HeadwayError, UsageError
 from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip, this_cpu
-from headway.plan.candidates import settings_of
+from headway.plan.architecture import architecture_of
+from headway.plan.candidates import candidates, held_microbatches, settings_of
 from headway.plan.costs import Fidelity, make_costs
 from headway.plan.estimate import Estimate, estimate
-from headway.plan.plan import make_task, plan
-from headway.plan.settings import Mesh
+from headway.plan.flops import layer_parameters
+from headway.plan.memory import memory
+from headway.plan.plan import capped, fixed, make_task, plan
+from headway.plan.settings import AXES, Mesh, Settings
+from headway.plan.stages import stages_by_cost
 from headway.plan.task import RUNNABLE, Choices
-from headway.recipe import Recipe
+from headway.plan.trainer import default_microbatch, stated_mesh
+from headway.recipe import Parallel, Recipe
 from headway.track import RunPlan
 
-__all__ = ["Planned", "plan_again", "plan_run", "unplanned"]
+__all__ = ["Planned", "plain_settings", "plan_again", "plan_run", "unplanned"]
 
 WORTH = 0.03
 """Gain in speed for which the plain way is left, where that fits: predictions err by more than less would win."""
 GOES_ON = "the run goes on as the recipe stands"
+CHOSEN_AXES = tuple(axis for axis in AXES if axis in RUNNABLE.axes)
 
 
 @dataclass(frozen=True)
@@ -42,43 +49,53 @@ class Planned:
 def plan_run(recipe: Recipe, found: Devices, workers: int) -> Planned:
     """The best way that the trainer runs a resolved recipe on so many of the devices found."""
     try:
-        cluster = _cluster(found, workers)
+        cluster = _cluster(recipe, found, workers)
         plain = _plain(recipe, cluster)
         way, notes = plain, tuple[str, ...]()
-        if found.kind == "cuda":
-            way, notes = _choose(recipe, plain, cluster)
-        chosen = {} if way is plain else _chosen(recipe, way)
+        # on a CPU, whose figures are assumed, only memory that somebody has counted is a reason for another way
+        if found.kind == "cuda" or recipe.train.memory_gb is not None:
+            way, notes = _choose(recipe, plain, cluster, any_mesh=found.kind == "cuda")
+        chosen = _needed(recipe, way.settings) if way is plain else _chosen(recipe, way.settings)
         return Planned(_with(recipe, chosen), _document(way, cluster, chosen), notes)
     except Exception as error:  # whatever is wrong with the planner, it is no reason not to train
-        return Planned(recipe, None, (_not_planned(error),))
+        return _not_planned(recipe, workers, error)
 
 
 def plan_again(recipe: Recipe, found: Devices, workers: int, *, old: RunPlan | None, before: int | None) -> Planned:
-    """The plan of a run that goes on: a new one on other devices; on the same ones its choices stay, and its bits.
+    """The plan of a run that goes on: a new one on other devices or another mesh; otherwise its choices stay, and its
+    bits.
 
     `before` is how many workers the run had, for runs without a plan.
     """
     try:
-        cluster = _cluster(found, workers)
-        moved = before not in (None, workers) if old is None else old.cluster != cluster.name
+        cluster = _cluster(recipe, found, workers)
+        moved = before not in (None, workers)
+        if old is not None:
+            moved = old.cluster != cluster.name or not _same_mesh(recipe, old, workers)
+            # a budget that was set or taken back; what a machine without GPUs has is no reason to change bits
+            counts = recipe.train.memory_gb is not None or found.kind == "cuda"
+            moved = moved or (counts and old.capacity_bytes != cluster.chip.memory_bytes)
         if moved:
             return plan_run(recipe if old is None else unplanned(recipe, old), found, workers)
+        way = _plain(recipe, cluster)
+        needed = _needed(recipe, way.settings)
         kept = {} if old is None else _kept(recipe, old)
-        return Planned(recipe, _document(_plain(recipe, cluster), cluster, kept))
+        return Planned(_with(recipe, needed), _document(way, cluster, {**kept, **needed}))
     except Exception as error:  # as above
-        return Planned(recipe, None, (_not_planned(error),))
+        return _not_planned(recipe, workers, error)
 
 
-def unplanned(recipe: Recipe, old: RunPlan) -> Recipe:
-    """The recipe as its author wrote it: without what the plan filled in."""
-    return _with(recipe, dict.fromkeys(_kept(recipe, old)))
+def _same_mesh(recipe: Recipe, old: RunPlan, workers: int) -> bool:
+    order = (recipe.parallel.schedule, recipe.parallel.chunks) if recipe.parallel else ("1f1b", 1)
+    mesh = stated_mesh(recipe.parallel, workers)
+    return asdict(mesh) == dict(old.mesh) and (mesh.pipeline == 1 or order == (old.schedule, old.chunks))
 
 
-def _cluster(found: Devices, workers: int) -> Cluster:
+def _cluster(recipe: Recipe, found: Devices, workers: int) -> Cluster:
     chip = this_cpu(workers) if found.kind == "cpu" else find_chip(found.name)
     if chip is None:
         raise UsageError(f"nothing is known of {found.name}")
-    return default_cluster(chip, workers)
+    return capped(default_cluster(chip, workers), recipe)
 
 
 def _fidelity(cluster: Cluster) -> Fidelity:
@@ -86,49 +103,103 @@ def _fidelity(cluster: Cluster) -> Fidelity:
     return "measured" if find_ceilings(cluster.chip) is not None else "default"
 
 
+# -- ways to run
+
+
+def plain_settings(recipe: Recipe, cluster: Cluster) -> Settings:
+    """The recipe as it stands: what it leaves open is a worker's whole share at once, in a pipeline enough
+    microbatches to fill it, and no recomputation."""
+    mesh, parallel, again = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
+    task = make_task(recipe, cluster)
+    settings = settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)).but(
+        recompute=again or "none", recompute_blocks=recipe.train.recompute_blocks if again else None
+    )
+    if parallel is None:
+        return settings
+    settings = settings.but(keeps_weights=bool(parallel.keep_weights))
+    return settings.but(schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
+
+
 def _plain(recipe: Recipe, cluster: Cluster) -> Estimate:
-    """The recipe as it stands: what it leaves open is a worker's whole share at once, and no recomputation."""
-    task, devices = make_task(recipe, cluster), cluster.devices
-    share = recipe.train.batch // devices
-    settings = settings_of(
-        task, Mesh(shard=devices), 3 if devices > 1 else 0, min(recipe.train.microbatch or share, share)
-    ).but(recompute="full" if recipe.train.checkpoint_activations else "none")
-    return estimate(task.architecture, settings, make_costs(cluster, _fidelity(cluster)))
+    arch = make_task(recipe, cluster).architecture
+    return estimate(arch, plain_settings(recipe, cluster), make_costs(cluster, _fidelity(cluster)))
 
 
-def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster) -> tuple[Estimate, tuple[str, ...]]:
-    """The best plan among what the trainer runs, unless the plain way fits and is about as fast."""
+def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster, any_mesh: bool) -> tuple[Estimate, tuple[str, ...]]:
+    """The best plan among what the trainer runs, unless the plain way, or another on its mesh, fits and is about as
+    fast."""
     if recipe.train.microbatch is not None:
         recipe = _with(recipe, {"train.microbatch": plain.settings.microbatch})
+    mesh = None if any_mesh or recipe.parallel is not None else plain.settings.mesh
     try:
-        runnable = Choices(limits=RUNNABLE)
-        best = plan(recipe, cluster, fidelity=_fidelity(cluster), choices=runnable, keep=1).best.estimate
+        best = _best(recipe, cluster, mesh)
     except UsageError as error:
         why = f"{error.message}{f': {error.hint}' if error.hint else ''}"
         if plain.memory.fits:
             return plain, (f"{why}; {GOES_ON}",)
-        return _smallest(recipe, plain, cluster), (f"{why}; the run tries what needs least",)
-    about_as_fast = plain.step.seconds < (1 + WORTH) * best.step.seconds
-    return (plain if plain.memory.fits and about_as_fast else best), ()
+        return _smallest(recipe, plain, cluster, mesh), (f"{why}; the run tries what needs least",)
+    enough = (1 + WORTH) * best.step.seconds
+    if plain.memory.fits and plain.step.seconds < enough:
+        return plain, ()
+    if best.settings.mesh != plain.settings.mesh:
+        try:
+            same = _best(recipe, cluster, plain.settings.mesh)
+        except UsageError:
+            return best, ()
+        return (same if same.step.seconds < enough else best), ()
+    return best, ()
 
 
-def _smallest(recipe: Recipe, plain: Estimate, cluster: Cluster) -> Estimate:
+def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
+    choices = Choices(mesh=mesh, limits=runnable())
+    return plan(recipe, cluster, fidelity=_fidelity(cluster), choices=choices, keep=1).best.estimate
+
+
+def _smallest(recipe: Recipe, plain: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     """What needs least of all that the recipe leaves open; a prediction may be off by what is missing."""
-    settings = plain.settings
-    if recipe.train.microbatch is None:
-        settings = settings.but(microbatch=1)
-    if recipe.train.checkpoint_activations is None:
-        settings = settings.but(recompute="full")
-    return estimate(plain.architecture, settings, make_costs(cluster, _fidelity(cluster)))
+    choices = fixed(recipe, cluster, Choices(mesh=mesh, limits=runnable()))
+    if recipe.train.recompute is None:
+        choices = replace(choices, recompute=("full",))
+    arch, ways = plain.architecture, candidates(make_task(recipe, cluster), cluster, choices)
+    need = {way: memory(arch, way, cluster, held_microbatches(way)).total for way in ways}
+    least = min(need, key=lambda way: need[way], default=plain.settings)
+    return estimate(arch, least, make_costs(cluster, _fidelity(cluster)))
 
 
-def _chosen(recipe: Recipe, way: Estimate) -> dict[str, Any]:
+# -- keys of the recipe
+
+
+def _chosen(recipe: Recipe, way: Settings) -> dict[str, Any]:
     """The keys that the recipe leaves open, as the plan has them."""
-    settled = {
-        "train.microbatch": way.settings.microbatch,
-        "train.checkpoint_activations": way.settings.recompute == "full",
-    }
+    settled: dict[str, Any] = {"train.microbatch": way.microbatch, "train.recompute": way.recompute}
+    if way.recompute_blocks is not None and way.recompute != "none":
+        settled["train.recompute_blocks"] = way.recompute_blocks
+    mesh, sharded = way.mesh, way.mesh.shard > 1 and way.mesh.pipeline == 1
+    stated = recipe.parallel is not None
+    if stated or way.keeps_weights or mesh != Mesh(shard=mesh.devices):
+        settled |= {f"parallel.{axis}": getattr(mesh, axis) for axis in CHOSEN_AXES if not stated}
+        settled |= {"parallel.keep_weights": way.keeps_weights} if sharded else {}
+    if mesh.pipeline > 1:
+        settled |= {} if stated else {"parallel.schedule": way.schedule, "parallel.chunks": way.chunks}
+        settled["parallel.stages"] = list(way.stages or ())
     return {key: value for key, value in settled.items() if _value(recipe, key) is None}
+
+
+def _needed(recipe: Recipe, way: Settings) -> dict[str, Any]:
+    """What a pipeline's workers must know, where the recipe leaves it open."""
+    if way.mesh.pipeline == 1:
+        return {}
+    settled = {"train.microbatch": way.microbatch, "parallel.stages": list(way.stages or ())}
+    return {key: value for key, value in settled.items() if _value(recipe, key) is None}
+
+
+def unplanned(recipe: Recipe, old: RunPlan) -> Recipe:
+    """The recipe as its author wrote it: without what the plan filled in."""
+    kept, plain = _kept(recipe, old), Parallel()
+    defaults = {key: getattr(plain, _name(key), None) if key.startswith("parallel.") else None for key in kept}
+    left = _with(recipe, defaults)
+    section_is_the_plans = "parallel.shard" in old.chosen
+    return left.model_copy(update={"parallel": None}) if section_is_the_plans and left.parallel == plain else left
 
 
 def _kept(recipe: Recipe, old: RunPlan) -> dict[str, Any]:
@@ -136,19 +207,35 @@ def _kept(recipe: Recipe, old: RunPlan) -> dict[str, Any]:
     return {key: value for key, value in old.chosen.items() if _value(recipe, key) == value}
 
 
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _value(recipe: Recipe, key: str) -> Any:
-    return getattr(recipe.train, key.removeprefix("train."))
+    """As plan.json has it; None where the recipe has no such section."""
+    section = recipe.train if key.startswith("train.") else recipe.parallel
+    value = getattr(section, _name(key), None)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with some keys of its train section set."""
-    update = {key.removeprefix("train."): value for key, value in values.items()}
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=update)}) if update else recipe
+    """The recipe with some keys of its train and parallel sections set."""
+    update: dict[str, Any] = {}
+    for name, section in (("train", recipe.train), ("parallel", recipe.parallel or Parallel())):
+        keys = {_name(key): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if keys:
+            keys = {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
+            update[name] = section.model_copy(update=keys)
+    return recipe.model_copy(update=update) if update else recipe
+
+
+# -- what is written down
 
 
 def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> RunPlan:
     """An estimate as plan.json has it."""
     settings, parts = way.settings, asdict(way.memory)
+    del parts["rank"]
     return RunPlan(
         cluster=cluster.name,
         chip=cluster.chip.name,
@@ -159,6 +246,11 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
         batch=settings.batch,
         microbatch=settings.microbatch,
         recompute=settings.recompute,
+        recompute_blocks=settings.recompute_blocks,
+        keeps_weights=settings.keeps_weights,
+        schedule=settings.schedule,
+        chunks=settings.chunks,
+        stages=settings.stages,
         precision=settings.precision,
         chosen=chosen,
         step_s=way.step.seconds,
@@ -171,6 +263,21 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
     )
 
 
-def _not_planned(error: Exception) -> str:
+def _not_planned(recipe: Recipe, workers: int, error: Exception) -> Planned:
     why = error.message if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-    return f"not planned: {why}; {GOES_ON}"
+    return Planned(_filled(recipe, workers), None, (f"not planned: {why}; {GOES_ON}",))
+
+
+def _filled(recipe: Recipe, workers: int) -> Recipe:
+    """With what a pipeline's workers must know, where there is no plan: stages cut by their FLOPs alone. A class of
+    the user's own is cut by its workers, who know how many blocks it has."""
+    mesh, model, parallel = stated_mesh(recipe.parallel, workers), recipe.model, recipe.parallel
+    if mesh.pipeline == 1 or parallel is None:
+        return recipe
+    settled: dict[str, Any] = {"train.microbatch": default_microbatch(recipe, mesh)}
+    if model.class_ is None:
+        arch = architecture_of(model)
+        block = layer_parameters(arch, False) + arch.heads * arch.head_dim * recipe.data.seq
+        head = arch.vocab * arch.dim / block
+        settled["parallel.stages"] = list(stages_by_cost(arch.layers, 0.0, head, mesh.pipeline, parallel.chunks))
+    return _with(recipe, {key: value for key, value in settled.items() if _value(recipe, key) is None})

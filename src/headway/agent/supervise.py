@@ -17,12 +17,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
-from headway.agent.zygote import Zygote
-from headway.errors import HeadwayError
-from headway.recipe import Assignment, FaultPlan
-from headway.track import Recorder, RunFolder, hold, record_path
+from headway.agent.zygote import Zygote, last_lines
+from headway.errors import HeadwayError, WorkerError
+from headway.recipe import Assignment, FaultPlan, Trial
+from headway.state import list_checkpoints
+from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path
 
-__all__ = ["Attempt", "supervise"]
+__all__ = ["Attempt", "supervise", "worker_environment"]
 
 POLL_S = 0.1
 SIGN_OF_LIFE_S = 1.0
@@ -46,6 +47,8 @@ class Attempt(BaseModel):
     notes: list[str] = []
     """What the user should know before it starts."""
     faults: FaultPlan = FaultPlan()
+    trial: Trial | None = None
+    """What workers do instead of training."""
 
     @property
     def folder(self) -> RunFolder:
@@ -101,7 +104,9 @@ def supervise(
                             if zygote is not warm:
                                 zygote.kill()
                             raise _StoppedEarly
-                    # 2 fork the workers
+                    # 2 fork the workers; those of a class of the user's own need its first weights
+                    if _needs_drawing(run):
+                        _draw(zygote, attempt, watch, pulse)
                     for rank in range(attempt.workers):
                         zygote.fork(_assignment(attempt, rank))
                 # 3 watch them to the end
@@ -135,6 +140,38 @@ def _pulse(recorder: Recorder, tick: Callable[[], None]) -> Callable[[], None]:
         tick()
 
     return pulse
+
+
+def _needs_drawing(run: RunFolder) -> bool:
+    return read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial)
+
+
+def _draw(zygote: Zygote, attempt: Attempt, watch: _Watch, pulse: Callable[[], None]) -> None:
+    """Have a process of its own make the first weights, before there are workers; raises what it could not."""
+    zygote.fork(_assignment(attempt, 0, draw=True))
+    pid, code = 0, None
+    while code is None:
+        for message in zygote.messages(POLL_S):
+            pid, code = message["pid"], message.get("code")
+        pulse()
+        if watch.stops_asked and pid and code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it leaves nothing or all
+    if watch.stops_asked:
+        raise _StoppedEarly
+    if code:
+        raise _why_not_drawn(attempt.folder, attempt.number, code)
+
+
+def _why_not_drawn(run: RunFolder, attempt: int, code: int) -> WorkerError:
+    """What the drawing process said before it went, or how it went."""
+    record, log = record_path(run.events, attempt, "draw"), run.logs / f"{attempt:04d}-draw.log"
+    hint = f"headway logs {run.name} shows all of its log"
+    for event in reversed(read_record(record).events if record.exists() else []):
+        if event["kind"] == "error":
+            return WorkerError(event["message"], hint=event["hint"] or hint)
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+    return WorkerError(f"the process that draws the weights {how}; the end of its log: {last_lines(log, 3)}", hint=hint)
 
 
 def _watch_workers(
@@ -205,14 +242,14 @@ def _zygote(attempt: Attempt, warm: Zygote | None) -> Iterator[Zygote]:
         yield warm
         return
     attempt.folder.logs.mkdir(exist_ok=True)
-    zygote = Zygote(attempt.folder.logs / f"{attempt.number:04d}-zygote.log", _environment(attempt))
+    zygote = Zygote(attempt.folder.logs / f"{attempt.number:04d}-zygote.log", worker_environment(attempt))
     try:
         yield zygote
     finally:
         zygote.close()
 
 
-def _environment(attempt: Attempt) -> dict[str, str]:
+def worker_environment(attempt: Attempt) -> dict[str, str]:
     """Workers talk to each other over loopback only, with a thread count that is part of the exactness promise."""
     threads = str(attempt.threads)
     return os.environ | {
@@ -221,12 +258,15 @@ def _environment(attempt: Attempt) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
+        # Workers import what is installed or what the user put onto PYTHONPATH, and not whatever lies about here.
+        "PYTHONSAFEPATH": "1",
         # With deterministic = true cuBLAS needs this before its first call; it costs nothing otherwise.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 
 
-def _assignment(attempt: Attempt, rank: int) -> Assignment:
+def _assignment(attempt: Attempt, rank: int, draw: bool = False) -> Assignment:
+    process = "draw" if draw else f"rank-{rank}"
     return Assignment(
         run=str(attempt.run),
         attempt=attempt.number,
@@ -234,10 +274,12 @@ def _assignment(attempt: Attempt, rank: int) -> Assignment:
         workers=attempt.workers,
         device=attempt.device,
         threads=attempt.threads,
-        log=str(attempt.folder.logs / f"{attempt.number:04d}-rank-{rank}.log"),
+        log=str(attempt.folder.logs / f"{attempt.number:04d}-{process}.log"),
         rendezvous=_rendezvous(attempt),
         asked_ns=time.monotonic_ns(),
         checkpoint=str(attempt.checkpoint) if attempt.checkpoint else None,
+        draw=draw,
+        trial=attempt.trial,
         faults=attempt.faults,
     )
 

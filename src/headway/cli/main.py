@@ -9,6 +9,7 @@ import typer
 
 from headway import __version__
 from headway.cli import (
+    check,
     checkpoint,
     data,
     diff,
@@ -49,6 +50,7 @@ app.command()(report.report)
 app.command()(metrics.metrics)
 app.command()(logs.logs)
 app.command()(diff.diff)
+app.command()(check.check)
 app.command()(sample.sample)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.plan.search import Ranked
     from headway.plan.sweep import SweepPoint
     from headway.plan.task import Choices
-    from headway.recipe import Model, Parallel, Recipe
+    from headway.recipe import Model, Recipe
 
 __all__ = ["plan"]
 
@@ -89,8 +89,9 @@ def plan(
     """Say how a recipe should run on a cluster: the best mesh, its speed, memory, days and cost, and why.
 
     Keys of --json: recipe, model, seq, batch, cluster, fidelity, parameters_used, best, plans, runnable, run, search;
-    with --explain also explain. A plan has mesh, microbatch, zero, recompute, schedule, chunks, precision, step_s,
-    tokens_s, mfu, accounts, exposed, memory, run, reason and runnable. --sweep gives points, --against rows and tables.
+    with --explain also explain. A plan has mesh, microbatch, zero, recompute, recompute_blocks, keeps_weights,
+    schedule, chunks, stages, precision, step_s, tokens_s, mfu, accounts, exposed, memory, run, reason and runnable.
+    --sweep gives points, --against rows and tables.
     """
     from headway.errors import UsageError
 
@@ -181,7 +182,7 @@ class _Asked:
             ceilings=self.ceilings,
             arch=self.arch,
             imbalance=self.imbalance,
-            choices=self.choices(cluster),
+            choices=self.choices(),
             rank=self.rank,
             price=self.price,
             keep=keep,
@@ -194,14 +195,12 @@ class _Asked:
             return ""
         return " ".join(["headway train", str(self.file), *(f"--set {shlex.quote(one)}" for one in self.settings)])
 
-    def choices(self, cluster: "Cluster") -> "Choices":
-        """What is not left to the search."""
+    def choices(self) -> "Choices":
+        """What is not left to the search; what the recipe says comes on top."""
         from headway.plan.settings import parse_mesh
         from headway.plan.task import Choices
 
         mesh = parse_mesh(self.mesh) if self.mesh else None
-        if mesh is None and self.recipe.parallel is not None:
-            mesh = _stated_mesh(self.recipe.parallel, cluster.devices)
         return Choices(mesh=mesh, precisions=(self.precision,) if self.precision else None)
 
     def costs(self) -> "Costs":
@@ -244,15 +243,6 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
     if value not in known:
         raise UsageError(f"{option} {value}: there is no such one", hint=f"one of {', '.join(known)}")
     return value
-
-
-def _stated_mesh(stated: "Parallel", devices: int) -> Any:
-    """The recipe's own mesh; its shard axis takes what the others leave where it says nothing."""
-    from headway.plan.settings import Mesh
-
-    sizes = stated.model_dump()
-    rest = Mesh(**{**sizes, "shard": 1}).devices
-    return Mesh(**{**sizes, "shard": sizes["shard"] or max(1, devices // rest)})
 
 
 def _cluster(on: str | None, file: Path | None, recipe: "Recipe") -> "Cluster":
@@ -406,8 +396,11 @@ def _plan_document(one: "Ranked", run: "Run") -> dict[str, Any]:
         "microbatches": settings.microbatches,
         "zero": settings.zero,
         "recompute": settings.recompute,
+        "recompute_blocks": settings.recompute_blocks,
+        "keeps_weights": settings.keeps_weights,
         "schedule": settings.schedule,
         "chunks": settings.chunks,
+        "stages": settings.stages,
         "precision": settings.precision,
         "reason": one.reason,
         "runnable": one.runnable,

@@ -11,6 +11,7 @@ from headway.plan.plan import RESTART_S, Plan, Run
 from headway.plan.search import Ranked
 from headway.plan.settings import Settings
 from headway.plan.sweep import SweepPoint, efficiency
+from headway.plan.task import RUNNABLE
 from headway.recipe import Recipe
 
 __all__ = ["WIDTH", "cells_of", "cut", "explain_lines", "next_lines", "plan_lines", "run_of", "sweep_lines", "wrapped"]
@@ -28,7 +29,7 @@ LETTERS = {
 RECOMPUTED = {
     "none": "nothing recomputed",
     "attention": "attention recomputed",
-    "selective": "half recomputed",
+    "selective": "all but products recomputed",
     "full": "all recomputed",
 }
 WELL_KNOWN = ("a100", "h100", "h200")
@@ -201,14 +202,20 @@ def _details(settings: Settings, short: bool = False) -> str:
     """What the mesh does not say; in short, what is special."""
     parts = [f"microbatch {settings.microbatch}"]
     if settings.recompute != "none" or not short:
-        parts.append(RECOMPUTED[settings.recompute])
+        parts.append(RECOMPUTED[settings.recompute] + _in_blocks(settings))
     if settings.mesh.pipeline > 1:
         parts.append(settings.schedule + (f" x{settings.chunks}" if settings.chunks > 1 else ""))
     if settings.mesh.shard * settings.mesh.context > 1 and not (short and settings.zero == 3):
-        parts.append(f"ZeRO {settings.zero}")
+        parts.append(f"ZeRO {settings.zero}" + (", weights kept" if settings.keeps_weights else ""))
     if settings.precision not in ("bf16", "float32"):
         parts.append(settings.precision)
     return ", ".join(parts)
+
+
+def _in_blocks(settings: Settings) -> str:
+    """How many layers of a device, where not all of them."""
+    some = settings.recompute_blocks if settings.recompute != "none" else None
+    return "" if some is None else f" in {some} {'layer' if some == 1 else 'layers'}"
 
 
 # -- where time and memory go
@@ -298,12 +305,12 @@ def _trainer(plan: Plan) -> str:
         return "this version runs the best plan"
     if able is None and best.estimate.settings.precision not in ("bf16", "float32"):
         return f"this version does not train in {best.estimate.settings.precision}"
+    *others, last = RUNNABLE.axes
+    axes = f"{', '.join(others)} and {last} axes"
     if able is None and len(plan.found.plans) == 1:
-        return "this version does not run such a plan: shard alone, with nothing or all recomputed, is what it runs"
+        return f"this version does not run such a plan: it runs {axes}, weights sharded over all of a shard axis"
     if able is None:
-        ranks = plan.cluster.devices
-        why = f"{plan.batch:,} sequences do not share out over {ranks:,} devices"
-        return f"this version runs shard alone, and {why if plan.batch % ranks else 'that does not fit here'}"
+        return f"this version runs {axes}, and none of their plans fits here"
     slower = able.estimate.step.seconds / best.estimate.step.seconds - 1
     behind = f"{_percent(slower)} slower" if slower >= 5e-4 else "as fast"
     settings = able.estimate.settings

@@ -116,8 +116,10 @@ def _useful(ledger: "Ledger", peak: str) -> list[str]:
         return []
     share = ledger.useful_ns / ledger.total_ns if ledger.total_ns else 0.0
     lines = [f"useful: {ledger.useful_ns / 1e9:,.1f} device-seconds at peak, {share:.1%} of all ({peak})"]
-    full = "" if ledger.mfu_full_attention is None else f"; {ledger.mfu_full_attention:.1%} counting full attention"
-    return [*lines, f"MFU: {ledger.mfu:.1%} during steps, causal attention counted half{full}"]
+    counted = "attention's own products left out"
+    if ledger.mfu_full_attention is not None:
+        counted = f"causal attention counted half; {ledger.mfu_full_attention:.1%} counting full attention"
+    return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
 
 
 def _foretold(plan: "RunPlan | None", records: "list[Record]") -> _Foretold | None:

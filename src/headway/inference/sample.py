@@ -47,6 +47,11 @@ def sample(request: Request) -> Iterator[dict[str, Any]]:
     """Yield pieces of text by prompt, one prompt after the other."""
     run = RunFolder(request.run)
     recipe = read_recipe(run)
+    if recipe.model.class_ is not None:
+        raise ModelError(
+            f"{run.name} trains {recipe.model.class_}: only Headway's own decoders can be sampled from",
+            hint="headway.state.tensors.read_tensors reads a checkpoint's weights for a program of your own",
+        )
     tokenizer = _tokenizer(run)
     device = _device(recipe)
     decoder = _decoder(recipe, request.checkpoint, device)

@@ -8,7 +8,7 @@ from headway.models.decoder import (
     init_weights,
     initial_weight,
 )
-from headway.models.huggingface import load_into, read_weights, write_folder
+from headway.models.huggingface import load_into, read_weights, stored_weights, write_folder
 
 __all__ = [
     "Decoder",
@@ -19,5 +19,6 @@ __all__ = [
     "initial_weight",
     "load_into",
     "read_weights",
+    "stored_weights",
     "write_folder",
 ]

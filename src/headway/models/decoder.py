@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from headway.recipe import Model
 
-__all__ = ["Decoder", "KeyValues", "empty_cache", "empty_decoder", "init_weights", "initial_weight"]
+__all__ = [
+    "IGNORED",
+    "Decoder",
+    "KeyValues",
+    "autocast",
+    "chunk_rows",
+    "empty_cache",
+    "empty_decoder",
+    "init_weights",
+    "initial_weight",
+]
 
 IGNORED = -100
 """A label that is left out of the loss."""
@@ -57,6 +67,18 @@ def rotary_table(first: int, length: int, model: Model, device: torch.device) ->
     positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
     angles_LR = torch.outer(positions, 1.0 / model.rope_theta**exponents)
     return torch.stack((angles_LR.cos(), angles_LR.sin())).view(torch.int32)
+
+
+class Rotary(nn.Module):
+    """The table of a sequence's positions; a module, so that who shares sequences out can say which are here."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, like_BL: Tensor, first: int = 0) -> Tensor:
+        """That of `like`'s L positions, from `first` on."""
+        return rotary_table(first, like_BL.shape[1], self.model, like_BL.device)
 
 
 def rotate(x_BLNH: Tensor, rotary_2LR: Tensor) -> Tensor:
@@ -160,9 +182,11 @@ class Decoder(nn.Module):
         assert model.vocab_size is not None, "the vocabulary's size is settled before a decoder is built"
         self.model = model
         self.embed = nn.Embedding(model.vocab_size, model.dim, _weight=torch.empty(model.vocab_size, model.dim))
+        self.rotary = Rotary(model)
         self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+        self.loss = Loss()
 
     def forward(self, tokens_BL: Tensor, labels_BL: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]; or, given what follows each token, the summed cross-entropy, a float32 scalar.
@@ -173,13 +197,14 @@ class Decoder(nn.Module):
         x_BLD = self.hidden(tokens_BL)
         if labels_BL is None:
             return self.logits(x_BLD)
-        return summed_cross_entropy(x_BLD.flatten(0, 1), self.output_weight, labels_BL.flatten())
+        loss: Tensor = self.loss(x_BLD, self.output_weight, labels_BL)
+        return loss
 
     def hidden(self, tokens_BL: Tensor, cache: list[KeyValues] | None = None) -> Tensor:
         """The normalized residual stream after the last block; `cache` holds what came before."""
         first = cache[0].length if cache else 0
         assert first == 0 or tokens_BL.shape[1] == 1, "after its first tokens, a cache takes one at a time"
-        rotary_2LR = rotary_table(first, tokens_BL.shape[1], self.model, tokens_BL.device)
+        rotary_2LR = self.rotary(tokens_BL, first)
         x_BLD = self.embed(tokens_BL)
         for i, block in enumerate(self.layers):
             x_BLD = block(x_BLD, rotary_2LR, cache[i]) if cache else block(x_BLD, rotary_2LR)
@@ -195,14 +220,31 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
 
+class Loss(nn.Module):
+    """The summed cross-entropy of what a head makes of the stream; a module, so that who shares the vocabulary out can
+    put another in its place."""
+
+    def forward(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        """A float32 scalar."""
+        return summed_cross_entropy(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten())
+
+
 def summed_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
     """Sum over unmasked labels of the cross-entropy of x @ weight.T, without all logits alive at once."""
-    kind = x_TD.device.type
-    if torch.is_autocast_enabled(kind):  # inside a Function no cast would be recorded for the backward pass
-        dtype = torch.get_autocast_dtype(kind)
-        x_TD, weight_VD = x_TD.to(dtype), weight_VD.to(dtype)
+    x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, wanted)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """In the precision of an enclosing autocast: inside a Function no cast would be recorded for the backward pass."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def chunk_rows(kind: str, vocabulary: int) -> int:
+    """Tokens whose logits a loss holds at once, on a kind of device."""
+    return max(1, CHUNK_ELEMENTS.get(kind, 2**28) // vocabulary)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -214,7 +256,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, wanted: bool) -> Tensor:
-        rows = max(1, CHUNK_ELEMENTS.get(x_TD.device.type, 2**28) // weight_VD.shape[0])
+        rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
         total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         dx_TD = torch.empty_like(x_TD) if wanted else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, ModelError
 from headway.models.huggingface import write_folder
 from headway.recipe import Recipe
 from headway.state import open_checkpoint
@@ -23,6 +23,11 @@ __all__ = ["export"]
 
 def export(checkpoint: Path, recipe: Recipe, tokenizer: Path | None, folder: Path) -> dict[str, Any]:
     """Write the folder; says what went into it."""
+    if recipe.model.class_ is not None:
+        raise ModelError(
+            f"{recipe.model.class_} has no form that transformers would open: only Headway's own decoders are exported",
+            hint="a checkpoint's files are safetensors, and headway.state.tensors.read_tensors reads whole tensors",
+        )
     opened = open_checkpoint(checkpoint)
     tensors = read_tensors(opened, "model/")
     write_folder(folder, recipe.model, tensors, tokenizer, seq=recipe.data.seq)

@@ -24,7 +24,7 @@ from headway.plan.flops import parameter_shapes
 from headway.recipe import Model
 from headway.recipe.huggingface import config_from_model, read_model
 
-__all__ = ["load_into", "read_weights", "write_folder"]
+__all__ = ["load_into", "read_weights", "stored_weights", "write_folder"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,15 +54,27 @@ DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All weights of a Hugging Face folder by our names, as stored, checked against its config.json."""
-    return _read(folder, read_model(folder))
+    return stored_weights(folder, read_model(folder))
 
 
 def load_into(decoder: Decoder, folder: Path) -> None:
     """Copy a Hugging Face folder's weights into a decoder of the same shape."""
-    weights = _read(folder, decoder.model)
+    weights = stored_weights(folder, decoder.model)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(weights[name])
+
+
+def stored_weights(folder: Path, model: Model) -> dict[str, Tensor]:
+    """A Hugging Face folder's weights by our names, as stored, checked against a model's shape."""
+    ours = {theirs(name): name for name in parameter_shapes(model)}
+    tied_head = {OUTSIDE["head.weight"]} if model.tie_embeddings else set()
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        for name, tensor in _open(file, skip=tied_head):
+            weights[ours.get(name, name)] = tensor
+    _check(weights, model, str(folder))
+    return weights
 
 
 def write_folder(
@@ -107,17 +119,6 @@ def theirs(name: str) -> str:
     _, layer, rest = name.split(".", 2)
     module, kind = rest.rsplit(".", 1)
     return f"model.layers.{layer}.{BLOCK[module]}.{kind}"
-
-
-def _read(folder: Path, model: Model) -> dict[str, Tensor]:
-    ours = {theirs(name): name for name in parameter_shapes(model)}
-    tied_head = {OUTSIDE["head.weight"]} if model.tie_embeddings else set()
-    weights: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        for name, tensor in _open(file, skip=tied_head):
-            weights[ours.get(name, name)] = tensor
-    _check(weights, model, str(folder))
-    return weights
 
 
 def _weight_files(folder: Path) -> list[Path]:

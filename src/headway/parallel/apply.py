@@ -1,70 +1,258 @@
 """How a plain model is made to run on several devices: from outside, in one visible order.
 
-The model's blocks are first told to recompute their activations, then compiled, then sharded, so that a compiled
-block contains its recomputation and a gather of weights stays outside both. Only `forward` of each block is replaced;
-parameter names stay those of the plain model.
+    split      this worker's stages of the model                    pipeline.py
+    cut        each matrix over the tensor axis                     tensor.py, vocabulary.py
+    recompute  activations that blocks make again                   recompute.py
+    compile    each block
+    shard      parameters over the data axes                        shard.py
+
+A compiled block contains its recomputation, and a gather of weights stays outside both. All of it happens on the meta
+device: memory comes last, for this worker's part alone. Parameter names stay those of the plain model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from headway.parallel.world import World
-from headway.recipe import Train
+from headway.models import Decoder
+from headway.parallel.gradients import Missing
+from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, layout_of
+from headway.parallel.pipeline import Schedule, Stage, Stages, even, has_ties, split, tie_group
+from headway.parallel.recompute import recompute
+from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
+from headway.parallel.tensor import SEQUENCE, cut_tensors
+from headway.parallel.vocabulary import cross_entropy_of_logits, shared_loss
+from headway.parallel.world import Axis, World
+from headway.recipe import Parallel, Recipe
 
-__all__ = ["apply", "precision", "reshard", "sync_gradients", "total_norm"]
-
-
-def apply(model: nn.Module, blocks: Iterable[nn.Module], train: Train, world: World) -> nn.Module:
-    """Put the recipe's choices onto a model; returns the same module."""
-    blocks = list(blocks)
-    for block in blocks:
-        if train.checkpoint_activations:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if train.compile:
-            block.forward = torch.compile(block.forward)
-    if world.size > 1:
-        _shard(model, blocks, train, world)
-    return model
+__all__ = ["Spread", "apply"]
 
 
-def precision(train: Train, world: World) -> Callable[[], torch.autocast]:
-    """The context of a forward pass. Shards are gathered in the right precision already; one device casts here."""
-    wanted = train.dtype == "bfloat16" and world.size == 1
-    return partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=wanted)
+@dataclass(frozen=True)
+class Spread:
+    """A model as one worker holds it."""
+
+    model: nn.Module
+    """This worker's part, by the names of the plain model."""
+    stages: tuple[Stage, ...]
+    schedule: Schedule | None
+    """The order of a pipeline; None where there is none."""
+    missing: Missing
+    """Sums of gradients that backward passes leave open."""
+    borrowed: Mapping[str, str]
+    """Parameters that another stage owns: name here to name there."""
+    names: frozenset[str]
+    """Of all tensors of the plain model, here or elsewhere."""
+    rows: int
+    """Of one step here."""
+    microbatch: int
+    """Rows in one pass."""
+    copies: bool
+    """Whether the data axes hold copies only, and no shards."""
+    forgets: bool = False
+    """A mistake on purpose: gradients are not added up over copies."""
+
+    def passes(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """Forward and backward over all rows, a microbatch at a time; gradients are exchanged in the last one only.
+
+        Returns the summed loss times `scale`, or what this worker has of it.
+        """
+        if self.schedule is not None:
+            return self.schedule.step(inputs, labels, scale)
+        total = torch.zeros((), device=inputs.device)
+        rows = len(inputs)
+        for low in range(0, rows, self.microbatch):
+            high = min(low + self.microbatch, rows)
+            hold_gradients(self.model, hold=high < rows, copies=self.copies)
+            if self.forgets:
+                forget_copies(self.model)
+            loss = self.model(inputs[low:high], labels[low:high]) * scale
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss, or what this worker has of it."""
+        if self.schedule is not None:
+            return self.schedule.evaluate(inputs, labels)
+        loss: Tensor = self.model(inputs, labels)
+        return loss
+
+    def evaluation_rows(self, most: int) -> int:
+        """Rows to evaluate at once, of `most` that there are: a pipeline takes a step's, whatever there is."""
+        return self.rows if self.schedule is not None else min(self.microbatch, most)
+
+    def rest(self) -> None:
+        """Give back weights that were gathered for a forward pass that no backward pass follows."""
+        for stage in self.stages:
+            release_weights(stage.module)
 
 
-def sync_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass reduces gradients over the workers; only a step's last one must."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[str] = ()) -> Spread:
+    """Put a recipe's choices onto a model that lies on the meta device; its memory is this worker's part alone.
+
+    `mutations` are mistakes made on purpose, by which `headway check` is tested.
+    """
+    train, parallel = recipe.train, recipe.parallel or Parallel()
+    layout = layout_of(model, recipe.model.layout)
+    tensor, pipeline = world.axis("tensor"), world.axis("pipeline")
+    names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    rows = train.batch // world.data.size
+    microbatch = min(train.microbatch or rows, rows)
+    cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
+    copies = world.axis("shard").size == 1
+    missing: Missing = ()
+
+    # this worker's stages
+    _, blocks = blocks_of(model, layout)
+    stages = Stages(model, (Stage(0, model, tuple(blocks)),))
+    stream = torch.Size(())
+    if pipeline.size > 1:
+        counts = parallel.stages or even(len(blocks), pipeline.size * parallel.chunks)
+        check_pipeline(model, layout, counts)
+        stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq, cuts, tensor)
+        stages = split(model, layout, counts, pipeline)
+        tied = tie_group(world) if has_ties(model, layout) else None
+        shared = frozenset({*stages.lent, *(stages.borrowed or {})})
+        missing += ((shared, tied),) if tied is not None and shared else ()
+
+    # each matrix, over the tensor axis
+    vocabulary = None
+    if cuts is not None:
+        assert world.mesh is not None
+        assert tensor.group is not None
+        partial_sums = cut_tensors(stages.model, cuts, world.mesh["tensor"], tensor)
+        if "whole-norm" in mutations:
+            partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
+        missing += ((partial_sums, tensor.group),)
+        vocabulary = _shared_vocabulary(stages.model, cuts)
+
+    for stage in stages.stages:
+        _set_forward(stage, recipe, world, cuts, vocabulary)
+
+    # activations, then kernels
+    recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
+    if train.compile:
+        for stage in stages.stages:
+            for block in stage.blocks:
+                block.forward = torch.compile(block.forward)
+
+    # parameters, over the data axes
+    if world.data.size > 1:
+        keep = bool(parallel.keep_weights) or pipeline.size > 1 or copies
+        for stage in stages.stages:
+            shard(stage.module, stage.blocks, world, train.dtype, keep)
+
+    if "no-gradient-reduction" in mutations:
+        missing = ()
+
+    # memory, last
+    for stage in stages.stages:
+        _allocate(stage.module, world.device)
+    schedule = None
+    if pipeline.size > 1:
+        wrong = "pipeline-loss-scale" in mutations
+        schedule = Schedule(stages, world, parallel, stream, _stream_dtype(recipe, world), divides=wrong)
+    return Spread(
+        model=stages.model,
+        stages=stages.stages,
+        schedule=schedule,
+        missing=missing,
+        borrowed=stages.borrowed or {},
+        names=names,
+        rows=rows,
+        microbatch=microbatch,
+        copies=copies,
+        forgets="no-gradient-reduction" in mutations,
+    )
 
 
-def reshard(model: nn.Module) -> None:
-    """Give gathered weights back after a forward pass that no backward pass follows."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+def stream_shape(
+    model: nn.Module, block: nn.Module, rows: int, seq: int, cuts: Cuts | None, tensor: Axis
+) -> torch.Size:
+    """The shape of what stages pass on, of one microbatch: seen in a pass of the plain model on the meta device, which
+    computes nothing."""
+    seen = list[torch.Size]()
+    hook = block.register_forward_hook(lambda _, __, out: seen.append(out.shape))
+    with torch.no_grad():
+        model(torch.empty((rows, seq), dtype=torch.int64, device="meta"))
+    hook.remove()
+    shape = list(seen[0])
+    if cuts is not None and cuts.by_sequence:
+        shape[SEQUENCE] //= tensor.size
+    return torch.Size(shape)
 
 
-def _shard(model: nn.Module, blocks: list[nn.Module], train: Train, world: World) -> None:
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    policy = MixedPrecisionPolicy()
-    if train.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*blocks, model):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The loss is already divided by the tokens of all workers, so gradients are summed, never averaged.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
+    """Of what stages pass on: FSDP keeps the stream in the precision of products, autocast in float32."""
+    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.data.size > 1 else torch.float32
 
 
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm over all gradients of all workers, as a plain scalar."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _set_forward(stage: Stage, recipe: Recipe, world: World, cuts: Cuts | None, vocabulary: int | None) -> None:
+    """Have a stage make a summed loss of tokens and labels, or pass the stream on, in the recipe's precision."""
+    model, tensor = stage.module, world.axis("tensor")
+    if isinstance(model, Decoder):
+        forward = model.forward if stage.last else model.hidden
+        if cuts is not None:
+            model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence)
+            if not stage.first:
+                model.rotary = WholeSequence(model.rotary, tensor.size)
+    else:
+        forward = model.forward
+        if stage.last:
+            forward = partial(_loss_of_logits, model.forward, tensor, vocabulary)
+    # Shards are gathered in the right precision already; who has no data axis casts here.
+    casts = recipe.train.dtype == "bfloat16" and world.data.size == 1
+    context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
+    dtype = _stream_dtype(recipe, world)
+    model.forward = partial(_forward, forward, context, stage.last, dtype)
+
+
+def _forward(
+    plain: Any, context: Any, last: bool, dtype: torch.dtype, x: Tensor, labels: Tensor | None = None
+) -> Tensor:
+    with context():
+        out: Tensor = plain(x, labels) if last else plain(x).to(dtype)
+    return out
+
+
+def _loss_of_logits(plain: Any, tensor: Axis, vocabulary: int | None, x: Tensor, labels: Tensor | None) -> Tensor:
+    """What a class of the user's own is taken for: logits, whose loss is made here."""
+    logits: Tensor = plain(x)
+    return logits if labels is None else cross_entropy_of_logits(logits, labels, tensor, vocabulary)
+
+
+class WholeSequence(nn.Module):
+    """Tells a rotary embedding the length of whole sequences, where the stream it is shown is a share of them."""
+
+    def __init__(self, rotary: nn.Module, shares: int) -> None:
+        super().__init__()
+        self.rotary, self.shares = rotary, shares
+
+    def forward(self, like: Tensor, first: int = 0) -> Tensor:
+        """The table of all positions."""
+        whole = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
+        table: Tensor = self.rotary(whole, first)
+        return table
+
+
+def _shared_vocabulary(model: nn.Module, cuts: Cuts) -> int | None:
+    """Rows of the whole head, where a module that makes logits has a share of them."""
+    modules = dict(model.named_modules())
+    heads = [modules[name] for name, cut in cuts.cuts.items() if cut == "vocabulary" and name in modules]
+    sizes = [head.weight.shape[0] for head in heads if isinstance(head, nn.Linear)]
+    return sizes[0] if sizes else None
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a model memory; tied parameters stay tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -1,18 +1,31 @@
-"""The processes of an attempt: how a worker joins the others, and the few sums they share.
+"""The processes of an attempt: how a worker joins the others, its place on their mesh, and the few sums all share.
 
 A World is a value passed to whoever needs it; nothing reads ranks from the environment.
 """
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.recipe import Assignment
 
-__all__ = ["World", "join", "leave"]
+__all__ = ["Axis", "World", "join", "leave", "make_mesh"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, as seen from here."""
+
+    size: int = 1
+    rank: int = 0
+    """This worker's place on it."""
+    group: dist.ProcessGroup | None = None
+    """Those who differ in this place only; None where there is nobody else."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +35,34 @@ class World:
     rank: int
     size: int
     device: torch.device
+    mesh: DeviceMesh | None = None
+    """All workers, by the axes that have more than one place; None for a worker alone."""
+    axes: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def first(self) -> bool:
         """Whether this worker speaks for all: records metrics, commits checkpoints."""
         return self.rank == 0
+
+    def axis(self, name: str) -> Axis:
+        """An axis by name; one that the mesh does not have has one place."""
+        return self.axes.get(name, Axis())
+
+    @property
+    def data(self) -> Axis:
+        """The workers that see different sequences, as one axis: copies of shards."""
+        copies, shards = self.axis("replicate"), self.axis("shard")
+        return Axis(copies.size * shards.size, copies.rank * shards.size + shards.rank)
+
+    @property
+    def owner(self) -> bool:
+        """Whether this worker is the first of those that hold the same stage of the model."""
+        return all(axis.rank == 0 for name, axis in self.axes.items() if name != "pipeline")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker is the first of those that see the same data."""
+        return self.axis("pipeline").rank == 0 and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all workers, in place."""
@@ -47,24 +83,37 @@ class World:
         return parts
 
 
-def join(assignment: Assignment, timeout_s: float) -> World:
-    """Meet the other workers of this attempt through its rendezvous file; gloo on CPUs, NCCL on GPUs."""
+def join(assignment: Assignment, timeout_s: float, sizes: Mapping[str, int]) -> World:
+    """Meet the other workers of this attempt through its rendezvous file; gloo on CPUs, NCCL on GPUs.
+
+    `sizes` are those of the mesh's axes, from the outermost; ranks that follow each other differ in the last.
+    """
     device = torch.device("cpu")
     backend = "gloo"
     if assignment.device == "cuda":
         device = torch.device("cuda", assignment.rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    if assignment.workers > 1:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(assignment.rendezvous, assignment.workers),
-            rank=assignment.rank,
-            world_size=assignment.workers,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device if assignment.device == "cuda" else None,
-        )
-    return World(rank=assignment.rank, size=assignment.workers, device=device)
+    if assignment.workers == 1:
+        return World(rank=0, size=1, device=device)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(assignment.rendezvous, assignment.workers),
+        rank=assignment.rank,
+        world_size=assignment.workers,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if assignment.device == "cuda" else None,
+    )
+    return make_mesh(assignment.rank, assignment.workers, device, sizes)
+
+
+def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str, int]) -> World:
+    """Lay workers that have met out as a mesh."""
+    # FSDP2 takes a shard axis beside every axis of copies, however small.
+    named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
+    mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
+    axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
+    return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes)
 
 
 def leave(world: World) -> None:

@@ -40,7 +40,7 @@ def candidates(task: Task, cluster: Cluster, choices: Choices, context: bool = F
 def settings_of(task: Task, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
     """The plainest way to run a task on a mesh."""
     return Settings(
-        mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=task.software,
+        mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=task.software.on(mesh),
         keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
     )  # fmt: skip
 
@@ -50,15 +50,19 @@ def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: 
     arch, limits = task.architecture, choices.limits
     sizes = choices.microbatches or _sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
+    software = task.software.on(mesh)
+    keeps = choices.keeps_weights if zero == 3 and mesh.shard > 1 and mesh.pipeline == 1 else None
     rest = list(product(
         choices.recompute, choices.precisions or (task.precision,),
-        [replace(task.software, moment_bytes=size) for size in moments],
+        [replace(software, moment_bytes=size) for size in moments], keeps or (task.keeps_weights,),
     ))  # fmt: skip
     for size, (schedule, chunks) in product(sizes, list(_orders(arch, choices, mesh.pipeline))):
-        for i, (recompute, kind, software) in enumerate(rest):
+        for i, (recompute, kind, program, kept) in enumerate(rest):
             made = Settings(
-                mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, kind, software,
-                keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
+                mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, kind, program,
+                keeps_weights=kept, frozen=task.frozen, imbalance=task.imbalance,
+                recompute_blocks=choices.blocks if recompute != "none" else None,
+                stages=choices.stages if mesh.pipeline > 1 else None,
             )  # fmt: skip
             if i == 0 and not valid(arch, made, cluster):
                 break

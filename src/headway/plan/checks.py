@@ -125,10 +125,23 @@ def _pipeline(arch: Architecture, settings: Settings) -> Iterator[Clash]:
             "use 1f1b with one chunk",
         )
         return
+    if settings.stages is not None:
+        yield from _stages(arch, settings)
     try:
         check_schedule(settings.schedule, ranks, settings.chunks, settings.microbatches, arch.layers)
     except UsageError as error:
         yield error.message, error.hint
+
+
+def _stages(arch: Architecture, settings: Settings) -> Iterator[Clash]:
+    counts, wanted = settings.stages or (), settings.mesh.pipeline * settings.chunks
+    stated = f"stages of {', '.join(map(str, counts))} layers"
+    if len(counts) != wanted:
+        each = f"pipeline {settings.mesh.pipeline}" + (f" x {settings.chunks} chunks" if settings.chunks > 1 else "")
+        yield f"{stated} are {len(counts)} stages, and {each} is {wanted}", f"give {wanted} numbers, or none"
+    elif sum(counts) != arch.layers:
+        message = f"{stated} are {sum(counts)} layers, and the model has {arch.layers}"
+        yield message, f"they must add up to {arch.layers}"
 
 
 def _nearest(number: int, divisor: int) -> str:

@@ -8,7 +8,7 @@ from headway.plan.costs import Costs
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention
 from headway.plan.memory import Memory, memory
 from headway.plan.settings import Settings
-from headway.plan.step import Step, step
+from headway.plan.step import Step, cut_stages, step
 
 __all__ = ["Estimate", "estimate"]
 
@@ -47,7 +47,8 @@ class Estimate:
 
 
 def estimate(arch: Architecture, settings: Settings, costs: Costs) -> Estimate:
-    """Time and memory of one way to run."""
+    """Time and memory of one way to run; stages that are left to the software are cut."""
+    settings = cut_stages(arch, settings, costs)
     made = step(arch, settings, costs)
     needed = memory(arch, settings, costs.cluster, made.in_flight)
     return Estimate(arch, settings, made, needed, costs.rates.peak(settings.precision))

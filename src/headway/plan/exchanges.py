@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from headway.plan.architecture import layer_kinds
 from headway.plan.costs import Costs
 from headway.plan.estimate import Estimate
-from headway.plan.flops import layer_parameters, routed_parameters
-from headway.plan.layer import HIDDEN_TENSOR, Layer, layer
+from headway.plan.layer import HIDDEN_TENSOR, Layer, layer_mix
 from headway.plan.memory import local_parameters
 from headway.plan.network import Group, collective_seconds
+from headway.plan.own_exchanges import once_a_step, rest_bytes
 from headway.plan.settings import LOW
-from headway.plan.step import NEVER_HIDDEN
+from headway.plan.stages import recomputed_share
+from headway.plan.step import NEVER_HIDDEN, layer_pieces
+from headway.plan.traffic import STATISTICS_BYTES
+from headway.plan.worker import is_exact
 
 __all__ = ["Exchange", "exchanges"]
 
@@ -33,12 +36,15 @@ class Exchange:
     """A step."""
     exposed: float | None
     """Seconds of a step that nothing hides; None where they are part of the pipeline's bubble."""
+    axis: str = ""
+    """Of the mesh, where it goes over one alone."""
 
 
 def exchanges(made: Estimate, costs: Costs) -> tuple[Exchange, ...]:
     """Every kind of exchange of a step; the exposed seconds sum up to the step's."""
     found = _Exchanges(made, costs)
-    return tuple(one for part in (found.inside(), found.layers(), found.stages(), found.step()) for one in part)
+    parts = (found.inside(), found.ends(), found.layers(), found.rest(), found.stages(), found.step())
+    return tuple(one for part in parts for one in part)
 
 
 class _Exchanges:
@@ -48,17 +54,32 @@ class _Exchanges:
         self.arch, self.settings, self.costs = made.architecture, made.settings, costs
         self.mesh, self.software, self.shape = made.settings.mesh, made.settings.software, made.settings.shape
         per = self.settings.microbatches / self.mesh.pipeline
-        self.layers_here = [
-            (kind, count * per, layer(self.arch, kind, self.settings, costs)) for kind, count in layer_kinds(self.arch)
-        ]
+        mix = layer_mix(self.arch, self.settings, costs)
+        self.layers_here = [(kind, count * per, one) for kind, count, one in mix]
+        self.exact = is_exact(self.arch, self.settings)
+        self.window = sum(one.backward * times for _, times, one in self.layers_here) / self.settings.microbatches
 
     def make(
-        self, name: str, operation: str, size: float, group: Group, times: float, exposed: float | None, pieces: int = 1
+        self,
+        name: str,
+        operation: str,
+        size: float,
+        group: Group,
+        times: float,
+        exposed: float | None,
+        *,
+        axis: str = "",
+        pieces: int = 1,
     ) -> Exchange:
         """One exchange, timed."""
         seconds = pieces * collective_seconds(self.costs.network, operation, size / pieces, group)
         level = self.costs.cluster.level(min(self.costs.cluster.devices, group.size * group.stride))
-        return Exchange(name, operation, size, group, level.name, seconds, times, exposed)
+        return Exchange(name, operation, size, group, level.name, seconds, times, exposed, axis)
+
+    def bare(self, name: str, operation: str, size: float, group: Group, times: float, axis: str) -> Exchange:
+        """One exchange that nothing hides."""
+        one = self.make(name, operation, size, group, times, None, axis=axis)
+        return replace(one, exposed=0.0 if self.costs.ideal else one.seconds * times)
 
     def seconds(self, operation: str, size: float, group: Group) -> float:
         """Of one collective."""
@@ -81,6 +102,9 @@ class _Exchanges:
         size, group = self.shape.tokens * self.arch.dim * self.shape.width, Group(self.mesh.tensor)
         left = 0.0 if self.costs.ideal else 1 - HIDDEN_TENSOR if self.software.tensor_overlap else 1.0
         pairs = 1 if experts else 2
+        if not self.software.regathers:
+            yield from self.kept(pairs, times)
+            return
         if self.software.sequence_parallel:
             kinds = (("all_gather", 2.5 * pairs), ("reduce_scatter", 2.0 * pairs))
         else:
@@ -89,7 +113,40 @@ class _Exchanges:
             if number:
                 each = self.seconds(operation, size, group)
                 exposed = number * times * each * left
-                yield self.make("stream, tensor axis", operation, size, group, number * times, exposed)
+                yield self.make("stream, tensor axis", operation, size, group, number * times, exposed, axis="tensor")
+
+    def kept(self, pairs: int, times: float) -> Iterator[Exchange]:
+        """Where what was gathered is kept: each part of a layer has a gather and a scatter in each pass."""
+        tokens, group = self.shape.tokens * self.arch.dim, Group(self.mesh.tensor)
+        for way, width in (("entering", self.settings.stream_width), ("leaving", self.shape.width)):
+            for operation in ("all_gather", "reduce_scatter"):
+                yield self.bare(f"stream, {way} a part", operation, tokens * width, group, pairs * times, "tensor")
+
+    def again(self) -> Iterator[Exchange]:
+        """Where layers are computed again; those seconds count as recomputation."""
+        settings, tokens = self.settings, self.shape.tokens * self.arch.dim
+        if self.mesh.tensor == 1 or self.software.regathers or settings.recompute not in ("selective", "full"):
+            return
+        share = recomputed_share(self.arch.layers, settings) / self.mesh.pipeline * settings.microbatches
+        for experts, count in layer_kinds(self.arch):
+            pairs, name, group = 1 if experts else 2, "stream, computed again", Group(self.mesh.tensor)
+            gathered = tokens * settings.stream_width
+            yield self.make(name, "all_gather", gathered, group, pairs * count * share, 0.0, axis="tensor")
+            if pairs > 1:
+                summed = tokens * self.shape.width
+                yield self.make(name, "reduce_scatter", summed, group, count * share, 0.0, axis="tensor")
+
+    def ends(self) -> Iterator[Exchange]:
+        """Of a vocabulary that is shared out over the tensor axis: embedding, head and loss."""
+        if self.mesh.tensor == 1 or not self.exact:
+            return
+        yield from self.again()
+        times, group = self.settings.microbatches / self.mesh.pipeline, Group(self.mesh.tensor)
+        stream = self.shape.tokens * self.arch.dim * self.settings.stream_width
+        for operation in ("all_gather", "reduce_scatter"):
+            yield self.bare("stream, embedding and head", operation, stream, group, 2 * times, "tensor")
+        statistics = STATISTICS_BYTES * self.shape.tokens
+        yield self.bare("statistics of the loss", "all_reduce", statistics, group, times, "tensor")
 
     def ring(self, times: float, one: Layer) -> Exchange:
         """Keys and values around the ring, and in the backward pass their gradients too."""
@@ -129,10 +186,12 @@ class _Exchanges:
         gathers, scatters = [], []
         for experts, count in layer_kinds(self.arch):
             times = count * self.settings.microbatches
-            for name, number, members in self.pieces(experts, group):
-                gathers.append(self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0))
-                size = number * software.reduce_bytes
-                scatters.append(self.make(f"gradients of {name}", "reduce_scatter", size, members, times, 0.0))
+            sums = count if software.own else times
+            for name, number, members in layer_pieces(self.arch, experts, self.settings):
+                one = self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0, axis="shard")
+                gathers.append(one)
+                name, size = f"gradients of {name}", number * software.reduce_bytes
+                scatters.append(self.make(name, "reduce_scatter", size, members, sums, 0.0, axis="shard"))
         again = [replace(one, name=one.name.replace("forward", "backward")) for one in gathers]
         again = [] if self.settings.keeps_weights else again
         scatters = [] if self.settings.frozen else scatters
@@ -143,13 +202,15 @@ class _Exchanges:
             yield from (replace(one, exposed=one.times * one.seconds) for one in again)
             yield from self.exposed(scatters, "backward")
 
-    def pieces(self, experts: bool, group: Group) -> Iterator[tuple[str, float, Group]]:
-        """Parameters of a layer that travel together, and among whom."""
-        mesh = self.mesh
-        routed = routed_parameters(self.arch) if experts else 0
-        yield "weights", (layer_parameters(self.arch, experts) - routed) / mesh.tensor, group
-        if routed and group.size * mesh.tensor > mesh.expert:
-            yield "experts", routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)
+    def rest(self) -> Iterator[Exchange]:
+        """What is sharded outside of the layers."""
+        weights, gradients = rest_bytes(self.arch, self.settings)
+        if not weights:
+            return
+        group, runs = Group(self.mesh.shard, self.mesh.tensor * self.mesh.context), self.settings.microbatches
+        yield self.bare("weights of the ends", "all_gather", weights, group, runs, "shard")
+        if not self.settings.frozen:
+            yield self.bare("gradients of the ends", "reduce_scatter", gradients, group, 1, "shard")
 
     def exposed(self, travel: list[Exchange], passes: str) -> Iterator[Exchange]:
         """What a pass leaves exposed of all that travels beside it, shared out by how long each takes."""
@@ -172,35 +233,45 @@ class _Exchanges:
         if mesh.pipeline == 1 or self.costs.ideal:
             return
         split = mesh.tensor if self.software.sequence_parallel else 1
-        size = self.shape.tokens * self.arch.dim * self.shape.width / split
+        size = self.shape.tokens * self.arch.dim * self.settings.stream_width / split
         group = Group(2, mesh.tensor * mesh.context * mesh.data)
-        times = 2.0 * self.settings.microbatches * self.settings.chunks
-        yield self.make("to the next stage", "send", size, group, times, None)
+        stages = mesh.pipeline * self.settings.chunks
+        # the first sends no gradients, and the last no activations
+        times = 2.0 * self.settings.microbatches * (stages - 1 if self.exact else stages) / mesh.pipeline
+        yield self.make("to the next stage", "send", size, group, times, None, axis="pipeline")
 
     def step(self) -> Iterator[Exchange]:
         """Gradients that travel once a step, and weights that come back."""
         mesh, software, p = self.mesh, self.software, self.costs.parameters
         if self.settings.frozen or self.costs.ideal:
             return
+        if self.exact:
+            yield from self.own_step()
+            return
         count = sum(local_parameters(self.arch, self.settings))
         if self.settings.zero >= 3 and mesh.pipeline == 1:
             group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
             size = count / (mesh.shard * mesh.context) * software.reduce_bytes
             if group.size > 1:
-                made = self.make("gradients of the step", "all_reduce", size, group, 1, None)
+                made = self.make("gradients of the step", "all_reduce", size, group, 1, None, axis="replicate")
                 yield replace(made, exposed=made.seconds)
             return
         group = Group(mesh.data * mesh.context, mesh.tensor)
         if group.size == 1:
             return
-        window = sum(one.backward * times for _, times, one in self.layers_here) / self.settings.microbatches
-        hidden = p.hidden * window
+        hidden = p.hidden * self.window
         moved = [("gradients of the step", "reduce_scatter", count * software.reduce_bytes, hidden)]
         moved += [("weights of the step", "all_gather", count * 2, hidden / 2)]
         if self.settings.zero == 0:
             moved = [("gradients of the step", "all_reduce", count * software.reduce_bytes, hidden)]
         for name, operation, size, behind in moved:
             pieces = max(1, round(size / software.bucket_bytes))
-            one = self.make(name, operation, size, group, 1, None, pieces)
+            one = self.make(name, operation, size, group, 1, None, pieces=pieces)
             bare = max(NEVER_HIDDEN * one.seconds, one.seconds - behind) if software.data_overlap else one.seconds
             yield replace(one, exposed=bare)
+
+    def own_step(self) -> Iterator[Exchange]:
+        """The same of our own trainer."""
+        for one in once_a_step(self.arch, self.settings, self.costs, self.window):
+            made = self.make(one.name, one.operation, one.bytes, one.group, 1, one.exposed, axis=one.axis)
+            yield replace(made, seconds=one.seconds)

@@ -15,19 +15,22 @@ from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate
 from headway.plan.exchanges import Exchange, exchanges
 from headway.plan.flops import flops_per_token
-from headway.plan.layer import Speed, Work, layer, phases, speed
+from headway.plan.layer import Speed, Work, layer, layer_mix, phases, speed
 from headway.plan.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
     activation_bytes,
+    gradients_wait,
     local_parameters,
 )
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
+from headway.plan.own_exchanges import end_exchanges
+from headway.plan.pipeline import in_flight
 from headway.plan.rates import power_share
 from headway.plan.roofline import Point
 from headway.plan.settings import Settings
-from headway.plan.step import layers_of_stages
+from headway.plan.stages import blocks_of_ranks, recomputed_share, stage_counts
 
 __all__ = ["Cell", "Section", "explain", "parameter_meanings", "roofline_points", "step_terms"]
 
@@ -142,7 +145,11 @@ def roofline_points(made: Estimate, costs: Costs) -> list[Point]:
 
 def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, times: float, fast: Speed) -> None:
     inside = part[0].name != "embedding" and not any(one.name == "head" for one in part)
-    again = dict(zip(("product", "attention", "memory"), AGAIN[made.settings.recompute], strict=True))
+    settings = made.settings
+    kept = settings.recompute == "selective" and settings.software.keeps_products
+    shares = (0.0, 0.0, 1.0) if kept else AGAIN[settings.recompute]
+    part_of = recomputed_share(made.architecture.layers, settings)
+    again = dict(zip(("product", "attention", "memory"), (part_of * share for share in shares), strict=True))
     for one in part:
         runs = times * (1 + (again[one.kind] if inside and one.phase == "forward" else 0.0))
         old = points.get(one.name, Point(one.name, 0.0, 0.0, 0.0))
@@ -158,7 +165,9 @@ def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, tim
 def _passes(made: Estimate, costs: Costs, experts: bool) -> Section:
     """One layer's forward and backward pass."""
     one = layer(made.architecture, experts, made.settings, costs)
-    policy = made.settings.recompute
+    blocks = made.settings.recompute_blocks
+    some = f", of {blocks} layers a device" if blocks is not None and made.settings.recompute != "none" else ""
+    policy = f"{made.settings.recompute}{some}"
     rows: list[tuple[Cell, ...]] = [
         ("forward", "kernels", one.forward),
         ("input gradient", "kernels", one.input_grad),
@@ -189,7 +198,7 @@ class _Mean:
 
 def _mean(made: Estimate, costs: Costs) -> _Mean:
     arch = made.architecture
-    kinds = [(layer(arch, experts, made.settings, costs), count / arch.layers) for experts, count in layer_kinds(arch)]
+    kinds = [(one, count / arch.layers) for _, count, one in layer_mix(arch, made.settings, costs)]
 
     def over(get: str) -> float:
         return sum(float(getattr(one, get)) * share for one, share in kinds)
@@ -203,6 +212,7 @@ def step_terms(made: Estimate, costs: Costs) -> tuple[tuple[str, str, float], ..
     settings, step, arch = made.settings, made.step, made.architecture
     mean, ends = _mean(made, costs), _end_seconds(made, costs)
     runs, stages = settings.microbatches, settings.mesh.pipeline
+    between = sum(sum(pair) for pair in end_exchanges(arch, settings, costs))
     layers, share = arch.layers / stages, f" / {stages} stages" if stages > 1 else ""
     loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.waits
     each = f"{layers:.4g} layers x {runs} microbatches x"
@@ -211,6 +221,7 @@ def step_terms(made: Estimate, costs: Costs) -> tuple[tuple[str, str, float], ..
         ("layers, backward", f"{each} {mean.backward * 1e3:.4g} ms", layers * runs * mean.backward),
         ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms{share}", runs * ends[0] / stages),
         ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms{share}", runs * ends[1] / stages),
+        ("exchanges at the ends", f"{runs} x {between * 1e3:.4g} ms{share}", runs * between / stages),
         (
             "slowed by overlap",
             f"contention {costs.parameters.contention:.3g} x what travels beside kernels",
@@ -275,6 +286,8 @@ def _sharded(settings: Settings, routed: float, dense: float) -> float:
 
 
 def _update(made: Estimate, costs: Costs) -> str:
+    if made.settings.software.offloads_moments:
+        return f"{_updated(made):.4g} parameters, whose moments come from the host and go back"
     moved, seconds = optimizer_bytes(made.settings.software), made.step.accounts["optimizer"]
     count = _updated(made)
     rate = count * moved / seconds if seconds else costs.cluster.chip.bandwidth_bytes_s
@@ -301,7 +314,7 @@ def _pipeline(made: Estimate) -> Iterator[Section]:
     settings, step = made.settings, made.step
     if settings.mesh.pipeline == 1:
         return
-    layers = layers_of_stages(made.architecture.layers, settings.mesh.pipeline * settings.chunks)
+    layers = stage_counts(made.architecture.layers, settings)
     spread = f"{min(layers)}" if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("bubble of even stages", BUBBLES[settings.schedule], None),
@@ -319,7 +332,7 @@ def _pipeline(made: Estimate) -> Iterator[Section]:
 def _memory(made: Estimate, costs: Costs) -> Section:
     settings, memory = made.settings, made.memory
     software = settings.software
-    states = software.master_bytes + 2 * software.moment_bytes
+    states = software.master_bytes + (0 if software.offloads_moments else 2 * software.moment_bytes)
     rows: list[tuple[Cell, ...]] = [
         ("weights", *_held(made, software.weight_bytes, settings.zero >= 3)),
         ("gradients", *_gradients(made)),
@@ -338,7 +351,7 @@ def _held(made: Estimate, each: float, shared: bool) -> tuple[str, float]:
     settings = made.settings
     if settings.frozen:
         return "frozen", made.memory.weights if each == settings.software.weight_bytes else 0.0
-    routed, dense = local_parameters(made.architecture, settings)
+    routed, dense = local_parameters(made.architecture, settings, made.memory.rank)
     owners = settings.mesh.shard * settings.mesh.context
     if not shared or owners == 1:
         return f"{each:g} B x {routed + dense:.4g} parameters", each * (routed + dense)
@@ -351,7 +364,7 @@ def _gradients(made: Estimate) -> tuple[str, float]:
     settings, software = made.settings, made.settings.software
     if not made.memory.gradients:
         return "none at the peak, which is the end of the forward pass", 0.0
-    if settings.zero >= 3 and settings.mesh.pipeline > 1:
+    if settings.zero >= 3 and gradients_wait(settings):
         text, size = _held(made, software.reduce_bytes, shared=False)
         return f"{text}: they travel once a step", size
     return _held(made, software.gradient_bytes, settings.zero >= 2)
@@ -360,12 +373,16 @@ def _gradients(made: Estimate) -> tuple[str, float]:
 def _activations(made: Estimate) -> tuple[str, float]:
     """The formula of the moment that was the peak."""
     settings, arch = made.settings, made.architecture
+    ranks = settings.mesh.pipeline
+    here = blocks_of_ranks(arch.layers, settings)[made.memory.rank] if settings.software.own else arch.layers / ranks
+    again = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / here)
     each = [(n, *activation_bytes(arch, experts, settings.shape, settings)) for experts, n in layer_kinds(arch)]
-    kept = sum(n * policy for n, _, policy in each) / settings.mesh.pipeline * (1 - settings.offloaded)
-    working = max(whole for _, whole, _ in each) if settings.recompute != "none" else 0.0
-    stream = settings.shape.tokens * arch.dim * settings.software.stream_bytes / settings.mesh.tensor
-    held = max(1.0, made.step.in_flight) if settings.mesh.pipeline > 1 else 1.0
-    here = arch.layers / settings.mesh.pipeline
+    mean = sum(n * (again * policy + (1 - again) * whole) for n, whole, policy in each) / arch.layers
+    kept = mean * here * (1 - settings.offloaded)
+    working = max(whole for _, whole, _ in each) if settings.recompute != "none" and again else 0.0
+    wide = settings.software.stream_bytes * settings.shape.width / 2
+    stream = settings.shape.tokens * arch.dim * wide / settings.mesh.tensor
+    held = _held_microbatches(made)
     layers = f"{here:.4g} layers x {kept / here / GIB:.3g} GB"
     moments = [
         (f"{layers} x {held:.3g} microbatches + the stream", kept * held + stream),
@@ -376,6 +393,17 @@ def _activations(made: Estimate) -> tuple[str, float]:
     if held == 1.0:
         moments = moments[1:]
     return min(moments, key=lambda moment: abs(moment[1] - made.memory.activations))
+
+
+def _held_microbatches(made: Estimate) -> float:
+    """Of which the device that needs most holds activations."""
+    settings, ranks = made.settings, made.settings.mesh.pipeline
+    if ranks == 1:
+        return 1.0
+    if not settings.software.own:
+        return max(1.0, made.step.in_flight)
+    most = in_flight(settings.schedule, ranks, settings.chunks, settings.microbatches)
+    return max(1.0, most[made.memory.rank] / settings.chunks)
 
 
 def _overhead(made: Estimate, costs: Costs) -> str:

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.plan.architecture import Architecture
+from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.costs import Costs
 from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import Part, layer_operations
 from headway.plan.rates import Rates, family_name, power_share
 from headway.plan.settings import LOW, Settings, Shape, Software
+from headway.plan.stages import recomputed_share
 
-__all__ = ["HIDDEN_TENSOR", "Layer", "Speed", "Work", "layer", "phases", "speed"]
+__all__ = ["HIDDEN_TENSOR", "Layer", "Speed", "Work", "layer", "layer_mix", "phases", "speed"]
 
 HIDDEN_TENSOR = 0.6
 """What an overlapped tensor axis hides of its exchanges: async tensor parallelism and user buffers split them into
@@ -137,15 +138,27 @@ def layer(arch: Architecture, experts: bool, settings: Settings, costs: Costs) -
         weights = Work()
     fast = speed(costs, settings.precision, forward + inputs + weights, settings.software.scaling)
     one, two, three = fast.seconds(forward), fast.seconds(inputs), fast.seconds(weights)
-    ahead, behind = _exchanges(arch, experts, settings, costs, (one, two, three))
-    again = fast.seconds(_recomputed(forward, settings)) + (ahead if settings.recompute == "full" else 0.0)
+    ahead, behind, repeated = _exchanges(arch, experts, settings, costs, (one, two, three))
+    again = fast.seconds(_recomputed(forward, settings)) + repeated
     host_forward, host_backward = _host(experts, settings, costs)
     return Layer(one, two, three, again, ahead, behind, host_forward, host_backward)
+
+
+def layer_mix(arch: Architecture, settings: Settings, costs: Costs) -> list[tuple[bool, float, Layer]]:
+    """Every kind of layer with how many there are: with experts or not, computed again or not."""
+    again = recomputed_share(arch.layers, settings)
+    found = []
+    for share, way in ((again, settings), (1 - again, settings.but(recompute="none"))):
+        if share > 0:
+            found += [(kind, share * count, layer(arch, kind, way, costs)) for kind, count in layer_kinds(arch)]
+    return found
 
 
 def _recomputed(forward: Work, settings: Settings) -> Work:
     if settings.recompute == "full":
         return forward
+    if settings.recompute == "selective" and settings.software.keeps_products:
+        return Work(0.0, 0.0, forward.memory)
     if settings.recompute == "selective":
         return Work(0.5 * forward.product, 0.0, forward.memory)  # every other product is kept, and attention
     if settings.recompute == "attention":
@@ -161,7 +174,8 @@ def _host(experts: bool, settings: Settings, costs: Costs) -> tuple[float, float
     if costs.rates.host(software) is None and software.fusion == "compiled":
         forward, backward = 0.6 * forward, 0.6 * backward
     more = (TENSOR_HOST if settings.mesh.tensor > 1 else 1.0) * (EXPERTS_HOST if experts else 1.0)
-    if settings.recompute == "full":
+    hooked = settings.recompute == "selective" and software.keeps_products
+    if settings.recompute == "full" or hooked:
         # Saving and restoring what recomputation needs costs the host about as much as the pass itself where it hooks
         # into autograd.
         backward += forward * software.recompute_host
@@ -171,48 +185,63 @@ def _host(experts: bool, settings: Settings, costs: Costs) -> tuple[float, float
 
 def _exchanges(
     arch: Architecture, experts: bool, settings: Settings, costs: Costs, times: tuple[float, float, float]
-) -> tuple[float, float]:
-    """Exposed seconds of what a layer's devices exchange, forward and backward."""
+) -> tuple[float, float, float]:
+    """Exposed seconds of what a layer's devices exchange: forward, backward, and once more where the layer is computed
+    again."""
     mesh = settings.mesh
-    ahead = behind = 0.0
+    ahead = behind = again = 0.0
     if mesh.tensor > 1:
-        ahead, behind = _tensor(arch, experts, settings, costs, times[2])
+        ahead, behind, again = _tensor(arch, experts, settings, costs, times[2])
+    others = 0.0
     if mesh.context > 1:
         one, two = _ring(arch, settings, costs)
         # keys and values of the next block travel while attention works on this one; the first hop has nothing to
         # hide behind
         bare = 0.0 if costs.ideal else 1 / mesh.context
-        ahead += max(one * bare, one - 0.5 * times[0])
+        others += max(one * bare, one - 0.5 * times[0])
         behind += max(two * bare, two - 0.5 * times[1])
     if experts and mesh.expert > 1:
         one, two = _to_experts(arch, settings, costs)
-        ahead, behind = ahead + one, behind + two
-    return ahead, behind
+        others, behind = others + one, behind + two
+    return ahead + others, behind, again + (others if settings.recompute == "full" else 0.0)
 
 
-def _tensor(arch: Architecture, experts: bool, settings: Settings, costs: Costs, weights: float) -> tuple[float, float]:
+def _tensor(
+    arch: Architecture, experts: bool, settings: Settings, costs: Costs, weights: float
+) -> tuple[float, float, float]:
     """Two pairs of gather and scatter a pass, or two all-reduces; experts are not split, so that one pair remains.
 
-    Backward, the gathered input is needed again for the weights' gradient, and half of that gather hides behind the
-    input's gradient. Where the program lets it, what is known of an input's gradient travels beside the weights' one.
+    Backward, the gathered input is needed again for the weights' gradient, unless it was kept; half of that gather
+    hides behind the input's gradient. Where the program lets it, what is known of an input's gradient travels beside
+    the weights' one. A pass that is repeated exchanges all again, but for the last sum where nothing is gathered twice.
     """
     software, group = settings.software, Group(settings.mesh.tensor)
-    stream = settings.shape.tokens * arch.dim * settings.shape.width
+    leaving = settings.shape.tokens * arch.dim * settings.shape.width
+    entering = settings.shape.tokens * arch.dim * settings.stream_width
     pairs = 1 if experts else 2
     if costs.ideal:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    if not software.regathers:
+        gathers, scatters = (
+            [collective_seconds(costs.network, operation, size, group) for size in (entering, leaving)]
+            for operation in ("all_gather", "reduce_scatter")
+        )
+        again = pairs * gathers[0] + (pairs - 1) * scatters[1] if settings.recompute in ("selective", "full") else 0.0
+        return pairs * (gathers[0] + scatters[1]), pairs * (gathers[1] + scatters[0]), again
     if software.sequence_parallel:
-        gather = pairs * collective_seconds(costs.network, "all_gather", stream, group)
-        scatter = pairs * collective_seconds(costs.network, "reduce_scatter", stream, group)
+        gather = pairs * collective_seconds(costs.network, "all_gather", leaving, group)
+        scatter = pairs * collective_seconds(costs.network, "reduce_scatter", leaving, group)
         ahead, must, may = gather + scatter, gather, scatter + 0.5 * gather
     else:
-        ahead = may = pairs * collective_seconds(costs.network, "all_reduce", stream, group)
+        ahead = may = pairs * collective_seconds(costs.network, "all_reduce", leaving, group)
         must = 0.0
+    again = ahead if settings.recompute == "full" else 0.0
     if software.tensor_overlap:
-        return ahead * (1 - HIDDEN_TENSOR), (must + may) * (1 - HIDDEN_TENSOR)
+        left = 1 - HIDDEN_TENSOR
+        return ahead * left, (must + may) * left, again * left
     if software.weight_overlap:
         may = max(NEVER_HIDDEN * may, may - costs.parameters.hidden * weights)
-    return ahead, must + may
+    return ahead, must + may, again
 
 
 def _ring(arch: Architecture, settings: Settings, costs: Costs) -> tuple[float, float]:

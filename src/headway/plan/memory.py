@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.flops import layer_parameters, routed_parameters
+from headway.plan.pipeline import in_flight as held_forwards
 from headway.plan.settings import LOW, Settings, Shape
+from headway.plan.stages import blocks_of_ranks
+from headway.plan.worker import block_parameters, is_exact, rest_parameters, worker_blocks
 
-__all__ = ["Memory", "activation_bytes", "local_parameters", "memory"]
+__all__ = ["Memory", "activation_bytes", "gradients_wait", "local_parameters", "memory"]
 
 CONTEXT_BYTES = 0.5 * 2**30
 """CUDA's context with its kernels loaded; 0.3 to 0.7 GiB are reported."""
@@ -44,6 +47,8 @@ class Memory:
     """Context, communication buffers, fragmentation: outside of what the framework counts as allocated."""
     capacity: float
     """What the device has."""
+    rank: int = 0
+    """Of the device, on the pipeline axis, where ranks are told apart."""
 
     @property
     def allocated(self) -> float:
@@ -78,6 +83,9 @@ def activation_bytes(arch: Architecture, with_experts: bool, shape: Shape, setti
         (5 if arch.gated else 4) if software.casts_weights and eager else 2 if software.fusion != "compiled" else 1
     ) * low
     kept = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
+    if not software.regathers and streams > 1:
+        # of attention and of the feed-forward, as gathered
+        kept = arch.dim * ((2 * stream + 2 * software.dropout) / streams + 2 * low)
     width = arch.heads * (arch.head_dim + arch.value_dim) / split
     keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
     kept += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
@@ -93,7 +101,12 @@ def activation_bytes(arch: Architecture, with_experts: bool, shape: Shape, setti
         kept += inner * arch.experts.hidden * arch.experts.shared / split
     whole = tokens * kept * (shape.width / 2)
     if settings.recompute == "full":
-        return whole, tokens * arch.dim * stream / streams
+        return whole, tokens * arch.dim * stream / streams * (shape.width / 2)
+    if settings.recompute == "selective" and software.keeps_products:
+        # what enters the layer, attention's result, and those of all products, before they are added up
+        inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0
+        chosen = arch.dim * (stream / streams + 4) + 2 * (width + keys) + inner_kept
+        return whole, min(whole, tokens * chosen * (shape.width / 2))
     if settings.recompute == "selective":
         # the layer's input, attention's output, and every other product's
         inner_kept = 2 * arch.hidden / split if not with_experts else 0.0
@@ -104,9 +117,12 @@ def activation_bytes(arch: Architecture, with_experts: bool, shape: Shape, setti
     return whole, whole
 
 
-def local_parameters(arch: Architecture, settings: Settings, stage: int = 0) -> tuple[float, float]:
-    """Parameters one device of a pipeline stage holds before data sharding: of experts, and all others."""
+def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> tuple[float, float]:
+    """Parameters one device of a pipeline's rank holds before data sharding: of experts, and all others."""
     mesh = settings.mesh
+    if is_exact(arch, settings):
+        blocks = worker_blocks(arch, settings, rank) * block_parameters(arch, mesh.tensor)
+        return 0.0, float(blocks + rest_parameters(arch, settings, rank))
     routed = dense = 0.0
     for experts, count in layer_kinds(arch):
         own = routed_parameters(arch) if experts else 0
@@ -115,55 +131,95 @@ def local_parameters(arch: Architecture, settings: Settings, stage: int = 0) -> 
     tables = arch.vocab * arch.dim / mesh.tensor
     if mesh.pipeline == 1:
         dense += tables * (1 if arch.tied else 2)
-    elif stage in (0, mesh.pipeline - 1):
+    elif rank in (0, mesh.pipeline - 1):
         dense += tables
     return routed, dense + arch.positions * arch.dim / mesh.tensor
 
 
 def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> Memory:
     """The peak on the device that needs most: a pipeline's first stage, which holds `in_flight` microbatches'
-    activations, or its last, which holds one microbatch's and the loss."""
-    if settings.mesh.pipeline == 1:
-        return _stage(arch, settings, cluster, 1.0, first=True, last=True)
-    stages = (
-        _stage(arch, settings, cluster, max(1.0, in_flight), first=True, last=False),
-        _stage(arch, settings, cluster, 1.0, first=False, last=True),
-    )
-    return max(stages, key=lambda stage: stage.total)
+    activations, or its last, which holds one microbatch's and the loss. Of our own trainer, which may give the stages
+    between more blocks, any."""
+    ranks = settings.mesh.pipeline
+    if ranks == 1:
+        return _stage(arch, settings, cluster, _Place(0, arch.layers, 1.0, last=True))
+    if settings.software.own:
+        places = _places(arch, settings)
+    else:
+        each = arch.layers / ranks
+        places = [_Place(0, each, max(1.0, in_flight), last=False), _Place(0, each, 1.0, last=True)]
+    return max((_stage(arch, settings, cluster, place) for place in places), key=lambda stage: stage.total)
 
 
-def _stage(arch: Architecture, settings: Settings, cluster: Cluster, held: float, first: bool, last: bool) -> Memory:
+@dataclass(frozen=True)
+class _Place:
+    """A rank of a pipeline."""
+
+    rank: int
+    layers: float
+    held: float
+    """Microbatches whose activations it holds at most."""
+    last: bool
+
+
+def _places(arch: Architecture, settings: Settings) -> list[_Place]:
+    """Ranks that may need most: the first, the last, and of those between with as many blocks the first."""
+    ranks, blocks = settings.mesh.pipeline, blocks_of_ranks(arch.layers, settings)
+    held = held_forwards(settings.schedule, ranks, settings.chunks, settings.microbatches)
+    chosen = {0, ranks - 1, *({blocks[rank]: rank for rank in range(ranks - 2, 0, -1)}.values())}
+    return [
+        _Place(rank, blocks[rank], max(1.0, held[rank] / settings.chunks), last=rank == ranks - 1)
+        for rank in sorted(chosen)
+    ]
+
+
+def _stage(arch: Architecture, settings: Settings, cluster: Cluster, place: _Place) -> Memory:
     mesh, software, shape = settings.mesh, settings.software, settings.shape
-    routed, dense = local_parameters(arch, settings)
-    count = routed + dense
-    owners = mesh.shard * mesh.context
-    sharded = dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
-    weights = (sharded if settings.zero >= 3 else count) * software.weight_bytes
-    states = (sharded if settings.zero >= 1 else count) * (software.master_bytes + 2 * software.moment_bytes)
-    gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
-    if settings.zero >= 2 and mesh.pipeline > 1:
-        # they travel once a step, and wait in full until then
-        gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
-    if settings.frozen:
-        weights, states, gradients = (sharded if settings.zero >= 3 else count) * 2, 0.0, 0.0
-
+    weights, gradients, states = _states(arch, settings, place.rank)
     layers = [(n, *activation_bytes(arch, experts, shape, settings)) for experts, n in layer_kinds(arch)]
-    kept = sum(n * policy for n, _, policy in layers) / mesh.pipeline * held * (1 - settings.offloaded)
-    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" else 0.0
-    gathered = _gathered(arch, settings, count)
+    again = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / place.layers)
+    each = sum(n * (again * policy + (1 - again) * whole) for n, whole, policy in layers) / arch.layers
+    kept = each * place.layers * place.held * (1 - settings.offloaded)
+    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" and again else 0.0
+    gathered = _gathered(arch, settings, place.rank)
     accumulated = gradients if settings.microbatches > 1 or software.gradient_buffers else 0.0
+    stream = shape.tokens * arch.dim * software.stream_bytes / mesh.tensor * (shape.width / 2)
 
     # the end of a forward pass, against the end of the backward pass
-    logits = _logits(arch, settings) if last else 0.0
-    forward = (accumulated, kept + shape.tokens * arch.dim * software.stream_bytes / mesh.tensor, gathered, logits)
-    waiting = kept if mesh.pipeline > 1 and first else 0.0
+    logits = _logits(arch, settings) if place.last else 0.0
+    forward = (accumulated, kept + stream, gathered, logits)
+    waiting = kept if mesh.pipeline > 1 and (place.held > 1 or not place.last) else 0.0
     backward = (gradients, waiting + working, 0.0 if software.casts_weights else gathered, 0.0)
     parts = max(forward, backward, key=sum)
     made = weights + states + sum(parts)
     return Memory(
         weights=weights, optimizer=states, gradients=parts[0], activations=parts[1], gathered=parts[2], logits=parts[3],
-        overhead=_overhead(settings, cluster, made), capacity=cluster.chip.memory_bytes,
+        overhead=_overhead(settings, cluster, made), capacity=cluster.chip.memory_bytes, rank=place.rank,
     )  # fmt: skip
+
+
+def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, float, float]:
+    """Of weights, gradients and optimizer."""
+    mesh, software = settings.mesh, settings.software
+    routed, dense = local_parameters(arch, settings, rank)
+    count = routed + dense
+    owners = mesh.shard * mesh.context
+    sharded = dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
+    held = sharded if settings.zero >= 3 else count
+    if settings.frozen:
+        return held * 2, 0.0, 0.0
+    moments = 0.0 if software.offloads_moments else 2 * software.moment_bytes
+    states = (sharded if settings.zero >= 1 else count) * (software.master_bytes + moments)
+    gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
+    if gradients_wait(settings):
+        gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
+    return held * software.weight_bytes, gradients, states
+
+
+def gradients_wait(settings: Settings) -> bool:
+    """Whether gradients that end up sharded travel once a step, and wait in full until then."""
+    several = settings.software.own and settings.microbatches > 1
+    return settings.zero >= 2 and (settings.mesh.pipeline > 1 or several)
 
 
 def _overhead(settings: Settings, cluster: Cluster, made: float) -> float:
@@ -174,19 +230,22 @@ def _overhead(settings: Settings, cluster: Cluster, made: float) -> float:
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + FRAGMENTATION * made
 
 
-def _gathered(arch: Architecture, settings: Settings, count: float) -> float:
+def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
     """Weights brought together or cast for use."""
     mesh, software = settings.mesh, settings.software
+    count = sum(local_parameters(arch, settings, rank))
     if software.casts_weights:
         return 2 * count
+    width = settings.shape.width if software.own else 2
     if settings.zero < 3 or mesh.shard * mesh.context == 1:
-        return 0.0
+        # copies of the whole round their own weights for products, and keep that for both passes
+        return width * count if software.own and mesh.data > 1 else 0.0
     if settings.keeps_weights or mesh.pipeline > 1:
-        return 2 * count
+        return width * count
     layer = max(_layer_weights(arch, experts, settings) for experts, _ in layer_kinds(arch))
     tables = arch.vocab * arch.dim / mesh.tensor * (1 if arch.tied else 2)
     # two layers' weights and one layer's gradients on their way, beside the tables that stay
-    return 2 * tables + layer * (2 * 2 + software.reduce_bytes)
+    return width * tables + layer * (2 * width + software.reduce_bytes)
 
 
 def _layer_weights(arch: Architecture, experts: bool, settings: Settings) -> float:
@@ -204,5 +263,8 @@ def _logits(arch: Architecture, settings: Settings) -> float:
     if settings.software.loss == "chunked":
         # while one chunk's logits are made, the chunk before is still alive
         held = 11 * elements if elements <= CHUNK_ELEMENTS else 16 * CHUNK_ELEMENTS
-        return held + 4 * arch.vocab * arch.dim + 2 * tokens * arch.dim
+        # the head's gradient in float32 and the stream's; a tensor axis gathers the stream for it
+        streams = 2 * tokens * arch.dim * (settings.shape.width / 2)
+        streams += settings.stream_width * tokens * arch.dim if settings.mesh.tensor > 1 else 0.0
+        return held + 4 * arch.vocab * arch.dim / settings.mesh.tensor + streams
     return elements * LOGITS_BYTES[settings.software.loss]

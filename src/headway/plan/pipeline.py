@@ -26,7 +26,7 @@ from math import inf
 
 from headway.errors import UsageError
 
-__all__ = ["SCHEDULES", "Stage", "Timeline", "check_schedule", "simulate"]
+__all__ = ["SCHEDULES", "Stage", "Timeline", "check_schedule", "in_flight", "simulate"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -142,11 +142,14 @@ def _timeline(schedule: str, stages: tuple[Stage, ...], ranks: int, microbatches
     else:
         seconds = _one_chunk(schedule == "zero-bubble", stages, microbatches, transfer_s)
     busy = tuple(microbatches * sum(stage.total for stage in stages[rank::ranks]) for rank in range(ranks))
-    return Timeline(seconds, busy, _in_flight(schedule, ranks, len(stages) // ranks, microbatches))
+    return Timeline(seconds, busy, in_flight(schedule, ranks, len(stages) // ranks, microbatches))
 
 
-def _in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """Read off the lists: forwards before the first backward (zero-bubble: before the first weight gradients)."""
+def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """By rank, the most forwards of (microbatch, chunk) whose backward is not done.
+
+    Read off the lists: forwards before the first backward (zero-bubble: before the first weight gradients).
+    """
     most = {
         "gpipe": [microbatches] * ranks,
         "1f1b": [ranks - rank for rank in range(ranks)],

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from headway.plan.settings import Recompute, Software
+from headway.plan.settings import Mesh, Recompute, Software
 from headway.plan.trainer import own_software
 
 __all__ = ["PROGRAMS", "Program", "program_of"]
@@ -72,7 +72,7 @@ _HERD = replace(TUNED, attention="flash2", tensor_overlap=True)
 
 PROGRAMS = (
     # this trainer: what a line says of compilation and devices is filled in below
-    Program("headway", "headway", own_software(compiled=False, casts=False, older=False), zero=3, interleaves=False),
+    Program("headway", "headway", own_software(compiled=False, autocasts=True, older=False), zero=3, interleaves=False),
     # FSDP1 without forward prefetch, gathers after a backward pass; Triton's FlashAttention-1; biases; not compiled
     Program("llm-foundry", "llm-foundry", _FOUNDRY, zero=3, half_attention=False, counts_positions=True),
     # Megatron-DeepSpeed: no flash attention, dropout, one blocking all-reduce of gradients at the end
@@ -115,7 +115,8 @@ def program_of(line: Mapping[str, str]) -> Program:
         software = replace(software, prefetch=True, attention="triton1" if triton else "flash2")
     if program.name == "headway":
         compiled, gpu = "compile" in line.get("notes", ""), line.get("gpu", "").lower()
-        software = own_software(compiled=compiled, casts=line.get("n_gpus") == "1", older="a100" in gpu)
+        software = own_software(compiled=compiled, autocasts=True, older="a100" in gpu)
+        software = software.on(Mesh()) if line.get("n_gpus") == "1" else software
     if "202412" in source:
         software = replace(software, loss="eager")  # the loss was not compiled yet
     if program.name == "megatron-bridge":

@@ -11,16 +11,17 @@ from itertools import accumulate
 from typing import Literal
 
 from headway.errors import UsageError
-from headway.plan.architecture import layer_kinds
+from headway.hardware import Cluster
+from headway.plan.architecture import Architecture
 from headway.plan.candidates import LONG, candidates, held_microbatches, settings_of
 from headway.plan.checks import check
 from headway.plan.costs import Costs
 from headway.plan.estimate import Estimate, estimate
-from headway.plan.layer import Layer, layer, phases, speed
+from headway.plan.layer import layer_mix
 from headway.plan.memory import memory
-from headway.plan.operations import head_operations
 from headway.plan.settings import Mesh, Settings
-from headway.plan.step import layers_of_stages
+from headway.plan.stages import blocks_of_ranks, stage_counts
+from headway.plan.step import cut_stages, ends_of_the_model
 from headway.plan.task import RUNNABLE, Choices, Task
 
 __all__ = ["Found", "Point", "Rank", "Ranked", "lower_bound", "search", "search_devices"]
@@ -65,7 +66,8 @@ class Found:
     @property
     def runnable(self) -> Ranked | None:
         """The best plan that this version's trainer runs."""
-        return next((plan for plan in self.plans if plan.runnable), None)
+        able = (plan for plan in self.plans if plan.runnable)
+        return min(able, key=lambda plan: plan.estimate.step.seconds, default=None)
 
 
 @dataclass(frozen=True)
@@ -149,13 +151,17 @@ def _nothing(task: Task, costs: Costs, choices: Choices) -> UsageError:
 
 def _search(task: Task, costs: Costs, choices: Choices, rank: Rank, keep: int, context: bool) -> Found:
     bounds = _Bounds(task, costs)
-    ways = [(bounds.of(way), way) for way in candidates(task, costs.cluster, choices, context)]
+    least = choices.least_blocks
+    cut = map(bounds.cut, candidates(task, costs.cluster, choices, context))
+    ways = [(bounds.of(way.but(recompute="none") if least else way), way) for way in cut]
     ways.sort(key=lambda pair: pair[0])
-    best, unfit, estimated = _estimate_best(task, costs, ways, rank, keep)
-    if best and not any(RUNNABLE.allows(plan.settings) for plan in best):
+    best, unfit, estimated = _estimate_best(task, costs, ways, rank, keep, choices)
+    if best and not RUNNABLE.allows(best[0].settings):
+        # the best of a kind may hide another of the same kind that runs
         able = [pair for pair in ways if RUNNABLE.allows(pair[1])]
-        more, _, again = _estimate_best(task, costs, able, rank, 1)
-        best, estimated = best + more, estimated + again
+        more, _, again = _estimate_best(task, costs, able, rank, 1, choices)
+        best += [plan for plan in more if all(plan.settings != other.settings for other in best)]
+        estimated += again
     plans = tuple(
         Ranked(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
     )  # fmt: skip
@@ -163,7 +169,7 @@ def _search(task: Task, costs: Costs, choices: Choices, rank: Rank, keep: int, c
 
 
 def _estimate_best(
-    task: Task, costs: Costs, ways: Iterable[tuple[float, Settings]], rank: Rank, keep: int
+    task: Task, costs: Costs, ways: Iterable[tuple[float, Settings]], rank: Rank, keep: int, choices: Choices
 ) -> tuple[list[Estimate], int, int]:
     """The best of each of the best kinds of mesh, how many ways did not fit, and how many were estimated."""
     best: dict[tuple[int, ...], Estimate] = {}
@@ -176,16 +182,39 @@ def _estimate_best(
         rival = best.get(_kind(way.mesh))
         if rival is not None and bound > rival.step.seconds:
             continue
-        if not memory(task.architecture, way, costs.cluster, held_microbatches(way)).fits:
+        fit = fitting(task.architecture, way, costs.cluster, choices)
+        if fit is None:
             unfit += 1
             continue
         estimated += 1
-        made = estimate(task.architecture, way, costs)
+        made = estimate(task.architecture, fit, costs)
         if rival is None or _order(made, rank) < _order(rival, rank):
             best[_kind(way.mesh)] = made
             times = sorted(plan.step.seconds for plan in best.values())
             last = times[keep - 1] if len(times) >= keep else last
     return sorted(best.values(), key=lambda plan: _order(plan, rank))[:keep], unfit, estimated
+
+
+def fitting(arch: Architecture, way: Settings, cluster: Cluster, choices: Choices) -> Settings | None:
+    """The way to run if it fits; where that is left open, with as few layers recomputed as do. None where it does
+    not."""
+
+    def fits(blocks: int | None, room: float = 0.0) -> bool:
+        trial = way.but(recompute_blocks=blocks)
+        need = memory(arch, trial, cluster, held_microbatches(trial))
+        return need.total <= need.capacity * (1 - room)
+
+    if not choices.least_blocks or way.recompute == "none":
+        return way if fits(way.recompute_blocks) else None
+    if not fits(None):
+        return None
+    # that nothing is recomputed at all is a way of its own where it is among the choices
+    least, every = 1 if "none" in choices.recompute else 0, max(blocks_of_ranks(arch.layers, way))
+    most = every
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(middle, choices.room) else (middle + 1, most)
+    return way.but(recompute_blocks=None if least == every else least)
 
 
 def _kind(mesh: Mesh) -> tuple[int, ...]:
@@ -217,29 +246,38 @@ class _Bounds:
         self._layers: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._ends: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._passes: dict[tuple[object, ...], float] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+
+    def cut(self, way: Settings) -> Settings:
+        """With the stages of its pipeline as the software cuts them."""
+        if way.mesh.pipeline == 1 or way.stages is not None or not way.software.own:
+            return way
+        key = (*_shape(way), way.mesh.pipeline, way.chunks)
+        if key not in self._cuts:
+            self._cuts[key] = cut_stages(self._task.architecture, way, self._costs).stages
+        return way.but(stages=self._cuts[key])
 
     def of(self, way: Settings) -> float:
         """Of one way to run: its passes and the loop around them; gradients, weights and the optimizer come on top."""
-        mesh = way.mesh
-        shape = (mesh.tensor, mesh.context, mesh.expert, way.microbatch, way.recompute, way.precision)
-        key = (*shape, mesh.pipeline, way.microbatches, way.schedule, way.chunks)
+        way = self.cut(way)
+        shape = _shape(way)
+        key = (*shape, way.mesh.pipeline, way.microbatches, way.schedule, way.chunks, way.stages)
         if key not in self._passes:
-            if shape not in self._layers:
-                self._layers[shape] = self._layer(way)
-            end = (mesh.tensor, mesh.context, way.microbatch, way.precision)
+            layers = (shape, way.stages if way.recompute_blocks is not None else None)
+            if layers not in self._layers:
+                self._layers[layers] = self._layer(way)
+            end = (way.mesh.tensor, way.mesh.context, way.microbatch, way.precision, way.software.casts_weights)
             if end not in self._ends:
                 self._ends[end] = self._end(way)
             self._passes[key] = _passes_at_least(
-                self._task.architecture.layers, way, self._layers[shape], self._ends[end]
+                self._task.architecture.layers, way, self._layers[layers], self._ends[end]
             )
         return self._passes[key] + (self._costs.parameters.loop_s if way.software.waits else 0.0)
 
     def _layer(self, way: Settings) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of a layer, on average."""
         arch = self._task.architecture
-        kinds: list[tuple[Layer, float]] = [
-            (layer(arch, experts, way, self._costs), count / arch.layers) for experts, count in layer_kinds(arch)
-        ]
+        kinds = [(one, count / arch.layers) for _, count, one in layer_mix(arch, way, self._costs)]
         forward = sum(one.whole_forward * share for one, share in kinds)
         backward = sum(one.backward * share for one, share in kinds)
         weight = sum(one.weight_grad * share for one, share in kinds)
@@ -247,13 +285,15 @@ class _Bounds:
 
     def _end(self, way: Settings) -> tuple[float, float, float, float]:
         """Forward and backward of the embedding; of the last norm, head and loss."""
-        software, made = way.software, []
-        for part in head_operations(self._task.architecture, way.shape, software):
-            forward, inputs, weights = phases(self._costs.rates, part, software.attention)
-            backward = inputs if way.frozen else inputs + weights
-            fast = speed(self._costs, way.shape.other, forward + backward)
-            made += [fast.seconds(forward), fast.seconds(backward)]
-        return made[0], made[1], made[2], made[3]
+        first, last = ends_of_the_model(self._task.architecture, way, self._costs)
+        return *first, *last
+
+
+def _shape(way: Settings) -> tuple[object, ...]:
+    """What a layer's time hangs on."""
+    mesh, casts = way.mesh, way.software.casts_weights
+    sizes = (mesh.tensor, mesh.context, mesh.expert, way.microbatch)
+    return *sizes, way.recompute, way.recompute_blocks, way.precision, casts
 
 
 def lower_bound(task: Task, way: Settings, costs: Costs) -> float:
@@ -268,7 +308,7 @@ def _passes_at_least(
     ranks, count = way.mesh.pipeline, way.microbatches
     if ranks == 1:
         return count * (layers * sum(each) + sum(ends))
-    counts = layers_of_stages(layers, ranks * way.chunks)
+    counts = stage_counts(layers, way)
     forward, inputs, weight = ([n * seconds for n in counts] for seconds in each)
     forward[0], weight[0] = forward[0] + ends[0], weight[0] + ends[1]
     forward[-1], inputs[-1] = forward[-1] + ends[2], inputs[-1] + ends[3]

@@ -79,9 +79,14 @@ class Software:
     separate_products: bool = False
     """Queries, keys and values, and a feed-forward's two inner matrices, are products of their own."""
     casts_weights: bool = False
-    """Autocast on one device: weights are rounded at each use."""
+    """Autocast: weights are rounded at each use, and the stream stays in float32."""
+    autocasts: bool = False
+    """It trains so where nobody shares the data: see `on`."""
     sequence_parallel: bool = True
     """Between a tensor axis's products the stream is split over it."""
+    regathers: bool = True
+    """What products read is gathered over the tensor axis once more for the weights' gradients; otherwise it is kept
+    as it was gathered."""
     tensor_overlap: bool = False
     """The tensor axis's exchanges run beside its products."""
     weight_overlap: bool = False
@@ -97,6 +102,8 @@ class Software:
     recompute_host: float = 1.0
     """Host time of running a layer again over its first pass: hooks into autograd cost more than a plain second
     pass."""
+    keeps_products: bool = False
+    """Selective recomputation keeps the results of all products; otherwise of every other one."""
     waits: bool = True
     """The host waits for each step's result before it hands over the next."""
     expert_overlap: float = 0.0
@@ -123,8 +130,20 @@ class Software:
     """Of each gradient as it travels."""
     optimizer_passes: float = 1.0
     """1 for a fused optimizer; an unfused one moves its states several times."""
+    offloads_moments: bool = False
+    """Adam's moments live in the host's memory, and visit the device for each step."""
     loop_s: float | None = None
     """Host seconds of each step beside the layers, where they are known: data, norm, optimizer, logging."""
+    own: bool = False
+    """Headway's own trainer, of which more is known than of others: a pipeline's stages are cut by cost, gradients wait
+    whole for a step's last microbatch, and what the model's ends hold and exchange is counted."""
+
+    def on(self, mesh: Mesh) -> "Software":
+        """What it does on a mesh: autocast only where FSDP's policy, which rounds shards, has none to round."""
+        if not self.autocasts:
+            return self
+        casts = mesh.data * mesh.context == 1
+        return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2)
 
 
 @dataclass(frozen=True)
@@ -184,6 +203,10 @@ class Settings:
     """Weights stay as they are but for a few small ones beside them: no weight gradients, nothing to update."""
     imbalance: float = 1.0
     """Tokens of the busiest expert's device over the mean."""
+    recompute_blocks: int | None = None
+    """How many of a device's layers are recomputed, from the first on; None is all."""
+    stages: tuple[int, ...] | None = None
+    """Layers of each of a pipeline's stages; None leaves them to the software."""
 
     @property
     def microbatches(self) -> int:
@@ -196,6 +219,11 @@ class Settings:
         mesh = self.mesh
         sizes = (self.microbatch, self.seq, mesh.tensor, mesh.context, mesh.expert)
         return Shape(*sizes, self.precision, self.imbalance)
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of an element of the stream as it travels between a layer's parts and between stages."""
+        return 4 if self.software.casts_weights else self.shape.width
 
     def but(self, **changes: Any) -> "Settings":
         """The same with some fields changed."""

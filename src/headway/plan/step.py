@@ -5,21 +5,24 @@ of the gradients' exchange, and the optimizer. Each layer costs the larger of ho
 beside it slows it down; only what does not fit beside it is exposed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.costs import Costs
 from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
-from headway.plan.layer import Layer, Work, layer, phases, speed
+from headway.plan.layer import Layer, Work, layer_mix, phases, speed
 from headway.plan.memory import local_parameters
 from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import head_operations, optimizer_bytes
+from headway.plan.own_exchanges import end_exchanges, of_the_rest, once_a_step
 from headway.plan.pipeline import Stage, Timeline, simulate
 from headway.plan.rates import family
 from headway.plan.settings import LOW, Settings
+from headway.plan.stages import stage_counts, stages_by_cost
+from headway.plan.worker import block_parameters, is_exact
 
-__all__ = ["ACCOUNTS", "Step", "layers_of_stages", "step"]
+__all__ = ["ACCOUNTS", "Step", "cut_stages", "ends_of_the_model", "layer_pieces", "step"]
 
 ACCOUNTS = (
     "useful",
@@ -37,6 +40,10 @@ UPDATE = 0.82
 """What an optimizer's kernels reach of the memory's best bandwidth: measured on an H200, 3.4 of 4.2 TB/s."""
 NEVER_HIDDEN = 0.1
 """Of gradients that travel once a step: the last piece has nothing left to hide behind."""
+HOST_LINK_BYTES_S = 55e9
+"""Between a device and pinned memory of its host: measured on an H200's host, over PCIe 5.0 x16, whose own rate is
+64e9."""
+HOST_LINK_PEAK_BYTES_S = 64e9
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,7 @@ class _Passes:
 
 def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     """Seconds of one step and where they go."""
-    kinds = tuple(layer_kinds(arch))
-    layers = [(layer(arch, experts, settings, costs), count / arch.layers) for experts, count in kinds]
+    layers = [(one, count / arch.layers) for _, count, one in layer_mix(arch, settings, costs)]
 
     def mean(get: Callable[[Layer], float]) -> float:
         return sum(get(one) * share for one, share in layers)
@@ -85,14 +91,19 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     wait_b += travel[2]
 
     # all microbatches, in the schedule's order
-    first, last = _ends(arch, settings, costs)
+    first, last = ends_of_the_model(arch, settings, costs)
+    at_first, at_last = end_exchanges(arch, settings, costs)
     weight_share = mean(lambda one: one.weight_grad) / backward if backward else 0.0
-    passes = _Passes(forward + slow_f + wait_f, backward + slow_b + wait_b, weight_share, first, last)
+    passes = _Passes(
+        forward + slow_f + wait_f, backward + slow_b + wait_b, weight_share,
+        (first[0] + at_first[0], first[1] + at_first[1]), (last[0] + at_last[0], last[1] + at_last[1]),
+    )  # fmt: skip
     timeline = _schedule(arch, settings, costs, passes)
 
     # once a step
-    window = passes.backward * arch.layers / settings.mesh.pipeline
+    window = backward * arch.layers / settings.mesh.pipeline
     gradients = _gradients(arch, settings, costs, window)
+    rest = of_the_rest(arch, settings, costs)
     update = _update(arch, settings, costs)
     whole = timeline.seconds
     loop = settings.software.loop_s if settings.software.loop_s is not None else costs.parameters.loop_s
@@ -100,8 +111,8 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     if not settings.software.waits:
         # the host runs ahead: its loop shows only where the device waits for it anyway
         host_total = _host_total(arch, settings, layers) + loop
-        loop = max(0.0, host_total - whole - gradients - update)
-    total = whole + gradients + update + loop
+        loop = max(0.0, host_total - whole - rest - gradients - update)
+    total = whole + rest + gradients + update + loop
 
     # a device's share of the layers and ends, on average; what some stages have more is others' bubble
     per = arch.layers / settings.mesh.pipeline * settings.microbatches
@@ -109,8 +120,9 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     busy = sum(timeline.busy) / len(timeline.busy)
     useful = useful_seconds(arch, settings, costs)
     exposed = {
-        "inside layers": per * mean(lambda one: one.exchange_forward + one.exchange_backward),
-        "weights and gradients of layers": per * (wait_f + wait_b),
+        "inside layers": per * mean(lambda one: one.exchange_forward + one.exchange_backward)
+        + sum(at_first + at_last) * settings.microbatches / settings.mesh.pipeline,
+        "weights and gradients of layers": per * (wait_f + wait_b) + rest,
         "gradients of the step": gradients,
     }
     accounts = {
@@ -143,7 +155,10 @@ def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[Layer
     return each * arch.layers / settings.mesh.pipeline * settings.microbatches
 
 
-def _ends(arch: Architecture, settings: Settings, costs: Costs) -> tuple[tuple[float, float], tuple[float, float]]:
+Ends = tuple[tuple[float, float], tuple[float, float]]
+
+
+def ends_of_the_model(arch: Architecture, settings: Settings, costs: Costs) -> Ends:
     """Forward and backward seconds of the embedding, and of the last norm, head and loss."""
     parts = head_operations(arch, settings.shape, settings.software)
     made = []
@@ -170,7 +185,7 @@ def _schedule(arch: Architecture, settings: Settings, costs: Costs, passes: _Pas
 
 
 def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[Stage, ...]:
-    counts = layers_of_stages(layers, settings.mesh.pipeline * settings.chunks)
+    counts = stage_counts(layers, settings)
     stages = []
     for i, count in enumerate(counts):
         forward, backward = count * passes.forward, count * passes.backward
@@ -184,22 +199,21 @@ def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[Stage, ..
     return tuple(stages)
 
 
-def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Layers of each stage: as even as can be, the first and last getting fewer since they hold the model's ends."""
-    if layers % stages == 0:
-        return [layers // stages] * stages
-    if stages > 1 and (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    low, more = divmod(layers, stages)
-    first = (stages - more) // 2
-    return [low + (1 if first <= i < first + more else 0) for i in range(stages)]
+def cut_stages(arch: Architecture, settings: Settings, costs: Costs) -> Settings:
+    """The settings with a pipeline's stages cut by cost, where the software does so and nobody has said how."""
+    mesh = settings.mesh
+    if mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
+        return settings
+    each = sum(count * (one.whole_forward + one.backward) for _, count, one in layer_mix(arch, settings, costs))
+    ends = zip(ends_of_the_model(arch, settings, costs), end_exchanges(arch, settings, costs), strict=True)
+    first, last = (arch.layers * sum(computed + exchanged) / each for computed, exchanged in ends)
+    return settings.but(stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
 
 
 def _transfer(arch: Architecture, settings: Settings, costs: Costs) -> float:
     """What a stage waits for its neighbour's activations beyond their making."""
     mesh, software = settings.mesh, settings.software
-    size = settings.shape.tokens * arch.dim * settings.shape.width / (mesh.tensor if software.sequence_parallel else 1)
+    size = settings.shape.tokens * arch.dim * settings.stream_width / (mesh.tensor if software.sequence_parallel else 1)
     group = Group(2, mesh.tensor * mesh.context * mesh.data)
     return collective_seconds(costs.network, "send", size, group)
 
@@ -217,18 +231,29 @@ def _sharded(arch: Architecture, settings: Settings, costs: Costs) -> tuple[floa
     gather = scatter = 0.0
     size = 1 if settings.precision in LOW and software.gathers_low else settings.shape.width
     for experts, count in layer_kinds(arch):
-        routed = routed_parameters(arch) if experts else 0
-        pieces = [((layer_parameters(arch, experts) - routed) / mesh.tensor, group)]
-        if routed and group.size * mesh.tensor > mesh.expert:
-            pieces.append((routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)))
-        for number, members in pieces:
+        for _, number, members in layer_pieces(arch, experts, settings):
             share = count / arch.layers
             gather += share * collective_seconds(costs.network, "all_gather", number * size, members)
             if not settings.frozen:
                 moved = number * software.reduce_bytes
                 scatter += share * collective_seconds(costs.network, "reduce_scatter", moved, members)
+    if software.own:
+        scatter /= settings.microbatches
     again = 0.0 if settings.keeps_weights else gather
     return (gather, again + scatter, 0.0) if software.prefetch else (gather, scatter, again)
+
+
+def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Iterator[tuple[str, float, Group]]:
+    """Parameters of a layer that travel together, and among whom."""
+    mesh = settings.mesh
+    group = Group(mesh.shard * mesh.context, mesh.tensor)
+    if is_exact(arch, settings):
+        yield "weights", block_parameters(arch, mesh.tensor), group
+        return
+    routed = routed_parameters(arch) if experts else 0
+    yield "weights", (layer_parameters(arch, experts) - routed) / mesh.tensor, group
+    if routed and group.size * mesh.tensor > mesh.expert:
+        yield "experts", routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)
 
 
 def _beside(compute: float, travel: float, settings: Settings, costs: Costs) -> tuple[float, float]:
@@ -246,6 +271,8 @@ def _gradients(arch: Architecture, settings: Settings, costs: Costs, window: flo
     mesh, software, p = settings.mesh, settings.software, costs.parameters
     if settings.frozen or costs.ideal:
         return 0.0
+    if is_exact(arch, settings):
+        return sum(one.exposed for one in once_a_step(arch, settings, costs, window))
     count = sum(local_parameters(arch, settings))
     if settings.zero >= 3 and mesh.pipeline == 1:
         group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
@@ -282,4 +309,9 @@ def _update(arch: Architecture, settings: Settings, costs: Costs) -> float:
     rate = chip.bandwidth_bytes_s
     if not costs.ideal:
         rate *= family(chip).memory * UPDATE * costs.parameters.memory
-    return (routed + dense) * optimizer_bytes(settings.software) / rate
+    seconds = (routed + dense) * optimizer_bytes(settings.software) / rate
+    if settings.software.offloads_moments:
+        # there and back, one after the other
+        link = HOST_LINK_PEAK_BYTES_S if costs.ideal else HOST_LINK_BYTES_S
+        seconds += 2 * (routed + dense) * 2 * settings.software.moment_bytes / link
+    return seconds

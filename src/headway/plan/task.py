@@ -1,12 +1,13 @@
 """What is to be trained, what a trainer can run, and what a search may vary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.hardware import precision
 from headway.plan.architecture import Architecture
 from headway.plan.settings import AXES, Mesh, Recompute, Schedule, Settings, Software
 
-__all__ = ["RUNNABLE", "Choices", "Limits", "Task"]
+__all__ = ["RUNNABLE", "Choices", "Limits", "Task", "pipeline_clash"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class Limits:
     axes: tuple[str, ...] = AXES
     """Of the mesh, that may be larger than 1."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    """On one device there is nothing to spread, and any is right."""
+    """Where there is no shard axis there is nothing to spread, and any is right."""
     recompute: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     precisions: tuple[str, ...] | None = None
     """By any of their names; None is all."""
     moment_bytes: tuple[float, ...] | None = None
     """Of each of Adam's two moments; None is any."""
+    orders: Callable[[Settings], str | None] = lambda _: None
+    """What its pipeline schedules ask for beyond what all do: a sentence of the settings that lack it."""
 
     def allows(self, settings: Settings) -> bool:
         """Whether the trainer runs it."""
@@ -48,24 +51,38 @@ class Limits:
             and self.allows_mesh(settings.mesh, settings.zero)
             and (self.precisions is None or precision(settings.precision) in map(precision, self.precisions))
             and (self.moment_bytes is None or settings.software.moment_bytes in self.moment_bytes)
+            and (settings.mesh.pipeline == 1 or self.orders(settings) is None)
         )
 
     def allows_mesh(self, mesh: Mesh, zero: int) -> bool:
         """Whether it runs on such a mesh."""
-        return (mesh.devices == 1 or zero in self.zero) and all(
+        return (mesh.shard * mesh.context == 1 or zero in self.zero) and all(
             getattr(mesh, axis) == 1 or axis in self.axes for axis in AXES
         )
 
 
+def pipeline_clash(settings: Settings) -> str | None:
+    """What PyTorch's schedules, which this version's trainer uses, miss in a pipeline's settings; None for nothing."""
+    ranks, count = settings.mesh.pipeline, settings.microbatches
+    if settings.schedule == "1f1b" and count < ranks:
+        return f"1f1b over {ranks} stages takes {ranks} microbatches at least, and there are {count}"
+    if settings.schedule == "zero-bubble" and count % max(1, count // ranks):
+        rounds = count // ranks
+        return f"zero-bubble takes microbatches in {rounds} equal rounds over {ranks} stages, and there are {count}"
+    if settings.schedule == "zero-bubble" and settings.software.fusion == "compiled":
+        return "zero-bubble splits backward passes, which compiled blocks do not allow"
+    return None
+
+
 RUNNABLE = Limits(
-    axes=("shard",),
+    axes=("replicate", "shard", "tensor", "pipeline"),
     zero=(3,),
-    recompute=("none", "full"),
-    schedules=("1f1b",),
+    recompute=("none", "selective", "full"),
     precisions=("bf16", "fp32"),
     moment_bytes=(4,),
+    orders=pipeline_clash,
 )
-"""What this version's trainer runs."""
+"""What this version's trainer runs: the one place that says so."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,16 @@ class Choices:
     moment_bytes: tuple[float, ...] | None = None
     """Otherwise the software's, for the same reason."""
     zero: tuple[int, ...] = (0, 1, 3)
+    keeps_weights: tuple[bool, ...] | None = None
+    """Of sharded weights without a pipeline; otherwise the task's."""
+    blocks: int | None = None
+    """Layers of a device that are recomputed, where anything is; otherwise all."""
+    least_blocks: bool = False
+    """Recompute as few of a device's layers as memory allows; otherwise `blocks`."""
+    room: float = 0.0
+    """Share of the memory that this leaves free, since predictions err; where all layers must be recomputed, none."""
+    stages: tuple[int, ...] | None = None
+    """Layers of each of a pipeline's stages; otherwise as the software cuts them."""
     max_tensor: int | None = None
     """Otherwise as many devices as the fastest links join."""
     context: bool | None = None

@@ -1,10 +1,10 @@
 """What to train: typed, validated, TOML in, JSON out."""
 
-from headway.recipe.assignment import Assignment
+from headway.recipe.assignment import Assignment, Trial
 from headway.recipe.changes import CHANGEABLE, changes, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
-from headway.recipe.schema import Checkpoint, Data, Eval, Model, Parallel, Recipe, Train
+from headway.recipe.schema import Checkpoint, Data, Eval, Layout, Model, Parallel, Recipe, Train
 
 __all__ = [
     "CHANGEABLE",
@@ -14,10 +14,12 @@ __all__ = [
     "Eval",
     "Fault",
     "FaultPlan",
+    "Layout",
     "Model",
     "Parallel",
     "Recipe",
     "Train",
+    "Trial",
     "changes",
     "check_resumable",
     "load_recipe",

@@ -6,7 +6,18 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.recipe.faults import FaultPlan
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "Trial"]
+
+
+class Trial(BaseModel):
+    """A few steps whose every number is written down, to be held against those of another mesh."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str
+    """Where to write losses, gradients and parameters."""
+    steps: int
+    """How many steps of plain gradient descent to make."""
 
 
 class Assignment(BaseModel):
@@ -34,5 +45,9 @@ class Assignment(BaseModel):
     """When the agent asked for this worker (monotonic): its start-up counts from here."""
     checkpoint: str | None = None
     """The checkpoint to go on from; None starts at step 0."""
+    draw: bool = False
+    """Only make the first weights of a class of the user's own, and leave them in the run's folder."""
+    trial: Trial | None = None
+    """Make a trial instead of training."""
     faults: FaultPlan = FaultPlan()
     """What to break on purpose."""

@@ -4,19 +4,29 @@ from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.schema import Parallel, Recipe
+from headway.recipe.schema import Layout, Parallel, Recipe
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
 
 CHANGEABLE = {
     "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
     "train.microbatch": "same gradients up to rounding",
-    "train.checkpoint_activations": "same gradients, other memory",
+    "train.recompute": "same gradients, other memory",
+    "train.recompute_blocks": "same gradients, other memory",
+    "train.memory_gb": "same gradients, other memory",
+    "train.offload_optimizer": "same gradients, other memory",
     "train.compile": "same gradients up to rounding",
     "train.deterministic": "slower, repeatable kernels",
     "train.device": "same state on another kind of device",
     "train.timeout_s": "patience only",
-    "parallel.shard": "other workers take the state over exactly; same gradients up to rounding",
+    **{
+        f"parallel.{key}": "other workers take the state over exactly; same gradients up to rounding"
+        for key in Parallel.model_fields
+    },
+    **{
+        f"model.layout.{key}": "it says how a class of your own is cut; same gradients up to rounding"
+        for key in Layout.model_fields
+    },
     "data.path": "the folder may move; its version must stay",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
@@ -30,11 +40,14 @@ CHANGEABLE = {
 def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values; a section that is left out counts as one of defaults."""
     before, after = (dict(leaves(_whole(recipe))) for recipe in (old, new))
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    keys = [*before, *(key for key in after if key not in before)]
+    pairs = {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: (old_value, new_value) for key, (old_value, new_value) in pairs.items() if old_value != new_value}
 
 
 def _whole(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_copy(update={"parallel": recipe.parallel or Parallel()}).model_dump()
+    model = recipe.model.model_copy(update={"layout": recipe.model.layout or Layout()})
+    return recipe.model_copy(update={"model": model, "parallel": recipe.parallel or Parallel()}).model_dump()
 
 
 def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -10,12 +10,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["POINTS", "Fault", "FaultPlan"]
+__all__ = ["POINTS", "Fault", "FaultPlan", "Mutation"]
 
 Point = Literal["start", "data", "compute", "save", "commit", "evaluation"]
 POINTS: tuple[Point, ...] = ("start", "data", "compute", "save", "commit", "evaluation")
 """Where in a step a fault can strike: at its start, in the data wait, in the forward and backward, while a
 checkpoint's files are written, just before its commit, in an evaluation."""
+
+Mutation = Literal["no-gradient-reduction", "pipeline-loss-scale", "whole-norm"]
+"""A mistake in how a model is put onto a mesh: gradients that nobody adds up, a loss that a pipeline divides once
+more, norms taken for whole where each worker sees a share of the sequence. Training goes on with it, and goes wrong; by
+these `headway check` shows that it finds such mistakes."""
 
 
 class Fault(BaseModel):
@@ -39,6 +44,8 @@ class FaultPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     faults: tuple[Fault, ...] = ()
+    mutations: tuple[Mutation, ...] = ()
+    """Mistakes in how the model is spread over workers, that `headway check` must find."""
 
     def kill(self, step: int, rank: int | None = None, point: Point = "start", attempt: int = 1) -> Self:
         """SIGKILL a worker."""

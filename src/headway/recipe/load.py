@@ -5,6 +5,7 @@ Errors name the file, the key, and the nearest names or the range that is allowe
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -46,20 +47,32 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 def to_toml(recipe: Recipe) -> str:
     """A recipe as TOML that loads back to an equal one; keys without a value are left as comments."""
-    values = recipe.model_dump()
-    sections = {"": {key: value for key, value in values.items() if not isinstance(value, dict)}}
-    sections |= {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = list[str]()
-    for section, fields in sections.items():
-        lines += [f"[{section}]"] if section else []
-        for key, value in fields.items():
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
-        lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join(list(_table((), recipe.model_dump()))[:-1])
+
+
+def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterable[str]:
+    """The lines of a table and of those inside it, each table with a blank line after it."""
+    if path:
+        yield f"[{'.'.join(map(_key, path))}]"
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    for key, value in values.items():
+        if key not in tables:
+            yield f"# {key} is not set" if value is None else f"{_key(key)} = {_toml(value)}"
+    yield ""
+    for key, value in tables.items():
+        yield from _table((*path, key), value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:
-    """A scalar in TOML, which is JSON but for DEL."""
+    """A value in TOML; of a scalar that is its JSON, but for DEL."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{_key(key)} = {_toml(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -112,13 +125,26 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
         if not isinstance(base, str):
             raise RecipeError(f"{file}: extends must name one file, not {base!r}")
         values, origins = _read_file(file.parent / base, (*chain, file.resolve()))
-    for key, value in leaves(own):
-        _assign(values, origins, key, value, origin=str(file))
+    _lay_over(values, own, origins, str(file))
     return values, origins
 
 
+def _lay_over(
+    values: dict[str, Any], own: Mapping[str, Any], origins: dict[str, str], origin: str, prefix: str = ""
+) -> None:
+    """Put values over others, table by table; `origins` learns where each came from."""
+    for key, value in own.items():
+        if isinstance(value, dict):
+            below = values.get(key)
+            values[key] = dict(below) if isinstance(below, dict) else {}
+            _lay_over(values[key], value, origins, origin, f"{prefix}{key}.")
+        else:
+            values[key] = value
+            origins[f"{prefix}{key}"] = origin
+
+
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested values by dotted key."""
+    """Nested values by dotted key; tables inside of lists are no keys of their own."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -140,7 +166,7 @@ def _parse_setting(setting: str) -> tuple[str, Any]:
         return key, text.strip()
 
 
-def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str | None = None) -> None:
+def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     place = values
     for section in sections:
@@ -150,12 +176,13 @@ def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: An
         place[section] = dict(deeper)
         place = place[section]
     place[name] = value
-    origins[key] = origin or "--set"
+    origins[key] = "--set"
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Every dotted key a recipe may have, with its description."""
-    for name, field in section.model_fields.items():
+    for python_name, field in section.model_fields.items():
+        name = field.alias or python_name
         inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
         if inner:
             yield from _fields(inner[0], f"{prefix}{name}.")
@@ -172,7 +199,11 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
     mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
     first = mistakes[0]
     key = ".".join(str(part) for part in first["loc"])
-    origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), default_origin)
+    if first["type"] == "at_key":
+        key += f".{first['ctx']['key']}"
+    origin = _origin(key, origins) or default_origin
+    if first["type"] == "at_key":
+        return RecipeError(f"{origin}: {first['msg']}")
     if first["type"] == "extra_forbidden":
         section, _, name = key.rpartition(".")
         near = nearest_keys(key) or difflib.get_close_matches(key, Recipe.model_fields)
@@ -190,15 +221,23 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
     )
 
 
+def _origin(key: str, origins: Mapping[str, str]) -> str | None:
+    """Where a key came from; if nobody gave just that, what it is a part of, or a part of it."""
+    parts = key.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    inside = (name for name in origins if name.startswith(f"{key}."))
+    return next((origins[name] for name in (*around, *inside) if name in origins), None)
+
+
 def _allowed(key: str) -> str | None:
     """The range of one field in words, read from its JSON Schema."""
     schema = Recipe.model_json_schema()
-    place = schema
+    place: Any = schema
     for part in key.split("."):
         place = next((option for option in place.get("anyOf", ()) if "$ref" in option), place)
         if "$ref" in place:
             place = schema["$defs"][place["$ref"].rsplit("/", 1)[1]]
-        place = place.get("properties", {}).get(part)
+        place = place.get("items") if part.isdecimal() else place.get("properties", {}).get(part)
         if place is None:
             return None
     options = [option for option in place.get("anyOf", [place]) if option.get("type") != "null"]
@@ -215,6 +254,8 @@ def _describe(schema: Mapping[str, Any]) -> str | None:
         "number": "a number",
         "boolean": "true or false",
         "string": "a string",
+        "array": "a list",
+        "object": "a table",
     }.get(schema.get("type", ""))
     bounds = [f"{word} {schema[name]:g}" for name, word in _BOUNDS.items() if name in schema]
     if noun and "pattern" in schema:

@@ -4,11 +4,21 @@ Objects are frozen. Fields that follow from others (a head's size from the width
 construction, so that a resolved recipe shows every number that will be used.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-__all__ = ["Checkpoint", "Data", "Eval", "Model", "Parallel", "Recipe", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Layout", "Model", "Parallel", "Recipe", "Train"]
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -32,9 +42,70 @@ class _Section(BaseModel):
     )
 
 
-class Model(_Section):
-    """The decoder to train, in plain numbers."""
+Module = Annotated[str, Field(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]*(\.[A-Za-z0-9_*]+)*$")]
+"""A module's dotted name inside a model; `*` stands for any one part: blocks.*.attention.out."""
 
+
+class Layout(_Section):
+    """How a model of your own is cut, by the names of its modules; `*` stands for any one part of a name.
+
+    Sharding and copies need none of it. A pipeline needs `blocks`, `first` and `last`; a tensor axis needs `columns`,
+    `rows` and, for embeddings and heads, `vocabulary`.
+    """
+
+    blocks: Module | None = None
+    """The list of blocks, each taking the stream first and returning it: a pipeline cuts between them."""
+    first: tuple[Module, ...] = ()
+    """Modules that only a pipeline's first stage has: those that make the stream."""
+    last: tuple[Module, ...] = ()
+    """Modules that only its last stage has: those that make logits of the stream."""
+    columns: tuple[Module, ...] = ()
+    """Linear modules whose outputs are shared out: queries, keys, values, a feed-forward's first matrices."""
+    rows: tuple[Module, ...] = ()
+    """Linear modules whose inputs are shared out, and whose outputs are added up: those that follow `columns`."""
+    vocabulary: tuple[Module, ...] = ()
+    """Embeddings and the head, whose vocabulary is shared out; no worker then has all logits."""
+    share: tuple[Module, ...] = ()
+    """Modules that see a share of tokens or heads and hold all of their parameters, such as norms: gradients are added
+    up."""
+    whole: tuple[Module, ...] = ()
+    """Modules that contain `columns` and need whole sequences, which are gathered for them; between them each worker
+    then has a share of each sequence (sequence parallel)."""
+    divide: tuple[Module, ...] = ()
+    """Whole numbers among the modules' attributes that count what is shared out: blocks.*.attention.heads."""
+
+
+def _plain(value: Any, name: str) -> Any:
+    """What TOML and JSON both can say; tuples become lists, so that it reads back as it was."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    why = f"is {value!r}: only numbers, strings, true and false, lists and tables go here"
+    raise PydanticCustomError("at_key", "model.args.{key} {why}", {"key": name, "why": why})
+
+
+def _arguments(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a class by name; one that is set to nothing is left to the class's own default."""
+    for name in args:
+        if not name.isidentifier():
+            raise PydanticCustomError("at_key", "model.args.{key} {why}", {"key": name, "why": "is no argument's name"})
+    return {name: _plain(value, name) for name, value in args.items() if value is not None}
+
+
+class Model(_Section):
+    """The decoder to train, in plain numbers; or a class of your own."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    class_: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = Field(default=None, alias="class")
+    """A class of your own, as package.module:Class: a plain module that makes logits [B, L, V] of tokens [B, L]."""
+    args: Annotated[dict[str, Any], AfterValidator(_arguments)] = {}
+    """What that class is called with, by name."""
+    layout: Layout | None = None
+    """How that class is cut, for tensor and pipeline axes."""
     init: str | None = None
     """Start from these weights: a Hugging Face folder (its config.json then gives the shape), or RUN@STEP."""
     vocab_size: Positive | None = None
@@ -74,7 +145,7 @@ class Model(_Section):
         """Fill in what follows from the other numbers; leave mistakes for the fields' own checks."""
         if not isinstance(values, dict):
             return values
-        values = dict(values)
+        values = _of_one_kind(values)
         dim, heads = values.get("dim", 256), values.get("heads", 4)
         if isinstance(dim, int) and isinstance(heads, int) and dim > 0 and heads > 0:
             if values.get("kv_heads") is None:
@@ -93,6 +164,31 @@ class Model(_Section):
             raise ValueError(f"head_dim ({self.head_dim}) must be even for the rotary embedding")
         return self
 
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what says something of this kind of model, under the names that a file has."""
+        said = {"class" if key == "class_" else key: value for key, value in handler(self).items()}
+        return {key: value for key, value in said.items() if _belongs(key, self.class_ is not None)}
+
+
+def _belongs(key: str, to_a_class: bool) -> bool:
+    """Whether a key says something of a class of the user's own, or of a decoder."""
+    return key in ("class", "init") or (key in ("args", "layout")) == to_a_class
+
+
+def _of_one_kind(values: dict[str, Any]) -> dict[str, Any]:
+    """A model section without keys that are set to nothing; those of the other kind of model are refused."""
+    given = {"class" if key == "class_" else key: value for key, value in values.items()}
+    own = given.get("class") is not None
+    for key in Model.model_fields:
+        value = given.get(key)
+        if key == "class_" or value in (None, {}) or _belongs(key, own):
+            continue
+        why = "a class of your own: put it into model.args" if own else "a decoder: model.class names your own"
+        raise PydanticCustomError("at_key", "model.{key} says nothing of {why}", {"key": key, "why": why})
+    # What was taken back leaves nothing behind; a decoder's own fields say themselves that they need a value.
+    return {key: v for key, v in given.items() if v is not None or (_belongs(key, own) and key != "args")}
+
 
 class Data(_Section):
     """Which tokens to train on, and how they are cut into sequences."""
@@ -107,6 +203,15 @@ class Data(_Section):
     """Share of the windows kept out of training for evaluation; the same windows whatever the seed."""
     mask_boundaries: bool = False
     """Leave out of the loss each token that would be predicted from another document's end."""
+
+
+def _renamed(train: Any) -> Any:
+    """A train section as version 0.1 wrote it, with today's names."""
+    if not isinstance(train, dict) or "checkpoint_activations" not in train:
+        return train
+    train = dict(train)
+    old = train.pop("checkpoint_activations")
+    return {"recompute": {None: None, True: "full", False: "none"}.get(old, old), **train}
 
 
 class Train(_Section):
@@ -140,8 +245,16 @@ class Train(_Section):
     """Precision of the matrix products; weights and optimizer stay in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs there are, else the CPU."""
-    checkpoint_activations: bool | None = None
-    """Recompute each block's activations in the backward pass instead of keeping them; by default as planned."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """What a block computes again in the backward pass instead of keeping it: nothing, all but the results of
+    products, or everything; by default as planned."""
+    recompute_blocks: NotNegative | None = None
+    """How many of a worker's blocks do so; by default all, or as many as `memory_gb` asks for."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Memory of its device that a worker may use, in GiB: the plan recomputes as little as that allows; by default
+    all there is."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in the host's memory, and bring them to the device for each step."""
     compile: bool = False
     """Compile each block with torch.compile."""
     deterministic: bool = False
@@ -155,7 +268,7 @@ class Train(_Section):
         if isinstance(values, dict) and values.get("warmup_steps") is None:
             steps = values.get("steps", 1000)
             values = {**values, "warmup_steps": min(100, steps // 10) if isinstance(steps, int) else 0}
-        return values
+        return _renamed(values)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -179,6 +292,27 @@ class Parallel(_Section):
     """Workers that share each sequence."""
     expert: Positive = 1
     """Workers that share a layer's experts; they lie across the other axes."""
+    keep_weights: bool | None = None
+    """Keep a block's gathered weights from its forward pass to its backward pass; by default as planned."""
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order a pipeline's stages work on microbatches."""
+    chunks: Positive = DERIVED
+    """Stages that each worker of an interleaved pipeline has; by default 2 of them, else 1."""
+    stages: tuple[Positive, ...] | None = None
+    """Blocks of each stage, from the first; by default as planned, or as even as can be."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("chunks") is None:
+            values = {**values, "chunks": 2 if values.get("schedule") == "interleaved" else 1}
+        return values
+
+    def sizes(self, workers: int) -> dict[str, int]:
+        """The axes of a mesh of so many workers."""
+        given = {axis: getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
+        others = math.prod(size for size in given.values() if size is not None)
+        return {axis: workers // others if size is None else size for axis, size in given.items()}
 
 
 class Eval(_Section):

@@ -31,7 +31,17 @@ class RunPlan(BaseModel):
     microbatch: int
     """Sequences a worker puts through the model at once."""
     recompute: str
-    """What is computed again in the backward pass: none, or full for every layer."""
+    """What is computed again in the backward pass: none, selective (all but products), or full."""
+    recompute_blocks: int | None = None
+    """How many of a worker's blocks do so; None is all."""
+    keeps_weights: bool = False
+    """Whether gathered weights stay from the forward pass to the backward pass."""
+    schedule: str = "1f1b"
+    """In which order a pipeline's stages work on microbatches."""
+    chunks: int = 1
+    """Stages that each worker of a pipeline has."""
+    stages: tuple[int, ...] | None = None
+    """Blocks of each of a pipeline's stages."""
     precision: str
     """Of the matrix products."""
     chosen: Mapping[str, Any]

@@ -96,6 +96,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def initial(self) -> Path:
+        """The first weights of a class of the user's own, as a checkpoint of step 0, and what is known of it."""
+        return self.path / "initial"
+
+    @property
     def logs(self) -> Path:
         """Folder of what its processes printed."""
         return self.path / "logs"

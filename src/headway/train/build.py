@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 from headway.data import Loader, WindowReader, check_version, held_out, open_dataset, split_dataset
-from headway.models import Decoder, empty_decoder, init_weights, load_into
-from headway.parallel import World, apply
-from headway.recipe import Assignment, Recipe, Train
+from headway.errors import ModelError
+from headway.models import empty_decoder, initial_weight, stored_weights
+from headway.models.own import build_own
+from headway.parallel import Spread, World, apply
+from headway.parallel.layout import blocks_of, layout_of
+from headway.recipe import Assignment, Layout, Model, Recipe, Train
 from headway.state import open_checkpoint
-from headway.state.tensors import load_state, load_weights
+from headway.state.tensors import Held, fill, load_state, load_weights
 from headway.track import Recorder, RunFolder, chain
+from headway.train.draw import initial_weights, load_buffers
 from headway.train.feed import Feed
 from headway.train.inject import Injector
 from headway.train.meter import Meter, make_meter
+from headway.train.offload import OffloadedAdamW
 from headway.train.rng import restore_rng
 from headway.train.stop import StopRequest
 from headway.train.together import together
@@ -45,7 +50,9 @@ class Parts:
     recipe: Recipe
     run: RunFolder
     world: World
-    model: nn.Module
+    spread: Spread
+    """The model as this worker holds it."""
+    held: Held
     optimizer: torch.optim.Optimizer
     feed: Feed
     reader: WindowReader
@@ -60,28 +67,38 @@ class Parts:
 
 def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Recorder, stop: StopRequest) -> Parts:
     """Model, optimizer and data of one worker, brought to where the run stands."""
-    seed_everything(recipe.seed, world.rank)
+    data = world.data
+    seed_everything(recipe.seed, data.rank)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
 
     dataset = open_dataset(Path(recipe.data.path))
     check_version(dataset, recipe.data.version)
     reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries)
     split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
-    rows = recipe.train.batch // world.size
-    loader = Loader(reader, split, recipe.seed, recipe.train.batch, rows=(rows * world.rank, rows * (world.rank + 1)))
+    rows = recipe.train.batch // data.size
+    loader = Loader(reader, split, recipe.seed, recipe.train.batch, rows=(rows * data.rank, rows * (data.rank + 1)))
 
-    model = build_model(recipe, fresh=assignment.checkpoint is None).to(world.device)
-    model = apply(model, model.layers, recipe.train, world)
-    optimizer = build_optimizer(model, recipe.train)
+    run = RunFolder(Path(assignment.run))
+    model = empty_model(recipe.model)
+    if world.size > 1:
+        check_ties(model, recipe.model.layout)
+    spread = apply(model, recipe, world, assignment.faults.mutations)
+    held = Held(world.owner, spread.borrowed, spread.names)
+    if recipe.model.class_ is not None:
+        load_buffers(run, spread.model)
+    if assignment.checkpoint is None:
+        draw_weights(spread.model, recipe, held, run)
+    optimizer = build_optimizer(spread.model, recipe.train)
     start = Progress(0, 0, chain.START)
     if assignment.checkpoint is not None:
         with recorder.span("restore"), together(world, "read the checkpoint"):
-            start = restore(Path(assignment.checkpoint), model, optimizer, world)
+            start = restore(Path(assignment.checkpoint), spread.model, optimizer, held, world)
     return Parts(
         recipe=recipe,
-        run=RunFolder(Path(assignment.run)),
+        run=run,
         world=world,
-        model=model,
+        spread=spread,
+        held=held,
         optimizer=optimizer,
         feed=Feed(loader, world.device),
         reader=reader,
@@ -95,47 +112,67 @@ def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Record
     )
 
 
-def build_model(recipe: Recipe, fresh: bool) -> Decoder:
-    """The plain model on the CPU: drawn from the seed, or read from `model.init`; empty if a checkpoint follows."""
-    model = empty_decoder(recipe.model)
-    if not fresh:
-        return model
-    if recipe.model.init is None:
-        init_weights(model, recipe.seed)
-    elif (Path(recipe.model.init) / "config.json").exists():
-        load_into(model, Path(recipe.model.init))
-    else:
-        load_weights(Path(recipe.model.init), model)
-    return model
+def empty_model(model: Model) -> nn.Module:
+    """The recipe's plain model, on the meta device."""
+    return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")
 
 
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """AdamW, decaying matrices but not norms and biases."""
+def check_ties(model: nn.Module, layout: Layout | None) -> None:
+    """Workers gather, cut and pass on one block at a time: none may share a parameter with what lies outside of it."""
+    where, blocks = blocks_of(model, layout_of(model, layout))
+    prefix = f"{where}." if where else ""
+    seen = dict[int, tuple[str, str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False) if blocks else ():
+        block = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        other, its_block = seen.setdefault(id(parameter), (name, block))
+        if block != its_block:
+            raise ModelError(
+                f"{other} and {name} are one parameter, and several workers cannot share it across blocks of {where}",
+                hint="one worker can train it; head and embedding may be tied, for they are outside of all blocks",
+            )
+
+
+def draw_weights(model: nn.Module, recipe: Recipe, held: Held, run: RunFolder) -> None:
+    """This worker's part of the first weights: drawn from the seed, or read from `model.init`; a tensor at a time."""
+    init = None if recipe.model.init is None else Path(recipe.model.init)
+    if recipe.model.class_ is not None:
+        load_weights(init or initial_weights(run), model, held)
+        return
+    if init is not None and not (init / "config.json").exists():
+        load_weights(init, model, held)
+        return
+    stored = None if init is None else stored_weights(init, recipe.model)
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        whole = initial_weight(recipe.model, name, shape, recipe.seed) if stored is None else stored[name]
+        fill(name, parameter, whole)
+
+
+def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
+    """AdamW, decaying matrices but not norms and biases; its moments on the device or in the host's memory."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = (train.beta1, train.beta2)
+    if train.offload_optimizer:
+        return OffloadedAdamW(groups, lr=train.lr, betas=betas, eps=train.eps)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
+def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, held: Held, world: World) -> Progress:
     """Bring model, optimizer and random state to a checkpoint; returns how far it had come."""
     opened = open_checkpoint(checkpoint)
-    load_state(opened, model, optimizer)
+    load_state(opened, model, optimizer, held)
     manifest = opened.manifest
     restore_rng(world, manifest.rng, manifest.workers)
     return Progress(manifest.step, manifest.cursor, manifest.chain)
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch, each worker differently."""
+    """Seed Python, NumPy and torch, differently for workers that see different data."""
     number = np.random.SeedSequence([seed, rank]).generate_state(1)[0].item()
     random.seed(number)
     np.random.seed(number)

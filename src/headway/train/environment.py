@@ -11,9 +11,10 @@ import torch
 
 from headway.hardware import find_chip
 from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, parameters
-from headway.recipe import Assignment
+from headway.recipe import Assignment, Recipe
 from headway.track import write_json
 from headway.train.build import Parts
+from headway.train.draw import draw_facts
 
 __all__ = ["record_environment", "record_facts"]
 
@@ -59,18 +60,25 @@ def record_facts(parts: Parts) -> None:
     peak, source = peak_flops(device, recipe.train.dtype)
     if not parts.world.first:
         return
-    arch = architecture_of(recipe.model)
     parts.recorder.event(
         "facts",
-        parameters=parameters(arch),
-        flops_per_token=flops_per_token(arch, recipe.data.seq),
-        flops_per_token_full_attention=flops_per_token_full_attention(arch, recipe.data.seq),
+        **(model_facts(recipe) if recipe.model.class_ is None else draw_facts(parts.run)),
         peak_flops=peak,
         peak_source=source,
         device=device_name(device),
         total_steps=recipe.train.steps,
         tokens_per_step=recipe.train.batch * recipe.data.seq,
     )
+
+
+def model_facts(recipe: Recipe) -> dict[str, Any]:
+    """What a decoder's tokens cost, by its numbers."""
+    arch = architecture_of(recipe.model)
+    return {
+        "parameters": parameters(arch),
+        "flops_per_token": flops_per_token(arch, recipe.data.seq),
+        "flops_per_token_full_attention": flops_per_token_full_attention(arch, recipe.data.seq),
+    }
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:

@@ -6,11 +6,9 @@ microbatches or workers changes what is computed. The host never waits for the d
 back through the meter, and only then extend the chain and the record.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from headway.parallel import precision, sync_gradients, total_norm
+from headway.parallel import finish_gradients, total_norm
 from headway.track import chain
 from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
@@ -23,10 +21,8 @@ __all__ = ["train"]
 
 def train(parts: Parts) -> bool:
     """Train from where the parts stand; True when all steps are done, False when stopped before."""
-    recipe, world, model, optimizer, meter = parts.recipe, parts.world, parts.model, parts.optimizer, parts.meter
-    rows = recipe.train.batch // world.size
-    microbatch = min(recipe.train.microbatch or rows, rows)
-    forward_context = precision(recipe.train, world)
+    recipe, world, spread, optimizer, meter = parts.recipe, parts.world, parts.spread, parts.optimizer, parts.meter
+    parameters = dict(spread.model.named_parameters())
     recorded = saved = parts.start
     step, cursor, stopping = recorded.step, recorded.cursor, False
 
@@ -42,26 +38,20 @@ def train(parts: Parts) -> bool:
         inputs, labels, trained = parts.feed.read(cursor)
         cursor += recipe.train.batch
         if parts.feed.masks:
-            trained = int(world.sum(torch.tensor([trained])))
+            trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
         else:
             trained = recipe.train.batch * recipe.data.seq
         meter.compute()
 
-        # forward and backward, a microbatch at a time; workers exchange gradients in the last one only
+        # forward and backward, a microbatch at a time or as a pipeline's stages take turns
         parts.faults.reach("compute", step)
-        loss = torch.zeros((), device=world.device)
-        for low, high, last in microbatches(rows, microbatch):
-            sync_gradients(model, last)
-            with forward_context():
-                part = model(inputs[low:high], labels[low:high]) / max(1, trained)
-            part.backward()
-            loss += part.detach()
+        loss = spread.passes(inputs, labels, 1 / max(1, trained))
+        finish_gradients(parameters, spread.missing)
 
         # clip, step
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        norm = total_norm(gradients)
+        norm = total_norm(parameters, world, spread.borrowed)
         if recipe.train.clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), recipe.train.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters.values(), recipe.train.clip, norm)
         rate = learning_rate(recipe.train, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -70,7 +60,8 @@ def train(parts: Parts) -> bool:
 
         # record what has come back; a wish to stop travels with the loss, so all workers stop at the same step
         wish = torch.tensor(float(parts.stop.asked), device=world.device)
-        totals = world.sum(torch.stack([loss.double(), wish.double()]))
+        mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+        totals = world.sum(torch.stack([mine, wish.double()]))
         note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, stopping = record(parts, recorded, result)
@@ -82,7 +73,7 @@ def train(parts: Parts) -> bool:
             for result in meter.drain():
                 recorded, stopping = record(parts, recorded, result, stopping)
         if evaluation:
-            evaluate(parts, step, forward_context)
+            evaluate(parts, step)
         if checkpoint:
             save(parts, recorded)
             saved = recorded
@@ -108,12 +99,6 @@ def record(parts: Parts, before: Progress, result: Measured, stopping: bool = Fa
     else:
         parts.recorder.event("step", **times)
     return after, stopping or wish > 0
-
-
-def microbatches(rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Slices of at most `size` rows, and whether each is the last."""
-    for low in range(0, rows, size):
-        yield low, min(low + size, rows), low + size >= rows
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -23,7 +23,7 @@ def save(parts: Parts, progress: Progress) -> None:
     world, folder = parts.world, parts.run.checkpoints
     started = time.monotonic()
     with parts.recorder.span("checkpoint"):
-        mine = pieces(named_state(parts.model, parts.optimizer), rank=world.rank)
+        mine = pieces(named_state(parts.spread.model, parts.optimizer, parts.held), parts.held)
         rng = world.gather(rng_state(world))
         with together(world, "prepare a checkpoint"):
             if world.first:

@@ -7,14 +7,16 @@ import torch
 
 from headway.errors import HeadwayError, RunError, WorkerError
 from headway.parallel import join, leave
-from headway.recipe import Assignment, Recipe
+from headway.recipe import Assignment, Parallel, Recipe
 from headway.track import Recorder, RunFolder, read_recipe, record_path
 from headway.train.build import Parts, RecordLost, build
 from headway.train.compilation import record_compilation
+from headway.train.draw import draw
 from headway.train.environment import record_environment, record_facts
 from headway.train.loop import train
 from headway.train.stop import StopRequest
 from headway.train.together import PeerFailed
+from headway.train.trial import trial
 
 __all__ = ["main"]
 
@@ -22,9 +24,9 @@ FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
 def main(assignment: Assignment) -> int:
-    """Work as one rank of an attempt; returns the exit status."""
+    """Work as one rank of an attempt, or make the first weights for all; returns the exit status."""
     run = RunFolder(Path(assignment.run))
-    name = f"rank-{assignment.rank}"
+    name = "draw" if assignment.draw else f"rank-{assignment.rank}"
     number = assignment.attempt
     try:
         recorder = Recorder(record_path(run.events, number, name), attempt=number, process=name)
@@ -36,11 +38,14 @@ def main(assignment: Assignment) -> int:
     try:
         recorder.event("begin", at=assignment.asked_ns, name="startup")
         torch.set_num_threads(assignment.threads)
-        world = join(assignment, recipe.train.timeout_s)
+        if assignment.draw:
+            draw(run, recipe)
+            return FINISHED
+        world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
         parts = build(assignment, recipe, world, recorder, stop)
         tell_beginning(parts, assignment)
         recorder.event("end-span", name="startup")
-        finished = train(parts)
+        finished = train(parts) if assignment.trial is None else trial(parts, assignment.trial)
         recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
         leave(world)
         return FINISHED if finished else STOPPED
@@ -76,7 +81,7 @@ def explain(error: Exception, recipe: Recipe) -> HeadwayError:
         rows = recipe.train.microbatch or "the worker's whole share of the batch"
         return WorkerError(
             "out of memory",
-            hint=f"lower train.microbatch (now {rows}), or set train.checkpoint_activations=true",
+            hint=f"lower train.microbatch (now {rows}), or set train.recompute=full",
         )
     first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return WorkerError(f"{type(error).__name__}: {first_line}")

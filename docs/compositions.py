@@ -1,0 +1,104 @@
+"""Checks every composition of axes against one process, and writes the table of docs/concepts/parallelism.md.
+
+python docs/compositions.py      some minutes on two cores; exits 1, and writes nothing, when one is not equal
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headway.agent.check import Checked, Compared, check
+from headway.agent.compare import Kind
+from headway.cli.check import parse_layout
+from headway.cli.check_view import check_lines
+from headway.data import BuildOptions, build
+from headway.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "concepts" / "parallelism.md"
+BEGIN, END = "<!-- made by docs/compositions.py: begin -->", "<!-- made by docs/compositions.py: end -->"
+MESHES = (
+    "replicate=2",
+    "shard=2",
+    "shard=3",
+    "shard=2,keep_weights=true",
+    "tensor=2",
+    "tensor=4",
+    "pipeline=2",
+    "pipeline=2,schedule=interleaved",
+    "pipeline=2,schedule=zero-bubble",
+    "pipeline=2,stages=1:4",
+    "pipeline=4",
+    "replicate=2,shard=2",
+    "replicate=2,tensor=2",
+    "replicate=2,pipeline=2",
+    "shard=2,tensor=2",
+    "shard=2,pipeline=2",
+    "shard=3,pipeline=2,schedule=zero-bubble",
+    "tensor=2,pipeline=2",
+    "tensor=2,pipeline=2,schedule=interleaved",
+    "replicate=2,shard=2,tensor=2",
+    "replicate=2,shard=2,pipeline=2",
+    "replicate=2,tensor=2,pipeline=2,schedule=interleaved",
+    "shard=2,tensor=2,pipeline=2",
+    "shard=2,tensor=2,pipeline=2,schedule=zero-bubble",
+)
+BFLOAT16 = ("shard=2", "tensor=2", "pipeline=2", "shard=2,tensor=2")
+COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
+
+
+def main() -> int:
+    """Check them all, then write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "json-package"
+        build(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+        checks = [
+            checked(data, "float32", MESHES),
+            checked(data, "bfloat16", BFLOAT16),
+        ]
+    for one in checks:
+        print("\n".join(check_lines(one)))
+    if not all(one.equal for one in checks):
+        return 1
+    write(PAGE, "\n".join(line for one in checks for line in section(one)))
+    return 0
+
+
+def checked(data: Path, dtype: str, meshes: Sequence[str]) -> Checked:
+    """The check's own recipe, in some precision, on meshes."""
+    recipe: Recipe = load_recipe(ROOT / "recipes" / "check.toml", [f"data.path={data}", f"train.dtype={dtype}"])
+    wanted = [parse_layout(mesh) for mesh in meshes]
+    return check(recipe, wanted, data.parent / "runs", tell=lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def section(one: Checked) -> Iterator[str]:
+    """A table of all meshes of one precision."""
+    limits = [f"{one.tolerances.of(kind):.0e}".replace("e-0", "e-") for kind in COLUMNS]
+    yield from (f"### {one.dtype}", "")
+    yield f"| mesh | workers | loss (of {limits[0]}) | gradients (of {limits[1]}) | parameters (of {limits[2]}) |"
+    yield "|---|---:|---:|---:|---:|"
+    yield from (row(mesh) for mesh in one.meshes)
+    yield ""
+
+
+def row(mesh: Compared) -> str:
+    """One mesh's largest differences."""
+    assert mesh.verdict is not None, "what failed is not written down"
+    found = " | ".join(f"{mesh.verdict.largest[kind].difference:.1e}" for kind in COLUMNS)
+    return f"| {mesh.mesh} | {mesh.workers} | {found} |"
+
+
+def write(page: Path, table: str) -> None:
+    """Put a table where the page has its marks; a page that is not there yet is made."""
+    if not page.exists():
+        page.write_text(f"# Parallelism\n\n{BEGIN}\n{END}\n", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A package that knows nothing of Headway: its models are plain PyTorch."""

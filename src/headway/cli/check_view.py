@@ -1,0 +1,143 @@
+"""What a check looks like: a few lines for one mesh, a table for several, and an object for programs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from headway.agent.check import Checked, Compared
+from headway.agent.compare import KINDS, Finding, Kind, Tolerances, Verdict
+
+__all__ = ["as_json", "check_lines"]
+
+NAMES: dict[Kind, str] = {
+    "forward": "forward",
+    "loss": "loss",
+    "gradient": "gradients",
+    "parameter": "parameters",
+    "adamw": "after AdamW",
+}
+COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
+WIDTH = 80
+MESH_WIDTH = 34
+
+
+def check_lines(checked: Checked) -> list[str]:
+    """A check as people read it."""
+    steps = f"{checked.steps} step{'s' if checked.steps > 1 else ''}"
+    if len(checked.meshes) == 1:
+        (mesh,) = checked.meshes
+        return [f"one process against {mesh.mesh}, {steps}, {checked.dtype}", *_details(mesh), _end(checked)]
+    lines = [f"one process against {len(checked.meshes)} meshes, {steps}, {checked.dtype}", *_table(checked)]
+    for mesh in checked.meshes:
+        if not mesh.equal:
+            lines += ["", mesh.mesh, *_details(mesh)]
+    return [*lines, "", _end(checked)] if not checked.equal else [*lines, _end(checked)]
+
+
+def _details(mesh: Compared) -> Iterator[str]:
+    """Of one mesh: the largest difference of each kind, and what parts first."""
+    if mesh.verdict is None:
+        yield f"  failed: {mesh.error}"
+        if mesh.hint:
+            yield f"  hint:   {mesh.hint}"
+        return
+    for kind in KINDS:
+        if kind in mesh.verdict.largest:
+            yield _row(kind, mesh.verdict.largest[kind])
+    if mesh.verdict.first is not None:
+        yield f"  parts first: {mesh.verdict.first.sentence}"
+
+
+def _row(kind: Kind, largest: Finding) -> str:
+    """One kind's largest difference; a name that would be too wide goes onto a line of its own."""
+    state = "PARTED" if largest.parts else "ok"
+    row = f"  {NAMES[kind]:<12}  {_number(largest.difference)} of {_short(largest.tolerance):<5}  {state:<6}"
+    if not largest.name:
+        return row.rstrip()
+    where = f"largest: {largest.name}"
+    return f"{row}  {where}" if len(row) + 2 + len(where) <= WIDTH else f"{row.rstrip()}\n      {where}"
+
+
+def _table(checked: Checked) -> Iterator[str]:
+    """A line a mesh; two where its name is so wide that the line would be."""
+    width = min(MESH_WIDTH, max(len("(allowed)"), *(len(mesh.mesh) for mesh in checked.meshes)))
+    yield f"  {'mesh':<{width}}" + "".join(f"  {NAMES[kind]:>10}" for kind in COLUMNS)
+    allowed = "".join(f"  {_short(checked.tolerances.of(kind)):>10}" for kind in COLUMNS)
+    yield f"  {'(allowed)':<{width}}{allowed}"
+    for mesh in checked.meshes:
+        wide = len(mesh.mesh) > width
+        if wide:
+            yield f"  {mesh.mesh}"
+        yield f"  {'' if wide else mesh.mesh:<{width}}{_cells(mesh)}"
+
+
+def _cells(mesh: Compared) -> str:
+    if mesh.verdict is None:
+        return "  failed"
+    numbers = [_number(mesh.verdict.largest[kind].difference) for kind in COLUMNS]
+    return "".join(f"  {number:>10}" for number in numbers) + ("  ok" if mesh.equal else "  PARTED")
+
+
+def _end(checked: Checked) -> str:
+    parted = [mesh for mesh in checked.meshes if not mesh.equal]
+    if not parted:
+        return "equal."
+    failed = sum(mesh.verdict is None for mesh in parted)
+    if len(checked.meshes) == 1:
+        return "not compared: the trial failed." if failed else "not equal."
+    return f"{len(checked.meshes) - len(parted)} of {len(checked.meshes)} equal" + (
+        f", {failed} failed." if failed else "."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}"
+
+
+def _short(tolerance: float) -> str:
+    """1e-5, as people write it."""
+    return f"{tolerance:.0e}".replace("e-0", "e-")
+
+
+# -- for programs
+
+
+def as_json(checked: Checked) -> dict[str, Any]:
+    """Everything that a check found."""
+    return {
+        "recipe": checked.recipe,
+        "steps": checked.steps,
+        "dtype": checked.dtype,
+        "device": checked.device,
+        "tolerances": _tolerances(checked.tolerances),
+        "losses": list(checked.losses),
+        "equal": checked.equal,
+        "meshes": [_mesh(mesh) for mesh in checked.meshes],
+    }
+
+
+def _tolerances(tolerances: Tolerances) -> dict[str, float]:
+    return {**{kind: tolerances.of(kind) for kind in KINDS}, "noise": tolerances.noise}
+
+
+def _mesh(mesh: Compared) -> dict[str, Any]:
+    return {
+        "mesh": mesh.mesh,
+        "parallel": mesh.parallel.model_dump(),
+        "workers": mesh.workers,
+        "microbatch": mesh.microbatch,
+        "seconds": mesh.seconds,
+        "equal": mesh.equal,
+        **_verdict(mesh.verdict),
+        "error": mesh.error,
+        "hint": mesh.hint,
+    }
+
+
+def _verdict(verdict: Verdict | None) -> dict[str, Any]:
+    if verdict is None:
+        return {"largest": None, "first": None}
+    return {
+        "largest": {kind: asdict(finding) for kind, finding in verdict.largest.items()},
+        "first": None if verdict.first is None else asdict(verdict.first),
+    }

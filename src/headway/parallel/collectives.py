@@ -1,0 +1,114 @@
+"""Exchanges of activations inside a model, each with what the backward pass exchanges for it.
+
+    gathered   everyone's share, put together              backward: add up, keep one's share
+    scattered  add up, keep one's share                    backward: everyone's share, put together
+    summed     add up, keep all                            backward: nothing
+    copied     nothing                                     backward: add up, keep all
+
+Shares are equal parts of one dim. What a worker holds whole, all workers of the group hold alike.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["copied", "gathered", "scattered", "summed"]
+
+
+def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All shares of a tensor, in the order of ranks."""
+    whole: Tensor = _Gathered.apply(x, dim, group)
+    return whole
+
+
+def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This worker's share of the sum over workers."""
+    share: Tensor = _Scattered.apply(x, dim, group)
+    return share
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over workers."""
+    total: Tensor = _Summed.apply(x, group)
+    return total
+
+
+def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor itself, whose users each work on a part of what comes of it."""
+    same: Tensor = _Copied.apply(x, group)
+    return same
+
+
+def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _all_gather(parts, x.contiguous(), group)
+    return parts.unflatten(0, (group.size(), -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    share = torch.empty_like(parts[0])
+    _reduce_scatter(share, parts.flatten(0, 1), group)
+    return share
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+def _all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    # Renamed after PyTorch 2.11, where the old name came to warn.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(out, x, group=group)
+
+
+def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(out, x, group=group)

@@ -1,0 +1,56 @@
+"""Gradients once a step's passes are done: the sums that are still missing, and the norm of all."""
+
+from collections.abc import Collection, Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from headway.parallel.world import World
+
+__all__ = ["Missing", "finish_gradients", "total_norm"]
+
+Missing = tuple[tuple[frozenset[str], dist.ProcessGroup], ...]
+"""Parameters whose gradients are parts of a sum, and over whom."""
+
+
+def finish_gradients(parameters: Mapping[str, nn.Parameter], missing: Missing) -> None:
+    """Add up what backward passes left in parts, all that one group shares in one exchange."""
+    for names, group in missing:
+        found = [p.grad for name, p in parameters.items() if name in names and p.grad is not None]
+        parts = [local(gradient) for gradient in found]
+        if parts:
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat, group=group)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+
+def total_norm(parameters: Mapping[str, nn.Parameter], world: World, borrowed: Collection[str] = ()) -> Tensor:
+    """The norm over all gradients of all workers, as a plain scalar; what several hold alike counts once."""
+    by_copies = dict[int, list[Tensor]]()
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and name not in borrowed:
+            by_copies.setdefault(_copies(parameter.grad), []).append(local(parameter.grad))
+    norms = {copies: torch.nn.utils.get_total_norm(parts) for copies, parts in by_copies.items()}
+    if world.size == 1:
+        return norms[1]
+    squares = torch.zeros((), device=world.device)
+    for copies, norm in norms.items():
+        squares += norm.float().square() / copies
+    return world.sum(squares).sqrt()
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many workers hold the same elements."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    axes = enumerate(gradient.placements)
+    return prod(gradient.device_mesh.size(axis) for axis, placement in axes if isinstance(placement, Replicate))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this worker has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

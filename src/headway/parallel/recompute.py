@@ -1,0 +1,40 @@
+"""Activation checkpointing: what a block computes again in the backward pass instead of keeping it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+__all__ = ["recompute"]
+
+aten = torch.ops.aten
+KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Operations whose results `selective` keeps: those that take long. All others are cheap to do again."""
+
+
+def recompute(
+    blocks: Sequence[nn.Module], kind: Literal["none", "selective", "full"] | None, count: int | None
+) -> None:
+    """Have the first `count` blocks, or all, forget activations in the forward pass and make them again."""
+    if kind in (None, "none"):
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for block in blocks[:count]:
+        block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

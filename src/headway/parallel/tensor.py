@@ -1,0 +1,164 @@
+"""The tensor axis: each matrix of a layer is shared among the axis's workers, from outside the model.
+
+Parameters become DTensors, which say how they lie on the mesh and so can be saved, loaded and counted; arithmetic sees
+plain local tensors. A module's own `forward` runs unchanged on its share of the weights, between an exchange before
+it and one after it. With modules that take the sequence whole, the stream between them is shared out by sequence.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from headway.parallel.collectives import copied, gathered, scattered, summed
+from headway.parallel.layout import Cut, Cuts
+from headway.parallel.pipeline import PassThrough
+from headway.parallel.world import Axis
+
+__all__ = ["SEQUENCE", "cut_tensors", "share_of"]
+
+SEQUENCE = 1
+"""The dim of tokens in a stream [B, L, D]."""
+
+Forward = Callable[..., Tensor]
+
+
+def cut_tensors(model: nn.Module, cuts: Cuts, mesh: DeviceMesh, axis: Axis) -> frozenset[str]:
+    """Share a model out over an axis; returns the parameters whose gradients must be added up over it."""
+    modules = dict(model.named_modules())
+    made = dict[int, nn.Parameter]()  # by the parameter they stand for, so that tied ones stay tied
+    partial_sums = set[str]()
+    for name, module in modules.items():
+        cut = _cut_of(name, cuts)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = _placed(parameter, _placement(cut, key), mesh, axis)
+            module._parameters[key] = made[id(parameter)]
+            if cut in ("share", "keys") or (cut == "rows" and key == "bias" and cuts.by_sequence):
+                partial_sums.add(f"{name}.{key}")
+        _cut_forward(module, name, cut, cuts, axis)
+    for name, attribute in cuts.divided:
+        if name in modules and hasattr(modules[name], attribute):  # otherwise another stage's
+            setattr(modules[name], attribute, getattr(modules[name], attribute) // axis.size)
+    return frozenset(partial_sums)
+
+
+def share_of(length: int, axis: Axis) -> tuple[int, int]:
+    """Where this worker's share of a cut dim begins and ends; the last shares may be smaller."""
+    each = -(-length // axis.size)
+    return min(each * axis.rank, length), min(each * (axis.rank + 1), length)
+
+
+def _cut_of(name: str, cuts: Cuts) -> Cut | None:
+    """What is said of a module, or of the one that it is a part of."""
+    while name:
+        if name in cuts.cuts:
+            return cuts.cuts[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _placement(cut: Cut | None, key: str) -> Placement:
+    if cut in ("columns", "vocabulary"):
+        return Shard(0)
+    return Shard(1) if cut == "rows" and key == "weight" else Replicate()
+
+
+def _placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, axis: Axis) -> nn.Parameter:
+    local = parameter.detach()
+    if isinstance(placement, Shard):
+        begin, end = share_of(parameter.shape[placement.dim], axis)
+        local = local.narrow(placement.dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+# -- what happens before and after a module's own arithmetic
+
+
+def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: Cuts, axis: Axis) -> None:
+    """Put a module's exchanges around its own `forward`, which sees local tensors."""
+    computes = any(True for _ in module.parameters(recurse=False)) or name in cuts.whole
+    if not computes or isinstance(module, PassThrough):
+        return
+    own = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else _local
+    forward: Forward = partial(_on_local, module, module.forward, own)
+    if cut == "rows":
+        forward = partial(_rows, module, module.forward, _leave(cuts, axis))
+    elif cut == "vocabulary" and isinstance(module, nn.Embedding):
+        forward = partial(_embed, forward, share_of(module.weight.shape[0], axis), _leave(cuts, axis))
+    elif name in cuts.whole or (cut in ("columns", "vocabulary") and cuts.enters(name)):
+        forward = partial(_entering, forward, _enter(cuts, axis))
+    module.forward = forward
+
+
+def _enter(cuts: Cuts, axis: Axis) -> Callable[[Tensor], Tensor]:
+    """What brings the stream to a module that sees all of it."""
+    assert axis.group is not None, "an axis of one place cuts nothing"
+    return partial(gathered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(copied, group=axis.group)
+
+
+def _leave(cuts: Cuts, axis: Axis) -> Callable[[Tensor], Tensor]:
+    """What makes the stream of everyone's part of a sum."""
+    assert axis.group is not None, "an axis of one place cuts nothing"
+    return partial(scattered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(summed, group=axis.group)
+
+
+def _entering(forward: Forward, enter: Callable[[Tensor], Tensor], x: Tensor, *rest: Any, **named: Any) -> Tensor:
+    return forward(enter(x), *rest, **named)
+
+
+def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A product whose parts are added up; the bias belongs to the sum and not to each part."""
+    bias = module._parameters.get("bias")
+
+    def local(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {**_local(parameters), **({} if bias is None else {"bias": None})}
+
+    y = leave(_on_local(module, plain, local, x))
+    return y if bias is None else y + _to_local(bias)
+
+
+def _embed(forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Each worker looks up the tokens it has rows for; the others' are zeros."""
+    begin, end = rows
+    elsewhere = (tokens < begin) | (tokens >= end)
+    found = forward((tokens - begin).masked_fill(elsewhere, 0))
+    return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def _on_local(
+    module: nn.Module, plain: Forward, local: Callable[[dict[str, Any]], dict[str, Any]], *args: Any, **named: Any
+) -> Tensor:
+    """A module's own forward, while its parameters are what this worker has of them."""
+    parameters = dict(module._parameters)
+    module._parameters.update(local(parameters))
+    try:
+        return plain(*args, **named)
+    finally:
+        module._parameters.update(parameters)
+
+
+def _local(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if parameter is None else _to_local(parameter) for key, parameter in parameters.items()}
+
+
+def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Of a projection to fewer heads than workers: the one head that this worker's queries share."""
+    which = axis.rank // (axis.size // heads)
+    found = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
+    return {key: tensor.unflatten(0, (heads, -1))[which] for key, tensor in found.items()}
+
+
+def _to_local(parameter: Tensor) -> Tensor:
+    # Where workers hold all of a parameter, its gradient may be a part of a sum: `finish_gradients` adds those up once
+    # a step and all at once, and autograd is left to believe that they are whole.
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

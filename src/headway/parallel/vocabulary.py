@@ -1,0 +1,112 @@
+"""Losses over a vocabulary that is shared out over the tensor axis: no worker ever holds all logits of a token.
+
+Workers exchange three numbers a token: the largest logit, the sum of exponentials, and the logit of the label, which
+one of them has. Tensor names end in their shape, as in `models/decoder.py`; W is this worker's share of V.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headway.models.decoder import IGNORED, autocast, chunk_rows
+from headway.parallel.collectives import copied, gathered
+from headway.parallel.tensor import SEQUENCE, share_of
+from headway.parallel.world import Axis
+
+__all__ = ["cross_entropy_of_logits", "shared_loss"]
+
+
+def shared_loss(axis: Axis, by_sequence: bool, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+    """What `models.decoder.Loss` computes, where every worker has a share of the head."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    vocabulary = weight_VD.shape[0]
+    begin, _ = share_of(vocabulary, axis)
+    rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))  # the same in all workers, whatever their share
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    weight_WD = weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD
+    x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(weight_WD)
+    wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_WD.requires_grad)
+    loss: Tensor = _SharedCrossEntropy.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, wanted)
+    return loss
+
+
+def cross_entropy_of_logits(logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None) -> Tensor:
+    """The summed cross-entropy of logits [B, L, V]; of a share [B, L, W] of them where `vocabulary` is V."""
+    scores, labels = logits.flatten(0, -2).float(), labels_BL.flatten()
+    if vocabulary is None:
+        return nn.functional.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+    begin, _ = share_of(vocabulary, axis)
+    loss: Tensor = _OfLogits.apply(scores, labels, begin, axis.group)
+    return loss
+
+
+def _softmax_(scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Turn logits into the gradient of the summed cross-entropy, in place; the loss of each token beside it."""
+    kept = labels_T != IGNORED
+    local = labels_T - begin
+    here = kept & (local >= 0) & (local < scores_TW.shape[1])
+    targets = local.where(here, 0).unsqueeze(1)
+    chosen = scores_TW.gather(1, targets).squeeze(1).where(here, 0.0)
+    largest = scores_TW.amax(dim=1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    exponentials = scores_TW.sub_(largest.unsqueeze(1)).exp_()
+    sums = torch.stack((exponentials.sum(dim=1), chosen))
+    dist.all_reduce(sums, group=group)
+    loss = (sums[0].log() + largest - sums[1]).where(kept, 0.0)
+    slope = exponentials.div_(sums[0].unsqueeze(1))
+    slope.scatter_add_(1, targets, -here.to(slope.dtype).unsqueeze(1))
+    return slope.mul_(kept.unsqueeze(1)), loss
+
+
+class _SharedCrossEntropy(torch.autograd.Function):
+    """Makes the gradients in the same pass as the loss, one chunk of tokens at a time, as the plain loss does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_WD: Tensor,
+        labels_T: Tensor,
+        begin: int,
+        group: dist.ProcessGroup,
+        rows: int,
+        wanted: bool,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        dx_TD = torch.empty_like(x_TD) if wanted else None
+        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wanted else None
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            slope, losses = _softmax_((x_TD[here] @ weight_WD.T).float(), labels_T[here], begin, group)
+            total += losses.sum()
+            if dx_TD is not None and dweight_WD is not None:
+                slope = slope.to(x_TD.dtype)
+                torch.mm(slope, weight_WD, out=dx_TD[here])
+                dweight_WD += slope.T @ x_TD[here]
+        ctx.save_for_backward(dx_TD, dweight_WD)
+        ctx.dtype = weight_WD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        dx_TD, dweight_WD = ctx.saved_tensors
+        dx_TD = (dx_TD.float() * factor).to(dx_TD.dtype)
+        return dx_TD, (dweight_WD * factor).to(ctx.dtype), None, None, None, None, None
+
+
+class _OfLogits(torch.autograd.Function):
+    """The same for logits that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
+        slope, losses = _softmax_(scores_TW.clone(), labels_T, begin, group)
+        ctx.save_for_backward(slope)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * factor, None, None, None

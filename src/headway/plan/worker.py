@@ -1,0 +1,70 @@
+"""What one worker of Headway's own trainer holds of a dense decoder, to the parameter.
+
+The tensor axis splits matrices; norms, biases of what is added up over it, and keys and values of fewer heads than it
+has workers stay whole, and their gradients are added up once a step. A pipeline's first stage has the embedding, its
+last one the final norm and the head; a tied table is on both.
+"""
+
+from headway.plan.architecture import Architecture
+from headway.plan.settings import Settings
+from headway.plan.stages import blocks_of_ranks
+
+__all__ = ["block_parameters", "is_exact", "rest_parameters", "summed_parameters", "table_parameters", "worker_blocks"]
+
+
+def is_exact(arch: Architecture, settings: Settings) -> bool:
+    """Whether workers' shares are known to the parameter: of our own trainer, and of models that it trains."""
+    return settings.software.own and arch.experts is None and arch.latent is None
+
+
+def worker_blocks(arch: Architecture, settings: Settings, rank: int) -> int:
+    """Blocks of a pipeline's rank."""
+    return blocks_of_ranks(arch.layers, settings)[rank]
+
+
+def block_parameters(arch: Architecture, tensor: int) -> int:
+    """Of one block, as one worker of the tensor axis holds it."""
+    queries = arch.heads * arch.head_dim
+    split = arch.dim * queries + queries * arch.dim + (queries if arch.qkv_bias else 0)
+    inner = arch.hidden * (2 if arch.gated else 1)
+    split += arch.dim * inner + arch.hidden * arch.dim + (inner if arch.mlp_bias else 0)
+    keys = _keys(arch)
+    whole = _norms(arch) + _row_biases(arch)
+    return split // tensor + (keys if arch.kv_heads % tensor else keys // tensor) + whole
+
+
+def summed_parameters(arch: Architecture, tensor: int) -> int:
+    """Of those, the ones that all workers hold alike: each has a part of their gradients' sum."""
+    return _norms(arch) + _row_biases(arch) + (_keys(arch) if arch.kv_heads % tensor else 0)
+
+
+def _keys(arch: Architecture) -> int:
+    """Of the projections to keys and values."""
+    return 2 * arch.kv_heads * arch.head_dim * (arch.dim + (1 if arch.qkv_bias else 0))
+
+
+def _norms(arch: Architecture) -> int:
+    return 2 * _norm(arch) + (2 * arch.head_dim if arch.qk_norm else 0)
+
+
+def _norm(arch: Architecture) -> int:
+    return arch.dim * (2 if arch.layer_norm else 1)
+
+
+def _row_biases(arch: Architecture) -> int:
+    """Biases of products whose parts are added up over the tensor axis."""
+    return arch.dim * (arch.output_bias + arch.mlp_bias)
+
+
+def table_parameters(arch: Architecture, tensor: int) -> int:
+    """Of the embedding or the head; the last worker of the axis may have fewer rows."""
+    return -(-arch.vocab // tensor) * arch.dim
+
+
+def rest_parameters(arch: Architecture, settings: Settings, rank: int) -> int:
+    """What a pipeline's rank holds beside its blocks: embedding, final norm, head."""
+    ranks, table = settings.mesh.pipeline, table_parameters(arch, settings.mesh.tensor)
+    count = table + arch.positions * arch.dim if rank == 0 else 0
+    if rank == ranks - 1:
+        count += _norm(arch) + (0 if arch.tied and ranks == 1 else table)
+    return count

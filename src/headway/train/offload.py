@@ -1,0 +1,86 @@
+"""AdamW whose moments live in the host's memory: for models whose optimizer would not fit beside their activations.
+
+Each step brings the moments of a bucket of parameters to the device, runs the same fused kernel as the optimizer that
+keeps them there, and takes them back: results are the same bits. On a GPU the host's memory is page-locked, so that
+both copies run at the link's speed and the host does not wait for them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+__all__ = ["OffloadedAdamW"]
+
+BUCKET_BYTES = 256 << 20
+"""Moments on the device at once."""
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW with `exp_avg` and `exp_avg_sq` in the host's memory, each of the shape of this worker's part."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = _local(parameter)
+                pinned = local.device.type == "cuda"
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=local.device),
+                    "exp_avg": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
+                    "exp_avg_sq": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update, a bucket of parameters after the other."""
+        assert closure is None, "the loss is made before"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None and _local(p).numel() > 0]
+            for bucket in _buckets(parameters):
+                self._update(bucket, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        device = _local(parameters[0]).device
+        moments = [[state[key].to(device, non_blocking=True) for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        adamw(
+            [_local(parameter) for parameter in parameters],
+            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            moments[0],
+            moments[1],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for key, moved in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            for state, moment in zip(states, moved, strict=True):
+                state[key].copy_(moment, non_blocking=True)
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters whose moments fit into a bucket together; one that does not fit goes alone."""
+    bucket, held = list[Tensor](), 0
+    for parameter in parameters:
+        size = 2 * _local(parameter).nbytes
+        if bucket and held + size > BUCKET_BYTES:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

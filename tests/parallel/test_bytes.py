@@ -1,0 +1,119 @@
+"""The bytes that a step's collectives really move are those that the plan counts."""
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.models import empty_decoder
+from headway.parallel import apply, finish_gradients, make_mesh
+from headway.plan.architecture import architecture_of
+from headway.plan.settings import Mesh, Settings
+from headway.plan.traffic import traffic
+from headway.plan.trainer import own_software
+from headway.recipe import Recipe
+from headway.recipe.load import parse_recipe
+from processes import run_ranks
+
+SEQ, BATCH = 32, 8
+MODEL = {"layers": 4, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab_size": 256}
+OPERATIONS = {"all_gather": 0, "allgather": 0, "reduce_scatter": 1, "allreduce": 0, "send": 0}
+"""Which argument of an operation is the whole tensor."""
+
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "shard 2": {"parallel": {"shard": 2}},
+    "shard 2, weights kept": {"parallel": {"shard": 2, "keep_weights": True}},
+    "replicate 2 shard 2": {"parallel": {"replicate": 2, "shard": 2}},
+    "tensor 2": {"parallel": {"tensor": 2, "shard": 1}},
+    "tensor 4, 2 key heads": {"parallel": {"tensor": 4, "shard": 1}},
+    "tensor 2, recomputed": {"parallel": {"tensor": 2, "shard": 1}, "train": {"recompute": "full"}},
+    "pipeline 2": {"parallel": {"pipeline": 2, "shard": 1}},
+    "pipeline 2, untied": {"parallel": {"pipeline": 2, "shard": 1}, "model": {"tie_embeddings": False}},
+    "pipeline 2 interleaved": {"parallel": {"pipeline": 2, "shard": 1, "schedule": "interleaved"}},
+    "shard 2 tensor 2": {"parallel": {"shard": 2, "tensor": 2}},
+    "shard 2 pipeline 2": {"parallel": {"shard": 2, "pipeline": 2}},
+    "tensor 2 pipeline 2": {"parallel": {"tensor": 2, "pipeline": 2, "shard": 1}},
+}
+
+
+class Count(TorchDispatchMode):
+    """Adds up the bytes of every collective, by what it does and over whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = Counter[tuple[str, str]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            kind = next((kind for kind in OPERATIONS if name.startswith(kind)), None)
+            if kind is not None:
+                group = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.ScriptObject))
+                whole = args[OPERATIONS[kind]]
+                for tensor in whole if isinstance(whole, list | tuple) else [whole]:
+                    self.bytes[kind, dist.ProcessGroup.unbox(group).group_name] += tensor.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def make_recipe(way: dict[str, dict[str, Any]]) -> Recipe:
+    values = {
+        "model": MODEL | way.get("model", {}),
+        "data": {"path": "nowhere", "seq": SEQ},
+        "train": {"batch": BATCH, "microbatch": 1 if way["parallel"].get("pipeline") else 2} | way.get("train", {}),
+        "parallel": way["parallel"],
+    }
+    return parse_recipe(values, {}, "test")
+
+
+def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    for parameter in spread.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    rows = torch.zeros((BATCH // world.data.size, SEQ), dtype=torch.int64)
+    spread.passes(rows, rows, 1.0)  # the first step of a pipeline also introduces its stages to each other
+    with Count() as count:
+        spread.passes(rows, rows, 1.0)
+        finish_gradients(dict(spread.model.named_parameters()), spread.missing)
+    names = {axis.group.group_name: name for name, axis in world.axes.items() if axis.group is not None}
+    names |= {group.group_name: "pipeline" for _, group in spread.missing if group.group_name not in names}
+    kinds = {"allgather": "all_gather", "allreduce": "all_reduce"}
+    found = Counter[str]()
+    for (kind, group), size in count.bytes.items():
+        found[f"{kinds.get(kind, kind)} {names[group]}"] += size
+    return {name: torch.tensor(float(size)) for name, size in found.items()}
+
+
+def planned(recipe: Recipe, workers: int) -> Settings:
+    parallel, train = recipe.parallel, recipe.train
+    sizes = parallel.sizes(workers)
+    return Settings(
+        mesh=Mesh(**sizes),
+        seq=SEQ,
+        batch=BATCH,
+        microbatch=train.microbatch,
+        zero=3 if sizes["shard"] > 1 else 0,
+        recompute=train.recompute or "none",
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        keeps_weights=bool(parallel.keep_weights),
+        precision="float32",
+        software=own_software(compiled=False, autocasts=False, older=True),
+    )
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_collectives_move_what_the_plan_counts(name: str, tmp_path) -> None:
+    recipe = make_recipe(WAYS[name])
+    workers = prod(recipe.parallel.sizes(4).values()) if recipe.parallel.shard else 4
+    found = run_ranks(tmp_path, workers, story, recipe)
+    settings = planned(recipe, workers)
+    each = workers // recipe.parallel.pipeline
+    for rank, moved in enumerate(found):
+        counted = traffic(architecture_of(recipe.model), settings, rank // each)
+        truth = {f"{operation} {axis}": size for (operation, axis), size in counted.items()}
+        assert {name: float(size) for name, size in moved.items()} == pytest.approx(truth, rel=0.02)

@@ -1,0 +1,165 @@
+"""Every composition of axes computes what one process computes: the losses and every gradient of plain PyTorch.
+
+The reference is the plain model in one process, its logits whole, with torch's own cross-entropy and no microbatches.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from headway.models import empty_decoder, init_weights, initial_weight
+from headway.parallel import apply, finish_gradients, make_mesh, total_norm
+from headway.recipe import Recipe
+from headway.recipe.load import parse_recipe
+from headway.state.tensors import fill
+from processes import run_ranks
+
+ROWS, SEQ, VOCABULARY, STEPS, RATE = 8, 16, 99, 2, 0.5
+DECODER = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab_size": VOCABULARY}
+EVERYTHING = {"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+
+COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: mesh, model, train
+    "shard 2": ({"shard": 2}, {}, {}),
+    "shard 2, weights kept": ({"shard": 2, "keep_weights": True}, EVERYTHING, {}),
+    "shard 4": ({"shard": 4}, {}, {}),
+    "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}),
+    "tensor 2": ({"tensor": 2, "shard": 1}, EVERYTHING, {}),
+    "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
+    "tensor 4, 1 key head": ({"tensor": 4, "shard": 1}, EVERYTHING | {"kv_heads": 1}, {}),
+    "pipeline 2": ({"pipeline": 2, "shard": 1}, {}, {}),
+    "pipeline 3, 5 layers": ({"pipeline": 3, "shard": 1}, {"layers": 5}, {}),
+    "pipeline 2, stages of 3 and 1": ({"pipeline": 2, "shard": 1, "stages": (3, 1)}, EVERYTHING, {}),
+    "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {}, {}),
+    "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
+    "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {}),
+    "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
+    "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
+    "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),
+    "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
+    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, {}, {}),
+    "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {}),
+    "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
+    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, {}, {"recompute": "selective"}),
+    "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
+}
+LARGER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "shard 2 tensor 2 pipeline 2": ({"shard": 2, "tensor": 2, "pipeline": 2}, EVERYTHING, {}),
+    "replicate 2 tensor 2 pipeline 2": ({"replicate": 2, "shard": 1, "tensor": 2, "pipeline": 2}, {}, {}),
+    "replicate 2 shard 2 tensor 2": ({"replicate": 2, "shard": 2, "tensor": 2}, {}, {}),
+    "replicate 2 shard 2 pipeline 2 interleaved": (
+        {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {},
+    ),
+    "shard 2 tensor 2 pipeline 2 zero-bubble": (
+        {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zero-bubble"}, {}, {"recompute": "full"},
+    ),
+}  # fmt: skip
+
+
+def make_recipe(mesh: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> Recipe:
+    values = {
+        "model": DECODER | model,
+        "data": {"path": "nowhere", "seq": SEQ},
+        "train": {"batch": ROWS, "microbatch": 1 if mesh.get("pipeline") else 2} | train,
+        "parallel": mesh,
+    }
+    return parse_recipe(values, {}, "test")
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with masked labels here and there, so that rows count for different numbers of tokens."""
+    tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[torch.arange(ROWS), torch.arange(ROWS)] = -100
+    labels[0, 4:] = -100
+    return tokens[:, :-1], labels
+
+
+def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Plain PyTorch."""
+    model = empty_decoder(recipe.model)
+    init_weights(model, seed=0)
+    inputs, labels = batch()
+    found = {}
+    for step in range(STEPS):
+        loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        found[f"{step}/loss"] = loss.detach()
+        squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
+        found[f"{step}/norm"] = torch.stack(squares).sum().sqrt().float()
+        for name, parameter in model.named_parameters():
+            found[f"{step}/{name}"] = parameter.grad.clone()
+            parameter.data -= RATE * parameter.grad
+            parameter.grad = None
+    return found | {"evaluation": model(inputs, labels).detach()}
+
+
+def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The same steps on a mesh; what this rank has of every gradient, put together."""
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    inputs, labels = batch()
+    trained = int((labels != -100).sum())
+    data, each = world.data, ROWS // world.data.size
+    mine = slice(each * data.rank, each * (data.rank + 1))
+    found = {}
+    for step in range(STEPS):
+        loss = spread.passes(inputs[mine], labels[mine], 1 / trained)
+        parameters = dict(spread.model.named_parameters())
+        finish_gradients(parameters, spread.missing)
+        found[f"{step}/loss"] = total(world, loss)
+        found[f"{step}/norm"] = total_norm(parameters, world, spread.borrowed)
+        for name, parameter in parameters.items():
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+            found[f"{step}/{name}"] = whole
+        with torch.no_grad():
+            for parameter in spread.model.parameters():
+                parameter -= RATE * parameter.grad
+                parameter.grad = None
+    with torch.no_grad():
+        found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine]))
+        spread.rest()
+    return found
+
+
+def total(world: Any, loss: torch.Tensor) -> torch.Tensor:
+    return world.sum(loss.clone() if world.axis("tensor").rank == 0 else torch.zeros_like(loss))
+
+
+Named = dict[str, torch.Tensor]
+
+
+def assert_equal(ranks: list[Named], truth: Named, loss: float, rest: float) -> None:
+    seen = set()
+    for found in ranks:
+        seen |= found.keys()
+        for name, value in found.items():
+            bound = loss if name.endswith(("/loss", "evaluation")) else rest
+            difference = (value - truth[name]).norm() / truth[name].norm()
+            assert difference < bound, f"{name} differs by {difference:.1e}"
+    assert seen == truth.keys()
+
+
+def workers_of(mesh: dict[str, Any]) -> int:
+    sizes = [size for axis, size in mesh.items() if axis in ("replicate", "shard", "tensor", "pipeline")]
+    return int(torch.tensor(sizes).prod())
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composition_equals_one_process(name: str, tmp_path) -> None:
+    recipe = make_recipe(*COMPOSITIONS[name])
+    ranks = run_ranks(tmp_path, workers_of(COMPOSITIONS[name][0]), story, recipe)
+    assert_equal(ranks, reference(recipe), loss=1e-5, rest=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGER)
+def test_a_composition_of_three_axes_equals_one_process(name: str, tmp_path) -> None:
+    recipe = make_recipe(*LARGER[name])
+    ranks = run_ranks(tmp_path, workers_of(LARGER[name][0]), story, recipe)
+    assert_equal(ranks, reference(recipe), loss=1e-5, rest=1e-4)

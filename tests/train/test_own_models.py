@@ -1,0 +1,340 @@
+"""A class of the user's own trains as a bare PyTorch loop over it does, on every axis, and survives what runs survive.
+
+The reference below knows Headway's data order and nothing else of it: a seed, a constructor, AdamW, a mean loss.
+"""
+
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import own_models
+import pytest
+import torch
+
+from conftest import Lab, Lived
+from headway.agent.zygote import Zygote
+from headway.data import Loader, WindowReader, open_dataset, split_dataset
+from headway.errors import ModelError, RecipeError, StateError
+from headway.inference.sample import Request, sample
+from headway.models.export import export
+from headway.parallel.layout import check_pipeline, cuts_of
+from headway.recipe import FaultPlan, Layout, Recipe
+from headway.state import open_checkpoint
+from headway.state.tensors import read_tensors
+from headway.track import account, read_recipe, read_run
+from headway.train.build import check_ties
+from headway.train.draw import count
+
+VOCABULARY, STEPS = 301, 4  # one more than the data's, so that no axis divides it
+ARGS = {"vocabulary": VOCABULARY, "width": 32, "depth": 3, "heads": 4}
+LAYOUT = {
+    "blocks": "blocks",
+    "first": ["embed"],
+    "last": ["norm", "head"],
+    "columns": ["blocks.*.attn.q", "blocks.*.attn.k", "blocks.*.attn.v", "blocks.*.mlp.up"],
+    "rows": ["blocks.*.attn.out", "blocks.*.mlp.down"],
+    "vocabulary": ["embed.tok", "head"],
+    "divide": ["blocks.*.attn.heads"],
+}
+TRAIN = {"steps": STEPS, "batch": 8, "lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "clip": 0.5}
+
+
+@pytest.fixture(scope="module")
+def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Forks workers that find this folder's modules, as those of a user who has set PYTHONPATH."""
+    paths = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | paths
+    process = Zygote(tmp_path_factory.mktemp("zygote") / "log", environment)
+    while not process.ready(timeout_s=60):
+        pass
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path, own_zygote: Zygote) -> Lab:
+    """A place to run recipes whose workers find `own_models`."""
+    return Lab(tmp_path / "runs", own_zygote)
+
+
+@pytest.fixture(scope="session")
+def make(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
+    """Makes recipes of a class of `own_models`."""
+
+    def made(name: str = "Tiny", args: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+        model = {"class": f"own_models:{name}", "args": ARGS if args is None else args}
+        model |= {"layout": LAYOUT} if name == "Tiny" else {}
+        changed = {key.replace("__", "."): value for key, value in settings.items()}
+        train = {f"train.{key}": value for key, value in TRAIN.items()}
+        return recipe({"model": model, "seed": 3, **train, **changed})
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def bare(make: Callable[..., Recipe]) -> Callable[..., list[float]]:
+    """The losses of a loop in plain PyTorch."""
+
+    @cache
+    def losses(**changes: Any) -> list[float]:
+        recipe = make()
+        dataset = open_dataset(Path(recipe.data.path))
+        split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
+        loader = Loader(WindowReader(dataset, recipe.data.seq), split, recipe.seed, 8)
+        torch.manual_seed(recipe.seed)
+        model = own_models.Tiny(**ARGS, **changes)
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        found = []
+        for step in range(STEPS):
+            batch = loader.read(8 * step)
+            logits = model(torch.from_numpy(batch.inputs.astype("int64")))
+            labels = torch.from_numpy(batch.labels.astype("int64"))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    return losses
+
+
+def losses(lived: Lived) -> list[float]:
+    assert lived.outcome.state == "finished", lived.outcome
+    return [event["loss"] for event in lived.events("step")]
+
+
+MESHES: dict[str, tuple[dict[str, Any], bool]] = {
+    "one worker, tied": ({}, True),
+    "one worker, untied": ({}, False),
+    "shard 2, tied": ({"shard": 2}, True),
+    "replicate 2, untied": ({"replicate": 2, "shard": 1}, False),
+    "tensor 2, tied": ({"tensor": 2, "shard": 1}, True),
+    "tensor 2, untied": ({"tensor": 2, "shard": 1}, False),
+    "pipeline 2, tied": ({"pipeline": 2, "shard": 1}, True),
+    "pipeline 2, untied": ({"pipeline": 2, "shard": 1}, False),
+    "shard 2 tensor 2, tied": ({"shard": 2, "tensor": 2}, True),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_computes_what_a_bare_loop_computes(name: str, own: Lab, make: Any, bare: Any) -> None:
+    mesh, tied = MESHES[name]
+    workers = math.prod(mesh.values())
+    recipe = make(args=ARGS | {"tied": tied}, **({"parallel": mesh} if mesh else {}))
+    lived = own.train(recipe, workers=workers)
+    assert losses(lived) == pytest.approx(bare(tied=tied), rel=1e-5)
+    saved = open_checkpoint(lived.run.checkpoints / f"step-{STEPS:08d}").manifest.tensors
+    assert ("model/head.weight" in saved) is not tied, "what is tied is saved once"
+
+
+def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
+    layout = LAYOUT | {
+        "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
+        "whole": ["blocks.*.attn", "blocks.*.mlp"],
+    }
+    mesh = {"tensor": 2, "shard": 1}
+    no_positions = make(args=ARGS | {"positions": 0}, parallel=mesh, **{"model.layout": layout})
+    assert losses(own.train(no_positions, workers=2)) == pytest.approx(bare(positions=0), rel=1e-5)
+    refused = own.train(make(parallel=mesh, **{"model.layout": layout}), workers=2)
+    assert "nothing says what embed.pos.weight sees of them" in refused.outcome.reason
+
+
+def test_the_first_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
+    lived = own.train(make(train__steps=1, parallel={"shard": 2}), workers=2)
+    initial = lived.run.path / "initial" / "step-00000000"
+    torch.manual_seed(3)
+    model = own_models.Tiny(**ARGS)
+    state = {**dict(model.named_parameters()), "blocks.1.attn.temperature": torch.tensor(1.5)}
+    weights, buffers = read_tensors(initial, "model/"), read_tensors(initial, "buffer/")
+    assert set(weights) == {*state, *(f"blocks.{i}.attn.temperature" for i in range(3))}
+    assert all(torch.equal(weights[name], tensor) for name, tensor in state.items())
+    assert set(buffers) == {f"blocks.{i}.attn.turns" for i in range(3)}
+    assert torch.equal(torch.view_as_complex(buffers["blocks.2.attn.turns"]), model.blocks[0].attn.turns)
+
+
+def test_a_killed_run_resumes_bit_for_bit(own: Lab, make: Any) -> None:
+    recipe = make(checkpoint__every_steps=2, eval__every_steps=2, eval__windows=4)
+    unharmed = own.train(recipe, workers=2)
+    killed = own.train(recipe, workers=2, faults=FaultPlan().kill(4, rank=1))
+    assert killed.outcome.state == "failed"
+    resumed = own.resume(killed.run)
+    assert resumed.outcome.state == "finished", resumed.outcome
+    assert resumed.events("resumed")[-1]["step"] == 2
+    assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
+
+
+def test_another_mesh_and_another_run_take_a_state_over(own: Lab, make: Any, bare: Any) -> None:
+    first = own.train(make(train__steps=2), workers=1)
+    resumed = own.resume(first.run, f"train.steps={STEPS}", "parallel.tensor=2", workers=2)
+    assert losses(resumed) == pytest.approx(bare(tied=True), rel=1e-5)
+    branch = own.train(make(), origin=f"{first.run.name}@2")
+    assert losses(branch) == pytest.approx(bare(tied=True)[2:], rel=1e-5)
+    with pytest.raises(StateError, match=r"model\.args is .* in the checkpoint"):
+        own.train(make(args=ARGS | {"depth": 2}), origin=first.run.name)
+    with pytest.raises(StateError, match=r"model\.class is own_models:Tiny in the checkpoint and own_models:Bare"):
+        own.train(make("Bare", args={}), origin=first.run.name)
+    with pytest.raises(RecipeError, match=r"model\.args\.depth cannot change"):
+        own.resume(first.run, "model.args.depth=2")
+
+
+def test_a_new_run_starts_from_the_weights_of_another(own: Lab, make: Any, recipe: Any) -> None:
+    first = own.train(make(train__steps=2), workers=1)
+    weights = read_tensors(first.run.checkpoints / "step-00000002", "model/")
+    model = {"class": "own_models:Tiny", "init": first.run.name}
+    second = own.train(recipe({"model": model, "train.steps": 1, "train.lr": 1e-9, "train.warmup_steps": 0}))
+    assert read_recipe(second.run).model.args == ARGS
+    after = read_tensors(second.run.checkpoints / "step-00000001", "model/")
+    assert all(torch.allclose(after[name], weights[name], atol=1e-7) for name in weights)
+    with pytest.raises(ModelError, match=r"model\.args is .* in the recipe"):
+        own.train(make(args=ARGS | {"depth": 2}, **{"model.init": first.run.name}))
+    with pytest.raises(ModelError, match="is a folder, and a class of your own"):
+        own.train(make(**{"model.init": str(own.root)}))
+
+
+def test_facts_count_what_is_multiplied(own: Lab, make: Any) -> None:
+    block = 4 * (32 * 32 + 32) + (32 * 96 + 96) + (96 * 32 + 32) + 4 * 32
+    body, table, positions = 3 * block + 2 * 32, VOCABULARY * 32, 32 * 32
+    untied = count(own_models.Tiny(**ARGS, tied=False), make())
+    assert untied["parameters"] == body + positions + 2 * table
+    assert untied["flops_per_token"] == 6 * (body + table), "rows that are looked up are not multiplied"
+    lived = own.train(make(train__steps=1))
+    (facts,) = lived.events("facts")
+    assert facts["parameters"] == body + positions + table
+    assert facts["flops_per_token"] == 6 * (body + table), "as a head the same rows are"
+    assert "lower bound" in facts["flops_source"]
+    ledger = account(read_run(lived.run))
+    assert ledger.mfu is not None
+    assert ledger.mfu_full_attention is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message", "hint"),
+    [
+        ("Nowhere", {}, "own_models has no Nowhere", "own_models has"),
+        ("Bare", {"vocabulary": 100}, "makes logits of 100 tokens", "a vocabulary of 300 or more"),
+        ("ReturnsTuple", {}, "own_models:ReturnsTuple returns a tuple, not logits", "returns logits [B, L, V]"),
+        ("ReturnsLast", {}, "returns a tensor [1, 320] of tokens [1, 32], not logits", "returns logits [B, L, V]"),
+        ("ReturnsChoices", {}, "returns a tensor of torch.int64, not logits", "returns logits [B, L, V]"),
+        ("ShortContext", {}, "fails on 32 tokens of a vocabulary of 300: ValueError: 32 tokens are", "data.seq"),
+        ("LooksAtValues", {}, "cannot be built on the meta device", ".item()"),
+        ("Refuses", {}, "RuntimeError: not today", "headway logs"),
+    ],
+)
+def test_a_class_that_cannot_train_is_told_in_one_sentence(
+    own: Lab, make: Any, name: str, args: dict[str, Any], message: str, hint: str
+) -> None:
+    lived = own.train(make(name, args=args), workers=2)
+    assert lived.outcome.state == "failed"
+    assert message in lived.outcome.reason
+    assert hint in (lived.outcome.hint or "")
+    assert not list(lived.run.path.glob("initial/step-*"))
+    assert not list(lived.run.events.glob("*-rank-*")), "no worker was started"
+
+
+def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: Lab, make: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    flag.touch()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    lived = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
+    assert lived.outcome.state == "stopped"
+    assert not list(lived.run.path.glob("initial/step-*"))
+    flag.unlink()
+    assert own.resume(lived.run).outcome.state == "finished"
+
+
+def test_a_class_that_kills_its_process_is_told(own: Lab, make: Any, tmp_path: Path) -> None:
+    lived = own.train(make("Kills", args={}), workers=1)
+    assert lived.outcome.state == "failed"
+    assert "the process that draws the weights was killed by signal 9" in lived.outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TiedAcrossBlocks", "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one parameter"),
+        ("TiedToABlock", "blocks.0.norm1.weight and norm.weight are one parameter"),
+        ("OneBlockTwice", "blocks.0.norm1.weight and blocks.1.norm1.weight are one parameter"),
+    ],
+)
+def test_what_only_one_worker_can_train_is_refused_to_several(own: Lab, make: Any, name: str, message: str) -> None:
+    with torch.device("meta"):
+        model = getattr(own_models, name)(VOCABULARY)
+    for layout in (None, Layout(**LAYOUT)):
+        with pytest.raises(ModelError, match=message):
+            check_ties(model, layout)
+    check_ties(own_models.Tiny(**ARGS), None)
+    check_ties(own_models.Bare(), None)
+    if name == "OneBlockTwice":
+        recipe = make(name, args={"vocabulary": VOCABULARY})
+        assert own.train(recipe, workers=1).outcome.state == "finished"
+        assert message in own.train(recipe, workers=2).outcome.reason
+
+
+def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -> None:
+    run = own.train(make(train__steps=1)).run
+    checkpoint = run.checkpoints / "step-00000001"
+    with pytest.raises(ModelError, match="only Headway's own decoders can be sampled from"):
+        list(sample(Request(run=run.path, checkpoint=checkpoint, prompts=[""])))
+    with pytest.raises(ModelError, match="only Headway's own decoders are exported"):
+        export(checkpoint, read_recipe(run), None, tmp_path / "out")
+    written = json.loads(run.recipe_file.read_text())["model"]
+    assert written["class"] == "own_models:Tiny"
+    assert "layers" not in written
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message", "hint"),
+    [
+        ({"columns": ["blocks.*.attn.querys"]}, 2, "names blocks.*.attn.querys, which Tiny does not have", "attn.q"),
+        ({"rows": ["blocks.*.norm1"]}, 2, "names blocks.0.norm1, a LayerNorm", "rows takes linear modules"),
+        ({}, 3, "tensor 3 does not divide", "1, 2, 4"),
+        ({"divide": []}, 3, "tensor 3 does not divide the 32 outputs of blocks.0.attn.q", "1, 2, 4, 8, 16, 32"),
+        ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which is None and no whole number", ""),
+        ({"vocabulary": ["mebed.tok"]}, 2, "names mebed.tok, which Tiny does not have", "embed.tok"),
+        ({"rows": []}, 2, "does not say how Tiny is cut", "own-models.md"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, message: str, hint: str) -> None:
+    with torch.device("meta"):
+        model = own_models.Tiny(**ARGS)
+    with pytest.raises(ModelError) as caught:
+        cuts_of(model, Layout(**(LAYOUT | change)), size)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "message"),
+    [
+        ({"blocks": "block"}, (2, 1), "model.layout.blocks names block, which Tiny does not have"),
+        ({"blocks": "embed"}, (2, 1), "has as a Embed, not as a list"),
+        ({"last": ["head"]}, (2, 1), "nothing says which stage of a pipeline has norm.weight"),
+        ({}, (2, 2), "Tiny has 3 blocks"),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
+    with torch.device("meta"):
+        model = own_models.Tiny(**ARGS)
+    with pytest.raises(ModelError) as caught:
+        check_pipeline(model, Layout(**(LAYOUT | change)), counts)
+    assert message in caught.value.message
+
+
+def test_a_layout_that_does_not_fit_ends_a_run_with_its_sentence(own: Lab, make: Any) -> None:
+    layout = {**LAYOUT, "columns": ["blocks.*.attn.querys"]}
+    recipe = make(parallel={"tensor": 2, "shard": 1}, **{"model.layout": layout})
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "failed"
+    assert "model.layout.columns names blocks.*.attn.querys, which Tiny does not have" in lived.outcome.reason
+    assert "blocks.*.attn.q" in (lived.outcome.hint or "")
