@@ -11,8 +11,8 @@ from pathlib import Path
 
 from headway.agent.check import Checked, Compared, check
 from headway.agent.compare import Kind
-from headway.cli.check import parse_layout
 from headway.cli.check_view import check_lines
+from headway.cli.mesh import parse_layout
 from headway.data import BuildOptions, build
 from headway.recipe import Recipe, load_recipe
 

@@ -9,6 +9,7 @@ from headway.agent import new_run, planned, resume_run
 from headway.agent.planned import plan_again, plan_run, unplanned
 from headway.agent.prepare import check_mesh, count_workers
 from headway.errors import RecipeError
+from headway.errors import UsageError
 from headway.hardware import Devices, parse_on
 from headway.plan.estimate import Estimate
 from headway.plan.plan import plan
@@ -39,21 +40,21 @@ def best(recipe: Recipe, on: str, mesh: Mesh | None = None) -> Estimate:
 
 
 def test_a_plan_fills_in_what_the_recipe_leaves_open_and_is_written_as_the_planner_says() -> None:
-    recipe = llama("train.batch=64")
+    recipe = llama("train.batch=64", "train.memory_gb=36")
     share = recipe.train.batch // 8
     made = plan_run(recipe, gpus(8), 8)
     wanted = best(recipe, "h100x8", Mesh(shard=8))
+    assert wanted.settings.reduces_each, "8 GB of gradients would wait otherwise"
     assert made.notes == ()
     assert made.plan is not None
     assert wanted.settings.microbatch < share, "the whole share of an 8B model does not fit into 80 GB"
     assert made.recipe.train.microbatch == wanted.settings.microbatch
     assert made.recipe.train.recompute == wanted.settings.recompute != "none"
-    assert made.recipe.parallel is None, "all shards is how workers are laid out where nobody says otherwise"
-    assert set(made.plan.chosen) == {"train.microbatch", "train.recompute"}
+    assert made.recipe.parallel == Parallel(shard=8, keep_weights=wanted.settings.keeps_weights, reduce_each=True)
     assert made.plan.step_s == wanted.step.seconds
     assert dict(made.plan.accounts_s) == wanted.step.accounts
     assert made.plan.total_bytes == pytest.approx(wanted.memory.total)
-    assert made.plan.capacity_bytes == 80 * 2**30
+    assert made.plan.capacity_bytes == 36 * 2**30
     assert (made.plan.cluster, made.plan.devices, made.plan.mesh["shard"]) == ("h100x8x1", 8, 8)
 
 
@@ -84,25 +85,26 @@ def test_the_plain_way_is_left_only_where_it_does_not_fit_or_is_slower_by_more(
     share = recipe.train.batch // workers
     # the plain way as a recipe that states it; the planner refuses it where it does not fit
     way = {"train.microbatch": share, "train.recompute": "none"}
-    way |= {"parallel.shard": workers, "parallel.keep_weights": "false"}
+    way |= {"parallel.shard": workers, "parallel.keep_weights": "false", "parallel.reduce_each": "false"}
     stated = with_settings(recipe, [f"{key}={value}" for key, value in way.items()])
     plain = plan_run(stated, gpus(workers, "NVIDIA H200"), workers)
     assert plain.plan is not None
     fastest, shards = best(recipe, on).step.seconds, best(recipe, on, Mesh(shard=workers)).step.seconds
     keeps = not plain.notes and plain.plan.step_s < 1.03 * fastest
     assert (made.recipe == recipe) == keeps
-    other = shards if shards < 1.03 * fastest else fastest
+    other = shards if shards < 1.10 * fastest else fastest
     assert made.plan.step_s == (plain.plan.step_s if keeps else other)
     assert made.plan.total_bytes <= made.plan.capacity_bytes
 
 
 def test_what_the_recipe_states_stays() -> None:
-    recipe = llama("train.microbatch=2", "train.recompute=full", "parallel.keep_weights=false")
+    kept = ["parallel.keep_weights=false", "parallel.reduce_each=false"]
+    recipe = llama("train.microbatch=2", "train.recompute=full", *kept)
     made = plan_run(recipe, gpus(8), 8)
     assert made.recipe == recipe
     assert made.plan is not None
     assert (made.plan.microbatch, made.plan.recompute, dict(made.plan.chosen)) == (2, "full", {})
-    half = plan_run(llama("train.recompute=full", "parallel.keep_weights=false"), gpus(8), 8)
+    half = plan_run(llama("train.recompute=full", *kept), gpus(8), 8)
     assert (half.recipe.train.recompute, half.recipe.train.recompute_blocks) == ("full", None)
     assert half.plan is not None
     assert set(half.plan.chosen) == {"train.microbatch"}
@@ -193,13 +195,14 @@ def test_a_run_from_before_there_were_plans_keeps_its_bits() -> None:
 
 
 def test_another_mesh_is_taken_where_it_is_faster_by_more_and_leaves_with_its_plan() -> None:
-    """Gradients of many microbatches wait whole: 32 GB of 80, less on each of two stages."""
-    recipe = llama()
+    """In so little memory shards alone do not fit."""
+    recipe = llama("train.memory_gb=26")
     made = plan_run(recipe, gpus(8), 8)
     wanted = best(recipe, "h100x8")
     assert made.plan is not None
     assert made.recipe.parallel is not None
-    assert 1.03 * wanted.step.seconds < best(recipe, "h100x8", Mesh(shard=8)).step.seconds
+    with pytest.raises(UsageError, match="does not fit"):
+        best(recipe, "h100x8", Mesh(shard=8))
     assert made.plan.step_s == wanted.step.seconds
     parallel, mesh = made.recipe.parallel, wanted.settings.mesh
     assert (parallel.replicate, parallel.shard, parallel.tensor, parallel.pipeline) == (
@@ -207,7 +210,6 @@ def test_another_mesh_is_taken_where_it_is_faster_by_more_and_leaves_with_its_pl
     )  # fmt: skip
     assert (parallel.schedule, parallel.chunks) == (wanted.settings.schedule, wanted.settings.chunks)
     assert parallel.stages == wanted.settings.stages
-    assert sum(parallel.stages or ()) == 32
     assert unplanned(made.recipe, made.plan) == recipe
 
     # as it is read back from the run's folder, in which tuples are lists
@@ -220,12 +222,12 @@ def test_another_mesh_is_taken_where_it_is_faster_by_more_and_leaves_with_its_pl
     assert (fewer.recipe, fewer.plan) == (fresh.recipe, fresh.plan)
 
     # an axis that a person sets is no longer the plan's: the others go back to what they were
-    person = with_settings(made.recipe, ["parallel.tensor=2"])
+    person = with_settings(made.recipe, ["parallel.tensor=4"])
     left = unplanned(person, made.plan).parallel
-    assert left == Parallel(tensor=2)
+    assert left == Parallel(tensor=4)
     replanned = plan_again(person, gpus(8), 8, old=old, before=8)
     assert replanned.plan is not None
-    assert (replanned.plan.mesh["tensor"], replanned.plan.mesh["shard"], replanned.plan.devices) == (2, 4, 8)
+    assert (replanned.plan.mesh["tensor"], replanned.plan.mesh["shard"], replanned.plan.devices) == (4, 2, 8)
 
 
 def test_a_stated_mesh_stays_and_what_it_leaves_open_is_filled_in() -> None:

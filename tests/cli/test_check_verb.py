@@ -16,9 +16,9 @@ from headway.agent.check import Checked, Compared
 from headway.agent.check import check as run_check
 from headway.agent.compare import KINDS, TOLERANCES, Finding, Verdict
 from headway.agent.zygote import Zygote
-from headway.cli.check import parse_layout
 from headway.cli.check_view import as_json, check_lines
 from headway.cli.main import main
+from headway.cli.mesh import parse_layout
 from headway.errors import UsageError
 from headway.recipe import Parallel, to_toml
 

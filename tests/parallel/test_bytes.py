@@ -28,6 +28,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "shard 2": {"parallel": {"shard": 2}},
     "shard 2, weights kept": {"parallel": {"shard": 2, "keep_weights": True}},
     "replicate 2 shard 2": {"parallel": {"replicate": 2, "shard": 2}},
+    "replicate 2 shard 2, reduced each": {"parallel": {"replicate": 2, "shard": 2, "reduce_each": True}},
     "tensor 2": {"parallel": {"tensor": 2, "shard": 1}},
     "tensor 4, 2 key heads": {"parallel": {"tensor": 4, "shard": 1}},
     "tensor 2, recomputed": {"parallel": {"tensor": 2, "shard": 1}, "train": {"recompute": "full"}},
@@ -63,7 +64,7 @@ def make_recipe(way: dict[str, dict[str, Any]]) -> Recipe:
     values = {
         "model": MODEL | way.get("model", {}),
         "data": {"path": "nowhere", "seq": SEQ},
-        "train": {"batch": BATCH, "microbatch": 1 if way["parallel"].get("pipeline") else 2} | way.get("train", {}),
+        "train": {"batch": BATCH, "microbatch": 1} | way.get("train", {}),
         "parallel": way["parallel"],
     }
     return parse_recipe(values, {}, "test")
@@ -101,6 +102,7 @@ def planned(recipe: Recipe, workers: int) -> Settings:
         schedule=parallel.schedule,
         chunks=parallel.chunks,
         keeps_weights=bool(parallel.keep_weights),
+        reduces_each=bool(parallel.reduce_each),
         precision="float32",
         software=own_software(compiled=False, autocasts=False, older=True),
     )

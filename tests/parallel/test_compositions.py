@@ -24,7 +24,7 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     # name: mesh, model, train
     "shard 2": ({"shard": 2}, {}, {}),
     "shard 2, weights kept": ({"shard": 2, "keep_weights": True}, EVERYTHING, {}),
-    "shard 4": ({"shard": 4}, {}, {}),
+    "shard 4, reduced each": ({"shard": 4, "reduce_each": True}, {}, {"microbatch": 1}),
     "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}),
     "tensor 2": ({"tensor": 2, "shard": 1}, EVERYTHING, {}),
     "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
@@ -35,6 +35,11 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {}, {}),
     "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
     "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {}),
+    "replicate 2 shard 2, reduced each": (
+        {"replicate": 2, "shard": 2, "reduce_each": True},
+        EVERYTHING,
+        {"microbatch": 1},
+    ),
     "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
     "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
     "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),

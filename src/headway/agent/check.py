@@ -133,6 +133,8 @@ def describe(parallel: Parallel, workers: int) -> str:
         words.append(f"stages {':'.join(map(str, parallel.stages))}")
     if parallel.keep_weights:
         words.append("weights kept")
+    if parallel.reduce_each:
+        words.append("reduced each")
     return ", ".join(words)
 
 

@@ -30,6 +30,8 @@ __all__ = ["Planned", "plain_settings", "plan_again", "plan_run", "unplanned"]
 
 WORTH = 0.03
 """Gain in speed for which the plain way is left, where that fits: predictions err by more than less would win."""
+MESH_WORTH = 0.10
+"""The same for another mesh than shards over all workers: what that exchanges was never measured on several GPUs."""
 GOES_ON = "the run goes on as the recipe stands"
 CHOSEN_AXES = tuple(axis for axis in AXES if axis in RUNNABLE.axes)
 
@@ -116,7 +118,7 @@ def plain_settings(recipe: Recipe, cluster: Cluster) -> Settings:
     )
     if parallel is None:
         return settings
-    settings = settings.but(keeps_weights=bool(parallel.keep_weights))
+    settings = settings.but(keeps_weights=bool(parallel.keep_weights), reduces_each=bool(parallel.reduce_each))
     return settings.but(schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
 
 
@@ -146,7 +148,7 @@ def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster, any_mesh: bool) -
             same = _best(recipe, cluster, plain.settings.mesh)
         except UsageError:
             return best, ()
-        return (same if same.step.seconds < enough else best), ()
+        return (same if same.step.seconds < (1 + MESH_WORTH) * best.step.seconds else best), ()
     return best, ()
 
 
@@ -176,9 +178,10 @@ def _chosen(recipe: Recipe, way: Settings) -> dict[str, Any]:
         settled["train.recompute_blocks"] = way.recompute_blocks
     mesh, sharded = way.mesh, way.mesh.shard > 1 and way.mesh.pipeline == 1
     stated = recipe.parallel is not None
-    if stated or way.keeps_weights or mesh != Mesh(shard=mesh.devices):
+    if stated or way.keeps_weights or way.reduces_each or mesh != Mesh(shard=mesh.devices):
         settled |= {f"parallel.{axis}": getattr(mesh, axis) for axis in CHOSEN_AXES if not stated}
-        settled |= {"parallel.keep_weights": way.keeps_weights} if sharded else {}
+        gathers = {"parallel.keep_weights": way.keeps_weights, "parallel.reduce_each": way.reduces_each}
+        settled |= gathers if sharded else {}
     if mesh.pipeline > 1:
         settled |= {} if stated else {"parallel.schedule": way.schedule, "parallel.chunks": way.chunks}
         settled["parallel.stages"] = list(way.stages or ())
@@ -248,6 +251,7 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
         recompute=settings.recompute,
         recompute_blocks=settings.recompute_blocks,
         keeps_weights=settings.keeps_weights,
+        reduces_each=settings.reduces_each,
         schedule=settings.schedule,
         chunks=settings.chunks,
         stages=settings.stages,

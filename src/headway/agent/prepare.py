@@ -82,7 +82,9 @@ def new_run(
     return attempt_of(run, 1, count, found, checkpoint, notes=list(planned.notes))
 
 
-def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = None) -> Attempt:
+def resume_run(
+    run: RunFolder, settings: list[str], *, workers: int | None = None, mesh: Parallel | None = None
+) -> Attempt:
     """The attempt that continues a run from its newest checkpoint, with the settings that may change."""
     pid = holder(run)
     if pid is not None:
@@ -92,6 +94,8 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
         )
     old = read_recipe(run)
     new, _ = pin_data(with_settings(old, settings))
+    if mesh is not None:
+        new = new.model_copy(update={"parallel": mesh})
     found = devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
@@ -117,11 +121,13 @@ def resume_run(run: RunFolder, settings: list[str], *, workers: int | None = Non
         write_json(run.recipe_file, planned.recipe.model_dump())
     renew_plan(run, planned, step)
     notes = list(planned.notes)
-    if manifest and count != manifest.workers:
-        notes.append(
-            f"{manifest.workers} workers before, {count} now: the state is taken over exactly, "
-            "the steps after it are not promised bit for bit"
-        )
+    if manifest:
+        meshes = [stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)]
+        if meshes[0] != meshes[1]:
+            notes.append(
+                f"{meshes[0].describe()} before, {meshes[1].describe()} now: the state is taken over exactly, "
+                "the steps after it are not promised bit for bit"
+            )
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
     return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
 

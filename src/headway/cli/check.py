@@ -4,16 +4,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.mesh import parse_layout
 from headway.cli.options import Json, Runs, Settings
 
 if TYPE_CHECKING:
     from headway.recipe import Parallel, Recipe
 
-__all__ = ["check", "parse_layout"]
+__all__ = ["check"]
 
 EXAMPLE = "--mesh shard=2,tensor=2"
 
@@ -25,7 +26,7 @@ def check(
         typer.Option(
             metavar="AXIS=N,...",
             help="A mesh to check, like shard=2,tensor=2; may also have schedule=, chunks=, stages=1:3, "
-            "keep_weights=; repeatable (default: the recipe's own).",
+            "keep_weights=, reduce_each=; repeatable (default: the recipe's own).",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to compare.")] = 3,
@@ -70,49 +71,10 @@ def _meshes(recipe: "Recipe", texts: Sequence[str]) -> "list[Parallel]":
     from headway.errors import UsageError
 
     if texts:
-        return [parse_layout(text) for text in texts]
+        return [parse_layout(text, recipe.parallel) for text in texts]
     if recipe.parallel is None:
         raise UsageError("nothing to check: the recipe has no [parallel], and no mesh is given", hint=EXAMPLE)
     return [recipe.parallel]
-
-
-def parse_layout(text: str) -> "Parallel":
-    """`pipeline=2,stages=1:3,schedule=zero-bubble` as a recipe's [parallel]; axes that are left out are 1."""
-    from dataclasses import asdict
-
-    from pydantic import ValidationError
-
-    from headway.errors import UsageError
-    from headway.plan.settings import AXES, parse_mesh
-    from headway.recipe import Parallel
-
-    others = [key for key in Parallel.model_fields if key not in AXES]
-    axes, values = list[str](), dict[str, Any]()
-    for part in (part.strip() for part in text.split(",")):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in others:
-            axes.append(part)
-        elif key in values:
-            raise UsageError(f"--mesh {text}: {key} is given twice")
-        else:
-            values[key] = _value(key, value)
-    sizes = asdict(parse_mesh(",".join(axes)))
-    try:
-        return Parallel(**sizes, **values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = first["msg"][0].lower() + first["msg"][1:]
-        raise UsageError(
-            f"--mesh {text}: {first['loc'][0]}: {what}", hint=f"beside axes: {', '.join(others)}"
-        ) from None
-
-
-def _value(key: str, text: str) -> Any:
-    """As a recipe would have it; what makes no sense is left for the recipe's own checks."""
-    if key == "keep_weights":
-        return {"true": True, "false": False}.get(text, text)
-    numbers = [int(part) if part.isdecimal() else part for part in text.split(":")]
-    return {"stages": tuple(numbers), "chunks": numbers[0]}.get(key, text)
 
 
 @contextmanager

@@ -90,8 +90,8 @@ def plan(
 
     Keys of --json: recipe, model, seq, batch, cluster, fidelity, parameters_used, best, plans, runnable, run, search;
     with --explain also explain. A plan has mesh, microbatch, zero, recompute, recompute_blocks, keeps_weights,
-    schedule, chunks, stages, precision, step_s, tokens_s, mfu, accounts, exposed, memory, run, reason and runnable.
-    --sweep gives points, --against rows and tables.
+    reduces_each, schedule, chunks, stages, precision, step_s, tokens_s, mfu, accounts, exposed, memory, run, reason and
+    runnable. --sweep gives points, --against rows and tables.
     """
     from headway.errors import UsageError
 
@@ -398,6 +398,7 @@ def _plan_document(one: "Ranked", run: "Run") -> dict[str, Any]:
         "recompute": settings.recompute,
         "recompute_blocks": settings.recompute_blocks,
         "keeps_weights": settings.keeps_weights,
+        "reduces_each": settings.reduces_each,
         "schedule": settings.schedule,
         "chunks": settings.chunks,
         "stages": settings.stages,

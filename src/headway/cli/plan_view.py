@@ -206,7 +206,8 @@ def _details(settings: Settings, short: bool = False) -> str:
     if settings.mesh.pipeline > 1:
         parts.append(settings.schedule + (f" x{settings.chunks}" if settings.chunks > 1 else ""))
     if settings.mesh.shard * settings.mesh.context > 1 and not (short and settings.zero == 3):
-        parts.append(f"ZeRO {settings.zero}" + (", weights kept" if settings.keeps_weights else ""))
+        parts.append(f"ZeRO {settings.zero}")
+        parts += ["weights kept"] * settings.keeps_weights + ["reduced each"] * settings.reduces_each
     if settings.precision not in ("bf16", "float32"):
         parts.append(settings.precision)
     return ", ".join(parts)

@@ -15,6 +15,10 @@ def resume(
         int | None,
         typer.Option("--workers", min=1, metavar="N", help="Processes to train with (default: as before)."),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS=N,...", help="Go on with another layout of workers (default: as before)."),
+    ] = None,
     runs: Runs = None,
     settings: Settings = None,
     detach: Detach = False,
@@ -26,7 +30,9 @@ def resume(
     """
     from headway.agent import resume_run
     from headway.cli.launch import launch
+    from headway.cli.mesh import parse_layout
     from headway.track import find_run, runs_root
 
     folder = find_run(runs_root(runs), run)
-    launch(resume_run(folder, settings or [], workers=workers), detach=detach, json=json)
+    wanted = None if mesh is None else parse_layout(mesh)
+    launch(resume_run(folder, settings or [], workers=workers, mesh=wanted), detach=detach, json=json)

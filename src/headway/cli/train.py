@@ -20,7 +20,11 @@ def train(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="AXIS=N,...", help="Lay the workers out so, like shard=4; axes left out are 1."),
+        typer.Option(
+            metavar="AXIS=N,...",
+            help="Lay the workers out so, like shard=2,tensor=2; axes left out are 1; may also have schedule=, "
+            "chunks=, stages=1:3, keep_weights=, reduce_each=.",
+        ),
     ] = None,
     runs: Runs = None,
     settings: Settings = None,
@@ -31,13 +35,11 @@ def train(
 
     What the recipe leaves open, the best plan that this version's trainer runs decides.
     """
-    from dataclasses import asdict
-
     from headway.agent import new_run, stated_recipe
     from headway.cli.launch import launch
+    from headway.cli.mesh import parse_layout
     from headway.errors import UsageError
-    from headway.plan.settings import parse_mesh
-    from headway.recipe import Parallel, load_recipe, with_settings
+    from headway.recipe import load_recipe, with_settings
     from headway.track import find_run, parse_ref, runs_root
 
     root = runs_root(runs)
@@ -49,5 +51,5 @@ def train(
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     if mesh is not None:
-        wanted = wanted.model_copy(update={"parallel": Parallel(**asdict(parse_mesh(mesh)))})
+        wanted = wanted.model_copy(update={"parallel": parse_layout(mesh, wanted.parallel)})
     launch(new_run(wanted, root, name=name, workers=workers, origin=origin), detach=detach, json=json)

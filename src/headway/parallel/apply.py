@@ -53,11 +53,13 @@ class Spread:
     """Rows in one pass."""
     copies: bool
     """Whether the data axes hold copies only, and no shards."""
+    reduce_each: bool = False
+    """Whether shards add gradients up in every microbatch."""
     forgets: bool = False
     """A mistake on purpose: gradients are not added up over copies."""
 
     def passes(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Forward and backward over all rows, a microbatch at a time; gradients are exchanged in the last one only.
+        """Forward and backward over all rows, a microbatch at a time; gradients travel in the last one, or in each.
 
         Returns the summed loss times `scale`, or what this worker has of it.
         """
@@ -67,7 +69,7 @@ class Spread:
         rows = len(inputs)
         for low in range(0, rows, self.microbatch):
             high = min(low + self.microbatch, rows)
-            hold_gradients(self.model, hold=high < rows, copies=self.copies)
+            hold_gradients(self.model, last=high == rows, copies=self.copies, reduce_each=self.reduce_each)
             if self.forgets:
                 forget_copies(self.model)
             loss = self.model(inputs[low:high], labels[low:high]) * scale
@@ -167,6 +169,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
         rows=rows,
         microbatch=microbatch,
         copies=copies,
+        reduce_each=bool(parallel.reduce_each),
         forgets="no-gradient-reduction" in mutations,
     )
 

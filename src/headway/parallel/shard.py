@@ -33,14 +33,16 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: st
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
-def hold_gradients(model: nn.Module, hold: bool, copies: bool) -> None:
-    """Whether the next backward pass keeps its gradients to itself; only a step's last one must not.
+def hold_gradients(model: nn.Module, last: bool, copies: bool, reduce_each: bool) -> None:
+    """Whether the next backward pass keeps its gradients to itself: any but a step's last one may.
 
-    Where all workers have `copies` of the whole, weights that are not shared are not gathered anew either.
+    With `reduce_each` shards add theirs up every time, and only copies wait for the last. Where all workers have
+    `copies` of the whole, weights that are not shared are not gathered anew either.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(not hold)
-        model.set_reshard_after_backward(not (hold and copies))
+        model.set_requires_gradient_sync(last or reduce_each)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or not copies)
 
 
 def release_weights(model: nn.Module) -> None:

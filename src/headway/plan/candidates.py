@@ -51,16 +51,19 @@ def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: 
     sizes = choices.microbatches or _sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
     software = task.software.on(mesh)
-    keeps = choices.keeps_weights if zero == 3 and mesh.shard > 1 and mesh.pipeline == 1 else None
+    gathers = zero == 3 and mesh.shard > 1 and mesh.pipeline == 1
+    keeps, sums = (choices.keeps_weights, choices.reduces_each) if gathers else (None, None)
     rest = list(product(
         choices.recompute, choices.precisions or (task.precision,),
-        [replace(software, moment_bytes=size) for size in moments], keeps or (task.keeps_weights,),
+        [replace(software, moment_bytes=size) for size in moments], keeps or (task.keeps_weights,), sums or (False,),
     ))  # fmt: skip
     for size, (schedule, chunks) in product(sizes, list(_orders(arch, choices, mesh.pipeline))):
-        for i, (recompute, kind, program, kept) in enumerate(rest):
+        for i, (recompute, kind, program, kept, each) in enumerate(rest):
+            if each and size == task.batch // mesh.data:
+                continue  # there is one microbatch, and its gradients travel anyway
             made = Settings(
                 mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, kind, program,
-                keeps_weights=kept, frozen=task.frozen, imbalance=task.imbalance,
+                reduces_each=each, keeps_weights=kept, frozen=task.frozen, imbalance=task.imbalance,
                 recompute_blocks=choices.blocks if recompute != "none" else None,
                 stages=choices.stages if mesh.pipeline > 1 else None,
             )  # fmt: skip

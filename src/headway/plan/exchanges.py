@@ -186,7 +186,7 @@ class _Exchanges:
         gathers, scatters = [], []
         for experts, count in layer_kinds(self.arch):
             times = count * self.settings.microbatches
-            sums = count if software.own else times
+            sums = count if software.own and not self.settings.reduces_each else times
             for name, number, members in layer_pieces(self.arch, experts, self.settings):
                 one = self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0, axis="shard")
                 gathers.append(one)
@@ -210,7 +210,8 @@ class _Exchanges:
         group, runs = Group(self.mesh.shard, self.mesh.tensor * self.mesh.context), self.settings.microbatches
         yield self.bare("weights of the ends", "all_gather", weights, group, runs, "shard")
         if not self.settings.frozen:
-            yield self.bare("gradients of the ends", "reduce_scatter", gradients, group, 1, "shard")
+            sums = runs if self.settings.reduces_each else 1
+            yield self.bare("gradients of the ends", "reduce_scatter", gradients, group, sums, "shard")
 
     def exposed(self, travel: list[Exchange], passes: str) -> Iterator[Exchange]:
         """What a pass leaves exposed of all that travels beside it, shared out by how long each takes."""

@@ -218,7 +218,7 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
 
 def gradients_wait(settings: Settings) -> bool:
     """Whether gradients that end up sharded travel once a step, and wait in full until then."""
-    several = settings.software.own and settings.microbatches > 1
+    several = settings.software.own and settings.microbatches > 1 and not settings.reduces_each
     return settings.zero >= 2 and (settings.mesh.pipeline > 1 or several)
 
 

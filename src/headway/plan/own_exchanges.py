@@ -65,7 +65,7 @@ def of_the_rest(arch: Architecture, settings: Settings, costs: Costs) -> float:
     group = Group(settings.mesh.shard, settings.mesh.tensor * settings.mesh.context)
     gather = settings.microbatches * collective_seconds(costs.network, "all_gather", weights, group)
     scatter = 0.0 if settings.frozen else collective_seconds(costs.network, "reduce_scatter", gradients, group)
-    return gather + scatter
+    return gather + scatter * (settings.microbatches if settings.reduces_each else 1)
 
 
 def busiest_rank(arch: Architecture, settings: Settings) -> int:

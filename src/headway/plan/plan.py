@@ -153,6 +153,8 @@ def fixed(recipe: Recipe, cluster: Cluster, choices: Choices) -> Choices:
     choices = replace(choices, blocks=train.recompute_blocks, least_blocks=open_blocks, room=room)
     keep = None if parallel is None else parallel.keep_weights
     choices = replace(choices, keeps_weights=(False, True) if keep is None else (keep,))
+    each = None if parallel is None else parallel.reduce_each
+    choices = replace(choices, reduces_each=(False, True) if each is None else (each,))
     if parallel is None or choices.mesh is not None:
         return choices
     interleaved = parallel.schedule == "interleaved"

@@ -195,6 +195,8 @@ class Settings:
     """Chunks of layers a pipeline stage holds: the interleaving."""
     precision: str = "bf16"
     software: Software = field(default_factory=Software)
+    reduces_each: bool = False
+    """Of our own trainer, without a pipeline: gradients are scattered in every microbatch; otherwise in the last."""
     keeps_weights: bool = False
     """Gathered weights stay until the backward pass (ZeRO 2 of FSDP)."""
     offloaded: float = 0.0

@@ -237,7 +237,7 @@ def _sharded(arch: Architecture, settings: Settings, costs: Costs) -> tuple[floa
             if not settings.frozen:
                 moved = number * software.reduce_bytes
                 scatter += share * collective_seconds(costs.network, "reduce_scatter", moved, members)
-    if software.own:
+    if software.own and not settings.reduces_each:
         scatter /= settings.microbatches
     again = 0.0 if settings.keeps_weights else gather
     return (gather, again + scatter, 0.0) if software.prefetch else (gather, scatter, again)

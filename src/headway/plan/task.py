@@ -104,6 +104,8 @@ class Choices:
     zero: tuple[int, ...] = (0, 1, 3)
     keeps_weights: tuple[bool, ...] | None = None
     """Of sharded weights without a pipeline; otherwise the task's."""
+    reduces_each: tuple[bool, ...] | None = None
+    """Of the same; otherwise gradients travel once a step."""
     blocks: int | None = None
     """Layers of a device that are recomputed, where anything is; otherwise all."""
     least_blocks: bool = False

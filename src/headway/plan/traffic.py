@@ -89,7 +89,8 @@ def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[K
         runs = settings.microbatches if mesh.pipeline == 1 else 1
         passes = 1 if settings.keeps_weights or mesh.pipeline > 1 else 2
         yield ("all_gather", "shard"), settings.shape.width * runs * (passes * blocks + rest)
-        yield ("reduce_scatter", "shard"), F32 * (blocks + rest)
+        sums = runs if settings.reduces_each else 1
+        yield ("reduce_scatter", "shard"), F32 * sums * (blocks + rest)
     if mesh.replicate > 1:
         yield ("all_reduce", "replicate"), F32 * (blocks + rest) / mesh.shard
 

@@ -294,6 +294,9 @@ class Parallel(_Section):
     """Workers that share a layer's experts; they lie across the other axes."""
     keep_weights: bool | None = None
     """Keep a block's gathered weights from its forward pass to its backward pass; by default as planned."""
+    reduce_each: bool | None = None
+    """Add gradients up over shards in every microbatch, instead of keeping them whole to the last; by default as
+    planned."""
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """In which order a pipeline's stages work on microbatches."""
     chunks: Positive = DERIVED

@@ -34,6 +34,8 @@ class RunPlan(BaseModel):
     """What is computed again in the backward pass: none, selective (all but products), or full."""
     recompute_blocks: int | None = None
     """How many of a worker's blocks do so; None is all."""
+    reduces_each: bool = False
+    """Whether gradients are added up over shards in every microbatch."""
     keeps_weights: bool = False
     """Whether gathered weights stay from the forward pass to the backward pass."""
     schedule: str = "1f1b"

@@ -78,10 +78,19 @@ def explain(error: Exception, recipe: Recipe) -> HeadwayError:
     if isinstance(error, torch.distributed.DistError) or "gloo/transport" in text:
         return PeerFailed("lost the connection to another worker")
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        rows = recipe.train.microbatch or "the worker's whole share of the batch"
-        return WorkerError(
-            "out of memory",
-            hint=f"lower train.microbatch (now {rows}), or set train.recompute=full",
-        )
+        return WorkerError("out of memory", hint=_less_memory(recipe))
     first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return WorkerError(f"{type(error).__name__}: {first_line}")
+
+
+def _less_memory(recipe: Recipe) -> str:
+    """What of a recipe can still be changed to need less memory, the cheapest first."""
+    train = recipe.train
+    ways = []
+    if train.microbatch != 1:
+        ways.append(f"lower train.microbatch (now {train.microbatch or 'the whole share of the batch'})")
+    if train.recompute != "full" or train.recompute_blocks is not None:
+        ways.append("set train.recompute=full for all blocks")
+    if not train.offload_optimizer and torch.cuda.is_available():
+        ways.append("set train.offload_optimizer=true")
+    return ", or ".join(ways) or "more workers, or a smaller model or sequence"
