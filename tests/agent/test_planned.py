@@ -8,8 +8,7 @@ import pytest
 from headway.agent import new_run, planned, resume_run
 from headway.agent.planned import plan_again, plan_run, unplanned
 from headway.agent.prepare import check_mesh, count_workers
-from headway.errors import RecipeError
-from headway.errors import UsageError
+from headway.errors import RecipeError, UsageError
 from headway.hardware import Devices, parse_on
 from headway.plan.estimate import Estimate
 from headway.plan.plan import plan

@@ -3,6 +3,8 @@
 The reference is the plain model in one process, its logits whole, with torch's own cross-entropy and no microbatches.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -155,16 +157,41 @@ def workers_of(mesh: dict[str, Any]) -> int:
     return int(torch.tensor(sizes).prod())
 
 
+def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> Named:
+    """All compositions of as many workers, one after the other in the same processes."""
+    return {
+        f"{name}|{key}": value
+        for name, recipe in recipes.items()
+        for key, value in story(rank, workers, recipe).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> Callable[..., list[Named]]:
+    """What the ranks of all compositions of a size found."""
+
+    @cache
+    def tell(larger: bool, workers: int) -> list[Named]:
+        table = LARGER if larger else COMPOSITIONS
+        recipes = {name: make_recipe(*way) for name, way in table.items() if workers_of(way[0]) == workers}
+        return run_ranks(tmp_path_factory.mktemp("ranks"), workers, stories, recipes)
+
+    return tell
+
+
+def of(name: str, ranks: list[Named]) -> list[Named]:
+    mine = f"{name}|"
+    return [{key.removeprefix(mine): value for key, value in rank.items() if key.startswith(mine)} for rank in ranks]
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_a_composition_equals_one_process(name: str, tmp_path) -> None:
-    recipe = make_recipe(*COMPOSITIONS[name])
-    ranks = run_ranks(tmp_path, workers_of(COMPOSITIONS[name][0]), story, recipe)
-    assert_equal(ranks, reference(recipe), loss=1e-5, rest=1e-4)
+def test_a_composition_equals_one_process(name: str, told) -> None:
+    ranks = told(larger=False, workers=workers_of(COMPOSITIONS[name][0]))
+    assert_equal(of(name, ranks), reference(make_recipe(*COMPOSITIONS[name])), loss=1e-5, rest=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGER)
-def test_a_composition_of_three_axes_equals_one_process(name: str, tmp_path) -> None:
-    recipe = make_recipe(*LARGER[name])
-    ranks = run_ranks(tmp_path, workers_of(LARGER[name][0]), story, recipe)
-    assert_equal(ranks, reference(recipe), loss=1e-5, rest=1e-4)
+def test_a_composition_of_three_axes_equals_one_process(name: str, told) -> None:
+    ranks = told(larger=True, workers=workers_of(LARGER[name][0]))
+    assert_equal(of(name, ranks), reference(make_recipe(*LARGER[name])), loss=1e-5, rest=1e-4)
