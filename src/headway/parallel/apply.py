@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from headway.models import Decoder
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, layout_of
-from headway.parallel.pipeline import Schedule, Stage, Stages, even, has_ties, split, tie_group
+from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, even, layout_of
+from headway.parallel.pipeline import Schedule, Stage, Stages, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
 from headway.parallel.tensor import SEQUENCE, cut_tensors

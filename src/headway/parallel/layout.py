@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
-from headway.recipe import Layout
+from headway.recipe import Layout, Parallel
 
-__all__ = ["Cut", "Cuts", "blocks_of", "check_pipeline", "cuts_of", "layout_of"]
+__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "even", "layout_of"]
 
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 """How the tensor axis cuts a module; `keys` is a projection to fewer heads than there are workers, held whole."""
@@ -154,6 +154,21 @@ def _divided(model: nn.Module, layout: Layout, modules: dict[str, nn.Module], si
                     f"tensor {size} does not divide {where}, which is {value}", hint=f"tensor may be {sizes}"
                 )
             yield name, attribute
+
+
+def check_layout(model: nn.Module, stated: Layout | None, sizes: Mapping[str, int], parallel: Parallel) -> None:
+    """See that a model can be cut onto a mesh; ModelError says why not."""
+    layout, stages = layout_of(model, stated), sizes["pipeline"] * parallel.chunks
+    if sizes["tensor"] > 1:
+        cuts_of(model, layout, sizes["tensor"])
+    if stages > 1:
+        check_pipeline(model, layout, parallel.stages or even(len(blocks_of(model, layout)[1]), stages))
+
+
+def even(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as even as can be, the first having more."""
+    low, more = divmod(blocks, stages)
+    return tuple(low + (i < more) for i in range(stages))
 
 
 def check_pipeline(model: nn.Module, layout: Layout, counts: Iterable[int]) -> None:

@@ -26,7 +26,7 @@ from headway.parallel.layout import blocks_of
 from headway.parallel.world import Axis, World
 from headway.recipe import Layout, Parallel
 
-__all__ = ["PassThrough", "Schedule", "Stage", "Stages", "even", "has_ties", "split", "tie_group"]
+__all__ = ["PassThrough", "Schedule", "Stage", "Stages", "has_ties", "split", "tie_group"]
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ class PassThrough(nn.Module):
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """The input."""
         return x
-
-
-def even(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as even as can be, the first having more."""
-    low, more = divmod(blocks, stages)
-    return tuple(low + (i < more) for i in range(stages))
 
 
 def split(model: nn.Module, layout: Layout, counts: Sequence[int], axis: Axis) -> Stages:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from headway.data import open_dataset
 from headway.errors import ModelError, StateError
 from headway.models.own import build_own
-from headway.recipe import Recipe
+from headway.parallel.layout import check_layout
+from headway.recipe import Parallel, Recipe
 from headway.state import Facts, begin, commit, find_checkpoint, open_checkpoint, write_shard
 from headway.state.tensors import fill, named_state, pieces, read_tensors
 from headway.track import RunFolder, chain, write_json
@@ -33,14 +34,16 @@ PROBE = 5e10
 """Parameters times tokens that a CPU multiplies in seconds: below it the trial pass takes a whole sequence."""
 
 
-def draw(run: RunFolder, recipe: Recipe) -> None:
+def draw(run: RunFolder, recipe: Recipe, workers: int) -> None:
     """Build the model as a script with this seed would, see that it makes logits, and leave its tensors in the run."""
     vocabulary = open_dataset(Path(recipe.data.path)).manifest.vocab_size
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
     model = build_own(recipe.model, "cpu")
-    build_own(recipe.model, "meta")  # as all workers will: one that fails is better than each of them
+    # as all workers will: one that fails is better than each of them
+    parallel = recipe.parallel or Parallel()
+    check_layout(build_own(recipe.model, "meta"), recipe.model.layout, parallel.sizes(workers), parallel)
     tensors = {
         name: tensor.clone() if _is_buffer(model, name) else tensor for name, tensor in named_state(model).items()
     }

@@ -39,7 +39,7 @@ def main(assignment: Assignment) -> int:
         recorder.event("begin", at=assignment.asked_ns, name="startup")
         torch.set_num_threads(assignment.threads)
         if assignment.draw:
-            draw(run, recipe)
+            draw(run, recipe, assignment.workers)
             return FINISHED
         world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
         parts = build(assignment, recipe, world, recorder, stop)
