@@ -250,6 +250,14 @@ def test_scaling_is_against_the_first_that_fits() -> None:
         assert point["scaling"] == pytest.approx(speed / first)
 
 
+@pytest.mark.parametrize(("nodes", "bars"), [("1..4", True), ("64,128", False)])
+def test_a_sweep_speaks_of_bars_where_it_has_any(nodes: str, bars: bool) -> None:
+    recipe = LLAMA if bars else str(RECIPES / "llama3-70b.toml")
+    *table, footer = text(recipe, "--on", "h100x8x1", "--sweep", f"nodes={nodes}").partition("scaling: ")
+    assert ("|####" in table[0]) is bars, "the case no longer has what it is for"
+    assert ("bars are" in footer) is bars
+
+
 # -- rooflines
 
 

@@ -207,7 +207,7 @@ def _details(settings: Settings, short: bool = False) -> str:
         parts.append(settings.schedule + (f" x{settings.chunks}" if settings.chunks > 1 else ""))
     if settings.mesh.shard * settings.mesh.context > 1 and not (short and settings.zero == 3):
         parts.append(f"ZeRO {settings.zero}")
-        parts += ["weights kept"] * settings.keeps_weights + ["reduced each"] * settings.reduces_each
+    parts += ["weights kept"] * settings.keeps_weights + ["reduced each"] * settings.reduces_each
     if settings.precision not in ("bf16", "float32"):
         parts.append(settings.precision)
     return ", ".join(parts)
@@ -401,7 +401,8 @@ def _story(section: Section, texts: Sequence[Sequence[str]], long: int) -> Itera
 
 
 def sweep_lines(points: Sequence[SweepPoint], command: str) -> list[str]:
-    """A table: for each number of nodes two lines, the second with the plan and a bar of its efficiency."""
+    """A table: for each number of nodes two lines, the second with the plan and, if there is room, a bar of its
+    efficiency."""
     plans = [point.plan for point in points if point.plan is not None]
     priced = any(plan.run.cost is not None for plan in plans)
     heads = ["nodes", "devices", "step", "tokens/s", "scaling", "MFU", "run", "device-h", "cost"][: 9 if priced else 8]
@@ -410,12 +411,23 @@ def sweep_lines(points: Sequence[SweepPoint], command: str) -> list[str]:
     lines = [*title, "", cells_of(heads, widths)] if title else [cells_of(heads, widths)]
     for point in points:
         lines += _sweep_point(points, point, widths)
-    lines += ["", "scaling: tokens/s of a device over the first line's; bars are of the largest"]
+    barred = any(_has_bar(_sweep_text(plan)) for plan in plans)
+    lines += ["", "scaling: tokens/s of a device over the first line's" + "; bars are of the largest" * barred]
     return [*lines, *wrapped(f"next: {command} for one of them in full", 6)]
 
 
 def _sweep_title(plan: Plan) -> str:
     return f"{_work(plan)}, nodes~of~{plan.cluster.per_node}~x~{plan.cluster.chip.name.upper()}"
+
+
+def _sweep_text(plan: Plan) -> str:
+    settings = plan.best.estimate.settings
+    return f"{'':7}  {settings.mesh.describe()}, {_details(settings, short=True)}"
+
+
+def _has_bar(text: str) -> bool:
+    """Whether a plan's text leaves room for a bar of ten and its ends."""
+    return len(text) <= WIDTH - 13
 
 
 def _sweep_point(points: Sequence[SweepPoint], point: SweepPoint, widths: Sequence[int]) -> Iterator[str]:
@@ -428,9 +440,9 @@ def _sweep_point(points: Sequence[SweepPoint], point: SweepPoint, widths: Sequen
     cells = [_step(best.step.seconds), _rate(best.tokens_s), _percent(share), _percent(best.mfu), span(run.seconds)]
     cells += [count(run.device_hours), _money(run.cost)]
     yield head + cells_of(cells[: len(widths) - 2], widths[2:])
-    text = f"{'':7}  {best.settings.mesh.describe()}, {_details(best.settings, short=True)}"
-    if len(text) > WIDTH - 13:
-        yield from wrapped(text, 9)
-    else:
+    text = _sweep_text(point.plan)
+    if _has_bar(text):
         most = max(efficiency(points, one) or 0.0 for one in points)
         yield f"{text:<{WIDTH - 12}}|{'#' * round(share / most * 10):<10}|"
+    else:
+        yield from wrapped(text, 9)

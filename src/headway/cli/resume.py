@@ -28,11 +28,11 @@ def resume(
 
     Some settings may change; those that would make another run of it are refused by name.
     """
-    from headway.agent import resume_run
+    from headway.agent import resume_run, stated_recipe
     from headway.cli.launch import launch
     from headway.cli.mesh import parse_layout
     from headway.track import find_run, runs_root
 
     folder = find_run(runs_root(runs), run)
-    wanted = None if mesh is None else parse_layout(mesh)
+    wanted = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
     launch(resume_run(folder, settings or [], workers=workers, mesh=wanted), detach=detach, json=json)

@@ -212,15 +212,21 @@ def plan_lines(plan: RunPlan) -> list[str]:
     """What was planned, in two lines; of an assumed chip only what does not lean on its speed."""
     mesh = " ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one worker"
     again = "no recomputation" if plan.recompute == "none" else f"{plan.recompute} recomputation"
+    if plan.recompute != "none" and plan.recompute_blocks is not None:
+        again += f" of {plan.recompute_blocks} blocks"
+    way = [mesh, f"microbatch {plan.microbatch}", again]
+    if plan.mesh.get("pipeline", 1) > 1 and plan.schedule != "1f1b":
+        way.append(plan.schedule)
+    way += ["weights kept"] * plan.keeps_weights + ["reduced each"] * plan.reduces_each
     figures = f"{short_seconds(plan.step_s)} a step, {plan.tokens_s:,.0f} tokens/s"
     needs, has = plan.total_bytes / GIB, plan.capacity_bytes / GIB
     if plan.assumed:
-        return [f"plan: {mesh}, microbatch {plan.microbatch}, {again}"]
+        return [f"plan: {', '.join(way)}"]
     if needs > has:
         figures = f"does not fit: it needs {needs:,.0f} GB, a device has {has:.0f} GB"
     else:
         figures += f", MFU {100 * plan.mfu:.0f} %, {needs:.0f} of {has:.0f} GB"
-    return [f"plan: {mesh}, microbatch {plan.microbatch}, {again} (headway plan shows why)", f"      {figures}"]
+    return [f"plan: {', '.join(way)}", f"      {figures} (headway plan shows why)"]
 
 
 @contextlib.contextmanager
