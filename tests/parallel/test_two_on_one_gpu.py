@@ -18,6 +18,7 @@ ROWS, SEQ = 8, 64
 MODEL = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "vocab_size": 500}
 MESHES = {
     "shard": {"shard": 2},
+    "shard, reduced each": {"shard": 2, "reduce_each": True, "keep_weights": True},
     "replicate": {"replicate": 2, "shard": 1},
     "tensor": {"tensor": 2, "shard": 1},
 }
