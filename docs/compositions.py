@@ -24,6 +24,7 @@ MESHES = (
     "shard=2",
     "shard=3",
     "shard=2,keep_weights=true",
+    "shard=2,reduce_each=true",
     "tensor=2",
     "tensor=4",
     "pipeline=2",

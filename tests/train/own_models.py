@@ -175,3 +175,41 @@ class Slow(Bare):
         deadline = time.monotonic() + 60
         while Path(flag).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+class Dropped(Tiny):
+    """With dropout, whose masks are random state that a run must not lose."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class WithACounter(Tiny):
+    """A buffer of the model itself, which no stage of a pipeline owns."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+class PositionsOutside(nn.Module):
+    """Adds positions in `forward`, as many do: in a pipeline every stage would."""
+
+    def __init__(self, vocabulary: int, width: int = 32) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocabulary, width), nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(MLP(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)

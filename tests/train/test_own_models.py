@@ -300,7 +300,8 @@ def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -
         ({"rows": ["blocks.*.norm1"]}, 2, "names blocks.0.norm1, a LayerNorm", "rows takes linear modules"),
         ({}, 3, "tensor 3 does not divide", "1, 2, 4"),
         ({"divide": []}, 3, "tensor 3 does not divide the 32 outputs of blocks.0.attn.q", "1, 2, 4, 8, 16, 32"),
-        ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which is None and no whole number", ""),
+        ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which does not exist", ""),
+        ({"vocabulary": ["head"]}, 2, "embed.tok.weight and head.weight are one parameter", "both"),
         ({"vocabulary": ["mebed.tok"]}, 2, "names mebed.tok, which Tiny does not have", "embed.tok"),
         ({"rows": []}, 2, "does not say how Tiny is cut", "own-models.md"),
     ],
@@ -321,6 +322,8 @@ def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, m
         ({"blocks": "embed"}, (2, 1), "has as a Embed, not as a list"),
         ({"last": ["head"]}, (2, 1), "nothing says which stage of a pipeline has norm.weight"),
         ({}, (2, 2), "Tiny has 3 blocks"),
+        ({}, (1, 1, 1, 0), "3 blocks (blocks of Tiny) cannot fill 4 pipeline stages"),
+        ({"last": ["norm", "head", "embed"]}, (2, 1), "embed both in first and in last"),
     ],
 )
 def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
@@ -338,3 +341,39 @@ def test_a_layout_that_does_not_fit_ends_a_run_with_its_sentence(own: Lab, make:
     assert lived.outcome.state == "failed"
     assert "model.layout.columns names blocks.*.attn.querys, which Tiny does not have" in lived.outcome.reason
     assert "blocks.*.attn.q" in (lived.outcome.hint or "")
+
+
+def test_sequences_that_a_tensor_axis_cannot_share_out_are_told(own: Lab, make: Any) -> None:
+    layout = LAYOUT | {
+        "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
+        "whole": ["blocks.*.attn", "blocks.*.mlp"],
+    }
+    recipe = make(args=ARGS | {"positions": 0}, data__seq=31, parallel={"tensor": 2, "shard": 1}, model__layout=layout)
+    lived = own.train(recipe, workers=2)
+    assert "tensor 2 does not divide data.seq, which is 31" in lived.outcome.reason
+
+
+def test_dropout_goes_on_where_it_was(own: Lab, make: Any) -> None:
+    recipe = make("Dropped", {"vocabulary": VOCABULARY}, train__steps=6, checkpoint__every_steps=2)
+    unharmed = own.train(recipe, workers=1)
+    killed = own.train(recipe, workers=1, faults=FaultPlan().kill(5))
+    assert killed.outcome.state == "failed"
+    assert own.resume(killed.run).chain == unharmed.chain
+
+
+def test_a_buffer_of_the_model_itself_is_saved_once_by_a_pipeline(own: Lab, make: Any) -> None:
+    mesh = {"pipeline": 2, "shard": 1}
+    recipe = make("WithACounter", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=LAYOUT, train__steps=2)
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    assert own.resume(lived.run, "train.steps=3").outcome.state == "finished"
+
+
+def test_positions_that_every_stage_would_add_are_refused(own: Lab, make: Any) -> None:
+    layout = {"blocks": "blocks", "first": ["tok", "pos"], "last": ["head"]}
+    mesh = {"pipeline": 2, "shard": 1}
+    recipe = make("PositionsOutside", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=layout)
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "failed"
+    assert "takes something else than the stream" in lived.outcome.reason
+    assert "one module with the tokens' embedding" in (lived.outcome.hint or "")

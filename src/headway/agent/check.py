@@ -32,7 +32,7 @@ from headway.track import read_recipe
 
 __all__ = ["Checked", "Compared", "Stored", "check", "describe", "read_trial"]
 
-ELSEWHERE = ("headway ", "checkpoint.")
+ELSEWHERE = ("headway logs", "headway resume", "headway report", "checkpoint.")
 """What hints that speak of a run that lasts contain; a trial's is gone when they are read."""
 
 

@@ -6,7 +6,7 @@ import time
 
 from headway.agent import Attempt, supervise
 from headway.cli.text import print_json
-from headway.cli.view import open_view, plan_lines
+from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
 from headway.track import holder, read_plan, read_recipe, summarize
 
@@ -20,10 +20,10 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     name, plan = attempt.run.name, read_plan(attempt.folder)
     planned = None if plan is None else plan.model_dump()
     for line in plan_lines(plan) if plan else []:
-        print(line, file=sys.stderr)
+        tell(line)
     if detach:
         for note in attempt.notes:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
         pid = start_agent(attempt)
         if json:
             print_json({"run": name, "agent": pid, "plan": planned})

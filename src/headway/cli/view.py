@@ -4,6 +4,7 @@ Both read what the first worker records; nothing asks the workers.
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
 from headway.track import RunPlan, Tail, record_path
 
-__all__ = ["LivePanel", "PlainLines", "Standing", "open_view", "plan_lines"]
+__all__ = ["LivePanel", "PlainLines", "Standing", "open_view", "plan_lines", "tell"]
 
 PLAIN_EVERY_S = 5.0
 SPEED_OVER_STEPS = 20
@@ -133,6 +134,14 @@ class Standing:
         return "  ".join(parts)
 
 
+def tell(line: str) -> None:
+    """Write a line to standard error; when nobody reads it any more, the run goes on without."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 class PlainLines:
     """A line every few seconds, for logs and pipes."""
 
@@ -141,14 +150,14 @@ class PlainLines:
         self._printed_step = 0
         self._last_print = time.monotonic()
         self._stops = 0
-        print(title, file=sys.stderr)
+        tell(title)
 
     def tick(self, stops_asked: int) -> None:
         """Print if it is time."""
         self._standing.follow(self._tails)
         if stops_asked != self._stops:
             self._stops = stops_asked
-            print(stopping_line(stops_asked, self._standing.step), file=sys.stderr)
+            tell(stopping_line(stops_asked, self._standing.step))
         now = time.monotonic()
         if now - self._last_print >= PLAIN_EVERY_S:
             self._last_print = now
@@ -162,7 +171,7 @@ class PlainLines:
         self._printed_step = standing.step
         left = standing.seconds_left
         eta = f"  ETA {duration(left)}" if left else ""
-        print(f"step {standing.step}/{standing.total_steps}  {standing.numbers()}{eta}", file=sys.stderr)
+        tell(f"step {standing.step}/{standing.total_steps}  {standing.numbers()}{eta}")
 
 
 class LivePanel:
@@ -238,7 +247,7 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     again += f", from step {attempt.from_step}" if attempt.from_step else ""
     title = f"{attempt.run.name}  {workers}{again}"
     for note in attempt.notes:
-        print(f"note: {note}", file=sys.stderr)
+        tell(f"note: {note}")
     standing = Standing(workers=attempt.workers)
     console = Console(stderr=True)
     if console.is_terminal and not quiet:

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headway.errors import ModelError
 from headway.models import Decoder
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, even, layout_of
+from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, even, layout_of, named
 from headway.parallel.pipeline import Schedule, Stage, Stages, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
 from headway.parallel.tensor import SEQUENCE, cut_tensors
 from headway.parallel.vocabulary import cross_entropy_of_logits, shared_loss
 from headway.parallel.world import Axis, World
-from headway.recipe import Parallel, Recipe
+from headway.recipe import Layout, Parallel, Recipe
 
 __all__ = ["Spread", "apply"]
 
@@ -164,7 +165,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
         stages=stages.stages,
         schedule=schedule,
         missing=missing,
-        borrowed=stages.borrowed or {},
+        borrowed={**(stages.borrowed or {}), **_others_buffers(stages.model, layout, pipeline)},
         names=names,
         rows=rows,
         microbatch=microbatch,
@@ -180,7 +181,16 @@ def stream_shape(
     """The shape of what stages pass on, of one microbatch: seen in a pass of the plain model on the meta device, which
     computes nothing."""
     seen = list[torch.Size]()
-    hook = block.register_forward_hook(lambda _, __, out: seen.append(out.shape))
+
+    def see(_: nn.Module, __: Any, out: Any) -> None:
+        if not isinstance(out, Tensor):
+            raise ModelError(
+                f"a block returns a {type(out).__name__}, and a pipeline passes one tensor on",
+                hint="blocks take the stream first and return it alone",
+            )
+        seen.append(out.shape)
+
+    hook = block.register_forward_hook(see)
     with torch.no_grad():
         model(torch.empty((rows, seq), dtype=torch.int64, device="meta"))
     hook.remove()
@@ -249,6 +259,14 @@ def _shared_vocabulary(model: nn.Module, cuts: Cuts) -> int | None:
     heads = [modules[name] for name, cut in cuts.cuts.items() if cut == "vocabulary" and name in modules]
     sizes = [head.weight.shape[0] for head in heads if isinstance(head, nn.Linear)]
     return sizes[0] if sizes else None
+
+
+def _others_buffers(model: nn.Module, layout: Layout, pipeline: Axis) -> dict[str, str]:
+    """Buffers outside of what a pipeline cuts: every stage has them, and the first one writes them."""
+    if pipeline.rank == 0:
+        return {}
+    cut = (*named(model, (*layout.first, *layout.last)), blocks_of(model, layout)[0])
+    return {name: name for name, _ in model.named_buffers() if not name.startswith(tuple(f"{part}." for part in cut))}
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

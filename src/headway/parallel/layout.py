@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
-from headway.recipe import Layout, Parallel
+from headway.recipe import Layout, Parallel, Recipe
 
-__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "even", "layout_of"]
+__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "even", "layout_of", "named"]
 
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 """How the tensor axis cuts a module; `keys` is a projection to fewer heads than there are workers, held whole."""
@@ -100,6 +100,7 @@ def cuts_of(model: nn.Module, layout: Layout, size: int) -> Cuts:
         )
     for name, cut in cuts.items():
         _check_shape(modules[name], name, cut, size)
+    _check_ties(model, made)
     if made.by_sequence:
         _check_covered(model, made)
     return made
@@ -129,6 +130,19 @@ def _divisors(length: int) -> str:
     return f"tensor may be {', '.join(str(n) for n in range(1, min(length, 64) + 1) if length % n == 0)}"
 
 
+def _check_ties(model: nn.Module, cuts: Cuts) -> None:
+    """A parameter that several modules have is cut one way."""
+    seen = dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        kinds = [cuts.cuts.get(one.rpartition(".")[0]) for one in (first, name)]
+        if kinds[0] != kinds[1]:
+            raise ModelError(
+                f"{first} and {name} are one parameter, and model.layout cuts only one of them, or each another way",
+                hint="name both modules in the same list: a tied embedding and head in vocabulary",
+            )
+
+
 def _check_covered(model: nn.Module, cuts: Cuts) -> None:
     """By sequence, it matters of every parameter whether it sees all tokens or a share of them."""
     for name, _ in model.named_parameters():
@@ -147,7 +161,8 @@ def _divided(model: nn.Module, layout: Layout, modules: dict[str, nn.Module], si
             value: Any = getattr(modules[name], attribute, None)
             where = f"{name}.{attribute}".lstrip(".")
             if not isinstance(value, int):
-                raise ModelError(f"model.layout.divide names {where}, which is {value!r} and no whole number")
+                what = "does not exist" if value is None else f"is {value!r} and no whole number"
+                raise ModelError(f"model.layout.divide names {where}, which {what}")
             if value % size:
                 sizes = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
                 raise ModelError(
@@ -156,11 +171,16 @@ def _divided(model: nn.Module, layout: Layout, modules: dict[str, nn.Module], si
             yield name, attribute
 
 
-def check_layout(model: nn.Module, stated: Layout | None, sizes: Mapping[str, int], parallel: Parallel) -> None:
-    """See that a model can be cut onto a mesh; ModelError says why not."""
-    layout, stages = layout_of(model, stated), sizes["pipeline"] * parallel.chunks
-    if sizes["tensor"] > 1:
-        cuts_of(model, layout, sizes["tensor"])
+def check_layout(model: nn.Module, recipe: Recipe, workers: int) -> None:
+    """See that a model can be cut onto a recipe's mesh; ModelError says why not."""
+    parallel = recipe.parallel or Parallel()
+    sizes, layout, seq = parallel.sizes(workers), layout_of(model, recipe.model.layout), recipe.data.seq
+    stages, tensor = sizes["pipeline"] * parallel.chunks, sizes["tensor"]
+    if tensor > 1 and cuts_of(model, layout, tensor).by_sequence and seq % tensor:
+        below = seq // tensor * tensor
+        raise ModelError(
+            f"tensor {tensor} does not divide data.seq, which is {seq}", hint=f"{below} and {below + tensor} would do"
+        )
     if stages > 1:
         check_pipeline(model, layout, parallel.stages or even(len(blocks_of(model, layout)[1]), stages))
 
@@ -180,6 +200,11 @@ def check_pipeline(model: nn.Module, layout: Layout, counts: Iterable[int]) -> N
             hint="model.layout.blocks names its list of blocks, first and last what comes before and after",
         )
     name, blocks = blocks_of(model, layout)
+    if len(counts) > len(blocks):
+        raise ModelError(
+            f"{len(blocks)} blocks ({name} of {_class(model)}) cannot fill {len(counts)} pipeline stages",
+            hint=f"parallel.pipeline x chunks may be {len(blocks)} at most",
+        )
     if sum(counts) != len(blocks) or min(counts) < 1:
         raise ModelError(
             f"{_class(model)} has {len(blocks)} blocks, not shared out by stages of {', '.join(map(str, counts))}",
@@ -190,11 +215,15 @@ def check_pipeline(model: nn.Module, layout: Layout, counts: Iterable[int]) -> N
     for kind in ("first", "last"):
         for pattern in getattr(layout, kind):
             placed |= {*_matches(model, pattern, modules, kind, optional=layout is DECODER)}
+    both = {*named(model, layout.first)} & {*named(model, layout.last)}
+    if both:
+        raise ModelError(f"model.layout has {min(both)} both in first and in last: one stage has it")
     for parameter, _ in model.named_parameters():
         if not any(parameter.startswith(f"{module}.") for module in placed):
             raise ModelError(
                 f"nothing says which stage of a pipeline has {parameter}",
-                hint=f"its module belongs into model.layout.first or last, or into a block of {name}",
+                hint=f"put it into a block of {name}, or into one module with the embedding: nothing may happen to the "
+                "stream but what that module, the blocks and the last modules do",
             )
 
 
@@ -208,6 +237,12 @@ def _matches(
             hint=_nearest(pattern, list(modules)),
         )
     return found
+
+
+def named(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The modules that patterns name."""
+    regexes = [_regex(pattern) for pattern in patterns]
+    return [name for name, _ in model.named_modules() if any(regex.fullmatch(name) for regex in regexes)]
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

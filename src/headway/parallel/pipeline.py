@@ -21,8 +21,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from headway.errors import ModelError
 from headway.models import Decoder
-from headway.parallel.layout import blocks_of
+from headway.parallel.layout import blocks_of, named
 from headway.parallel.world import Axis, World
 from headway.recipe import Layout, Parallel
 
@@ -66,6 +67,11 @@ class PassThrough(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """The input."""
+        if not x.is_floating_point():
+            raise ModelError(
+                "a module of the first stage takes something else than the stream, which later stages cannot pass on",
+                hint="positions belong into one module with the tokens' embedding, which model.layout.first names",
+            )
         return x
 
 
@@ -102,11 +108,10 @@ def _elsewhere(
     """Stand-ins for the modules that a stage does not have."""
     for block in set(range(count)) - set(own):
         yield f"{name}.{block}", PassThrough()
-    modules = dict(model.named_modules())
     if not first and not (last and _lends(model)):
-        yield from ((module, PassThrough()) for module in layout.first)
+        yield from ((module, PassThrough()) for module in named(model, layout.first))
     if not last:
-        yield from ((module, PassThrough()) for module in layout.last if module in modules)
+        yield from ((module, PassThrough()) for module in named(model, layout.last))
 
 
 def _lends(model: nn.Module) -> bool:
@@ -134,7 +139,7 @@ def _ties(model: nn.Module, layout: Layout) -> list[tuple[str, str]]:
     names = dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    sides = (layout.first, layout.last)
+    sides = (named(model, layout.first), named(model, layout.last))
     found = []
     for shared in names.values():
         inside = [[name for name in shared if any(name.startswith(f"{m}.") for m in side)] for side in sides]

@@ -156,6 +156,11 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ModelError(
+            "no parameter of this worker's part of the model is trained",
+            hint="in a pipeline each stage needs one that is: parallel.stages says which blocks it has",
+        )
     betas = (train.beta1, train.beta2)
     if train.offload_optimizer:
         return OffloadedAdamW(groups, lr=train.lr, betas=betas, eps=train.eps)

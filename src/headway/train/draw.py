@@ -19,7 +19,7 @@ from headway.data import open_dataset
 from headway.errors import ModelError, StateError
 from headway.models.own import build_own
 from headway.parallel.layout import check_layout
-from headway.recipe import Parallel, Recipe
+from headway.recipe import Recipe
 from headway.state import Facts, begin, commit, find_checkpoint, open_checkpoint, write_shard
 from headway.state.tensors import fill, named_state, pieces, read_tensors
 from headway.track import RunFolder, chain, write_json
@@ -42,8 +42,7 @@ def draw(run: RunFolder, recipe: Recipe, workers: int) -> None:
     torch.manual_seed(recipe.seed)
     model = build_own(recipe.model, "cpu")
     # as all workers will: one that fails is better than each of them
-    parallel = recipe.parallel or Parallel()
-    check_layout(build_own(recipe.model, "meta"), recipe.model.layout, parallel.sizes(workers), parallel)
+    check_layout(build_own(recipe.model, "meta"), recipe, workers)
     tensors = {
         name: tensor.clone() if _is_buffer(model, name) else tensor for name, tensor in named_state(model).items()
     }

@@ -44,6 +44,7 @@ def environment(parts: Parts, assignment: Assignment) -> dict[str, Any]:
     """Everything that bit-for-bit equality depends on."""
     return {
         "workers": assignment.workers,
+        "mesh": {name: axis.size for name, axis in parts.world.axes.items()},
         "device": device_name(parts.world.device),
         "threads": torch.get_num_threads(),
         "deterministic": parts.recipe.train.deterministic or assignment.device == "cpu",
@@ -91,7 +92,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
 
 def measured_matmul(size: int = 768, tries: int = 5) -> float:
     """FLOP/s of a matrix product on this worker's threads."""
-    a, b = torch.rand(size, size), torch.rand(size, size)
+    generator = torch.Generator()  # of its own: the run's random state was restored just before
+    a, b = (torch.rand(size, size, generator=generator) for _ in range(2))
     best = float("inf")
     for _ in range(tries):
         started = time.perf_counter()

@@ -74,6 +74,8 @@ def explain(error: Exception, recipe: Recipe) -> HeadwayError:
     """One sentence for people, with the setting to change where there is one."""
     if isinstance(error, HeadwayError):
         return error
+    if isinstance(error.__cause__, HeadwayError):  # a pipeline's schedule wraps what its stages raise
+        return error.__cause__
     text = str(error)
     if isinstance(error, torch.distributed.DistError) or "gloo/transport" in text:
         return PeerFailed("lost the connection to another worker")
