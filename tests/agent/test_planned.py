@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headway.agent import new_run, planned, resume_run
+from headway.agent.mesh import check_mesh, count_workers
 from headway.agent.planned import plan_again, plan_run, unplanned
-from headway.agent.prepare import check_mesh, count_workers
 from headway.errors import RecipeError, UsageError
 from headway.hardware import Devices, parse_on
 from headway.plan.estimate import Estimate

@@ -165,3 +165,13 @@ def test_of_a_pipelines_ranks_the_one_that_needs_most_counts() -> None:
 def test_a_copy_keeps_its_weights_rounded() -> None:
     """FSDP rounds a copy's weights for products and keeps that; autocast on one device does so for each use."""
     assert memory(LLAMA, own(Mesh(replicate=32), 1, 32), H100).gathered == 2 * PARAMETERS
+
+
+def test_gradients_that_are_reduced_in_each_microbatch_are_held_sharded() -> None:
+    """Llama 3 8B over eight devices: 8.03e9 float32 gradients wait whole, or an eighth of them does."""
+    software = own_software(compiled=False, autocasts=True, older=False)
+    held = Settings(Mesh(shard=8), 8192, 1, 64, software=software)
+    cluster = parse_on("h100x8")
+    whole, sharded = (memory(LLAMA, held.but(reduces_each=each), cluster).gradients for each in (False, True))
+    assert whole == pytest.approx(4 * 8.030e9, rel=1e-3)
+    assert sharded == pytest.approx(whole / 8)

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agent.compare import TOLERANCES, Evidence, Mark, Tolerances, Verdict, compare, merge_marks
+from headway.agent.mesh import count_workers, default_workers
 from headway.agent.outcome import Outcome
-from headway.agent.prepare import count_workers, default_workers, new_run, resolve
+from headway.agent.prepare import new_run, resolve
 from headway.agent.supervise import Attempt, supervise, worker_environment
 from headway.agent.zygote import Zygote
 from headway.errors import HeadwayError, RunError, UsageError, WorkerError
