@@ -74,7 +74,11 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    return attempt_of(run, 1, count, found, checkpoint, notes=list(planned.notes))
+    notes = list(planned.notes)
+    mesh = stated_mesh(recipe.parallel, count)
+    if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
+        notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
+    return attempt_of(run, 1, count, found, checkpoint, notes=notes)
 
 
 def resume_run(

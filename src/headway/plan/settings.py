@@ -1,6 +1,7 @@
 """How a model is run: the mesh, the batch, what is recomputed, and what the software does well or not."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from headway.errors import UsageError
@@ -55,8 +56,11 @@ def parse_mesh(text: str) -> Mesh:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals or not size.isdecimal() or int(size) < 1:
+            near = get_close_matches(name, AXES, n=1) if name not in AXES else []
+            meant = f"did you mean {near[0]}?  " if near else ""
             raise UsageError(
-                f"--mesh {text}: {part!r} is no axis and size", hint=f"axes are {', '.join(AXES)}: shard=4,tensor=2"
+                f"--mesh {text}: {part!r} is no axis and size",
+                hint=f"{meant}axes are {', '.join(AXES)}: shard=4,tensor=2",
             )
         if name in sizes:
             raise UsageError(f"--mesh {text}: {name} is given twice")
