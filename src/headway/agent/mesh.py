@@ -38,7 +38,7 @@ def check_axes(recipe: Recipe, workers: int) -> None:
 def check_mesh(recipe: Recipe, workers: int) -> None:
     """Refuse a mesh that the model, its sequences or the batch cannot be shared out over, before any process starts."""
     if recipe.model.class_ is not None:
-        check_layout(recipe, workers)
+        check_stated_layout(recipe, workers)
         return
     cluster = default_cluster(known_chip("cpu"), workers)
     settings = plain_settings(recipe, cluster)
@@ -57,7 +57,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     check_order(settings)
 
 
-def check_layout(recipe: Recipe, workers: int) -> None:
+def check_stated_layout(recipe: Recipe, workers: int) -> None:
     """Of a class of the user's own: what the recipe says is enough for its mesh. The rest its workers find out."""
     mesh, parallel = stated_mesh(recipe.parallel, workers), recipe.parallel or Parallel()
     layout, named = recipe.model.layout or Layout(), recipe.model.class_

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headway.errors import ModelError
 from headway.models import Decoder
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, even, layout_of, named
+from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
 from headway.parallel.pipeline import Schedule, Stage, Stages, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
@@ -115,7 +115,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
     stages = Stages(model, (Stage(0, model, tuple(blocks)),))
     stream = torch.Size(())
     if pipeline.size > 1:
-        counts = parallel.stages or even(len(blocks), pipeline.size * parallel.chunks)
+        counts = stages_of(model, layout, parallel, pipeline.size)
         check_pipeline(model, layout, counts)
         stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq, cuts, tensor)
         stages = split(model, layout, counts, pipeline)

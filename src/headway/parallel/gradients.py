@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from headway.parallel.local import local
 from headway.parallel.world import World
 
 __all__ = ["Missing", "finish_gradients", "total_norm"]
@@ -49,8 +50,3 @@ def _copies(gradient: Tensor) -> int:
         return 1
     axes = enumerate(gradient.placements)
     return prod(gradient.device_mesh.size(axis) for axis, placement in axes if isinstance(placement, Replicate))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this worker has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,9 +10,10 @@ from torch import nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
+from headway.plan.stages import stages_by_cost
 from headway.recipe import Layout, Parallel, Recipe
 
-__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "even", "layout_of", "named"]
+__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "layout_of", "named", "stages_of"]
 
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 """How the tensor axis cuts a module; `keys` is a projection to fewer heads than there are workers, held whole."""
@@ -175,20 +176,19 @@ def check_layout(model: nn.Module, recipe: Recipe, workers: int) -> None:
     """See that a model can be cut onto a recipe's mesh; ModelError says why not."""
     parallel = recipe.parallel or Parallel()
     sizes, layout, seq = parallel.sizes(workers), layout_of(model, recipe.model.layout), recipe.data.seq
-    stages, tensor = sizes["pipeline"] * parallel.chunks, sizes["tensor"]
+    tensor = sizes["tensor"]
     if tensor > 1 and cuts_of(model, layout, tensor).by_sequence and seq % tensor:
         below = seq // tensor * tensor
         raise ModelError(
             f"tensor {tensor} does not divide data.seq, which is {seq}", hint=f"{below} and {below + tensor} would do"
         )
-    if stages > 1:
-        check_pipeline(model, layout, parallel.stages or even(len(blocks_of(model, layout)[1]), stages))
+    if sizes["pipeline"] > 1:
+        check_pipeline(model, layout, stages_of(model, layout, parallel, sizes["pipeline"]))
 
 
-def even(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as even as can be, the first having more."""
-    low, more = divmod(blocks, stages)
-    return tuple(low + (i < more) for i in range(stages))
+def stages_of(model: nn.Module, layout: Layout, parallel: Parallel, ranks: int) -> tuple[int, ...]:
+    """Blocks of each stage of a pipeline: as stated, or as even as can be."""
+    return parallel.stages or stages_by_cost(len(blocks_of(model, layout)[1]), 0.0, 0.0, ranks, parallel.chunks)
 
 
 def check_pipeline(model: nn.Module, layout: Layout, counts: Iterable[int]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headway.parallel.collectives import copied, gathered, scattered, summed
 from headway.parallel.layout import Cut, Cuts
+from headway.parallel.local import local
 from headway.parallel.pipeline import PassThrough
 from headway.parallel.world import Axis
 
@@ -120,11 +121,11 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
     """A product whose parts are added up; the bias belongs to the sum and not to each part."""
     bias = module._parameters.get("bias")
 
-    def local(parameters: dict[str, Any]) -> dict[str, Any]:
+    def without_bias(parameters: dict[str, Any]) -> dict[str, Any]:
         return {**_local(parameters), **({} if bias is None else {"bias": None})}
 
-    y = leave(_on_local(module, plain, local, x))
-    return y if bias is None else y + _to_local(bias)
+    y = leave(_on_local(module, plain, without_bias, x))
+    return y if bias is None else y + local(bias)
 
 
 def _embed(forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -136,11 +137,11 @@ def _embed(forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Te
 
 
 def _on_local(
-    module: nn.Module, plain: Forward, local: Callable[[dict[str, Any]], dict[str, Any]], *args: Any, **named: Any
+    module: nn.Module, plain: Forward, own: Callable[[dict[str, Any]], dict[str, Any]], *args: Any, **named: Any
 ) -> Tensor:
     """A module's own forward, while its parameters are what this worker has of them."""
     parameters = dict(module._parameters)
-    module._parameters.update(local(parameters))
+    module._parameters.update(own(parameters))
     try:
         return plain(*args, **named)
     finally:
@@ -148,7 +149,9 @@ def _on_local(
 
 
 def _local(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if parameter is None else _to_local(parameter) for key, parameter in parameters.items()}
+    # Where workers hold all of a parameter, its gradient may be a part of a sum: `finish_gradients` adds those up once
+    # a step and all at once, and autograd is left to believe that they are whole.
+    return {key: None if parameter is None else local(parameter) for key, parameter in parameters.items()}
 
 
 def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +159,3 @@ def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, A
     which = axis.rank // (axis.size // heads)
     found = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
     return {key: tensor.unflatten(0, (heads, -1))[which] for key, tensor in found.items()}
-
-
-def _to_local(parameter: Tensor) -> Tensor:
-    # Where workers hold all of a parameter, its gradient may be a part of a sum: `finish_gradients` adds those up once
-    # a step and all at once, and autograd is left to believe that they are whole.
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from headway.models.decoder import IGNORED, autocast, chunk_rows
 from headway.parallel.collectives import copied, gathered
+from headway.parallel.local import local
 from headway.parallel.tensor import SEQUENCE, share_of
 from headway.parallel.world import Axis
 
@@ -26,8 +26,7 @@ def shared_loss(axis: Axis, by_sequence: bool, x_BLD: Tensor, weight_VD: Tensor,
     begin, _ = share_of(vocabulary, axis)
     rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))  # the same in all workers, whatever their share
     x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
-    weight_WD = weight_VD.to_local() if isinstance(weight_VD, DTensor) else weight_VD
-    x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(weight_WD)
+    x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(local(weight_VD))
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_WD.requires_grad)
     loss: Tensor = _SharedCrossEntropy.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, wanted)
     return loss

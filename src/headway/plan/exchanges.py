@@ -9,10 +9,10 @@ from headway.plan.estimate import Estimate
 from headway.plan.layer import HIDDEN_TENSOR, Layer, layer_mix
 from headway.plan.memory import local_parameters
 from headway.plan.network import Group, collective_seconds
-from headway.plan.own_exchanges import once_a_step, rest_bytes
+from headway.plan.own_exchanges import NEVER_HIDDEN, once_a_step, rest_bytes
 from headway.plan.settings import LOW
 from headway.plan.stages import recomputed_share
-from headway.plan.step import NEVER_HIDDEN, layer_pieces
+from headway.plan.step import layer_pieces
 from headway.plan.traffic import STATISTICS_BYTES
 from headway.plan.worker import is_exact
 

@@ -13,7 +13,7 @@ from headway.plan.settings import Settings
 from headway.plan.traffic import STATISTICS_BYTES, summed_bytes, tied_bytes
 from headway.plan.worker import block_parameters, is_exact, rest_parameters, worker_blocks
 
-__all__ = ["Moved", "busiest_rank", "end_exchanges", "of_the_rest", "once_a_step", "rest_bytes"]
+__all__ = ["NEVER_HIDDEN", "Moved", "busiest_rank", "end_exchanges", "of_the_rest", "once_a_step", "rest_bytes"]
 
 NEVER_HIDDEN = 0.1
 """Of gradients that travel once a step: the last piece has nothing left to hide behind."""

@@ -15,7 +15,7 @@ from headway.plan.layer import Layer, Work, layer_mix, phases, speed
 from headway.plan.memory import local_parameters
 from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import head_operations, optimizer_bytes
-from headway.plan.own_exchanges import end_exchanges, of_the_rest, once_a_step
+from headway.plan.own_exchanges import NEVER_HIDDEN, end_exchanges, of_the_rest, once_a_step
 from headway.plan.pipeline import Stage, Timeline, simulate
 from headway.plan.rates import family
 from headway.plan.settings import LOW, Settings
@@ -38,8 +38,6 @@ ACCOUNTS = (
 
 UPDATE = 0.82
 """What an optimizer's kernels reach of the memory's best bandwidth: measured on an H200, 3.4 of 4.2 TB/s."""
-NEVER_HIDDEN = 0.1
-"""Of gradients that travel once a step: the last piece has nothing left to hide behind."""
 HOST_LINK_BYTES_S = 55e9
 """Between a device and pinned memory of its host: measured on an H200's host, over PCIe 5.0 x16, whose own rate is
 64e9."""

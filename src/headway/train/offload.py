@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from headway.parallel.local import local
 
 __all__ = ["OffloadedAdamW"]
 
@@ -26,12 +27,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
         for group in self.param_groups:
             for parameter in group["params"]:
-                local = _local(parameter)
-                pinned = local.device.type == "cuda"
+                mine = local(parameter)
+                pinned = mine.device.type == "cuda"
                 self.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=local.device),
-                    "exp_avg": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
-                    "exp_avg_sq": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
+                    "step": torch.zeros((), dtype=torch.float32, device=mine.device),
+                    "exp_avg": torch.zeros(mine.shape, dtype=mine.dtype, pin_memory=pinned),
+                    "exp_avg_sq": torch.zeros(mine.shape, dtype=mine.dtype, pin_memory=pinned),
                 }
 
     @torch.no_grad()
@@ -39,17 +40,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """One update, a bucket of parameters after the other."""
         assert closure is None, "the loss is made before"
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and _local(p).numel() > 0]
+            parameters = [p for p in group["params"] if p.grad is not None and local(p).numel() > 0]
             for bucket in _buckets(parameters):
                 self._update(bucket, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
-        device = _local(parameters[0]).device
+        device = local(parameters[0]).device
         moments = [[state[key].to(device, non_blocking=True) for state in states] for key in ("exp_avg", "exp_avg_sq")]
         adamw(
-            [_local(parameter) for parameter in parameters],
-            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
             moments[0],
             moments[1],
             [],
@@ -72,7 +73,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters whose moments fit into a bucket together; one that does not fit goes alone."""
     bucket, held = list[Tensor](), 0
     for parameter in parameters:
-        size = 2 * _local(parameter).nbytes
+        size = 2 * local(parameter).nbytes
         if bucket and held + size > BUCKET_BYTES:
             yield bucket
             bucket, held = [], 0
@@ -80,7 +81,3 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         held += size
     if bucket:
         yield bucket
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
