@@ -18,8 +18,8 @@ from headway.track import RunFolder, read_run
 TINY: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "dim": 32, "heads": 2, "kv_heads": 1},
     "data": {"seq": 32},
-    "train": {"steps": 8, "batch": 8, "lr": 1e-2, "warmup_steps": 1},
-    "checkpoint": {"every_steps": 0},
+    "train": {"steps": 8, "batch": 8, "lr": 1e-2, "warmup_steps": 1, "restarts": 0},
+    "checkpoint": {"every_steps": 0, "retry_s": 0},
 }
 
 
@@ -90,7 +90,7 @@ class Lived:
     @property
     def digest(self) -> str:
         """Of the last checkpoint."""
-        return str(self.events("checkpoint")[-1]["digest"])
+        return str(self.events("checkpoint", "agent")[-1]["digest"])
 
     @property
     def chain(self) -> str:

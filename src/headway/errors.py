@@ -4,7 +4,8 @@ HeadwayError
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
 |-- RecipeError          a recipe's key or value is wrong
 |-- DataError            a source, tokenizer, shard or data version is not what it should be
-|-- StateError           a checkpoint is missing, damaged, or cannot be written
+|-- StateError           a checkpoint is missing, of another model, or cannot be written
+|   `-- DamagedState     its bytes are not those that were written: the one before it may be whole
 |-- RunError             a run folder is missing, in use, or in the wrong state
 |-- ModelError           a model cannot be read, built or converted
 `-- WorkerError          a worker of a run failed
@@ -14,6 +15,7 @@ are `assert`s and travel as they are.
 """
 
 __all__ = [
+    "DamagedState",
     "DataError",
     "HeadwayError",
     "ModelError",
@@ -53,7 +55,11 @@ class DataError(HeadwayError):
 
 
 class StateError(HeadwayError):
-    """A checkpoint is missing, damaged, or cannot be written."""
+    """A checkpoint is missing, of another model, or cannot be written."""
+
+
+class DamagedState(StateError):
+    """A checkpoint's bytes are not those that were written."""
 
 
 class RunError(HeadwayError):

@@ -1,147 +1,363 @@
-import io
-import json
+"""`headway checkpoint` on small runs: what it prints, what it finds, and its exit status."""
 
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from headway.cli import checkpoint_view
 from headway.cli.checkpoint import app
-from headway.errors import HeadwayError, ModelError, StateError
+from headway.errors import HeadwayError, ModelError, StateError, UsageError
+from headway.plan import parameter_shapes
 from headway.recipe import Recipe
-from headway.state import Facts, begin, commit, write_shard
+from headway.state import (
+    Facts,
+    Folder,
+    Piece,
+    TensorEntry,
+    begin,
+    commit,
+    open_checkpoint,
+    shard_name,
+    spread,
+    verify,
+    write_shard,
+)
+from headway.state.huggingface import theirs
 
-FACTS = Facts(cursor=640, chain="ab" * 16, data_version="v")
+RECIPE = Recipe.model_validate(
+    {
+        "name": "demo",
+        "data": {"path": "nowhere", "seq": 16},
+        "model": {"vocab_size": 64, "layers": 1, "dim": 16, "heads": 2, "tie_embeddings": False},
+    }
+)
+SHAPES = parameter_shapes(RECIPE.model)
+MOMENT = "optimizer/layers.0.attention.q.weight/exp_avg"
+
+
+def arrays(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    names = {f"model/{name}": shape for name, shape in SHAPES.items()} | {MOMENT: (16, 16)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in names.items()}
+
+
+def save(run: Path, step: int, tensors: dict[str, np.ndarray], workers: int = 2, **facts: Any) -> Path:
+    """A checkpoint that each worker has some rows of every tensor of."""
+    files: dict[int, list[Piece]] = {rank: [] for rank in range(workers)}
+    for name, array in tensors.items():
+        for part in spread(array.shape, (workers,), [(0, 0)]).parts:
+            bits = np.ascontiguousarray(array[part.box.slices((0,) * array.ndim)]).view("<u4")
+            files[part.holder].append(Piece(name, "float32", array.shape, part.box.start, part.box.shape, bits))
+    saving = begin(run / "checkpoints", step)
+    shards = [write_shard(saving.partial, shard_name(rank), pieces) for rank, pieces in files.items()]
+    said = {"cursor": 640, "chain": "ab" * 16, "data_version": "v1", "recipe": RECIPE.model_dump(mode="json")}
+    mesh = {"pipeline": 1, "shard": workers, "tensor": 1}
+    return commit(saving, Facts.model_validate(said | {"mesh": mesh} | facts), shards, workers)
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A run that saved a tiny model twice."""
-    import torch
-
-    from headway.models import Decoder, init_weights
-    from headway.state.tensors import named_state, pieces
-
-    recipe = Recipe.model_validate(
-        {
-            "data": {"path": "nowhere", "seq": 16},
-            "model": {"vocab_size": 64, "layers": 1, "dim": 16, "heads": 2, "tie_embeddings": False},
-        }
-    )
+def run(tmp_path: Path) -> Path:
+    """A run of two workers that saved twice."""
     folder = tmp_path / "demo-1a2b"
     (folder / "events").mkdir(parents=True)
-    (folder / "recipe.json").write_text(recipe.model_dump_json())
-    torch.set_num_threads(1)
-    model = Decoder(recipe.model)
+    (folder / "recipe.json").write_text(RECIPE.model_dump_json())
     for step in (10, 20):
-        init_weights(model, step)
-        write_shard(begin(folder / "checkpoints", step), 0, pieces(named_state(model)))
-        commit(folder / "checkpoints", step, FACTS, workers=1)
+        save(folder, step, arrays(step))
     return folder
 
 
-def call(run, *args):
+def call(run: Path, *args: Any) -> tuple[str, BaseException | None]:
     """The verb's standard output and the error that would become its exit status."""
-    result = CliRunner().invoke(app, [*args, "--runs", str(run.parent)])
-    assert result.exception is None or isinstance(result.exception, HeadwayError), result.output
+    result = CliRunner().invoke(app, [*map(str, args), "--runs", str(run.parent)])
+    assert result.exception is None or isinstance(result.exception, HeadwayError | SystemExit), result.output
     return result.stdout, result.exception
 
 
-def damage(run, step):
+def status(error: BaseException | None) -> int:
+    if isinstance(error, HeadwayError):
+        return error.exit_status
+    return error.code if isinstance(error, SystemExit) else 0  # type: ignore[return-value]
+
+
+def damage(run: Path, step: int) -> None:
     file = run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def test_ls(run):
+def narrow(text: str, run: Path) -> bool:
+    """Whether it fits, but for how deep the folder of a test lies."""
+    return max(map(len, text.replace(str(run.parent), "runs").splitlines())) <= 80
+
+
+def test_ls(run: Path) -> None:
     text, error = call(run, "ls", "demo")
     assert error is None
     assert [line.split()[0] for line in text.splitlines()] == ["step", "10", "20", "next:"]
-    assert all(len(line) <= 80 for line in text.splitlines())
+    assert narrow(text, run)
     found = json.loads(call(run, "ls", "demo", "--json")[0])
     assert found["run"] == "demo-1a2b"
-    assert [(c["step"], c["workers"], c["cursor"]) for c in found["checkpoints"]] == [(10, 1, 640), (20, 1, 640)]
+    rows = [(c["step"], c["tier"], c["workers"], c["cursor"]) for c in found["checkpoints"]]
+    assert rows == [(10, "disk", 2, 640), (20, "disk", 2, 640)]
     assert found["checkpoints"][0]["bytes"] == sum(
         path.stat().st_size for path in (run / "checkpoints/step-00000010").glob("*.safetensors")
     )
 
 
-def test_ls_lists_damage_and_nothing(run):
+def test_ls_lists_damage_and_nothing(run: Path) -> None:
     (run / "checkpoints/step-00000010/manifest.json").write_text("{}")
+    (run / "checkpoints/step-00000020/rank-00001.safetensors").unlink()
     text, error = call(run, "ls", "demo")
     assert error is None
+    assert "      10  disk    " in text
     assert "checksum is wrong" in text
+    assert "step-00000020/rank-00001.safetensors cannot be read" in text
+    assert all("damage" in row for row in json.loads(call(run, "ls", "demo", "--json")[0])["checkpoints"])
     (run.parent / "empty-0000" / "events").mkdir(parents=True)
     assert call(run, "ls", "empty")[0] == "empty-0000 has no checkpoint yet\n"
 
 
-def test_verify(run):
+def test_ls_counts_files_that_two_checkpoints_share(run: Path) -> None:
+    before = open_checkpoint(run / "checkpoints/step-00000020")
+    weights = np.ones((4, 4), np.float32).view("<u4")
+    piece = Piece("model/still", "float32", (4, 4), (0, 0), (4, 4), weights)
+    for step in (30, 40):
+        saving = begin(run / "checkpoints", step)
+        shard = write_shard(saving.partial, shard_name(0, still=True), [piece], before=before)
+        before = open_checkpoint(commit(saving, Facts(cursor=0, chain="c", data_version="v"), [shard], workers=1))
+    rows = json.loads(call(run, "ls", "demo", "--json")[0])["checkpoints"]
+    size = (run / "checkpoints/step-00000040/rank-00000-still.safetensors").stat().st_size
+    assert [row["shared_bytes"] for row in rows] == [0, 0, 0, size]
+    assert "shares with an older one" in call(run, "ls", "demo")[0]
+
+
+def test_verify(run: Path) -> None:
     text, error = call(run, "verify", "demo")
     assert error is None
     assert text.startswith("step 10: ok, ")
     assert "step 20: ok, " in text
-    damage(run, 20)
+    damage(run, 10)
     text, error = call(run, "verify", "demo")
     assert isinstance(error, StateError)
-    assert "1 of 2 checkpoints of demo-1a2b damaged: step 20" in error.message
-    assert "step 10: ok" in text
+    assert "1 of 2 checkpoints of demo-1a2b damaged: step 10" in error.message
+    assert "step 20: ok" in text
     assert "rank-00000.safetensors is damaged: the checksum of tensor" in text
-    text, error = call(run, "verify", "demo@10", "--json")
-    assert error is None
-    assert [(c["step"], c["ok"]) for c in json.loads(text)["checkpoints"]] == [(10, True)]
+    text, error = call(run, "verify", "demo@20", "--json")
+    assert status(error) == 0
+    assert [(c["step"], c["ok"]) for c in json.loads(text)["checkpoints"]] == [(20, True)]
     text, error = call(run, "verify", "demo", "--json")
+    assert status(error) == 1
     assert json.loads(text)["ok"] is False
-    assert "has no checkpoint of step 11" in call(run, "verify", "demo@11")[1].message
+    _, error = call(run, "verify", "demo@11")
+    assert isinstance(error, StateError)
+    assert "has no checkpoint of step 11" in error.message
 
 
-def test_export_writes_the_weights(run, tmp_path, monkeypatch, capsys):
-    import torch
-
-    from headway.models import export, read_weights
-    from headway.state.tensors import read_tensors
-
-    source = run / "checkpoints" / "step-00000020"
-    request = {"checkpoint": str(source), "recipe": str(run / "recipe.json"), "tokenizer": None}
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request | {"folder": str(tmp_path / "out")})))
-    assert export.main() == 0
-    answer = json.loads(capsys.readouterr().out)
-    weights, truth = read_weights(tmp_path / "out"), read_tensors(source)
-    assert (answer["step"], answer["tensors"]) == (20, len(truth))
-    assert weights.keys() == truth.keys()
-    assert all(torch.equal(weights[name], truth[name]) for name in truth)
-
-    damage(run, 20)
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request | {"folder": str(tmp_path / "other")})))
-    assert export.main() == 1
-    assert "rank-00000.safetensors is damaged" in json.loads(capsys.readouterr().out)["error"]
-    assert not (tmp_path / "other").exists()
-
-
-def test_export_says_what_the_process_said(run, tmp_path, monkeypatch):
-    """A process that answers, complains or dies, without the seconds that importing torch takes."""
-    script = tmp_path / "python"
-    monkeypatch.setattr("sys.executable", str(script))
-
-    def process(body):
-        script.write_text(f"#!/bin/sh\ncat > {tmp_path}/request\n{body}\n")
-        script.chmod(0o755)
-        return call(run, "export", "demo@10", str(tmp_path / "out"))
-
-    text, error = process("""echo '{"step": 10, "tensors": 12, "folder": "out", "digest": "d"}'""")
+def test_verify_takes_a_folder(run: Path, tmp_path: Path) -> None:
+    shutil.move(run / "checkpoints/step-00000010", tmp_path / "elsewhere")
+    text, error = call(run, "verify", tmp_path / "elsewhere")
     assert error is None
-    assert "step 10 of demo-1a2b, 12 tensors" in text
-    request = json.loads((tmp_path / "request").read_text())
-    assert request["checkpoint"] == str(run / "checkpoints" / "step-00000010")
-    assert request["tokenizer"] is None
-    error = process("""echo '{"error": "no room", "hint": "free some"}'; exit 1""")[1]
+    assert text.startswith(f"{tmp_path / 'elsewhere'}: ok, ")
+    (tmp_path / "elsewhere/rank-00001.safetensors").unlink()
+    _, error = call(run, "verify", tmp_path / "elsewhere")
+    assert isinstance(error, StateError)
+    _, error = call(run, "verify", tmp_path / "nowhere")
+    assert isinstance(error, UsageError)
+    assert "there is no folder" in error.message
+
+
+def test_progress_is_told_of_every_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run / "checkpoints/step-00000010"
+    told: list[tuple[int, int]] = []
+    verify(checkpoint_view.Counted(Folder(path), lambda *now: told.append(now)))
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert told[-1] == (size, size)
+    monkeypatch.setattr(checkpoint_view, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with checkpoint_view.progress_bar("checking", quiet=False) as draw:
+        draw(1, 2)
+        draw(2, 2)
+
+
+def test_show(run: Path) -> None:
+    text, error = call(run, "show", "demo")
+    assert error is None
+    assert narrow(text, run)
+    tensors = arrays(20)
+    weights = sum(array.nbytes for name, array in tensors.items() if name.startswith("model/"))
+    for words in (
+        "step       20, saved 20",
+        f"digest     {verify(run / 'checkpoints/step-00000020').digest}",
+        f"chain      {'ab' * 16}",
+        "cursor     640 samples",
+        "data       version v1",
+        "recipe     demo",
+        "mesh       shard 2, 2 workers",
+        f"weights    {weights / 1000:.4g} kB in {len(SHAPES)} tensors: float32 {weights / 1000:.4g} kB",
+        "optimizer  1.024 kB in 1 tensor: float32 1.024 kB",
+        "files      rank-00000.safetensors  ",
+        "           rank-00001.safetensors  ",
+    ):
+        assert words in text
+    found = json.loads(call(run, "show", "demo@10", "--json")[0])
+    assert (found["step"], found["cursor"], found["workers"]) == (10, 640, 2)
+    assert found["recipe"] == RECIPE.model_dump(mode="json")
+    assert found["num_tensors"] == len(tensors)
+    assert found["files"] == {
+        path.name: path.stat().st_size for path in (run / "checkpoints/step-00000010").glob("*.safetensors")
+    }
+
+
+def test_show_lists_tensors(run: Path) -> None:
+    text, error = call(run, "show", "demo", "--tensors")
+    assert error is None
+    assert narrow(text, run)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "model/embed.weight float32 64x16 2 x rows 4.096 kB" in lines
+    assert "model/norm.weight float32 16 2 x rows 64 B" in lines
+    assert MOMENT in " ".join(lines)
+    found = json.loads(call(run, "show", run / "checkpoints/step-00000010", "--tensors", "--json")[0])
+    assert {row["name"]: (row["shape"], row["bytes"]) for row in found["tensors"]} == {
+        name: (list(array.shape), array.nbytes) for name, array in arrays(10).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "cuts", "words"),
+    [
+        ((8, 8), (1,), [], "whole"),
+        ((), (1,), [], "whole"),
+        ((8, 8), (2,), [(0, 0)], "2 x rows"),
+        ((8, 8), (3,), [(0, 1)], "3 x columns"),
+        ((8, 8), (2, 4), [(0, 0), (1, 1)], "rows x columns 2 x 4"),
+        ((8, 8, 8), (2, 4), [(0, 0), (1, 2)], "rows x dim 2 2 x 4"),
+        ((8, 8), (2, 2), [(0, 0), (1, 0)], "4 x rows"),
+        ((5, 8), (4,), [(0, 0)], "3 x rows"),
+    ],
+)
+def test_how_a_tensor_is_cut(shape: Any, mesh: Any, cuts: Any, words: str) -> None:
+    def piece(box: Any) -> dict[str, Any]:
+        return {"file": shard_name(0), "offset": 0, "start": box.start, "shape": box.shape, "xxh3": []}
+
+    boxes = {part.box for part in spread(shape, mesh, cuts).parts}
+    entry = {"dtype": "float32", "shape": shape, "digest": "0" * 16, "pieces": [piece(box) for box in boxes]}
+    assert checkpoint_view.cut_of(TensorEntry.model_validate(entry)) == words
+
+
+def test_uneven_pieces_are_counted() -> None:
+    boxes = [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]
+    pieces = [{"file": shard_name(0), "offset": 0, "start": a, "shape": n, "xxh3": []} for a, n in boxes]
+    entry = {"dtype": "float32", "shape": (4, 4), "digest": "0" * 16, "pieces": pieces}
+    assert checkpoint_view.cut_of(TensorEntry.model_validate(entry)) == "3 pieces"
+
+
+def test_diff(run: Path) -> None:
+    other = run.parent / "other-2b3c"
+    (other / "events").mkdir(parents=True)
+    same = save(other, 20, arrays(20), workers=3)
+    text, error = call(run, "diff", "demo", "other")
+    assert error is None
+    assert text.startswith("step 20 of demo-1a2b and step 20 of other-2b3c: equal, ")
+    assert "they have one digest" in text.replace("\n  ", " ")
+    assert "mesh       shard 2 | shard 3" in text
+
+    changed = arrays(20)
+    changed[MOMENT][3, 4] += 0.5
+    changed["model/norm.weight"][:2] *= 2
+    recipe = RECIPE.model_copy(update={"seed": 7}).model_dump(mode="json")
+    save(other, 30, changed, cursor=650, recipe=recipe)
+    text, error = call(run, "diff", "demo@20", "other@30")
+    assert status(error) == 1
+    assert narrow(text, run)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "2 differ" in " ".join(lines)
+    assert any(line.endswith("1 of 256 0.5 " + f"{ratio(20, changed):.2g}") for line in lines)
+    assert any(line.startswith("model/norm.weight 2 of 16 ") and line.endswith(" 0.5") for line in lines)
+    assert lines[-3:] == ["step 20 | 30", "cursor 640 | 650", "recipe seed: 0 | 7"]
+    found = json.loads(call(run, "diff", same, "other@30", "--json")[0])
+    assert (found["equal"], found["by"], len(found["differing"])) == (False, "contents", 2)
+    assert status(call(run, "diff", "demo@10", "demo@20")[1]) == 1
+
+
+def ratio(seed: int, changed: dict[str, np.ndarray]) -> float:
+    """The relative distance of the moment's one changed element."""
+    a, b = (float(array[MOMENT][3, 4]) for array in (arrays(seed), changed))
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+def test_diff_of_other_tensors(run: Path) -> None:
+    tensors = {name: array for name, array in arrays(20).items() if name != "model/norm.weight"}
+    tensors["model/embed.weight"] = np.zeros((8, 8), np.float32)
+    tensors |= {f"extra/{i}": np.zeros(2, np.float32) for i in range(5)}
+    save(run, 30, tensors)
+    text, error = call(run, "diff", "demo@20", "demo@30")
+    assert status(error) == 1
+    assert narrow(text, run)
+    assert "only in step 20 of demo-1a2b: model/norm.weight" in text
+    assert "only in step 30 of demo-1a2b: extra/0, extra/1, extra/2 and 2 more" in text
+    assert "model/embed.weight: float32 64x16 | float32 8x8" in text
+
+
+def test_diff_shows_the_largest_twenty(run: Path) -> None:
+    tensors = {f"model/{i}": np.zeros(3, np.float32) for i in range(30)}
+    save(run, 30, tensors)
+    save(run, 40, {name: array + i for i, (name, array) in enumerate(tensors.items())})
+    text, _ = call(run, "diff", "demo@30", "demo@40")
+    shown = [line.split()[0] for line in text.splitlines() if line.startswith("  model/")]
+    assert shown == [f"model/{i}" for i in range(29, 9, -1)]
+    assert "  and 9 more (--json lists all)" in text
+    assert len(json.loads(call(run, "diff", "demo@30", "demo@40", "--json")[0])["differing"]) == 29
+
+
+def test_export(run: Path, tmp_path: Path) -> None:
+    text, error = call(run, "export", "demo@10", tmp_path / "out")
+    assert error is None
+    assert text.startswith(f"{tmp_path / 'out'}: step 10 of demo-1a2b, {len(SHAPES)} tensors\nnext: transformers.")
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == {theirs(name) for name in SHAPES}
+    for name in SHAPES:
+        np.testing.assert_array_equal(written[theirs(name)], arrays(10)[f"model/{name}"])
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16
+    found = json.loads(call(run, "export", "demo", tmp_path / "more", "--json")[0])
+    assert (found["step"], found["tensors"]) == (20, len(SHAPES))
+    _, error = call(run, "export", "demo", tmp_path / "more")
     assert isinstance(error, ModelError)
-    assert (error.message, error.hint) == ("no room", "free some")
-    assert process("kill -9 $$")[1].message == "the export stopped with exit status -9"
-    assert "has no checkpoint of step 11" in call(run, "export", "demo@11", "out")[1].message
+    assert "is there already" in error.message
 
 
-@pytest.mark.slow
-def test_export_end_to_end(run, tmp_path):
-    text, error = call(run, "export", "demo", str(tmp_path / "out"), "--json")
-    assert error is None
-    assert json.loads(text)["step"] == 20
-    assert (tmp_path / "out" / "config.json").exists()
+def test_export_of_what_is_damaged_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    file = run / "checkpoints/step-00000020/rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    place = open_checkpoint(file.parent).manifest.tensors["model/norm.weight"].pieces[1].offset
+    content[place] ^= 1
+    file.write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    _, error = call(run, "export", "demo", tmp_path / "out")
+    assert isinstance(error, StateError)
+    assert "rank-00001.safetensors is damaged: the checksum of tensor model/norm.weight is wrong" in error.message
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_export_takes_the_runs_recipe_where_the_checkpoint_has_none(run: Path, tmp_path: Path) -> None:
+    save(run, 30, arrays(30), recipe={})
+    assert call(run, "export", "demo@30", tmp_path / "out")[1] is None
+    shutil.move(run / "checkpoints/step-00000030", tmp_path / "alone")
+    _, error = call(run, "export", tmp_path / "alone", tmp_path / "none")
+    assert isinstance(error, HeadwayError)
+    assert "recipe.json cannot be read" in error.message
+
+
+def test_models_of_ones_own_are_not_exported(run: Path, tmp_path: Path) -> None:
+    own = {"name": "own", "model": {"class": "a.b:C"}, "data": {"path": "x"}}
+    save(run, 30, arrays(30), recipe=own)
+    _, error = call(run, "export", "demo", tmp_path / "out")
+    assert isinstance(error, ModelError)
+    assert "only Headway's own decoders are exported" in error.message

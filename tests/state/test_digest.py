@@ -2,27 +2,35 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import headway.state.digest as code
 from headway.state.box import Box
-from headway.state.digest import BLOCK, digest_box, state_digest
+from headway.state.digest import digest_box, state_digest
 
 M = 2**64
+SIZES = [1, 2, 4, 8]
 
 
-def one_element(bits, index, itemsize):
-    """The definition, in plain integers."""
-    if itemsize == 8:
-        bits ^= bits >> 32
-    x = (bits * 0xD6E8FEB86659FD93 + index * 0x9E3779B97F4A7C15) % M
-    x ^= x >> 32
-    x = x * 0xD6E8FEB86659FD93 % M
-    return x ^ (x >> 32)
+def mix(n):
+    x = n * 0x9E3779B97F4A7C15 % M
+    x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 % M
+    return x ^ x >> 32
+
+
+def weight(j):
+    return (mix(1 + j % 128) >> 33 | 1) * (mix(129 + j // 128) | 1) % M
 
 
 def by_definition(array):
-    return sum(one_element(int(bits), i, array.itemsize) for i, bits in enumerate(array.reshape(-1))) % M
+    """The definition, in plain integers."""
+    if array.itemsize == 8:
+        words = [bits ^ bits >> 32 for bits in map(int, array.reshape(-1))]
+    else:
+        data = array.tobytes()
+        words = [int.from_bytes(data[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(data), 4)]
+    return sum(word * weight(j) for j, word in enumerate(words)) % M
 
 
 def whole(array):
@@ -51,59 +59,103 @@ def tiling(draw, shape):
     return boxes
 
 
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (0, 4)])
+def digest_of_tiles(array, boxes):
+    return sum(digest_box(array[box.slices((0,) * array.ndim)], array.shape, box) for box in boxes) % M
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Everything that is done in blocks is done in several, within arrays that plain integers can hash."""
+    monkeypatch.setattr(code, "STACK", 2)
+    monkeypatch.setattr(code, "BLOCK", 512)
+    monkeypatch.setattr(code, "GROUP", 1024)
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (0, 4), (31,), (32,), (129,), (700,), (40, 33)])
 def test_digest_is_the_definition(itemsize, shape):
     array = random_bits(shape, itemsize)
     assert whole(array) == by_definition(array)
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+@pytest.mark.parametrize("shape", [(512,), (511,), (1024,), (4097,), (9000,), (3, 1500), (70, 129)])
+def test_digest_is_the_definition_over_many_blocks(itemsize, shape, small_blocks):
+    array = random_bits(shape, itemsize)
+    assert whole(array) == by_definition(array)
+
+
+@pytest.mark.parametrize("bits", [0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x80008000])
+def test_the_largest_words_are_summed_exactly(bits):
+    array = np.full(1000, bits, "<u4")
+    assert whole(array) == by_definition(array)
+    assert whole(array.view("<u2")) == whole(array.view("<u1")) == whole(array)
+    wide = np.full(1000, bits << 32 | bits, "<u8")
+    assert whole(wide) == by_definition(wide)
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+def test_bits_may_lie_anywhere_in_memory(itemsize, skipped, small_blocks):
+    """Odd addresses, as in a file that is mapped, and elements that do not follow each other."""
+    array = random_bits((2000,), itemsize)
+    memory = bytearray(skipped) + array.tobytes()
+    moved = np.frombuffer(memory, array.dtype, offset=skipped)
+    assert whole(moved) == by_definition(array)
+    spread = random_bits((2000, 1 + skipped), itemsize)[:, 0]
+    assert whole(spread) == by_definition(spread.copy())
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_tiling_adds_up_to_the_same_digest(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=4)))
-    array = random_bits(shape, data.draw(st.sampled_from([1, 2, 4, 8])), seed=data.draw(st.integers(0, 99)))
-    boxes = data.draw(tiling(shape))
-    parts = [digest_box(array[box.slices((0,) * len(shape))], shape, box) for box in boxes]
-    assert sum(parts) % M == by_definition(array)
+    array = random_bits(shape, data.draw(st.sampled_from(SIZES)), seed=data.draw(st.integers(0, 99)))
+    assert digest_of_tiles(array, data.draw(tiling(shape))) == by_definition(array)
 
 
-@pytest.mark.parametrize("shape", [(BLOCK * 2 + 17,), (5, BLOCK + 3), (BLOCK // 3, 7), (300, 2, 301)])
-def test_digest_does_not_depend_on_blocks(shape):
-    array = random_bits(shape, 4)
-    cut = tuple(size // 3 for size in shape)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_tiling_of_long_rows_adds_up_to_the_same_digest(small_blocks, data):
+    shape = data.draw(st.sampled_from([(5, 700), (3, 2, 301), (33, 64), (2, 2048), (16, 256), (2500,), (40, 45)]))
+    array = random_bits(shape, data.draw(st.sampled_from(SIZES)), seed=data.draw(st.integers(0, 99)))
+    assert digest_of_tiles(array, data.draw(tiling(shape))) == by_definition(array)
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+@pytest.mark.parametrize("shape", [(code.GROUP * 4 + 17,), (3, code.GROUP + 3), (code.GROUP // 50, 70)])
+def test_digest_does_not_depend_on_how_large_arrays_are_cut(shape, itemsize):
+    array = random_bits(shape, itemsize)
     boxes = [Box((0,) * len(shape), shape)]
-    for dim in range(len(shape)):  # cut every dimension in two: all corners
+    for dim, size in enumerate(shape):  # cut every dimension in two: all corners
+        cut = size // 3
         boxes = [
-            half
+            Box((*box.start[:dim], first, *box.start[dim + 1 :]), (*box.shape[:dim], last - first, *box.shape[dim + 1 :]))
             for box in boxes
-            for half in (
-                Box(box.start, (*box.shape[:dim], cut[dim], *box.shape[dim + 1 :])),
-                Box(
-                    (*box.start[:dim], cut[dim], *box.start[dim + 1 :]),
-                    (*box.shape[:dim], box.shape[dim] - cut[dim], *box.shape[dim + 1 :]),
-                ),
-            )
+            for first, last in ((0, cut), (cut, size))
         ]
-    total = sum(digest_box(array[box.slices((0,) * len(shape))], shape, box) for box in boxes)
-    assert total % M == whole(array)
-    changed = array.copy()  # and against the definition, through the change of one element behind the first block
-    index = array.size - 2
-    changed.reshape(-1)[index] ^= 1 << 5
-    old, new = int(array.reshape(-1)[index]), int(changed.reshape(-1)[index])
-    assert (whole(changed) - whole(array) - one_element(new, index, 4) + one_element(old, index, 4)) % M == 0
+    before = whole(array)
+    assert digest_of_tiles(array, boxes) == before
+    last = array.size - 2  # and against the definition, through the change of one element at the end
+    changed = array.copy()
+    changed.reshape(-1)[last] = 0
+    lone = np.zeros(512, array.dtype)
+    lone[last % 512] = array.reshape(-1)[last]
+    first_word, lone_word = (last - last % 512) * itemsize // 4 if itemsize < 8 else last - last % 512, by_definition(lone)
+    scale = (mix(129 + first_word // 128) | 1) * pow(mix(129) | 1, -1, M)
+    assert itemsize == 8 or (before - whole(changed)) % M == lone_word * scale % M
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_flipped_bit_and_a_swap_are_noticed(data):
-    itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
+def test_a_changed_element_and_a_swap_are_noticed(data):
+    itemsize = data.draw(st.sampled_from(SIZES))
     array = random_bits((data.draw(st.integers(2, 300)),), itemsize, seed=data.draw(st.integers(0, 9)))
     before = whole(array)
     i, j = data.draw(st.tuples(*[st.integers(0, array.size - 1)] * 2))
-    flipped = array.copy()
-    flipped[i] ^= flipped.dtype.type(1 << data.draw(st.integers(0, 8 * itemsize - 1)))
-    assert whole(flipped) != before
+    changed = array.copy()
+    changed[i] ^= changed.dtype.type(data.draw(st.integers(1, 2 ** (8 * itemsize) - 1)))
+    assert whole(changed) != before
     swapped = array.copy()
     swapped[[i, j]] = swapped[[j, i]]
     assert (whole(swapped) != before) == (array[i] != array[j])
@@ -129,9 +181,29 @@ def test_structured_changes_are_noticed():
     assert len(seen) == 2 + 3 * 64
 
 
-def test_sums_of_zeros_do_not_cancel():
-    """Equal elements everywhere: each length has its own digest."""
-    digests = {whole(np.zeros(n, "<u4")) for n in range(1, 2000)}
+def test_no_two_signs_among_many_cancel():
+    """A sign flipped in word j adds or takes 2**31 * weight(j): two cancel if weights agree modulo 2**33 but for sign."""
+    rows = [{weight(j) % 2**33 for j in range(first, first + 128)} for first in range(0, 32 * 128, 128)]
+    weights = set().union(*rows)
+    assert len(weights | {2**33 - w for w in weights}) == 2 * 32 * 128
+    assert len({mix(1 + k) >> 33 | 1 for k in range(128)}) == 128  # so that none ever do within a row
+
+
+def test_whole_rows_in_another_place_are_noticed():
+    array = random_bits((16, 256), 2)
+    digests = {whole(np.roll(array, shift, axis=0)) for shift in range(16)}
+    digests |= {whole(np.roll(array, shift, axis=1)) for shift in (1, 2, 128)}
+    for i in range(16):
+        for j in range(i):
+            order = list(range(16))
+            order[i], order[j] = j, i
+            digests.add(whole(array[order]))
+    assert len(digests) == 16 + 3 + 16 * 15 // 2
+
+
+def test_equal_elements_do_not_cancel():
+    """Ones everywhere: each length has its own digest. (Zeros have the digest 0; the shape tells those apart.)"""
+    digests = {whole(np.ones(n, "<u4")) for n in range(1, 2000)}
     assert len(digests) == 1999
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from headway.agent.zygote import last_lines
+from headway.errors import StateError
 from headway.track import RunFolder, read_record, record_path
 
 __all__ = ["Outcome", "explain_exit", "out_of_memory_kills"]
@@ -40,8 +41,11 @@ def explain_exit(
     stops_asked: int,
     *,
     killed_for_memory: bool = False,
+    unsaved: StateError | None = None,
 ) -> Outcome:
     """What the workers' exit codes, their last events and their logs say together."""
+    if first_failure is None and unsaved is not None:
+        return Outcome("failed", f"the last state could not be saved: {unsaved.message}", unsaved.hint)
     if first_failure is None:
         if Outcome.STOPPED_CODE in codes.values():
             return Outcome("stopped", "stopped on request, state saved", f"headway resume {run.name}")

@@ -12,13 +12,15 @@ from typing import Any
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.supervise import Attempt
+from headway.agent.writer import store_url
 from headway.data import check_version, open_dataset, split_dataset
-from headway.errors import ModelError, RecipeError, RunError, StateError
+from headway.errors import HeadwayError, ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
+from headway.state.address import address_in_store, open_address
 from headway.track import (
     RunFolder,
     create_run,
@@ -78,7 +80,8 @@ def new_run(
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
-    return attempt_of(run, 1, count, found, checkpoint, notes=notes)
+    start = None if checkpoint is None else str(checkpoint)
+    return attempt_of(run, 1, count, found, start, notes=notes, branched=checkpoint is not None)
 
 
 def resume_run(
@@ -101,8 +104,8 @@ def resume_run(
     check_axes(stated, workers or default_workers(found))
     check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
-    checkpoint = newest_checkpoint(run, events)
-    manifest = open_checkpoint(checkpoint).manifest if checkpoint else None
+    checkpoint, passed_over = newest_checkpoint(run, events, new)
+    manifest = open_address(checkpoint).manifest if checkpoint else None
     step = manifest.step if manifest else 0
     if step >= new.train.steps:
         raise RunError(
@@ -119,7 +122,7 @@ def resume_run(
     if changed:
         write_json(run.recipe_file, planned.recipe.model_dump())
     renew_plan(run, planned, step)
-    notes = list(planned.notes)
+    notes = [*passed_over, *planned.notes]
     if manifest:
         meshes = [stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)]
         if meshes[0] != meshes[1]:
@@ -151,12 +154,15 @@ def attempt_of(
     number: int,
     workers: int,
     found: Devices,
-    checkpoint: Path | None,
+    checkpoint: str | None,
     recipe_changes: dict[str, Any] | None = None,
     notes: list[str] | None = None,
+    *,
+    branched: bool = False,
 ) -> Attempt:
     """Put an attempt together; threads are shared out so that workers do not fight over cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    step = open_address(checkpoint).manifest.step if checkpoint else 0
     return Attempt(
         run=run.path,
         number=number,
@@ -164,7 +170,9 @@ def attempt_of(
         device=found.kind,
         threads=max(1, cores // workers),
         checkpoint=checkpoint,
-        from_step=open_checkpoint(checkpoint).manifest.step if checkpoint else 0,
+        from_step=step,
+        origin=checkpoint if branched else None,
+        origin_step=step if branched else 0,
         recipe_changes=recipe_changes or {},
         notes=notes or [],
         faults=FaultPlan.model_validate_json(os.environ.get(FAULTS_VARIABLE, "{}")),
@@ -257,21 +265,57 @@ def check_branch(recipe: Recipe, checkpoint: Path) -> None:
         )
 
 
-def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]]) -> Path | None:
-    """The newest checkpoint; None if none was ever written; an error if some were and are gone."""
-    entries = list_checkpoints(run.checkpoints)
-    if entries:
-        return entries[-1].path
+def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Recipe) -> tuple[str | None, list[str]]:
+    """The address of the newest checkpoint that looks whole, and notes on those that do not.
+
+    None if none was ever written; an error if some were and are gone. What only reading all of it would find, workers
+    find, and the agent goes back further by itself.
+    """
+    damage = list[str]()
+    here: tuple[int, str] | None = None
+    for entry in reversed(list_checkpoints(run.checkpoints)):
+        try:
+            open_checkpoint(entry.path)
+        except StateError as error:
+            damage.append(f"step {entry.step} is passed over: {error.message}")
+            continue
+        here = (entry.step, str(entry.path))
+        break
+    there, trouble = _newest_in_store(run, recipe)
+    if there is not None and (here is None or there[0] > here[0]):
+        return there[1], [*damage, f"going on from step {there[0]} in the object store"]
+    if here is not None:
+        return here[1], damage
+    if damage:
+        raise StateError(
+            f"run {run.name} has no checkpoint that is whole; {damage[0]}", hint="put another copy of one there"
+        )
     written = [event["step"] for event in events if event["kind"] == "checkpoint"]
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
         raise StateError(
             f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
-            hint="put the folder back, or start a new run of the same recipe",
+            hint=trouble or "put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(
             f"run {run.name} began from another run's step {started_from[0]} and saved nothing of its own",
             hint="start it again with headway train --from",
         )
-    return None
+    return None, []
+
+
+def _newest_in_store(run: RunFolder, recipe: Recipe) -> tuple[tuple[int, str] | None, str | None]:
+    """The newest checkpoint in the run's object store, or why it cannot be asked."""
+    if recipe.checkpoint.store is None:
+        return None, None
+    from headway.state.remote import list_remote
+    from headway.state.store import open_store
+
+    url = store_url(recipe.checkpoint.store, run.name)
+    try:
+        entries = list_remote(open_store(url))
+    except HeadwayError as error:
+        return None, error.message
+    newest = max((entry.step for entry in entries), default=None)
+    return (None if newest is None else (newest, address_in_store(url, newest))), None

@@ -1,11 +1,13 @@
-"""One attempt of a run on this machine: start the workers, watch them, stop them, say how it ended.
+"""A run on this machine from here to its end: start the workers, watch them, start again when one has died.
 
-`supervise` is the whole life of an attempt in the order it happens. It never touches a tensor: workers are forked
-by the zygote, tell their story in the run's event files, and are told to stop by a signal.
+`supervise` is the whole life in the order it happens, `_live` that of one attempt. They never touch a tensor: workers
+are forked by the zygote, tell their story in the run's event files, leave their state in the agent's memory, and are
+told to stop by a signal.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import time
@@ -16,11 +18,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from headway.agent.memory import Snapshot
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
+from headway.agent.recover import Recovery, Situation, recover
+from headway.agent.saves import Saves
 from headway.agent.zygote import Zygote, last_lines
 from headway.errors import HeadwayError, WorkerError
 from headway.recipe import Assignment, FaultPlan, Trial
-from headway.state import list_checkpoints
+from headway.state import Message, list_checkpoints
 from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path
 
 __all__ = ["Attempt", "supervise", "worker_environment"]
@@ -41,8 +46,14 @@ class Attempt(BaseModel):
     workers: int
     device: Literal["cpu", "cuda"]
     threads: int
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
+    """The checkpoint to go on from: a folder, or the address of one in an object store."""
+    from_memory: bool = False
+    """Whether to go on from the state in the agent's memory."""
     from_step: int = 0
+    origin: str | None = None
+    """The checkpoint that the run's first attempt began from, if it went on from another run's state."""
+    origin_step: int = 0
     recipe_changes: dict[str, Any] = {}
     notes: list[str] = []
     """What the user should know before it starts."""
@@ -63,7 +74,6 @@ class _Watch:
     pids: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     first_failure: tuple[int, int] | None = None
-    stops_asked: int = 0
     stops_passed_on: int = 0
 
 
@@ -76,56 +86,175 @@ def supervise(
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
     warm: Zygote | None = None,
 ) -> Outcome:
-    """Run one attempt to its end; `on_tick` is called a few times a second for a live view.
+    """Run to the end, over as many attempts as it takes; `on_tick` is called a few times a second for a live view.
 
     The first SIGINT or SIGTERM has the workers save and stop, the second stops them at once. Workers are forked
-    from `warm` if there is such a zygote, which is left running; else from one of the attempt's own.
+    from `warm` if there is such a zygote, which is left running; else from one of the run's own.
     """
     run = attempt.folder
-    with hold(run), _signals() as watch, contextlib.closing(_recorder(attempt)) as recorder:
-        recorder.event(
-            "attempt",
-            workers=attempt.workers,
-            device=attempt.device,
-            from_step=attempt.from_step,
-            recipe_changes=attempt.recipe_changes,
+    recipe = read_recipe(run)
+    patience = _Patience(recipe.train.restarts, attempt)
+    with (
+        hold(run),
+        _signals() as stops,
+        contextlib.closing(Saves(run, recipe, attempt.faults)) as saves,
+        _zygote(attempt, warm) as zygote,
+    ):
+        recovery: Recovery | None = Recovery("restart", "start", 0, "")
+        while recovery is not None:
+            with contextlib.closing(_recorder(attempt)) as recorder:
+                pulse = _pulse(recorder, lambda: on_tick(stops.asked))
+                life = _live(attempt, stops, zygote, saves, recorder, pulse)
+                recovery = None
+                if life.outcome.state == "failed" and not stops.asked and attempt.trial is None:
+                    recovery = recover(patience.situation(run, attempt, life, saves))
+                    if recovery.action == "stop":
+                        # A run that fails for good leaves what it has: a state in memory becomes a checkpoint.
+                        recovery = None
+                        saves.rescue(list_checkpoints(run.checkpoints))
+                        saves.finish(pulse, lambda: stops.asked > 0, POLL_S)
+                way_on: dict[str, Any] = {} if recovery is None else {"recovery": recovery.reason}
+                recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **way_on)
+            if recovery is not None:
+                attempt = _again(attempt, recovery)
+        on_tick(stops.asked)
+    return life.outcome
+
+
+@dataclass
+class _Stops:
+    """How often somebody has asked the run to stop."""
+
+    asked: int = 0
+
+
+@dataclass(frozen=True)
+class _Life:
+    """How an attempt ended, and the signal that took its first worker, if it was one."""
+
+    outcome: Outcome
+    died: bool = False
+    damaged: bool = False
+
+
+def _live(
+    attempt: Attempt, stops: _Stops, zygote: Zygote, saves: Saves, recorder: Recorder, pulse: Callable[[], None]
+) -> _Life:
+    """One attempt, from the first process to the last word about it."""
+    run, watch = attempt.folder, _Watch()
+    recorder.event(
+        "attempt",
+        workers=attempt.workers,
+        device=attempt.device,
+        from_step=attempt.from_step,
+        recipe_changes=attempt.recipe_changes,
+    )
+    kills_before = out_of_memory_kills()
+    run.rendezvous.mkdir(exist_ok=True)
+    saves.start(attempt.number, attempt.workers, recorder, _restored(attempt, saves))
+    try:
+        # 1 import torch once
+        with recorder.span("startup"):
+            while not zygote.ready(POLL_S):
+                pulse()
+                if stops.asked:
+                    raise _StoppedEarly
+            # 2 fork the workers; those of a class of the user's own need its first weights
+            if _needs_drawing(run):
+                _draw(zygote, attempt, stops, pulse)
+            for rank in range(attempt.workers):
+                with contextlib.closing(saves.open_line(rank)) as line:
+                    zygote.fork(_assignment(attempt, rank), line)
+        # 3 watch them to the end
+        _watch_workers(zygote, attempt, watch, stops, saves, recorder, pulse)
+        recorder.event("begin", name="shutdown")
+        saves.end()
+        # 4 make the last state durable
+        if watch.first_failure is None:
+            with recorder.span("checkpoint"):
+                saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
+        # 5 say how it ended
+        for_memory = out_of_memory_kills() > kills_before
+        outcome = explain_exit(
+            run, attempt.number, watch.codes, watch.first_failure, stops.asked,
+            killed_for_memory=for_memory, unsaved=saves.unsaved,
+        )  # fmt: skip
+        died = watch.first_failure is not None and watch.first_failure[1] < 0 and not for_memory
+        return _Life(outcome, died=died, damaged=_said_damaged(run, attempt))
+    except _StoppedEarly:
+        return _Life(Outcome("stopped", "stopped on request before the first step", f"headway resume {run.name}"))
+    except HeadwayError as error:
+        return _Life(Outcome("failed", error.message, error.hint))
+    finally:
+        shutil.rmtree(run.rendezvous, ignore_errors=True)
+
+
+class _Patience:
+    """How often a run may still be started again, and which of its checkpoints are out of the question."""
+
+    def __init__(self, restarts: int, first: Attempt) -> None:
+        self._most = self._left = restarts
+        self._first, self._furthest = first, first.from_step
+        self._damaged = set[int]()
+
+    def situation(self, run: RunFolder, attempt: Attempt, life: _Life, saves: Saves) -> Situation:
+        """What recover needs to know, after an attempt that failed."""
+        step = _last_step(run, attempt)
+        if step > self._furthest:
+            self._furthest, self._left = step, self._most
+        left = self._left
+        if life.damaged:
+            self._damaged.add(attempt.from_step)
+        elif life.died:
+            self._left -= 1
+        snapshot = saves.memory.restorable()
+        return Situation(
+            cause="damaged" if life.damaged else "died" if life.died else "other",
+            what=life.outcome.reason.partition("; the end of its log")[0],
+            restarts_left=left,
+            memory_step=None if snapshot is None else snapshot.step,
+            disk_steps=tuple(e.step for e in list_checkpoints(run.checkpoints) if e.step not in self._damaged),
+            can_start_over=self._first.checkpoint is None or self._first.from_step not in self._damaged,
         )
-        kills_before = out_of_memory_kills()
-        pulse = _pulse(recorder, lambda: on_tick(watch.stops_asked))
-        run.rendezvous.mkdir(exist_ok=True)
-        outcome = Outcome("failed", "the agent was interrupted", None)
-        try:
-            with _zygote(attempt, warm) as zygote:
-                # 1 import torch once
-                with recorder.span("startup"):
-                    while not zygote.ready(POLL_S):
-                        pulse()
-                        if watch.stops_asked:
-                            if zygote is not warm:
-                                zygote.kill()
-                            raise _StoppedEarly
-                    # 2 fork the workers; those of a class of the user's own need its first weights
-                    if _needs_drawing(run):
-                        _draw(zygote, attempt, watch, pulse)
-                    for rank in range(attempt.workers):
-                        zygote.fork(_assignment(attempt, rank))
-                # 3 watch them to the end
-                _watch_workers(zygote, attempt, watch, recorder, pulse)
-                recorder.event("begin", name="shutdown")
-            # 4 say how it ended
-            outcome = explain_exit(
-                run, attempt.number, watch.codes, watch.first_failure, watch.stops_asked,
-                killed_for_memory=out_of_memory_kills() > kills_before,
-            )  # fmt: skip
-        except _StoppedEarly:
-            outcome = Outcome("stopped", "stopped on request before the first step", f"headway resume {run.name}")
-        except HeadwayError as error:
-            outcome = Outcome("failed", error.message, error.hint)
-        finally:
-            shutil.rmtree(run.rendezvous, ignore_errors=True)
-            recorder.event("end", outcome=outcome.state, reason=outcome.reason)
-    on_tick(watch.stops_asked)
-    return outcome
+
+
+def _again(attempt: Attempt, recovery: Recovery) -> Attempt:
+    """The attempt that carries a recovery out."""
+    checkpoint = attempt.origin
+    if recovery.source == "disk":
+        found = {entry.step: entry.path for entry in list_checkpoints(attempt.folder.checkpoints)}
+        checkpoint = str(found[recovery.step])
+    return attempt.model_copy(
+        update={
+            "number": attempt.number + 1,
+            "checkpoint": None if recovery.source == "memory" else checkpoint,
+            "from_memory": recovery.source == "memory",
+            "from_step": recovery.step if recovery.source != "start" else attempt.origin_step,
+            "recipe_changes": {},
+            "notes": [recovery.reason],
+        }
+    )
+
+
+def _restored(attempt: Attempt, saves: Saves) -> Snapshot | None:
+    return saves.memory.restorable() if attempt.from_memory else None
+
+
+def _last_step(run: RunFolder, attempt: Attempt) -> int:
+    """The last step that an attempt recorded."""
+    path = record_path(run.events, attempt.number, "rank-0")
+    events = read_record(path).events if path.exists() else []
+    return next((event["step"] for event in reversed(events) if event["kind"] == "step"), attempt.from_step)
+
+
+def _said_damaged(run: RunFolder, attempt: Attempt) -> bool:
+    """Whether a worker found the state to go on from damaged."""
+    for rank in range(attempt.workers):
+        path = record_path(run.events, attempt.number, f"rank-{rank}")
+        events = read_record(path).events if path.exists() else []
+        if any(event["kind"] == "error" and event["type"] == "DamagedState" for event in events):
+            return True
+    return False
 
 
 def _pulse(recorder: Recorder, tick: Callable[[], None]) -> Callable[[], None]:
@@ -146,18 +275,18 @@ def _needs_drawing(run: RunFolder) -> bool:
     return read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial)
 
 
-def _draw(zygote: Zygote, attempt: Attempt, watch: _Watch, pulse: Callable[[], None]) -> None:
+def _draw(zygote: Zygote, attempt: Attempt, stops: _Stops, pulse: Callable[[], None]) -> None:
     """Have a process of its own make the first weights, before there are workers; raises what it could not."""
     zygote.fork(_assignment(attempt, 0, draw=True))
     pid, code = 0, None
     while code is None:
         for message in zygote.messages(POLL_S):
-            pid, code = message["pid"], message.get("code")
+            pid, code = message.fields["pid"], message.fields.get("code")
         pulse()
-        if watch.stops_asked and pid and code is None:
+        if stops.asked and pid and code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # it leaves nothing or all
-    if watch.stops_asked:
+    if stops.asked:
         raise _StoppedEarly
     if code:
         raise _why_not_drawn(attempt.folder, attempt.number, code)
@@ -175,43 +304,51 @@ def _why_not_drawn(run: RunFolder, attempt: int, code: int) -> WorkerError:
 
 
 def _watch_workers(
-    zygote: Zygote, attempt: Attempt, watch: _Watch, recorder: Recorder, pulse: Callable[[], None]
+    zygote: Zygote,
+    attempt: Attempt,
+    watch: _Watch,
+    stops: _Stops,
+    saves: Saves,
+    recorder: Recorder,
+    pulse: Callable[[], None],
 ) -> None:
-    """Until every worker has ended: hear exits, pass stops on, end the others when one has failed."""
+    """Until every worker has ended: hear exits and saves, pass stops on, end the others when one has failed."""
     deadline: float | None = None
     while len(watch.codes) < attempt.workers:
-        for message in zygote.messages(POLL_S):
+        select.select([zygote.fileno(), *(line.fileno() for line in saves.lines())], [], [], POLL_S)
+        for message in zygote.messages(0.0):
             _hear(message, watch, recorder)
+        saves.hear()
         pulse()
-        _pass_stops_on(attempt, watch)
+        _pass_stops_on(attempt, watch, stops)
         if watch.first_failure and deadline is None:
             deadline = time.monotonic() + LAST_WORDS_S
         if deadline is not None and time.monotonic() > deadline:
             _signal_workers(watch, signal.SIGKILL)
 
 
-def _hear(message: dict[str, Any], watch: _Watch, recorder: Recorder) -> None:
-    rank, pid = message.get("rank", -1), message.get("pid", -1)
-    if message["kind"] == "forked":
+def _hear(message: Message, watch: _Watch, recorder: Recorder) -> None:
+    rank, pid, code = (message.fields.get(key, -1) for key in ("rank", "pid", "code"))
+    if message.kind == "forked":
         watch.pids[rank] = pid
         recorder.event("worker", rank=rank, pid=pid)
-    elif message["kind"] == "exit":
+    elif message.kind == "exit":
         del watch.pids[rank]
-        watch.codes[rank] = message["code"]
-        recorder.event("exit", rank=rank, code=message["code"])
-        if message["code"] not in (0, Outcome.STOPPED_CODE) and watch.first_failure is None:
-            watch.first_failure = (rank, message["code"])
+        watch.codes[rank] = code
+        recorder.event("exit", rank=rank, code=code)
+        if code not in (0, Outcome.STOPPED_CODE) and watch.first_failure is None:
+            watch.first_failure = (rank, code)
 
 
-def _pass_stops_on(attempt: Attempt, watch: _Watch) -> None:
+def _pass_stops_on(attempt: Attempt, watch: _Watch, stops: _Stops) -> None:
     """A stop asked for before all workers exist waits for the last of them."""
-    if watch.stops_asked == watch.stops_passed_on:
+    if stops.asked == watch.stops_passed_on:
         return
-    if watch.stops_asked >= 2:
+    if stops.asked >= 2:
         _signal_workers(watch, signal.SIGKILL)
     elif len(watch.pids) + len(watch.codes) == attempt.workers:
         _signal_workers(watch, signal.SIGTERM)
-        watch.stops_passed_on = watch.stops_asked
+        watch.stops_passed_on = stops.asked
 
 
 def _signal_workers(watch: _Watch, number: signal.Signals) -> None:
@@ -221,16 +358,16 @@ def _signal_workers(watch: _Watch, number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Watch]:
+def _signals() -> Iterator[_Stops]:
     """Count SIGINT, SIGTERM and SIGHUP (a terminal that closes) instead of dying of them."""
-    watch = _Watch()
+    stops = _Stops()
 
     def count(*_: object) -> None:
-        watch.stops_asked += 1
+        stops.asked += 1
 
     before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield watch
+        yield stops
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -277,7 +414,8 @@ def _assignment(attempt: Attempt, rank: int, draw: bool = False) -> Assignment:
         log=str(attempt.folder.logs / f"{attempt.number:04d}-{process}.log"),
         rendezvous=_rendezvous(attempt),
         asked_ns=time.monotonic_ns(),
-        checkpoint=str(attempt.checkpoint) if attempt.checkpoint else None,
+        checkpoint=attempt.checkpoint,
+        from_memory=attempt.from_memory,
         draw=draw,
         trial=attempt.trial,
         faults=attempt.faults,

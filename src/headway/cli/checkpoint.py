@@ -1,119 +1,275 @@
-"""`headway checkpoint ls | verify | export`: what a run has saved, if it is whole, and taking it out."""
+"""`headway checkpoint ls | verify | show | diff | export | import`: what was saved, if it is whole, in and out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
-    from headway.state import Entry
+    from headway.recipe import Recipe
+    from headway.state import Checkpoint
+    from headway.state.huggingface import TokenizerFile
     from headway.track import RunFolder
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, verify and export a run's checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, show, compare, export and import checkpoints.", no_args_is_help=True)
 
-RunAt = Annotated[
-    str, typer.Argument(metavar="RUN[@STEP]", help="A run's name, a unique prefix of it, or `last`; a step.")
-]
+REF = "A run's name, a unique prefix of it, or `last`, and a step; or where a checkpoint lies."
+Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=REF)]
+
+
+class Named(NamedTuple):
+    """A checkpoint that the command line names."""
+
+    label: str
+    step: int | None
+    address: str
+    """A folder, or a place in an object store."""
 
 
 @app.command("ls")
 def list_command(run: Run, runs: Runs = None, json: Json = False) -> None:
     """List a run's checkpoints, oldest first."""
+    from headway.cli.checkpoint_view import list_lines
     from headway.cli.text import print_json
-    from headway.state import list_checkpoints
     from headway.track import find_run, runs_root
 
     folder = find_run(runs_root(runs), run)
-    rows = [_describe(entry) for entry in list_checkpoints(folder.checkpoints)]
+    rows = _rows(folder)
     if json:
         print_json({"run": folder.name, "checkpoints": rows})
     elif not rows:
         print(f"{folder.name} has no checkpoint yet")
     else:
-        print("    step       size  workers  saved                digest")
-        for row in rows:
-            print(_line(row))
+        print("\n".join(list_lines(rows)))
         print(f"next: headway checkpoint verify {folder.name}")
 
 
 @app.command("verify")
-def verify_command(run: RunAt, runs: Runs = None, json: Json = False) -> None:
+def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
     """Read checkpoints back and check every byte: the one of a step, or all that the run has."""
     from headway.cli.text import print_json
     from headway.errors import StateError
 
-    folder, entries = _wanted(run, runs)
-    results = [_verify(entry, quiet=json) for entry in entries]
-    damaged = [result["step"] for result in results if not result["ok"]]
+    name, wanted = _all_of(run, runs)
+    results = [_verify(one, quiet=json) for one in wanted]
+    damaged = [one.label for one, result in zip(wanted, results, strict=True) if not result["ok"]]
     if json:
-        print_json({"run": folder.name, "ok": not damaged, "checkpoints": results})
+        print_json({"run": name, "ok": not damaged, "checkpoints": results})
+        raise typer.Exit(1 if damaged else 0)
     if damaged:
-        steps = ", ".join(map(str, damaged))
         raise StateError(
-            f"{len(damaged)} of {len(results)} checkpoints of {folder.name} damaged: step {steps}",
-            hint="remove what is damaged; headway resume then goes on from the newest that is left",
+            f"{len(damaged)} of {len(results)} checkpoints of {name} damaged: {', '.join(damaged)}",
+            hint="headway resume takes the newest that is whole; remove what is damaged to have its space back",
         )
+
+
+@app.command("show")
+def show_command(
+    run: Ref,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, too.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Print what a checkpoint holds."""
+    from headway.cli.checkpoint_view import facts_of, show_lines, tensor_rows
+    from headway.cli.text import print_json
+    from headway.state.address import open_address
+
+    one = _one(run, runs)
+    opened = open_address(one.address)
+    facts = facts_of(opened) | {"saved": _saved(Path(one.address))}
+    table = tensor_rows(opened) if tensors else []
+    if json:
+        print_json({"path": one.address, **facts} | ({"tensors": table} if tensors else {}))
+        return
+    print("\n".join(show_lines(one.address, facts, table)))
+    if not tensors:
+        print(f"next: headway checkpoint show {run} --tensors")
+
+
+@app.command("diff")
+def diff_command(
+    first: Annotated[str, typer.Argument(metavar="A[@STEP]", help=REF)],
+    second: Annotated[str, typer.Argument(metavar="B[@STEP]", help=REF)],
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints, tensor by tensor where their digests differ.
+
+    Exit status 0 when they are equal, 1 when not.
+    """
+    from dataclasses import asdict
+
+    from headway.cli.checkpoint_view import diff_lines, progress_bar
+    from headway.cli.text import print_json
+    from headway.state.address import open_address
+    from headway.state.compare import compare
+
+    a, b = _one(first, runs), _one(second, runs)
+    with progress_bar("comparing", quiet=json) as progress:
+        found = compare(open_address(a.address), open_address(b.address), progress)
+    if json:
+        print_json({"first": a.address, "second": b.address, **asdict(found)})
+    else:
+        print("\n".join(diff_lines(a.label, b.label, found)))
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 @app.command("export")
 def export_command(
-    run: RunAt,
+    run: Ref,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder that transformers opens."""
+    from headway.cli.checkpoint_view import progress_bar
     from headway.cli.text import print_json
-    from headway.state import find_checkpoint
-    from headway.track import find_run, parse_ref, runs_root
+    from headway.plan.flops import parameter_shapes
+    from headway.state.address import open_address
+    from headway.state.huggingface import saved_weights, write_folder
 
-    name, step = parse_ref(run)
-    source = find_run(runs_root(runs), name)
-    tokenizer = source.path / "tokenizer.json"
-    result = _run_export(
-        {
-            "checkpoint": str(find_checkpoint(source.checkpoints, step).resolve()),
-            "recipe": str(source.recipe_file.resolve()),
-            "tokenizer": str(tokenizer.resolve()) if tokenizer.exists() else None,
-            "folder": str(folder.absolute()),
-        }
-    )
+    one = _one(run, runs)
+    opened = open_address(one.address)
+    recipe = _recipe(opened, one)
+    shapes = parameter_shapes(recipe.model)
+    weights = saved_weights(opened, shapes)
+    ordered = {name: weights[name] for name in shapes}
+    tokenizer = _tokenizer_of(_home(one))
+    with progress_bar("exporting", quiet=json) as progress:
+        write_folder(folder, recipe.model, ordered, tokenizer=tokenizer, seq=recipe.data.seq, progress=progress)
+    manifest = opened.manifest
     if json:
-        print_json({"run": source.name, **result})
+        facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
+        print_json({"checkpoint": one.address, "folder": str(folder), **facts})
     else:
-        print(f"{folder}: step {result['step']} of {source.name}, {result['tensors']} tensors")
+        print(f"{folder}: {one.label}, {len(weights)} tensors")
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
-def _wanted(ref: str, runs: Path | None) -> tuple["RunFolder", list["Entry"]]:
-    """The run, and the checkpoint that the reference names or else all of them."""
-    from headway.state import Entry, find_checkpoint, list_checkpoints
+@app.command("import")
+def import_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")],
+    name: Annotated[str | None, typer.Option("--name", metavar="RUN", help="Name of the run to make.")] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Make a run of a Hugging Face folder: to sample from, to export, or to start from (model.init)."""
+    from headway.cli.checkpoint_view import progress_bar, size
+    from headway.cli.text import print_json
+    from headway.plan.flops import parameter_shapes
+    from headway.recipe.huggingface import read_model
+    from headway.state import find_checkpoint, open_checkpoint
+    from headway.state.huggingface import stored_weights
+    from headway.state.importing import import_run
+    from headway.track import runs_root
+
+    model = read_model(folder)
+    weights = stored_weights(folder, parameter_shapes(model), tied=model.tie_embeddings)
+    seq, end_id = _length_and_end(folder)
+    tokenizer = _tokenizer_file(folder / "tokenizer.json", end_id)
+    source = str(folder.resolve())
+    with progress_bar("importing", quiet=json) as progress:
+        made = import_run(
+            runs_root(runs),
+            name or _run_name(folder),
+            model,
+            weights,
+            source=source,
+            seq=seq,
+            tokenizer=tokenizer,
+            progress=progress,
+        )
+    manifest = open_checkpoint(find_checkpoint(made.checkpoints)).manifest
+    if json:
+        facts = {"step": manifest.step, "tensors": len(weights), "bytes": manifest.bytes, "digest": manifest.digest}
+        print_json({"run": made.name, "path": str(made.path), **facts, "tokenizer": tokenizer is not None})
+        return
+    print(f"{made.name}: {len(weights)} tensors, {size(manifest.bytes)}, digest {manifest.digest[:16]}")
+    if tokenizer is None or tokenizer.end_id is None:
+        what = "no tokenizer.json" if tokenizer is None else "no token that is known to end a text"
+        print(f"note: {folder} has {what}, which headway sample needs")
+        print(f"next: headway checkpoint show {made.name}")
+    else:
+        print(f"next: headway sample {made.name}")
+
+
+# -- which checkpoints are meant
+
+
+def _one(ref: str, runs: Path | None) -> Named:
+    """The checkpoint of a run's step, a run's newest, or the one that lies there."""
+    from headway.errors import UsageError
+    from headway.state import find_checkpoint, list_checkpoints
+    from headway.state.address import is_in_store
     from headway.track import find_run, parse_ref, runs_root
 
+    if "/" in ref:
+        if not is_in_store(ref) and not Path(ref).is_dir():
+            raise UsageError(f"there is no folder {ref}", hint="a run is named by its name alone: headway runs")
+        return Named(ref, None, ref)
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
     path = find_checkpoint(folder.checkpoints, step)
-    return folder, list_checkpoints(folder.checkpoints) if step is None else [Entry(step, path)]
+    found = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
+    return Named(f"step {found} of {folder.name}", found, str(path))
 
 
-def _describe(entry: "Entry") -> dict[str, Any]:
-    """What the manifest says; a damaged one is listed too, with what is wrong."""
+def _all_of(ref: str, runs: Path | None) -> tuple[str, list[Named]]:
+    """What a reference is called, and its checkpoint, or all of the run's where it names no step."""
+    from headway.state import find_checkpoint, list_checkpoints
+    from headway.track import find_run, parse_ref, runs_root
+
+    if "/" in ref:
+        return ref, [_one(ref, runs)]
+    name, step = parse_ref(ref)
+    folder = find_run(runs_root(runs), name)
+    newest = find_checkpoint(folder.checkpoints, step)
+    entries = [entry for entry in list_checkpoints(folder.checkpoints) if step is None or entry.path == newest]
+    return folder.name, [Named(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
+
+
+def _home(one: Named) -> "RunFolder":
+    """The run that a checkpoint lies in."""
+    from headway.track import RunFolder
+
+    return RunFolder(Path(one.address).resolve().parent.parent)
+
+
+# -- ls and verify
+
+
+def _rows(run: "RunFolder") -> list[dict[str, Any]]:
+    """A row for each checkpoint, oldest first; each tier that has some adds its own here."""
+    return sorted(_rows_of_disk(run), key=lambda row: int(row["step"]))
+
+
+def _rows_of_disk(run: "RunFolder") -> list[dict[str, Any]]:
+    """What the manifests say; a damaged one is listed too, with what is wrong."""
     from headway.errors import StateError
-    from headway.state import open_checkpoint
+    from headway.state import list_checkpoints, open_checkpoint
 
-    row: dict[str, Any] = {"step": entry.step, "path": str(entry.path)}
-    try:
-        manifest = open_checkpoint(entry.path).manifest
-        saved = (entry.path / "manifest.json").stat().st_mtime
-    except StateError as error:
-        return {**row, "damage": error.message}
+    rows = []
+    seen: set[tuple[int, int]] = set()
+    for entry in list_checkpoints(run.checkpoints):
+        row: dict[str, Any] = {"step": entry.step, "tier": "disk", "path": str(entry.path)}
+        try:
+            opened = open_checkpoint(entry.path)
+            row |= _describe(opened) | {"saved": _saved(entry.path), "shared_bytes": _shared(opened, entry.path, seen)}
+        except StateError as error:
+            row |= {"damage": error.message}
+        rows.append(row)
+    return rows
+
+
+def _describe(checkpoint: "Checkpoint") -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        **row,
-        "saved": saved,
         "bytes": manifest.bytes,
         "tensors": len(manifest.tensors),
         "workers": manifest.workers,
@@ -123,60 +279,106 @@ def _describe(entry: "Entry") -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    import time
+def _shared(checkpoint: "Checkpoint", path: Path, seen: set[tuple[int, int]]) -> int:
+    """Bytes of files that have a second name in one of the checkpoints seen before: they are on the disk once."""
+    shared = 0
+    for name in checkpoint.manifest.files:
+        found = (path / name).stat()
+        shared += found.st_size if (found.st_dev, found.st_ino) in seen else 0
+        seen.add((found.st_dev, found.st_ino))
+    return shared
 
-    if "damage" in row:
-        return f"{row['step']:>8}  {row['damage']}"
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved"]))
-    return f"{row['step']:>8}  {_size(row['bytes']):>9}  {row['workers']:>7}  {saved}  {row['digest'][:16]}"
+
+def _saved(path: Path) -> float | None:
+    """When a checkpoint was written, in Unix seconds."""
+    manifest = path / "manifest.json"
+    return manifest.stat().st_mtime if manifest.exists() else None
 
 
-def _verify(entry: "Entry", quiet: bool) -> dict[str, Any]:
-    import dataclasses
+def _verify(one: Named, quiet: bool) -> dict[str, Any]:
+    """Check one checkpoint, and say how it went."""
+    from dataclasses import asdict
 
+    from headway.cli.checkpoint_view import Counted, progress_bar, size
     from headway.errors import StateError
     from headway.state import verify
+    from headway.state.address import open_address
 
     try:
-        found = verify(entry.path)
+        with progress_bar(one.label, quiet=quiet) as progress:
+            found = verify(Counted(open_address(one.address).source, progress))
     except StateError as error:
-        line, result = error.message, {"step": entry.step, "ok": False, "damage": error.message}
+        line, result = error.message, {"step": one.step, "ok": False, "damage": error.message}
     else:
-        line = f"ok, {found.tensors} tensors, {_size(found.bytes)}, digest {found.digest[:16]}"
-        result = {"ok": True, **dataclasses.asdict(found)}
+        line = f"ok, {found.tensors} tensors, {size(found.bytes)}, digest {found.digest[:16]}"
+        result = {"ok": True, **asdict(found)}
     if not quiet:
-        print(f"step {entry.step}: {line}", flush=True)
-    return result
+        print(f"{one.label}: {line}", flush=True)
+    return {"path": one.address, **result}
 
 
-def _run_export(request: dict[str, Any]) -> dict[str, Any]:
-    """Have a process that knows tensors do the work; its one line of JSON says how it went."""
-    import json
-    import subprocess
-    import sys
+# -- export and import
+
+
+def _recipe(checkpoint: "Checkpoint", one: Named) -> "Recipe":
+    """The recipe that a checkpoint was saved with, of a decoder that transformers can have."""
+    from pydantic import ValidationError
 
     from headway.errors import ModelError
+    from headway.recipe import Recipe
+    from headway.track import read_recipe
 
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.models.export"],
-        input=json.dumps(request),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    said = checkpoint.manifest.recipe
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        answer = {"error": f"the export stopped with exit status {done.returncode}", "hint": None}
-    if "error" in answer:
-        raise ModelError(answer["error"], hint=answer["hint"])
-    return answer
+        recipe = Recipe.model_validate(said) if said else read_recipe(_home(one))
+    except ValidationError:  # of a version whose recipes had other keys; a run's own file may have been mended
+        recipe = read_recipe(_home(one))
+    if recipe.model.class_ is not None:
+        raise ModelError(
+            f"{recipe.model.class_} has no form that transformers would open: only Headway's own decoders are exported",
+            hint="a checkpoint's files are safetensors, and headway.state.tensors.read_tensors reads whole tensors",
+        )
+    return recipe
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
+def _tokenizer_of(run: "RunFolder") -> "TokenizerFile | None":
+    """A run's tokenizer, with the end of text that its data was built with."""
+    import json
+
+    try:
+        end_id = int(json.loads(run.data_file.read_bytes())["end_of_text"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _tokenizer_file(run.tokenizer_file, None)
+    return _tokenizer_file(run.tokenizer_file, end_id)
+
+
+def _tokenizer_file(path: Path, end_id: int | None) -> "TokenizerFile | None":
+    """A tokenizer.json if it is there, with the token that ends a document: the one told, or one of a usual name."""
+    from headway.data.tokenizer import load_tokenizer
+    from headway.errors import DataError
+    from headway.state.huggingface import TokenizerFile
+
+    if not path.exists():
+        return None
+    try:
+        loaded = load_tokenizer(path, end_of_text=end_id)
+    except DataError:  # one without an end of text still encodes and decodes
+        return TokenizerFile(path, end_id)
+    return TokenizerFile(path, loaded.end_of_text, loaded.raw.id_to_token(loaded.end_of_text))
+
+
+def _length_and_end(folder: Path) -> tuple[int, int | None]:
+    """The longest sequence that a Hugging Face model is meant for, and the token that ends a document."""
+    import json
+
+    config = json.loads((folder / "config.json").read_bytes())
+    length, end = config.get("max_position_embeddings"), config.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    return length if type(length) is int and length > 0 else 2048, end if type(end) is int else None
+
+
+def _run_name(folder: Path) -> str:
+    """A folder's name as far as a run may be called so."""
+    import re
+
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")[:64] or "imported"

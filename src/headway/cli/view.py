@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,14 @@ from rich.text import Text
 
 from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
-from headway.track import RunPlan, Tail, record_path
+from headway.track import RunFolder, RunPlan, Tail, record_path
 
-__all__ = ["LivePanel", "PlainLines", "Standing", "open_view", "plan_lines", "tell"]
+__all__ = ["LivePanel", "PlainLines", "Records", "Standing", "open_view", "plan_lines", "tell"]
 
 PLAIN_EVERY_S = 5.0
 SPEED_OVER_STEPS = 20
+NOTICES = 3
+"""Shown at a time on a terminal."""
 GIB = 2**30
 """Data sheets call so many bytes a "GB" of device memory."""
 ACCOUNTS = {
@@ -47,13 +49,16 @@ class Standing:
     eval_loss: float | None = None
     losses_ns: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
+    notices: list[str] = field(default_factory=list)
+    """What the user should know of, in the order it happened."""
+    skipped: int = 0
+    """Saves left out because the writer was behind."""
     _open: dict[str, int] = field(default_factory=dict)
 
-    def follow(self, tails: Sequence[Tail]) -> None:
+    def follow(self, records: "Records") -> None:
         """Learn what has been recorded since."""
-        for tail in tails:
-            for event in tail.poll():
-                self.take(event)
+        for event in records.poll():
+            self.take(event)
 
     def take(self, event: dict[str, Any]) -> None:
         """Learn from one event."""
@@ -66,6 +71,19 @@ class Standing:
                 self._lose("data stall", event["data"])
             case "eval":
                 self.eval_loss = event["loss"]
+            case "attempt":
+                self._open.clear()  # spans of a life that was cut short stay open for ever
+                self.recent.clear()
+            case "end" if "recovery" in event:
+                self.notices.append(event["recovery"])
+            case "unsaved":
+                self.notices.append(f"step {event['step']} was not saved: {event['message']}")
+            case "skipped":
+                self.skipped += 1
+                if self.skipped == 1:
+                    self.notices.append(
+                        f"the save of step {event['step']} is left out: the one before is still being written"
+                    )
             case "begin":
                 self._open[event["name"]] = event["t"]
             case "end-span" if event["name"] in self._open:
@@ -142,19 +160,43 @@ def tell(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+class Records:
+    """What the agent and the first worker record, attempt after attempt."""
+
+    def __init__(self, run: RunFolder, attempt: int) -> None:
+        self._run = run
+        self._open(attempt)
+
+    def _open(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._tails = [Tail(record_path(self._run.events, attempt, process)) for process in ("agent", "rank-0")]
+
+    def poll(self) -> list[dict[str, Any]]:
+        """What has been recorded since."""
+        over = record_path(self._run.events, self._attempt + 1, "agent").exists()
+        events = [event for tail in self._tails for event in tail.poll()]
+        if over:
+            self._open(self._attempt + 1)
+            events += self.poll()
+        return events
+
+
 class PlainLines:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self, standing: Standing, tails: Sequence[Tail], title: str) -> None:
-        self._standing, self._tails = standing, tails
-        self._printed_step = 0
+    def __init__(self, standing: Standing, records: Records, title: str) -> None:
+        self._standing, self._records = standing, records
+        self._printed_step = self._told = 0
         self._last_print = time.monotonic()
         self._stops = 0
         tell(title)
 
     def tick(self, stops_asked: int) -> None:
         """Print if it is time."""
-        self._standing.follow(self._tails)
+        self._standing.follow(self._records)
+        for notice in self._standing.notices[self._told :]:
+            tell(f"note: {notice}")
+        self._told = len(self._standing.notices)
         if stops_asked != self._stops:
             self._stops = stops_asked
             tell(stopping_line(stops_asked, self._standing.step))
@@ -177,12 +219,12 @@ class PlainLines:
 class LivePanel:
     """A few lines that redraw themselves."""
 
-    def __init__(self, standing: Standing, tails: Sequence[Tail], title: str, live: Live) -> None:
-        self._standing, self._tails, self._title, self._live = standing, tails, title, live
+    def __init__(self, standing: Standing, records: Records, title: str, live: Live) -> None:
+        self._standing, self._records, self._title, self._live = standing, records, title, live
 
     def tick(self, stops_asked: int) -> None:
         """Redraw."""
-        self._standing.follow(self._tails)
+        self._standing.follow(self._records)
         self._live.update(self._draw(stops_asked), refresh=True)
 
     def _draw(self, stops_asked: int) -> Group:
@@ -203,6 +245,7 @@ class LivePanel:
         if standing.largest_loss:
             account, seconds = standing.largest_loss
             lines.append(Text(f"largest loss of time: {account} {seconds:.1f} s", style="dim"))
+        lines += [Text(notice, style="yellow") for notice in standing.notices[-NOTICES:]]
         if stops_asked:
             lines.append(Text(stopping_line(stops_asked, standing.step), style="yellow"))
         return Group(*lines)
@@ -241,7 +284,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 @contextlib.contextmanager
 def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]:
     """The view that fits where standard error goes."""
-    tails = [Tail(record_path(attempt.folder.events, attempt.number, process)) for process in ("agent", "rank-0")]
+    records = Records(attempt.folder, attempt.number)
     workers = f"{attempt.workers} worker{'s' if attempt.workers > 1 else ''} on {attempt.device}"
     again = f", attempt {attempt.number}" if attempt.number > 1 else ""
     again += f", from step {attempt.from_step}" if attempt.from_step else ""
@@ -252,8 +295,8 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     console = Console(stderr=True)
     if console.is_terminal and not quiet:
         with Live(console=console, auto_refresh=False) as live:
-            yield LivePanel(standing, tails, title, live)
+            yield LivePanel(standing, records, title, live)
         return
-    lines = PlainLines(standing, tails, title)
+    lines = PlainLines(standing, records, title)
     yield lines
     lines.line()

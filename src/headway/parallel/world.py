@@ -55,9 +55,11 @@ class World:
         return Axis(copies.size * shards.size, copies.rank * shards.size + shards.rank)
 
     @property
-    def owner(self) -> bool:
-        """Whether this worker is the first of those that hold the same stage of the model."""
-        return all(axis.rank == 0 for name, axis in self.axes.items() if name != "pipeline")
+    def stage(self) -> tuple[int, ...]:
+        """The workers that hold the same stage of the model: all, where there is no pipeline (the outermost axis)."""
+        pipeline = self.axis("pipeline")
+        count = self.size // pipeline.size
+        return tuple(range(pipeline.rank * count, (pipeline.rank + 1) * count))
 
     @property
     def speaks(self) -> bool:

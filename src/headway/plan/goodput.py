@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from headway.errors import UsageError
 
-__all__ = ["LOCAL_DISK_BYTES_S", "Goodput", "daly_interval", "goodput", "save_seconds"]
+__all__ = ["LOCAL_DISK_BYTES_S", "Goodput", "daly_interval", "goodput", "save_interval", "save_seconds"]
 
 LOCAL_DISK_BYTES_S = 1.25e9
 """Written to the local disk of an H200 host; measured."""
@@ -112,6 +112,21 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)
     return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def save_interval(
+    save_s: float, devices: int, hours_between_failures: float, failures: int = 0, seconds: float = 0.0
+) -> float:
+    """Seconds of work between saves of a run that goes on: Daly's optimum for what is known by now.
+
+    `hours_between_failures` is what to expect of one device; a run that has seen more `failures` than that in its
+    `seconds` so far goes by what it has seen.
+    """
+    _check(devices=devices, hours_between_failures=hours_between_failures)
+    mtbf_s = hours_between_failures * 3600 / devices
+    if failures:
+        mtbf_s = min(mtbf_s, max(seconds, 1.0) / failures)
+    return daly_interval(max(save_s, 1e-3), mtbf_s)
 
 
 def save_seconds(

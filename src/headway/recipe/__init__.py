@@ -4,7 +4,7 @@ from headway.recipe.assignment import Assignment, Trial
 from headway.recipe.changes import CHANGEABLE, changes, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
-from headway.recipe.schema import Checkpoint, Data, Eval, Layout, Model, Parallel, Recipe, Train
+from headway.recipe.schema import Checkpoint, Data, Eval, Layout, Model, Parallel, Recipe, Store, Train
 
 __all__ = [
     "CHANGEABLE",
@@ -18,6 +18,7 @@ __all__ = [
     "Model",
     "Parallel",
     "Recipe",
+    "Store",
     "Train",
     "Trial",
     "changes",

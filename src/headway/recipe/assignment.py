@@ -44,7 +44,9 @@ class Assignment(BaseModel):
     asked_ns: int
     """When the agent asked for this worker (monotonic): its start-up counts from here."""
     checkpoint: str | None = None
-    """The checkpoint to go on from; None starts at step 0."""
+    """The checkpoint to go on from, a folder or an address in an object store; None starts at step 0."""
+    from_memory: bool = False
+    """Go on from the state in the agent's memory, which comes over the line."""
     draw: bool = False
     """Only make the first weights of a class of the user's own, and leave them in the run's folder."""
     trial: Trial | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.schema import Layout, Parallel, Recipe
+from headway.recipe.schema import Checkpoint, Layout, Parallel, Recipe, Store
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
 
@@ -18,6 +18,7 @@ CHANGEABLE = {
     "train.compile": "same gradients up to rounding",
     "train.deterministic": "slower, repeatable kernels",
     "train.device": "same state on another kind of device",
+    "train.restarts": "patience only",
     "train.timeout_s": "patience only",
     **{
         f"parallel.{key}": "other workers take the state over exactly; same gradients up to rounding"
@@ -30,9 +31,8 @@ CHANGEABLE = {
     "data.path": "the folder may move; its version must stay",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
-    "checkpoint.every_steps": "durability only",
-    "checkpoint.keep_last": "durability only",
-    "checkpoint.keep_every_steps": "durability only",
+    **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
+    **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
 }
 """Dotted key to why it is safe to change in the middle of a run."""
 

@@ -6,16 +6,22 @@ A plan is plain data. It travels to the workers as JSON (`HEADWAY_FAULTS` holds 
 asks at named points of a step which faults are due, and carries them out. Without a plan nothing is asked.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["POINTS", "Fault", "FaultPlan", "Mutation"]
+__all__ = ["AGENT", "POINTS", "Fault", "FaultPlan", "Mutation"]
 
-Point = Literal["start", "data", "compute", "save", "commit", "evaluation"]
-POINTS: tuple[Point, ...] = ("start", "data", "compute", "save", "commit", "evaluation")
-"""Where in a step a fault can strike: at its start, in the data wait, in the forward and backward, while a
-checkpoint's files are written, just before its commit, in an evaluation."""
+AGENT = -1
+"""The agent, where faults count ranks."""
+
+WorkerPoint = Literal["start", "data", "compute", "evaluation", "save", "saved"]
+AgentPoint = Literal["write", "written", "commit", "committed", "upload", "uploaded"]
+Point = WorkerPoint | AgentPoint
+POINTS: tuple[Point, ...] = (*get_args(WorkerPoint), *get_args(AgentPoint))
+"""Where a fault can strike. In a worker: at a step's start, in the data wait, in the forward and backward, in an
+evaluation, before a save's copy, after it. In the agent: before a save's files are written, when they are, before its
+commit, after it, before and after the upload to a store."""
 
 Mutation = Literal["no-gradient-reduction", "pipeline-loss-scale", "whole-norm"]
 """A mistake in how a model is put onto a mesh: gradients that nobody adds up, a loss that a pipeline divides once
@@ -32,7 +38,7 @@ class Fault(BaseModel):
     point: Point = "start"
     step: Annotated[int, Field(ge=1)]
     rank: int | None = None
-    """The worker it strikes; None strikes all."""
+    """The worker it strikes, AGENT for the agent; None strikes all that get there."""
     attempt: Annotated[int, Field(ge=1)] = 1
     """The attempt it strikes in, so that a resumed run is not struck again."""
     seconds: Annotated[float, Field(ge=0)] = 0.0
@@ -59,8 +65,8 @@ class FaultPlan(BaseModel):
         """Raise an exception."""
         return self._with(Fault(action="raise", point=point, step=step, rank=rank, attempt=attempt))
 
-    def full_disk(self, step: int, rank: int | None = None, point: Point = "save", attempt: int = 1) -> Self:
-        """Meet a full disk."""
+    def full_disk(self, step: int, rank: int | None = None, point: Point = "write", attempt: int = 1) -> Self:
+        """Meet a full disk; with rank=AGENT in what the agent writes."""
         return self._with(Fault(action="full-disk", point=point, step=step, rank=rank, attempt=attempt))
 
     def out_of_memory(self, step: int, rank: int | None = None, attempt: int = 1) -> Self:

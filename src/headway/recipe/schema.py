@@ -259,6 +259,8 @@ class Train(_Section):
     """Compile each block with torch.compile."""
     deterministic: bool = False
     """Refuse operations whose result can differ from one run to the next (GPUs; the CPU has none here)."""
+    restarts: NotNegative = 3
+    """How often in a row the agent starts again by itself after a worker died without progress between; 0 never."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long a worker waits for the others in a collective before it gives up."""
 
@@ -327,15 +329,42 @@ class Eval(_Section):
     """Held-out windows to use, at most as many as there are."""
 
 
+class Store(_Section):
+    """An object store that checkpoints are also put into."""
+
+    url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*://[^@\s]+$")]
+    """s3://bucket/prefix, gs://, az:// or file://; the run's name is added. Credentials come from the environment."""
+    every_steps: NotNegative = 1000
+    """Upload after each so many steps; the last step always is. 0: only the last."""
+    keep_last: Positive = 3
+    """Newest checkpoints to keep there."""
+    keep_every_steps: NotNegative = 0
+    """Also keep there every checkpoint whose step is a multiple of this; 0 keeps none of them."""
+
+
 class Checkpoint(_Section):
     """When to make the state durable, and what to keep."""
 
-    every_steps: NotNegative = 100
-    """Save after each so many steps; the last step is always saved. 0: only the last."""
+    every_steps: NotNegative | Literal["auto"] = 100
+    """Save to disk after each so many steps; the last step is always saved. 0: only the last. "auto": as often as costs
+    least, by what saves cost here and how often things fail."""
     keep_last: Positive = 2
     """Newest checkpoints to keep."""
     keep_every_steps: NotNegative = 0
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps none of them."""
+    memory_every_steps: NotNegative = 0
+    """Also keep the state in the agent's memory after each so many steps: a worker that died goes on from there. What
+    goes to disk is kept as well. 0: only that."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Memory of this machine for states that are kept or wait to be written, in GB; by default two states, or one where
+    two would take more than half of what is free. A save that finds no room is left out and recorded."""
+    hours_between_failures: Annotated[float, Field(gt=0)] | None = None
+    """Hours of one device between its failures, for "auto"; by default what a large published run saw. What this run
+    sees of failures itself counts too."""
+    retry_s: Annotated[float, Field(ge=0)] = 60.0
+    """How long the last save is tried again when the disk or the store refuses; others are left out and recorded."""
+    store: Store | None = None
+    """An object store that checkpoints are also put into."""
 
 
 class Recipe(_Section):

@@ -1,28 +1,29 @@
-"""Checkpoints on disk: begun beside, written by every rank, committed by one rename.
+"""Checkpoints on disk: begun beside, written shard by shard, committed by one rename.
 
-    partial = begin(checkpoints, step, bytes)        one rank
-    write_shard(partial, rank, pieces)               every rank, its own file
-    commit(checkpoints, step, facts, workers)        one rank, when all have written
+    save = begin(checkpoints, step, bytes)           makes a folder whose name says that it is no checkpoint yet
+    shard = write_shard(save.partial, file, pieces)  once a file: hashed and written at the same time, made durable
+    commit(save, facts, shards)                      the manifest, and the rename
 
-Ranks meet in the folder: nothing is sent between them and nothing here waits; the caller holds the run's lock
-and puts barriers between the three. A folder whose name begins with a dot is not a checkpoint, with one
-exception: the old one of a step that is being replaced counts until the new one has its name.
+Nothing here waits for another process. Where several processes write one checkpoint, each leaves its shard's entry
+beside its file (`leave`), and the one that commits picks them up (`collect`) once it knows that all are there. A folder
+whose name begins with a dot is not a checkpoint, with one exception: the old one of a step that is being replaced
+counts until the new one has its name.
 """
 
 import contextlib
 import errno
-import json
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.errors import StateError
 from headway.state.box import Box, tiling_fault
@@ -30,24 +31,37 @@ from headway.state.digest import MASK, digest_box
 from headway.state.manifest import (
     Facts,
     FileEntry,
+    FileName,
     Manifest,
     PieceEntry,
     TensorEntry,
+    chunk_checksums,
     digest_of,
     dump_manifest,
 )
-from headway.state.safetensors_file import Block, write_file
+from headway.state.restore import Checkpoint
+from headway.state.safetensors_file import Image, plan_image, write_file, write_memory
+from headway.state.source import MANIFEST
 
 __all__ = [
     "Entry",
     "Piece",
+    "PieceShape",
+    "Save",
+    "Shard",
     "abandon",
     "begin",
+    "collect",
     "commit",
+    "describe_shard",
     "find_checkpoint",
+    "image_of",
+    "leave",
     "list_checkpoints",
+    "merge",
     "partial_folder",
     "prune",
+    "shard_name",
     "write_shard",
 ]
 
@@ -57,9 +71,30 @@ _HINTS = {
     errno.EDQUOT: "free some quota, or keep fewer (checkpoint.keep_last); older checkpoints are untouched",
     errno.EROFS: "make the folder writable, or put the runs elsewhere with --runs",
     errno.EACCES: "make the folder writable, or put the runs elsewhere with --runs",
-    errno.ENOENT: "another worker gave this save up, or the run's folder was removed",
+    errno.ENOENT: "another process gave this save up, or the run's folder was removed",
 }
 _DISK_HINT = "check the disk (dmesg); older checkpoints are untouched"
+
+
+@dataclass(frozen=True)
+class PieceShape:
+    """A box of a tensor, without its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The region of the tensor that it is."""
+        return Box(self.start, self.local_shape)
+
+    def filled(self, data: NDArray[np.unsignedinteger]) -> "Piece":
+        """The piece that these bytes make."""
+        return Piece(self.name, self.dtype, self.shape, self.start, self.local_shape, data)
 
 
 @dataclass(frozen=True)
@@ -88,8 +123,34 @@ class Entry:
     path: Path
 
 
-def begin(checkpoints: Path, step: int, needs_bytes: int = 0) -> Path:
-    """Make the folder that a checkpoint is written into; clear away what earlier saves left behind."""
+class Shard(BaseModel):
+    """One file of a checkpoint that is written: what the manifest will say of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: FileName
+    file: FileEntry
+    tensors: dict[str, TensorEntry]
+    """Each with the one piece that this file has, and that piece's share of the digest."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that is being written."""
+
+    checkpoints: Path
+    step: int
+    partial: Path
+    """Where its files go until it is committed."""
+    lock: int
+    """Keeps others from taking the partial folder for something left behind."""
+
+
+def begin(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") -> Save:
+    """Make the folder that a checkpoint is written into; clear away what dead writers left behind.
+
+    Writers that might save the same step at the same time bring names of their own.
+    """
     with _writing(f"checkpoint of step {step} could not be begun in {checkpoints}"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         _clear(checkpoints)
@@ -99,65 +160,112 @@ def begin(checkpoints: Path, step: int, needs_bytes: int = 0) -> Path:
                 f"checkpoint of step {step} needs {_size(needs_bytes)}, {_size(free)} free in {checkpoints}",
                 hint=_HINTS[errno.ENOSPC],
             )
-        partial = partial_folder(checkpoints, step)
+        partial = partial_folder(checkpoints, step, writer)
         partial.mkdir()
-    return partial
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return Save(checkpoints, step, partial, lock)
 
 
-def partial_folder(checkpoints: Path, step: int) -> Path:
+def partial_folder(checkpoints: Path, step: int, writer: str = "") -> Path:
     """Where the checkpoint of a step is written until it is committed."""
-    return checkpoints / f".step-{step:08d}.partial"
+    return checkpoints / f".step-{step:08d}{writer and '.'}{writer}.partial"
 
 
-def write_shard(partial: Path, rank: int, pieces: Sequence[Piece], threads: int = 1) -> None:
-    """Write one rank's pieces and make them durable; digests are taken meanwhile, by so many threads.
+def shard_name(rank: int, still: bool = False) -> str:
+    """What the file of a worker is called: of what it trains, or of what stays as it is."""
+    return f"rank-{rank:05d}{'-still' if still else ''}.safetensors"
 
-    When the disk refuses, this rank's part is removed; the caller abandons the save once all ranks know.
+
+def image_of(pieces: Sequence[Piece] | Sequence[PieceShape]) -> Image:
+    """How these pieces lie in a file."""
+    return plan_image((piece.name, piece.dtype, piece.local_shape) for piece in pieces)
+
+
+def write_shard(
+    partial: Path,
+    name: str,
+    pieces: Sequence[Piece],
+    *,
+    memory: memoryview | None = None,
+    before: Checkpoint | None = None,
+    threads: int = 1,
+) -> Shard:
+    """Write one file and make it durable; so many threads take checksums and digests meanwhile, from memory.
+
+    `memory` is the whole file, where the pieces already lie as in one. A file that has not changed since the
+    checkpoint `before` is not written again: it gets a second name. When the disk refuses, nothing is left.
     """
-    name = f"rank-{rank:05d}"
-    blocks = [Block(piece.name, piece.dtype, piece.local_shape, piece.data) for piece in pieces]
-    own = (partial / f"{name}.safetensors", partial / f"{name}.json")
+    image = image_of(pieces)
+    path = partial / name
     pool = ThreadPoolExecutor(threads, thread_name_prefix="digest")
-    with _writing(f"{name}.safetensors could not be written in {partial}", removes=own):
+    with _writing(f"{name} could not be written in {partial}", removes=(path,)):
         try:
-            digests = [pool.submit(digest_box, piece.data, piece.shape, piece.box) for piece in pieces]
-            written = write_file(own[0], blocks)
-            tensors = {
-                piece.name: _part(piece, digest.result(), f"{name}.safetensors", written.xxh3[piece.name])
-                for piece, digest in zip(pieces, digests, strict=True)
-            }
+            described = {piece.name: pool.submit(_describe, piece, name, image) for piece in pieces}
+            if before is None or not _link(before, path, _shard(name, image, described)):
+                if memory is None:
+                    views = {piece.name: _bytes(piece) for piece in pieces}
+                    write_file(path, image.header, (views[tensor] for tensor in image.places))
+                else:
+                    write_memory(path, memory, image.bytes)
+            return _shard(name, image, described)
         finally:
             pool.shutdown(cancel_futures=True)  # they matter no longer once the disk has refused
-        file = {"bytes": written.bytes, "header_xxh3": written.header_xxh3}
-        _write_durably(own[1], json.dumps({"file": file, "tensors": tensors}).encode())
+
+
+def describe_shard(name: str, pieces: Sequence[Piece], threads: int = 1) -> Shard:
+    """What the manifest will say of a file that is not written here."""
+    image = image_of(pieces)
+    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+        return _shard(name, image, {piece.name: pool.submit(_describe, piece, name, image) for piece in pieces})
+
+
+def leave(partial: Path, shard: Shard) -> None:
+    """Leave what is known of a file beside it, for the process that commits."""
+    path = partial / f"{shard.name}.json"
+    with _writing(f"{path.name} could not be written in {partial}", removes=(path,)):
+        _write_durably(path, shard.model_dump_json().encode())
+
+
+def collect(partial: Path, workers: int) -> list[Shard]:
+    """What the workers left beside their files."""
+    shards = []
+    for rank in range(workers):
+        path = partial / f"{shard_name(rank)}.json"
+        try:
+            shards.append(Shard.model_validate_json(path.read_bytes()))
+            path.unlink()
+        except (OSError, ValidationError) as error:
+            raise StateError(
+                f"worker {rank} has not written its part of {partial.name}; nothing was saved",
+                hint="its log says why (headway logs RUN --rank)",
+            ) from error
+    return shards
 
 
 def commit(
-    checkpoints: Path,
-    step: int,
-    facts: Facts,
-    workers: int,
-    *,
-    keep_last: int | None = None,
-    keep_every_steps: int = 0,
+    save: Save, facts: Facts, shards: Sequence[Shard], workers: int, *, keep: tuple[int, int] | None = None
 ) -> Path:
-    """Turn what the ranks wrote into a checkpoint, at one instant; then prune if told what to keep."""
-    partial = partial_folder(checkpoints, step)
-    with _writing(f"checkpoint of step {step} could not be committed in {checkpoints}", removes=(partial,)):
-        manifest = _merge(partial, step, facts, workers)
-        _write_durably(partial / "manifest.json", dump_manifest(manifest))
-        for rank in range(workers):
-            (partial / f"rank-{rank:05d}.json").unlink()
-        _sync_folder(partial)
-        path = _rename(checkpoints, partial, step)
-    if keep_last is not None:
-        prune(checkpoints, keep_last, keep_every_steps, always=step)
+    """Turn what was written into a checkpoint, at one instant; then prune if told what to `keep` (see prune)."""
+    checkpoints, step, partial = save.checkpoints, save.step, save.partial
+    failed = f"checkpoint of step {step} could not be committed in {checkpoints}"
+    try:
+        with _writing(failed, removes=(partial,)):
+            _write_durably(partial / MANIFEST, dump_manifest(merge(step, facts, shards, workers)))
+            _sync_folder(partial)
+            with _locked(checkpoints):
+                path = _rename(checkpoints, partial, step)
+    finally:
+        os.close(save.lock)
+    if keep is not None:
+        prune(checkpoints, *keep, always=step)
     return path
 
 
-def abandon(partial: Path) -> None:
+def abandon(save: Save) -> None:
     """Give a save up: remove what has been written of it."""
-    _remove(partial)
+    _remove(save.partial)
+    os.close(save.lock)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Entry]:
@@ -203,31 +311,18 @@ def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: 
             continue
         # Renamed first: a checkpoint that is half removed must not be seen as one.
         doomed = checkpoints / f".step-{entry.step:08d}.removed"
-        with _writing(f"{entry.path} could not be removed"):
+        with _writing(f"{entry.path} could not be removed"), _locked(checkpoints):
             entry.path.rename(doomed)
             shutil.rmtree(doomed)
         removed.append(entry.step)
     return removed
 
 
-def _part(piece: Piece, digest: int, file: str, xxh3: str) -> dict[str, Any]:
-    """What a rank says of one tensor in the small file beside its shard."""
-    return {
-        "dtype": piece.dtype,
-        "shape": piece.shape,
-        "digest": f"{digest:016x}",
-        "piece": {"file": file, "start": piece.start, "shape": piece.local_shape, "xxh3": xxh3},
-    }
-
-
-def _merge(partial: Path, step: int, facts: Facts, workers: int) -> Manifest:
-    """One manifest from what every rank left beside its file."""
-    files: dict[str, FileEntry] = {}
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for rank in range(workers):
-        shard = _read_sidecar(partial / f"rank-{rank:05d}.json", rank)
-        files[f"rank-{rank:05d}.safetensors"] = FileEntry(**shard["file"])
-        for name, part in shard["tensors"].items():
+def merge(step: int, facts: Facts, shards: Sequence[Shard], workers: int) -> Manifest:
+    """One manifest from what is known of each file; StateError when they do not make a whole state."""
+    parts: dict[str, list[TensorEntry]] = {}
+    for shard in shards:
+        for name, part in shard.tensors.items():
             parts.setdefault(name, []).append(part)
     tensors = {name: _merge_tensor(name, parts[name]) for name in sorted(parts)}
     return Manifest(
@@ -236,34 +331,52 @@ def _merge(partial: Path, step: int, facts: Facts, workers: int) -> Manifest:
         digest=digest_of(tensors),
         workers=workers,
         tensors=tensors,
-        files=files,
+        files={shard.name: shard.file for shard in shards},
     )
 
 
-def _merge_tensor(name: str, parts: list[dict[str, Any]]) -> TensorEntry:
-    digest = sum(int(part["digest"], 16) for part in parts) & MASK
-    tensor = TensorEntry(
-        dtype=parts[0]["dtype"],
-        shape=parts[0]["shape"],
-        digest=f"{digest:016x}",
-        pieces=tuple(PieceEntry(**part["piece"]) for part in parts),
-    )
-    if any((part["dtype"], part["shape"]) != (parts[0]["dtype"], parts[0]["shape"]) for part in parts):
+def _merge_tensor(name: str, parts: list[TensorEntry]) -> TensorEntry:
+    first = parts[0]
+    if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
         raise StateError(f"workers disagree on the dtype or shape of tensor {name}; nothing was saved")
-    if fault := tiling_fault(tensor.shape, (piece.box for piece in tensor.pieces)):
+    pieces = tuple(piece for part in parts for piece in part.pieces)
+    if fault := tiling_fault(first.shape, (piece.box for piece in pieces)):
         raise StateError(f"tensor {name} would not be saved whole: {fault}; nothing was saved")
-    return tensor
+    digest = sum(int(part.digest, 16) for part in parts) & MASK
+    return first.model_copy(update={"digest": f"{digest:016x}", "pieces": pieces})
 
 
-def _read_sidecar(path: Path, rank: int) -> dict[str, Any]:
+def _describe(piece: Piece, file: str, image: Image) -> TensorEntry:
+    """What the manifest will say of one piece: its place, checksums and digest, taken from memory."""
+    offset, checksums = image.places[piece.name].begin, chunk_checksums(_bytes(piece))
+    digest = digest_box(piece.data, piece.shape, piece.box)
+    written = PieceEntry(file=file, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=checksums)
+    return TensorEntry(dtype=piece.dtype, shape=piece.shape, digest=f"{digest:016x}", pieces=(written,))
+
+
+def _bytes(piece: Piece) -> memoryview:
+    return np.ascontiguousarray(piece.data).reshape(-1).view(np.uint8).data
+
+
+def _shard(name: str, image: Image, described: Mapping[str, Future[TensorEntry]]) -> Shard:
+    """A file's entry, when all of its pieces are described."""
+    file = FileEntry(bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3)
+    return Shard(name=name, file=file, tensors={tensor: described[tensor].result() for tensor in image.places})
+
+
+def _link(before: Checkpoint, path: Path, shard: Shard) -> bool:
+    """Give an unchanged file of an earlier checkpoint a second name; False if it changed or cannot have one."""
+    old = before.manifest
+    pieces = {
+        name: piece for name, tensor in old.tensors.items() for piece in tensor.pieces if piece.file == shard.name
+    }
+    if old.files.get(shard.name) != shard.file or pieces != {n: t.pieces[0] for n, t in shard.tensors.items()}:
+        return False
     try:
-        shard: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise StateError(
-            f"worker {rank} has not written its part of {path.parent.name}; nothing was saved",
-            hint="its log says why (headway logs RUN --rank)",
-        ) from error
-    return shard
+        os.link(before.source.name(shard.name), path)
+    except OSError:  # a file system without links, or a file that is gone by now
+        return False
+    return True
 
 
 def _rename(checkpoints: Path, partial: Path, step: int) -> Path:
@@ -286,8 +399,18 @@ def _clear(checkpoints: Path) -> None:
         own = checkpoints / f"step-{match[2]}" if match else None
         if own and not own.exists():
             path.rename(own)
-        else:
+        elif not _in_use(path):
             shutil.rmtree(path)
+
+
+def _in_use(path: Path) -> bool:
+    """Whether another process is writing this partial folder."""
+    with _opened_folder(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _remove(path: Path) -> None:
@@ -307,9 +430,23 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _opened_folder(path) as descriptor:
         os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time gives and takes names in a folder."""
+    with _opened_folder(folder) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 

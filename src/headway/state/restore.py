@@ -1,5 +1,11 @@
-"""Reading a checkpoint: any box of any tensor, checked, whatever boxes it was written in."""
+"""Reading a checkpoint: any box of any tensor, checked, whatever boxes it was written in.
 
+What is read is what is asked for, rounded out to the chunks that checksums were taken of. A chunk that lies in the
+answer as it lies in the file is read there at once; the others go through a buffer.
+"""
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,27 +13,38 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.errors import StateError
-from headway.state.box import Box, overlap
+from headway.errors import DamagedState, StateError
+from headway.state.box import Box
 from headway.state.digest import MASK, digest_box
-from headway.state.manifest import Manifest, PieceEntry, TensorEntry, read_manifest
-from headway.state.safetensors_file import ShardFile, bits_dtype, open_file
+from headway.state.layout import Layout, Part
+from headway.state.manifest import Manifest, PieceEntry, TensorEntry, parse_manifest
+from headway.state.move import moves
+from headway.state.safetensors_file import bits_dtype, read_image
+from headway.state.source import MANIFEST, Folder, Source
 
-__all__ = ["Checkpoint", "Verified", "open_checkpoint", "read_box", "verify"]
+__all__ = ["Checkpoint", "Verified", "layout_of", "open_checkpoint", "read_box", "verify"]
 
 Bits = NDArray[np.unsignedinteger]
 
-_HINT = "remove that checkpoint's folder and the one before it is used; headway checkpoint ls lists them"
+HERE = -1
+"""Who asks, as a holder of a layout; the pieces of a tensor are 0, 1, 2..."""
+
+_ROWS_BYTES = 32 << 20  # of rows that are read through a buffer at a time
+_HINT = "headway resume takes the one before it by itself; headway checkpoint verify names all that are damaged"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: its manifest, and the files and pieces that have been looked at and found right."""
+    """An open checkpoint: where it comes from, its manifest, and the files whose headers were found right."""
 
-    path: Path
+    source: Source
     manifest: Manifest
-    _files: dict[str, ShardFile] = field(default_factory=dict, repr=False)
-    _checked: set[tuple[str, str]] = field(default_factory=set, repr=False)
+    _checked: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def place(self) -> str:
+        """How messages call it."""
+        return self.source.place
 
 
 @dataclass(frozen=True)
@@ -41,83 +58,171 @@ class Verified:
     bytes: int
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(source: Path | Source) -> Checkpoint:
     """Read a checkpoint's manifest and see that its files are there in full size; StateError when not."""
-    manifest = read_manifest(path)
+    source = Folder(source) if isinstance(source, Path) else source
+    manifest = parse_manifest(source.manifest(), source.name(MANIFEST))
+    if source.checked and not manifest.chunk_bytes:
+        raise DamagedState(f"{source.name(MANIFEST)} has no checksums", hint=_HINT)
     for name, file in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise StateError(f"{path / name} cannot be read: {error.strerror or error}", hint=_HINT) from error
+        size = source.size(name)
         if size != file.bytes:
-            raise StateError(f"{path / name} is damaged: it has {size} of {file.bytes} bytes", hint=_HINT)
-    return Checkpoint(path, manifest)
+            raise DamagedState(f"{source.name(name)} is damaged: it has {size} of {file.bytes} bytes", hint=_HINT)
+    if manifest.digest_function == 1:
+        manifest = _locate(source, manifest)
+    return Checkpoint(source, manifest)
+
+
+def layout_of(tensor: TensorEntry) -> Layout:
+    """How a tensor lies on the pieces of a checkpoint."""
+    return Layout(tensor.shape, tuple(Part(i, piece.box) for i, piece in enumerate(tensor.pieces)))
 
 
 def read_box(
     checkpoint: Checkpoint, name: str, start: tuple[int, ...], shape: tuple[int, ...], out: Bits | None = None
 ) -> Bits:
-    """The bits of one box of a tensor, as unsigned integers of the dtype's size; into `out` if given.
-
-    Reads only the pieces that overlap it, and checks each the first time it is touched.
-    """
-    tensor = _tensor(checkpoint, name)
+    """The bits of one box of a tensor, as unsigned integers of the dtype's size; into `out` if given."""
+    tensor = checkpoint.manifest.tensors.get(name)
+    if tensor is None:
+        raise StateError(f"{checkpoint.place} has no tensor {name}", hint="it may be of another model")
     want = Box(tuple(start), tuple(shape))
     assert want.inside(tensor.shape), f"{want} is outside {name} of shape {tensor.shape}"
     if out is None:
         out = np.empty(want.shape, bits_dtype(tensor.dtype))
     assert (out.shape, out.dtype) == (want.shape, bits_dtype(tensor.dtype)), f"{name}: wrong array"
-    filled = 0
-    for piece in tensor.pieces:
-        if common := overlap(want, piece.box):
-            bits = _piece_bits(checkpoint, name, tensor, piece)
-            out[common.slices(want.start)] = bits[common.slices(piece.start)]
-            filled += common.volume
-    if filled != want.volume:
-        raise StateError(f"{checkpoint.path} has {filled} of {want.volume} elements of {name}", hint=_HINT)
+    for move in moves(layout_of(tensor), Layout(tensor.shape, (Part(HERE, want),))):
+        piece = tensor.pieces[move.source]
+        _check_header(checkpoint, piece.file)
+        target = out[(*move.box.slices(want.start), ...)]  # the dots make a view of an array without dimensions too
+        if target.flags.c_contiguous and _follow_each_other(move.box, piece):
+            _read_run(checkpoint, name, piece, move.box, target)
+        else:
+            _read_rows(checkpoint, name, piece, move.box, target)
     return out
 
 
-def verify(path: Path) -> Verified:
+def verify(source: Path | Source) -> Verified:
     """Read a whole checkpoint and check every checksum and digest; StateError names the first thing wrong."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(source)
     manifest = checkpoint.manifest
     for name in manifest.files:
-        _file(checkpoint, name)
+        _check_header(checkpoint, name)
     for name, tensor in manifest.tensors.items():
-        digest = 0
-        for piece in tensor.pieces:
-            digest += digest_box(_piece_bits(checkpoint, name, tensor, piece), tensor.shape, piece.box)
-        if digest & MASK != int(tensor.digest, 16):
-            raise StateError(f"{path} is damaged: the digest of tensor {name} is wrong", hint=_HINT)
+        digest = sum(_digest_piece(checkpoint, name, tensor, piece) for piece in tensor.pieces)
+        if manifest.digest_function == 2 and digest & MASK != int(tensor.digest, 16):
+            raise DamagedState(f"{checkpoint.place} is damaged: the digest of tensor {name} is wrong", hint=_HINT)
     return Verified(manifest.step, manifest.digest, len(manifest.tensors), len(manifest.files), manifest.bytes)
 
 
-def _tensor(checkpoint: Checkpoint, name: str) -> TensorEntry:
-    tensor = checkpoint.manifest.tensors.get(name)
-    if tensor is None:
-        raise StateError(f"{checkpoint.path} has no tensor {name}", hint="it may be of another model")
-    return tensor
+def _digest_piece(checkpoint: Checkpoint, name: str, tensor: TensorEntry, piece: PieceEntry) -> int:
+    """The digest of a piece, read and checked some rows at a time."""
+    digest = 0
+    buffer = np.empty(0, bits_dtype(tensor.dtype))
+    for rows in _bands(piece.box, bits_dtype(tensor.dtype).itemsize):
+        if buffer.size < rows.volume:
+            buffer = np.empty(rows.volume, buffer.dtype)
+        bits = buffer[: rows.volume].reshape(rows.shape)
+        _read_run(checkpoint, name, piece, rows, bits)
+        digest += digest_box(bits, tensor.shape, rows)
+    return digest
 
 
-def _file(checkpoint: Checkpoint, name: str) -> ShardFile:
-    """A file of the checkpoint, opened once, with the header that was written."""
-    if name not in checkpoint._files:
-        file = open_file(checkpoint.path / name)
-        if file.header_xxh3 != checkpoint.manifest.files[name].header_xxh3:
-            raise StateError(f"{file.path} is damaged: the checksum of its header is wrong", hint=_HINT)
-        checkpoint._files[name] = file
-    return checkpoint._files[name]
+def _read_run(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, out: Bits) -> None:
+    """Read a box whose elements follow each other in the piece into contiguous memory."""
+    if not out.size:
+        return
+    begin = _offset(box, piece) * out.itemsize
+    _read_bytes(checkpoint, name, piece, begin, out.reshape(-1).view(np.uint8).data)
 
 
-def _piece_bits(checkpoint: Checkpoint, name: str, tensor: TensorEntry, piece: PieceEntry) -> Bits:
-    """A piece's bits, straight from its file, checked once."""
-    file = _file(checkpoint, piece.file)
-    bits = file.bits.get(name)
-    if bits is None or bits.shape != piece.shape or file.dtypes[name] != tensor.dtype:
-        raise StateError(f"{file.path} does not hold what the manifest says of tensor {name}", hint=_HINT)
-    if (piece.file, name) not in checkpoint._checked:
-        if xxhash.xxh3_64_hexdigest(bits.reshape(-1).view(np.uint8).data) != piece.xxh3:
-            raise StateError(f"{file.path} is damaged: the checksum of tensor {name} is wrong", hint=_HINT)
-        checkpoint._checked.add((piece.file, name))
-    return bits
+def _read_rows(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, out: Bits) -> None:
+    """Read a box that lies scattered in the piece: whole rows into a buffer, then what is wanted of them."""
+    across = Box((box.start[0], *piece.start[1:]), (box.shape[0], *piece.shape[1:]))
+    done = 0
+    for rows in _bands(across, out.itemsize):
+        bits = np.empty(rows.shape, out.dtype)
+        _read_run(checkpoint, name, piece, rows, bits)
+        wanted = Box((rows.start[0], *box.start[1:]), (rows.shape[0], *box.shape[1:]))
+        out[done : done + rows.shape[0]] = bits[wanted.slices(rows.start)]
+        done += rows.shape[0]
+
+
+def _bands(box: Box, itemsize: int) -> Iterator[Box]:
+    """A box, a bounded number of its rows at a time."""
+    if not box.shape:
+        yield box
+        return
+    rows = max(1, _ROWS_BYTES // max(1, math.prod(box.shape[1:]) * itemsize))
+    for begin in range(0, box.shape[0], rows):
+        count = min(rows, box.shape[0] - begin)
+        yield Box((box.start[0] + begin, *box.start[1:]), (count, *box.shape[1:]))
+
+
+def _read_bytes(checkpoint: Checkpoint, name: str, piece: PieceEntry, begin: int, out: memoryview) -> None:
+    """Fill `out` with a piece's bytes from `begin` on, and check every chunk that any of them is in."""
+    chunk, source = checkpoint.manifest.chunk_bytes, checkpoint.source
+    if not chunk:
+        source.read(piece.file, piece.offset + begin, out)
+        return
+    tensor = checkpoint.manifest.tensors[name]
+    size = piece.box.volume * bits_dtype(tensor.dtype).itemsize
+    end = begin + len(out)
+    for index in range(begin // chunk, -(-end // chunk)):
+        first, last = index * chunk, min((index + 1) * chunk, size)
+        low, high = max(first, begin), min(last, end)
+        whole = (low, high) == (first, last)
+        view = out[low - begin : high - begin] if whole else memoryview(bytearray(last - first))
+        source.read(piece.file, piece.offset + first, view)
+        if xxhash.xxh3_64_hexdigest(view) != piece.xxh3[index]:
+            raise DamagedState(
+                f"{source.name(piece.file)} is damaged: the checksum of tensor {name} is wrong", hint=_HINT
+            )
+        if not whole:
+            out[low - begin : high - begin] = view[low - first : high - first]
+
+
+def _check_header(checkpoint: Checkpoint, file: str) -> None:
+    """See, once, that a file has the header that was written: other tools go by it."""
+    if file in checkpoint._checked:
+        return
+    entry, source = checkpoint.manifest.files[file], checkpoint.source
+    header = bytearray(entry.header_bytes)
+    source.read(file, 0, memoryview(header))
+    if xxhash.xxh3_64_hexdigest(header) != entry.header_xxh3:
+        raise DamagedState(f"{source.name(file)} is damaged: the checksum of its header is wrong", hint=_HINT)
+    checkpoint._checked.add(file)
+
+
+def _follow_each_other(box: Box, piece: PieceEntry) -> bool:
+    """Whether a box's elements lie in one stretch of the piece: all dimensions but the leading ones are whole."""
+    inner = False
+    for size, whole in zip(box.shape, piece.shape, strict=True):
+        if inner and size != whole:
+            return False
+        inner = inner or size > 1
+    return True
+
+
+def _offset(box: Box, piece: PieceEntry) -> int:
+    """Which element of the piece a box begins with."""
+    offset = 0
+    for start, zero, size in zip(box.start, piece.start, piece.shape, strict=True):
+        offset = offset * size + start - zero
+    return offset
+
+
+def _locate(source: Source, manifest: Manifest) -> Manifest:
+    """A manifest of format 1 with the places that its files' headers tell."""
+    images = {name: read_image(Path(source.name(name))) for name in manifest.files}
+    tensors = {}
+    for name, tensor in manifest.tensors.items():
+        places = [(piece, images[piece.file].places.get(name)) for piece in tensor.pieces]
+        if any(place is None or (place.dtype, place.shape) != (tensor.dtype, piece.shape) for piece, place in places):
+            raise DamagedState(f"{source.place} does not hold what its manifest says of tensor {name}", hint=_HINT)
+        pieces = tuple(piece.model_copy(update={"offset": place.begin}) for piece, place in places if place)
+        tensors[name] = tensor.model_copy(update={"pieces": pieces})
+    files = {
+        name: file.model_copy(update={"header_bytes": len(images[name].header)})
+        for name, file in manifest.files.items()
+    }
+    return manifest.model_copy(update={"tensors": tensors, "files": files})

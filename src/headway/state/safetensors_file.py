@@ -1,14 +1,16 @@
-"""The safetensors format: a length, a JSON header, the tensors' bytes. Written from memory, read by mmap.
+"""The safetensors format: a length, a JSON header, the tensors' bytes; planned before there is a byte of them.
 
-The `safetensors` library can neither write bfloat16 without torch nor fsync, and copies before writing; files
-from here open with it, and the other way round. Tensors here are raw little-endian bits and a dtype's name.
+An Image says where each tensor of a file lies. Workers copy their tensors into memory that is laid out so, and whoever
+holds that memory writes it out as it is: the memory is the file. The `safetensors` library can neither write bfloat16
+without torch nor fsync, and copies before writing; files from here open with it, and the other way round.
 """
 
+import errno
+import fcntl
 import json
 import math
-import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from headway.errors import StateError
 
-__all__ = ["DTYPES", "Block", "ShardFile", "Written", "bits_dtype", "open_file", "write_file"]
+__all__ = ["DTYPES", "Image", "Place", "bits_dtype", "plan_image", "read_image", "write_file", "write_memory"]
 
 Bits = NDArray[np.unsignedinteger]
 
@@ -44,36 +46,36 @@ DTYPES = {
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the limit of the format's own library
-_WRITE_BYTES = 4 << 20  # hashed, then written, while it is still in the cache
+_PAGE = 4096  # what direct I/O wants offsets, lengths and memory to be multiples of
+_WRITE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Block:
-    """One tensor to write: its name, dtype, shape, and its bits in row-major order."""
+class Place:
+    """Where a tensor lies in a file: its dtype and shape, its first byte and the one after its last."""
 
-    name: str
     dtype: str
     shape: tuple[int, ...]
-    bits: Bits
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a file came to: its size, the checksum of its header, and one for each tensor."""
+class Image:
+    """A whole file but for the bytes of its tensors."""
 
-    bytes: int
-    header_xxh3: str
-    xxh3: dict[str, str]
+    header: bytes
+    places: Mapping[str, Place]
 
+    @property
+    def bytes(self) -> int:
+        """The file's size."""
+        return max((place.end for place in self.places.values()), default=len(self.header))
 
-@dataclass(frozen=True)
-class ShardFile:
-    """An open file: its header's checksum, each tensor's dtype, and its bits, left on disk until touched."""
-
-    path: Path
-    header_xxh3: str
-    dtypes: dict[str, str]
-    bits: dict[str, Bits]
+    @property
+    def header_xxh3(self) -> str:
+        """Checksum of the header."""
+        return xxhash.xxh3_64_hexdigest(self.header)
 
 
 def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
@@ -81,23 +83,52 @@ def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"<u{DTYPES[dtype][1]}")
 
 
-def write_file(path: Path, blocks: Sequence[Block]) -> Written:
-    """Write tensors to a new file and make it durable; nothing is copied, checksums come from memory."""
-    ordered = sorted(blocks, key=lambda block: (-DTYPES[block.dtype][1], block.name))  # keeps every tensor aligned
-    header = _header(ordered)
+def plan_image(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Image:
+    """Lay tensors (name, dtype, shape) out in a file; their bytes begin at a page's beginning."""
+    entries: dict[str, Any] = {}
+    end = 0
+    # The widest first: every tensor is then aligned to its own elements.
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (-DTYPES[tensor[1]][1], tensor[0])):
+        assert name not in entries, f"{name} is in the file twice"
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype][1]
+        entries[name] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % _PAGE)
+    header = len(text).to_bytes(8, "little") + text
+    return Image(header, {name: _place(entry, len(header)) for name, entry in entries.items()})
+
+
+def write_file(path: Path, header: bytes, blocks: Iterable[memoryview]) -> None:
+    """Write a new file from a header and blocks that follow each other, and make it durable; nothing is copied."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _write_all(descriptor, memoryview(header))
-        checksums = {block.name: _write_block(descriptor, block) for block in ordered}
+        for block in (memoryview(header), *blocks):
+            _write_all(descriptor, block)
         os.fsync(descriptor)
-        size = os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
-    return Written(size, xxhash.xxh3_64_hexdigest(header), checksums)
 
 
-def open_file(path: Path) -> ShardFile:
-    """Map a file; StateError when it is not a whole, well-formed safetensors file."""
+def write_memory(path: Path, memory: memoryview, size: int) -> None:
+    """Write the first `size` bytes of memory that holds a file as a new file, past the page cache if the disk lets us.
+
+    The memory must begin at a page's beginning and go on to the end of its last page. Direct I/O leaves the processor
+    free while the disk works, and the page cache to the training data.
+    """
+    assert len(memory) >= -(-size // _PAGE) * _PAGE, "the memory ends before the file's last page"
+    descriptor = _open_direct(path)
+    try:
+        for begin in range(0, size, _WRITE_BYTES):
+            end = min(begin + _WRITE_BYTES, -(-size // _PAGE) * _PAGE)
+            _write_all(descriptor, memory[begin:end])
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_image(path: Path) -> Image:
+    """The header of a file; StateError when it is not a whole, well-formed safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -107,51 +138,41 @@ def open_file(path: Path) -> ShardFile:
             if length > min(size - 8, _MAX_HEADER):
                 raise _damaged(path, f"its header says it has {length} bytes, and the file has {size}")
             header = file.read(length)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error.strerror or error}") from error
-    checksum = xxhash.xxh3_64_hexdigest(length.to_bytes(8, "little") + header)
-    data = np.frombuffer(mapped, np.uint8)[8 + length :]
-    dtypes: dict[str, str] = {}
-    bits: dict[str, Bits] = {}
-    for name, dtype, shape, begin, end in _entries(path, header, data.size):
-        dtypes[name] = dtype
-        bits[name] = data[begin:end].view(bits_dtype(dtype)).reshape(shape)
-    return ShardFile(path, checksum, dtypes, bits)
+    places = dict(_entries(path, header, size - 8 - length))
+    return Image(length.to_bytes(8, "little") + header, places)
 
 
-def _header(blocks: Sequence[Block]) -> bytes:
-    """The length and the JSON header, padded so that the data after it is aligned."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for block in blocks:
-        code, itemsize = DTYPES[block.dtype]
-        assert block.name not in entries, f"{block.name} is in the file twice"
-        assert block.bits.nbytes == math.prod(block.shape) * itemsize, f"{block.name} has too few or many bytes"
-        begin, end = end, end + block.bits.nbytes
-        entries[block.name] = {"dtype": code, "shape": list(block.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _place(entry: Mapping[str, Any], origin: int) -> Place:
+    begin, end = entry["data_offsets"]
+    return Place(_NAMES[entry["dtype"]], tuple(entry["shape"]), origin + begin, origin + end)
 
 
-def _write_block(descriptor: int, block: Block) -> str:
-    view = np.ascontiguousarray(block.bits).reshape(-1).view(np.uint8).data
-    checksum = xxhash.xxh3_64()
-    for begin in range(0, len(view), _WRITE_BYTES):
-        part = view[begin : begin + _WRITE_BYTES]
-        checksum.update(part)
-        _write_all(descriptor, part)
-    return checksum.hexdigest()
+def _open_direct(path: Path) -> int:
+    """A new file, for direct I/O where its file system has that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        path.unlink(missing_ok=True)  # the file is made before the flag is refused
+        return os.open(path, flags, 0o666)
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
     while view:
-        view = view[os.write(descriptor, view) :]
+        written = os.write(descriptor, view)
+        view = view[written:]
+        if view and written % _PAGE and hasattr(os, "O_DIRECT"):
+            # A short write (a disk that fills up) leaves direct I/O off its pages; the rest goes the ordinary way.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
-def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-    """Each tensor's name, dtype, shape and place; together they must fill the data exactly."""
+def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, Place]]:
+    """Each tensor's place; together they must fill the data exactly."""
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -167,7 +188,9 @@ def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, str, t
         place = end
     if place != size:
         raise _damaged(path, f"its tensors have {place} bytes, and the file has {size}")
-    yield from found
+    origin = 8 + len(header)
+    for name, dtype, shape, begin, end in found:
+        yield name, Place(dtype, shape, origin + begin, origin + end)
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

@@ -29,8 +29,9 @@ Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 
 
 def history(records: Iterable[Record], kind: str = "step") -> list[Event]:
-    """Return rank 0's events of one kind that still count, one for each step, in the order of steps."""
-    ordered = sorted((record for record in records if record.header.rank == 0), key=lambda r: r.header.attempt)
+    """Return the events of one kind that still count, of rank 0 or the agent, one for each step in their order."""
+    told = [record for record in records if record.header.rank == 0 or record.header.process == "agent"]
+    ordered = sorted(told, key=lambda record: record.header.attempt)
     kept = kept_until(ordered)
     latest: dict[int, Event] = {}
     for record in ordered:

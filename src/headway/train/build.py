@@ -15,15 +15,15 @@ from headway.models.own import build_own
 from headway.parallel import Spread, World, apply
 from headway.parallel.layout import blocks_of, layout_of
 from headway.recipe import Assignment, Layout, Model, Recipe, Train
-from headway.state import open_checkpoint
-from headway.state.tensors import Held, fill, load_state, load_weights
+from headway.state import Line
+from headway.state.tensors import Held, fill, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.train.draw import initial_weights, load_buffers
 from headway.train.feed import Feed
 from headway.train.inject import Injector
 from headway.train.meter import Meter, make_meter
 from headway.train.offload import OffloadedAdamW
-from headway.train.rng import restore_rng
+from headway.train.restore import open_state, restore
 from headway.train.stop import StopRequest
 from headway.train.together import together
 
@@ -65,7 +65,9 @@ class Parts:
     start: Progress
 
 
-def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Recorder, stop: StopRequest) -> Parts:
+def build(
+    assignment: Assignment, recipe: Recipe, world: World, recorder: Recorder, stop: StopRequest, line: Line
+) -> Parts:
     """Model, optimizer and data of one worker, brought to where the run stands."""
     data = world.data
     seed_everything(recipe.seed, data.rank)
@@ -83,16 +85,17 @@ def build(assignment: Assignment, recipe: Recipe, world: World, recorder: Record
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     spread = apply(model, recipe, world, assignment.faults.mutations)
-    held = Held(world.owner, spread.borrowed, spread.names)
+    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     if recipe.model.class_ is not None:
         load_buffers(run, spread.model)
-    if assignment.checkpoint is None:
+    state = open_state(assignment, line)
+    if state is None:
         draw_weights(spread.model, recipe, held, run)
     optimizer = build_optimizer(spread.model, recipe.train)
     start = Progress(0, 0, chain.START)
-    if assignment.checkpoint is not None:
+    if state is not None:
         with recorder.span("restore"), together(world, "read the checkpoint"):
-            start = restore(Path(assignment.checkpoint), spread.model, optimizer, held, world)
+            start = Progress(*restore(state, spread.model, optimizer, held, world))
     return Parts(
         recipe=recipe,
         run=run,
@@ -164,16 +167,15 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     betas = (train.beta1, train.beta2)
     if train.offload_optimizer:
         return OffloadedAdamW(groups, lr=train.lr, betas=betas, eps=train.eps)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
-
-
-def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, held: Held, world: World) -> Progress:
-    """Bring model, optimizer and random state to a checkpoint; returns how far it had come."""
-    opened = open_checkpoint(checkpoint)
-    load_state(opened, model, optimizer, held)
-    manifest = opened.manifest
-    restore_rng(world, manifest.rng, manifest.workers)
-    return Progress(manifest.step, manifest.cursor, manifest.chain)
+    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
+    # There from the start, as its first step would make it: what a save copies never changes its shape.
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
 
 
 def seed_everything(seed: int, rank: int) -> None:

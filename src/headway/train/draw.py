@@ -20,7 +20,7 @@ from headway.errors import ModelError, StateError
 from headway.models.own import build_own
 from headway.parallel.layout import check_layout
 from headway.recipe import Recipe
-from headway.state import Facts, begin, commit, find_checkpoint, open_checkpoint, write_shard
+from headway.state import Facts, begin, commit, find_checkpoint, open_checkpoint, shard_name, write_shard
 from headway.state.tensors import fill, named_state, pieces, read_tensors
 from headway.track import RunFolder, chain, write_json
 
@@ -52,9 +52,10 @@ def draw(run: RunFolder, recipe: Recipe, workers: int) -> None:
 
     folder = run.initial
     mine = pieces(tensors)
-    write_shard(begin(folder, 0, needs_bytes=sum(piece.data.nbytes for piece in mine)), 0, mine)
+    save = begin(folder, 0, needs_bytes=sum(piece.data.nbytes for piece in mine))
+    shard = write_shard(save.partial, shard_name(0), mine)
     write_json(folder / FACTS, facts)
-    commit(folder, 0, Facts(cursor=0, chain=chain.START, data_version=recipe.data.version or ""), workers=1)
+    commit(save, Facts(cursor=0, chain=chain.START, data_version=recipe.data.version or ""), [shard], workers=1)
 
 
 def check_logits(model: nn.Module, recipe: Recipe, vocabulary: int, parameters: int) -> None:

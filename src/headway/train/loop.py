@@ -6,27 +6,30 @@ microbatches or workers changes what is computed. The host never waits for the d
 back through the meter, and only then extend the chain and the record.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from headway.parallel import finish_gradients, total_norm
+from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
 from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
 from headway.train.meter import Measured
-from headway.train.save import save
+from headway.train.save import Saves
 from headway.train.schedule import learning_rate
 
 __all__ = ["train"]
 
 
-def train(parts: Parts) -> bool:
+def train(parts: Parts, saves: Saves) -> bool:
     """Train from where the parts stand; True when all steps are done, False when stopped before."""
     recipe, world, spread, optimizer, meter = parts.recipe, parts.world, parts.spread, parts.optimizer, parts.meter
     parameters = dict(spread.model.named_parameters())
-    recorded = saved = parts.start
-    step, cursor, stopping = recorded.step, recorded.cursor, False
+    recorded, wanted = parts.start, Wanted()
+    step, cursor, durable = recorded.step, recorded.cursor, recorded.step
 
-    while step < recipe.train.steps and not stopping:
+    while step < recipe.train.steps and not wanted.stop:
         step += 1
         parts.faults.reach("start", step)
         if parts.recorder.failed:
@@ -55,39 +58,56 @@ def train(parts: Parts) -> bool:
         rate = learning_rate(recipe.train, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        saves.fence()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-        # record what has come back; a wish to stop travels with the loss, so all workers stop at the same step
-        wish = torch.tensor(float(parts.stop.asked), device=world.device)
+        # record what has come back; wishes to stop and to save travel with the loss, so that all workers agree on them
         mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
-        totals = world.sum(torch.stack([mine, wish.double()]))
+        wishes = [parts.stop.asked, saves.take_wish(), saves.full()]
+        totals = world.sum(torch.cat([mine.reshape(1), torch.tensor(wishes, dtype=torch.float64, device=world.device)]))
         note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
-            recorded, stopping = record(parts, recorded, result)
+            recorded, wanted = record(parts, recorded, result, wanted)
+        saves.tick()
 
         # once in a while: evaluate, save
         evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
-        checkpoint = is_due(step, recipe.checkpoint.every_steps, recipe.train.steps)
-        if evaluation or checkpoint or stopping:
+        tiers = tiers_at(recipe.checkpoint, step) or (("memory", "disk") if wanted.save else ())
+        if evaluation or tiers or wanted.stop:
             for result in meter.drain():
-                recorded, stopping = record(parts, recorded, result, stopping)
+                recorded, wanted = record(parts, recorded, result, wanted)
         if evaluation:
             evaluate(parts, step)
-        if checkpoint:
-            save(parts, recorded)
-            saved = recorded
+        if tiers and not wanted.stop and step < recipe.train.steps:
+            wanted = replace(wanted, save=False)
+            if wanted.full:
+                saves.skip(step)
+            else:
+                saves.save(step, recorded.cursor, recorded.chain, tiers)
+                durable = step if "disk" in tiers else durable
 
     for result in meter.drain():
-        recorded, _ = record(parts, recorded, result)
-    if recorded.step > saved.step:
-        save(parts, recorded)
+        recorded, wanted = record(parts, recorded, result, wanted)
+    if recorded.step > durable:
+        saves.save(recorded.step, recorded.cursor, recorded.chain, tiers_at_end(recipe.checkpoint), last=True)
+    saves.finish()
     return recorded.step >= recipe.train.steps
 
 
-def record(parts: Parts, before: Progress, result: Measured, stopping: bool = False) -> tuple[Progress, bool]:
-    """Write one step's event; extend the chain; say whether any worker has been asked to stop."""
-    loss, wish, norm = result.values
+@dataclass(frozen=True)
+class Wanted:
+    """What any worker has asked of all, as of the last step that was read."""
+
+    stop: bool = False
+    save: bool = False
+    full: bool = False
+    """Whether some worker had no buffer free at that step."""
+
+
+def record(parts: Parts, before: Progress, result: Measured, wanted: Wanted) -> tuple[Progress, Wanted]:
+    """Write one step's event; extend the chain; say what any worker has asked for."""
+    loss, stop, save, full, norm = result.values
     step, cursor = result.note["step"], result.note["cursor"]
     after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
@@ -98,7 +118,7 @@ def record(parts: Parts, before: Progress, result: Measured, stopping: bool = Fa
         parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
     else:
         parts.recorder.event("step", **times)
-    return after, stopping or wish > 0
+    return after, Wanted(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from headway.parallel import World
 
-__all__ = ["restore_rng", "rng_state", "rng_text"]
+__all__ = ["restore_rng", "rng_state"]
 
 
 def rng_state(world: World) -> torch.Tensor:
@@ -15,11 +15,6 @@ def rng_state(world: World) -> torch.Tensor:
     if world.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(world.device))
     return torch.cat(states)
-
-
-def rng_text(states: list[torch.Tensor]) -> dict[str, str]:
-    """Everyone's random state by rank, as text for a manifest."""
-    return {str(rank): base64.b64encode(state.numpy().tobytes()).decode() for rank, state in enumerate(states)}
 
 
 def restore_rng(world: World, rng: dict[str, str], workers: int) -> bool:

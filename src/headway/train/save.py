@@ -1,62 +1,207 @@
-"""Making the state durable: all workers write their shards, the first commits them as one checkpoint.
+"""A worker's end of a save: its part of the state, copied into memory that the agent holds.
 
-Each stage ends by agreeing whether it went well everywhere, so that a full disk under one worker stops all of them
-with its sentence and leaves the older checkpoints as they were.
+On a CPU the copy is the whole stall. On a GPU it runs on a stream of its own beside the next forward and backward
+passes, and the device waits for it before the parameters next change (`fence`); the host waits for nothing. What
+becomes of the copy is the agent's business: no thread of the trainer works on it, no word goes from worker to worker.
 """
 
+import base64
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from headway.errors import HeadwayError
-from headway.state import Facts, abandon, begin, commit, open_checkpoint, partial_folder, write_shard
-from headway.state.tensors import named_state, pieces
-from headway.train.build import Parts, Progress
-from headway.train.rng import rng_state, rng_text
-from headway.train.together import together
+from headway.errors import StateError, WorkerError
+from headway.state import Buffer, BufferPlan, Line, LineClosed, Message, plan_buffer
+from headway.state.tensors import Owned, as_tensor, named_state, owned, still_names
+from headway.state.tiers import Tier
+from headway.train.build import Parts
+from headway.train.rng import rng_state
 
-__all__ = ["save"]
+__all__ = ["Saves"]
+
+NEVER = 2**64 - 1
 
 
-def save(parts: Parts, progress: Progress) -> None:
-    """Write one checkpoint, together with the other workers."""
-    world, folder = parts.world, parts.run.checkpoints
-    started = time.monotonic()
-    with parts.recorder.span("checkpoint"):
-        mine = pieces(named_state(parts.spread.model, parts.optimizer, parts.held), parts.held)
-        rng = world.gather(rng_state(world))
-        with together(world, "prepare a checkpoint"):
-            if world.first:
-                begin(folder, progress.step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
+@dataclass(frozen=True)
+class _Copy:
+    """A copy that the device is at work on."""
+
+    buffer: int
+    step: int
+    fields: dict[str, Any]
+    begun: float
+    done: torch.cuda.Event
+
+
+class Saves:
+    """The line to the agent, and the buffers that came over it."""
+
+    def __init__(self, line: Line, parts: Parts) -> None:
+        model, held, world = parts.spread.model, parts.held, parts.world
+        self._line, self._model, self._held, self._world = line, model, held, world
+        self._recorder, self._faults = parts.recorder, parts.faults
+        still = still_names(model, held)
+        mine = owned(named_state(model, parts.optimizer, held), held)
+        self._owned = [own for own in mine if own.piece.name not in still]
+        trained = len(self._owned)
+        self._owned += [own for own in mine if own.piece.name in still]
+        self._moving = {f"model/{name}" for name, _ in model.named_buffers()}
+        shapes = [own.piece for own in self._owned]
+        self._plan: BufferPlan = plan_buffer(shapes[:trained], shapes[trained:])
+        self._buffers: list[Buffer] = []
+        self._targets: list[list[Tensor]] = []
+        self._free = set[int]()
+        self._asked = False
+        self._copy: _Copy | None = None
+        self._stream = torch.cuda.Stream() if world.device.type == "cuda" else None
+        told = [[[p.name, p.dtype, p.shape, p.start, p.local_shape] for p in part] for part in _split(shapes, trained)]
+        line.send("pieces", trained=told[0], still=told[1])
+        if self._stream is not None:
+            self._need_buffers()  # page-locking them takes seconds: better before the first step than after
+
+    # -- what the loop asks and says
+
+    def full(self) -> bool:
+        """Whether all buffers are still in use, so that a save would have to wait."""
+        self._need_buffers()
+        self._hear(0.0)
+        return not self._free
+
+    def take_wish(self) -> bool:
+        """Whether the agent has asked for a save since the last time."""
+        self._hear(0.0)
+        asked, self._asked = self._asked, False
+        return asked
+
+    def skip(self, step: int) -> None:
+        """Tell the agent that a save is left out."""
+        self._say("skipped", step=step)
+
+    def save(self, step: int, cursor: int, chain: str, tiers: tuple[Tier, ...], last: bool = False) -> None:
+        """Copy this worker's part of the state of a step; only the last save of a run waits for a free buffer."""
+        with self._recorder.span("checkpoint"):
+            started = time.monotonic()
+            self._faults.reach("save", step)
+            self._need_buffers()
+            self.finish()
+            while not self._free:
+                self._hear(None)
+            number = min(self._free)
+            self._free.remove(number)
+            rng = base64.b64encode(rng_state(self._world).numpy().tobytes()).decode()
+            mesh = {name: axis.size for name, axis in self._world.axes.items()}
+            fields = {"cursor": cursor, "chain": chain, "tiers": tiers, "last": last, "rng": rng, "mesh": mesh}
+            self._buffers[number].mark(step, NEVER)
+            self._refresh()
+            if self._stream is None:
+                for target, own in zip(self._targets[number], self._owned, strict=True):
+                    target.copy_(own.tensor)
+                self._tell(number, step, fields, time.monotonic() - started)
+            else:
+                self._copy = self._start_copy(number, step, fields)
+                if last:
+                    self.finish()
+
+    def fence(self) -> None:
+        """Have the device wait for a copy before it changes what is copied."""
+        if self._copy is not None:
+            torch.cuda.current_stream().wait_event(self._copy.done)
+
+    def tick(self) -> None:
+        """Tell the agent of a copy that is done by now."""
+        if self._copy is not None and self._copy.done.query():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a copy under way, and tell the agent."""
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            copy.done.synchronize()
+            self._tell(copy.buffer, copy.step, copy.fields, copy.begun)
+
+    # -- copies
+
+    def _start_copy(self, number: int, step: int, fields: dict[str, Any]) -> _Copy:
+        assert self._stream is not None
+        begun = time.monotonic()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, own in zip(self._targets[number], self._owned, strict=True):
+                target.copy_(own.tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        return _Copy(number, step, fields, time.monotonic() - begun, done)
+
+    def _tell(self, number: int, step: int, fields: dict[str, Any], stall_s: float) -> None:
+        self._faults.reach("saved", step)
+        self._buffers[number].mark(step, step)
+        self._say("filled", buffer=number, step=step, stall_s=stall_s, **fields)
+
+    def _refresh(self) -> None:
+        """A module may have put another tensor in a buffer's place; parameters and optimizer states stay put."""
+        if not self._moving:
+            return
+        now = owned({name: t for name, t in named_state(self._model, held=self._held).items() if name in self._moving},
+                    self._held)  # fmt: skip
+        tensors = {own.piece: own.tensor for own in now}
+        self._owned = [Owned(own.piece, tensors.get(own.piece, own.tensor)) for own in self._owned]
+
+    # -- the line
+
+    def _need_buffers(self) -> None:
+        while not self._buffers:
+            self._hear(None)
+
+    def _hear(self, timeout_s: float | None) -> None:
+        for message in _receive(self._line, timeout_s):
+            match message.kind:
+                case "buffers":
+                    self._take_buffers(message.descriptors)
+                    self._free = set(message.fields["free"])
+                case "free":
+                    self._free.add(message.fields["buffer"])
+                case "save":
+                    self._asked = True
+                case "refused":
+                    raise StateError(message.fields["message"], hint=message.fields["hint"])
+
+    def _take_buffers(self, descriptors: list[int]) -> None:
+        self._buffers = [Buffer(self._plan, descriptor) for descriptor in descriptors]
+        for buffer in self._buffers:
+            if self._stream is not None:
+                _page_lock(buffer)
+            bits = {piece.name: buffer.bits(part, piece) for part in self._plan.parts for piece in part.pieces}
+            self._targets.append([as_tensor(bits[own.piece.name], own.piece.dtype) for own in self._owned])
+
+    def _say(self, kind: str, **fields: Any) -> None:
         try:
-            with together(world, "write its part of a checkpoint"):
-                parts.faults.reach("save", progress.step)
-                write_shard(partial_folder(folder, progress.step), world.rank, mine)
-            with together(world, "commit a checkpoint"):
-                parts.faults.reach("commit", progress.step)
-                if world.first:
-                    _commit(parts, progress, rng, started)
-        except HeadwayError:
-            if world.first:
-                abandon(partial_folder(folder, progress.step))
-            raise
+            self._line.send(kind, **fields)
+        except LineClosed:
+            raise WorkerError("the agent is gone") from None
 
 
-def _commit(parts: Parts, progress: Progress, rng: list[torch.Tensor], started: float) -> None:
-    keep = parts.recipe.checkpoint
-    path = commit(
-        parts.run.checkpoints,
-        progress.step,
-        Facts(cursor=progress.cursor, chain=progress.chain, data_version=parts.data_version, rng=rng_text(rng)),
-        workers=parts.world.size,
-        keep_last=keep.keep_last,
-        keep_every_steps=keep.keep_every_steps,
-    )
-    manifest = open_checkpoint(path).manifest
-    parts.recorder.event(
-        "checkpoint",
-        step=progress.step,
-        digest=manifest.digest,
-        bytes=manifest.bytes,
-        seconds=time.monotonic() - started,
-    )
+def _split(items: list[Any], at: int) -> tuple[list[Any], list[Any]]:
+    return items[:at], items[at:]
+
+
+def _receive(line: Line, timeout_s: float | None) -> list[Message]:
+    try:
+        return line.receive(timeout_s)
+    except LineClosed:
+        raise WorkerError("the agent is gone") from None
+
+
+def _page_lock(buffer: Buffer) -> None:
+    """Have the driver lock a buffer's pages: copies from the device then run at the link's speed, by themselves."""
+    memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
+    status: Callable[[int, int, int], Any] = torch.cuda.cudart().cudaHostRegister
+    failed = int(status(memory.data_ptr(), memory.numel(), 0))
+    if failed:
+        raise StateError(
+            f"the driver could not lock {memory.numel() / 1e9:.1f} GB of memory for saves (error {failed})",
+            hint="the machine may lack memory: checkpoint.memory_gb bounds what is kept",
+        )

@@ -24,7 +24,7 @@ from headway.parallel import finish_gradients
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.pipeline import PassThrough
 from headway.recipe import Layout, Trial
-from headway.state import Facts, begin, commit, partial_folder, write_shard
+from headway.state import Facts, Save, begin, collect, commit, leave, partial_folder, shard_name, write_shard
 from headway.state.tensors import named_state, pieces
 from headway.track import chain
 from headway.train.build import Parts
@@ -93,15 +93,17 @@ def write(parts: Parts, folder: Path, step: int, tensors: Mapping[str, Tensor]) 
     """Write tensors whole, together with the other workers."""
     world = parts.world
     mine = pieces(tensors, parts.held)
+    save: Save | None = None
     with together(world, "prepare a trial's files"):
         if world.first:
-            begin(folder, step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
+            save = begin(folder, step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
+    partial = partial_folder(folder, step)
     with together(world, "write its part of a trial"):
-        write_shard(partial_folder(folder, step), world.rank, mine)
+        leave(partial, write_shard(partial, shard_name(world.rank), mine))
     with together(world, "put a trial's files together"):
-        if world.first:
+        if save is not None:
             facts = Facts(cursor=step * parts.recipe.train.batch, chain=chain.START, data_version=parts.data_version)
-            commit(folder, step, facts, workers=world.size)
+            commit(save, facts, collect(partial, world.size), workers=world.size)
 
 
 # -- what modules put out

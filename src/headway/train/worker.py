@@ -8,12 +8,14 @@ import torch
 from headway.errors import HeadwayError, RunError, WorkerError
 from headway.parallel import join, leave
 from headway.recipe import Assignment, Parallel, Recipe
+from headway.state import Line
 from headway.track import Recorder, RunFolder, read_recipe, record_path
 from headway.train.build import Parts, RecordLost, build
 from headway.train.compilation import record_compilation
 from headway.train.draw import draw
 from headway.train.environment import record_environment, record_facts
 from headway.train.loop import train
+from headway.train.save import Saves
 from headway.train.stop import StopRequest
 from headway.train.together import PeerFailed
 from headway.train.trial import trial
@@ -23,7 +25,7 @@ __all__ = ["main"]
 FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
-def main(assignment: Assignment) -> int:
+def main(assignment: Assignment, line: Line | None = None) -> int:
     """Work as one rank of an attempt, or make the first weights for all; returns the exit status."""
     run = RunFolder(Path(assignment.run))
     name = "draw" if assignment.draw else f"rank-{assignment.rank}"
@@ -41,11 +43,12 @@ def main(assignment: Assignment) -> int:
         if assignment.draw:
             draw(run, recipe, assignment.workers)
             return FINISHED
+        assert line is not None, "a worker that trains has a line to its agent"
         world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
-        parts = build(assignment, recipe, world, recorder, stop)
+        parts = build(assignment, recipe, world, recorder, stop, line)
         tell_beginning(parts, assignment)
         recorder.event("end-span", name="startup")
-        finished = train(parts) if assignment.trial is None else trial(parts, assignment.trial)
+        finished = train(parts, Saves(line, parts)) if assignment.trial is None else trial(parts, assignment.trial)
         recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
         leave(world)
         return FINISHED if finished else STOPPED

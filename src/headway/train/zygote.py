@@ -1,14 +1,13 @@
 """The zygote: imports torch and the modules of a step once, then forks workers that need not.
 
 It runs no operation and touches no device, so that nothing a fork cannot carry over (threads, a CUDA context)
-exists yet. Requests come as JSON lines (`recipe.Assignment`) on the socket whose descriptor is the first argument;
-`ready`, `forked` and `exit` messages go back. When the agent's end closes, the workers are killed.
+exists yet. Requests (`recipe.Assignment`, and a line of the worker's own) come over the line whose descriptor is the
+first argument; `ready`, `forked` and `exit` messages go back. When the agent's end closes, the workers are killed.
 """
 
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import select
 import signal
@@ -20,6 +19,7 @@ import traceback
 from typing import Any
 
 from headway.recipe import Assignment
+from headway.state import Line, LineClosed, Message
 
 __all__ = ["main"]
 
@@ -35,14 +35,13 @@ def main(descriptor: int) -> None:
     gc.freeze()  # workers share these pages for longer
     assert threading.active_count() == 1, "a fork would lose the zygote's threads"
 
-    agent = socket.socket(fileno=descriptor)
+    agent = Line(socket.socket(fileno=descriptor))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this until they can listen
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
     ranks = dict[int, int]()  # pid to rank
-    unread = b""
     _send(agent, kind="ready", import_s=time.monotonic() - started)
     while True:
         readable, _, _ = select.select([agent, wake_read], [], [])
@@ -50,24 +49,25 @@ def main(descriptor: int) -> None:
             os.read(wake_read, 4096)
             _report_exits(agent, ranks)
         if agent in readable:
-            received = agent.recv(65536)
-            if not received:
+            try:
+                requests = agent.receive()
+            except LineClosed:
                 break
-            *lines, unread = (unread + received).split(b"\n")
-            for line in lines:
-                _fork(agent, ranks, Assignment.model_validate_json(line), worker.main, (wake_read, wake_write))
+            for request in requests:
+                _fork(agent, ranks, request, worker.main, (wake_read, wake_write))
     for pid in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)  # taking torch apart politely would cost the run a third of a second
 
 
-def _fork(
-    agent: socket.socket, ranks: dict[int, int], assignment: Assignment, work: Any, ours: tuple[int, int]
-) -> None:
+def _fork(agent: Line, ranks: dict[int, int], request: Message, work: Any, ours: tuple[int, int]) -> None:
+    assignment = Assignment.model_validate(request.fields["assignment"])
     parent = os.getpid()
     pid = os.fork()
     if pid:
+        for fd in request.descriptors:
+            os.close(fd)
         ranks[pid] = assignment.rank
         _send(agent, kind="forked", rank=assignment.rank, pid=pid)
         return
@@ -75,14 +75,15 @@ def _fork(
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (*ours, agent.detach()):
+        for fd in ours:
             os.close(fd)
+        agent.close()
         _die_with(parent)
         log = os.open(assignment.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        code = work(assignment)
+        code = work(assignment, *(Line(socket.socket(fileno=fd)) for fd in request.descriptors))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -101,7 +102,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _report_exits(agent: socket.socket, ranks: dict[int, int]) -> None:
+def _report_exits(agent: Line, ranks: dict[int, int]) -> None:
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -109,9 +110,9 @@ def _report_exits(agent: socket.socket, ranks: dict[int, int]) -> None:
         _send(agent, kind="exit", rank=ranks.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _send(agent: socket.socket, **message: Any) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        agent.sendall(json.dumps(message).encode() + b"\n")
+def _send(agent: Line, kind: str, **fields: Any) -> None:
+    with contextlib.suppress(LineClosed):
+        agent.send(kind, **fields)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""The memory that workers save into: whose buffers there are, which hold a whole state, which may be filled next.
+
+Every worker has the same number of buffers. A state is whole when all workers have filled one with the same step. The
+newest whole state stays where it is until a newer one is whole, if there are two buffers or more: from it a worker that
+died goes on. Buffers outlive the workers, and are used again by the next ones when these hold the same pieces.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.errors import StateError
+from headway.state import (
+    Buffer,
+    BufferPlan,
+    Facts,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    PieceShape,
+    TensorEntry,
+    dump_manifest,
+    plan_buffer,
+    shard_name,
+)
+from headway.state.manifest import digest_of
+from headway.state.tiers import Tier
+
+__all__ = ["Memory", "Snapshot", "count_buffers", "plan_from"]
+
+ENOUGH = 2
+"""Buffers of each worker: one that is kept or written, one that is filled meanwhile."""
+MOST = 8
+"""Small states get more, so that a run of short steps need not leave saves out while the disk syncs."""
+SMALL_BYTES = 256e6
+
+
+@dataclass
+class Snapshot:
+    """The state of one step, as the workers have left it in memory so far."""
+
+    step: int
+    attempt: int
+    workers: int
+    tiers: tuple[Tier, ...]
+    facts: Facts
+    """But for the random state, which every worker tells for itself."""
+    last: bool = False
+    """Whether the run ends with it, so that it must not be lost."""
+    buffers: dict[int, int] = field(default_factory=dict)
+    """The buffer that each worker has filled, by rank."""
+    rng: dict[str, str] = field(default_factory=dict)
+    stall_s: float = 0.0
+    """How long the slowest worker stood still for it."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all workers have filled a buffer with it."""
+        return len(self.buffers) == self.workers
+
+    @property
+    def all_facts(self) -> Facts:
+        """What a checkpoint says beside its tensors."""
+        return self.facts.model_copy(update={"rng": self.rng})
+
+
+def plan_from(fields: Mapping[str, Any]) -> BufferPlan:
+    """The plan of a worker's buffers, from what it said of its pieces."""
+    trained, still = (
+        [PieceShape(name, dtype, tuple(shape), tuple(start), tuple(local)) for name, dtype, shape, start, local in told]
+        for told in (fields["trained"], fields["still"])
+    )
+    return plan_buffer(trained, still)
+
+
+def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> int:
+    """How many buffers each worker gets, when all of them together hold a state of so many bytes."""
+    if bound_gb is None:
+        two = ENOUGH if ENOUGH * state_bytes <= free_bytes / 2 else 1
+        return max(two, min(MOST, int(min(SMALL_BYTES, free_bytes / 2) // state_bytes)))
+    if state_bytes > bound_gb * 1e9:
+        raise StateError(
+            f"a saved state takes {state_bytes / 1e9:.3g} GB of memory, and checkpoint.memory_gb is {bound_gb:g}",
+            hint=f"allow checkpoint.memory_gb = {state_bytes / 1e9 * 1.01:.3g} or more",
+        )
+    return min(MOST, int(bound_gb * 1e9 // state_bytes))
+
+
+class Memory:
+    """All buffers of a run on this machine."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, list[Buffer]] = {}
+        self._in_use: dict[tuple[int, int], Snapshot] = {}
+        self._written: set[int] = set()  # ids of whole snapshots that need not stay for the sake of a writer
+        self.newest: Snapshot | None = None
+        """The newest whole state, if there is one."""
+
+    @property
+    def size(self) -> int:
+        """What it takes of this machine's memory, in bytes."""
+        return sum(buffer.plan.bytes for buffers in self._buffers.values() for buffer in buffers)
+
+    @property
+    def buffers_each(self) -> int:
+        """How many buffers a worker has."""
+        return max((len(buffers) for buffers in self._buffers.values()), default=0)
+
+    def make(self, plans: Mapping[int, BufferPlan], count: int) -> None:
+        """Have buffers for workers of these plans: those there are, if they fit, else new ones."""
+        there = {rank: [buffer.plan for buffer in buffers] for rank, buffers in self._buffers.items()}
+        if there == {rank: [plan] * count for rank, plan in plans.items()}:
+            return
+        self.drop()
+        for rank, plan in plans.items():
+            self._buffers[rank] = [Buffer.make(plan) for _ in range(count)]
+
+    def drop(self) -> None:
+        """Give all memory back."""
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.close()
+        self._buffers, self._in_use, self._written, self.newest = {}, {}, set(), None
+
+    def descriptors(self, rank: int) -> list[int]:
+        """The descriptors of a worker's buffers."""
+        return [buffer.descriptor for buffer in self._buffers[rank]]
+
+    def take(self, snapshot: Snapshot, rank: int, buffer: int) -> None:
+        """A worker has filled one of its buffers."""
+        snapshot.buffers[rank] = buffer
+        self._in_use[rank, buffer] = snapshot
+
+    def complete(self, snapshot: Snapshot) -> None:
+        """All workers have: from now on this is what a restart goes on from."""
+        self.newest = snapshot
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Nobody reads a snapshot any more; it stays only if it is the newest and there is room beside it."""
+        self._written.add(id(snapshot))
+
+    def freed(self) -> list[tuple[int, int]]:
+        """Buffers (rank, number) that may be filled again from now on; each is told once."""
+        stays = None if self.buffers_each < ENOUGH else self.newest
+        free = [
+            place for place, snapshot in self._in_use.items() if snapshot is not stays and id(snapshot) in self._written
+        ]
+        for place in free:
+            del self._in_use[place]
+        return free
+
+    def forget_unfinished(self) -> None:
+        """The workers are gone: what they had not finished never will be."""
+        for snapshot in list(self._in_use.values()):
+            if not snapshot.whole:
+                self._written.add(id(snapshot))
+        self.freed()
+
+    def free(self, rank: int) -> list[int]:
+        """The numbers of a worker's buffers that nothing is in that counts."""
+        return [number for number in range(self.buffers_each) if (rank, number) not in self._in_use]
+
+    def restorable(self) -> Snapshot | None:
+        """The newest whole state, if no worker has begun to write over it since."""
+        snapshot = self.newest
+        if snapshot is None or not all(self.buffer(snapshot, rank).holds(snapshot.step) for rank in snapshot.buffers):
+            return None
+        return snapshot
+
+    def buffer(self, snapshot: Snapshot, rank: int) -> Buffer:
+        """Where a worker's part of a snapshot lies."""
+        return self._buffers[rank][snapshot.buffers[rank]]
+
+    def files(self, snapshot: Snapshot) -> list[tuple[str, int, int, int]]:
+        """Each file of a snapshot: its name, the descriptor of its memory, where it begins there, its size."""
+        found = []
+        for rank in sorted(snapshot.buffers):
+            buffer = self.buffer(snapshot, rank)
+            for part in buffer.plan.parts:
+                found.append((shard_name(rank, part.still), buffer.descriptor, part.begin, part.image.bytes))
+        return found
+
+    def manifest(self, snapshot: Snapshot) -> bytes:
+        """What a checkpoint of this snapshot would say, without checksums."""
+        files: dict[str, FileEntry] = {}
+        parts: dict[str, tuple[PieceShape, list[PieceEntry]]] = {}
+        for rank in sorted(snapshot.buffers):
+            for part in self.buffer(snapshot, rank).plan.parts:
+                name, image = shard_name(rank, part.still), part.image
+                files[name] = FileEntry(
+                    bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3
+                )
+                for piece in part.pieces:
+                    offset = image.places[piece.name].begin
+                    entry = PieceEntry(file=name, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=())
+                    parts.setdefault(piece.name, (piece, []))[1].append(entry)
+        tensors = {
+            name: TensorEntry(dtype=piece.dtype, shape=piece.shape, digest="0" * 16, pieces=tuple(entries))
+            for name, (piece, entries) in sorted(parts.items())
+        }
+        return dump_manifest(
+            Manifest(
+                **snapshot.all_facts.model_dump(),
+                step=snapshot.step,
+                digest=digest_of(tensors),
+                chunk_bytes=0,
+                workers=snapshot.workers,
+                tensors=tensors,
+                files=files,
+            )
+        )

@@ -1,0 +1,265 @@
+"""What the agent does about saves: hears the workers, has whole states written, frees memory, says what became of it.
+
+    worker                                   agent
+    pieces (what I hold)           ->
+                                   <-        buffers (memory to save into, and which of it is free)
+    filled (a step's state)        ->        all have: the state is whole; it is written if it is for more than memory
+                                   <-        free (a buffer that may be filled again)
+                                   <-        save (it is time for one, where the agent decides when)
+
+Nothing here waits: the agent calls it whenever a line has something to say, and again and again.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headway.agent.inject import Injector
+from headway.agent.memory import Memory, Snapshot, count_buffers, plan_from
+from headway.agent.writer import Done, Writer
+from headway.errors import StateError
+from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
+from headway.plan.goodput import save_interval
+from headway.recipe import FaultPlan, Recipe
+from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message
+from headway.track import Recorder, RunFolder
+
+__all__ = ["Saves"]
+
+FIRST_GUESS_BYTES_S = 2e9
+"""At which a state is copied to memory, until a save has shown it."""
+
+
+class Saves:
+    """One run's saves on this machine, over all attempts of one agent."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe, faults: FaultPlan) -> None:
+        self._run, self._recipe = run, recipe
+        self.memory = Memory()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._writer = Writer(run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults), cores)
+        self._lines: dict[int, Line] = {}
+        self._plans: dict[int, BufferPlan] = {}
+        self._snapshots: dict[int, Snapshot] = {}
+        self._rhythm = _Rhythm(recipe)
+        self.unsaved: StateError | None = None
+        """Why the run's last state could not be made durable, if it could not."""
+
+    # -- an attempt
+
+    def start(self, attempt: int, workers: int, recorder: Recorder, restore: Snapshot | None) -> None:
+        """A new attempt begins; `restore` is what its workers go on from, if that is in memory."""
+        self._attempt, self._workers, self._recorder, self._restore = attempt, workers, recorder, restore
+        self._lines, self._plans, self._snapshots = {}, {}, {}
+        self._rhythm.start(workers)
+
+    def open_line(self, rank: int) -> Line:
+        """The end of a new line that the worker gets; the caller closes it once the worker has it."""
+        ours, theirs = Line.pair()
+        self._lines[rank] = ours
+        if self._restore is not None:
+            files = self.memory.files(self._restore)
+            places = [[name, begin, size] for name, _, begin, size in files]
+            manifest = self.memory.manifest(self._restore).decode()
+            ours.send("restore", [fd for _, fd, _, _ in files], manifest=manifest, files=places)
+        return theirs
+
+    def lines(self) -> list[Line]:
+        """The lines that may have something to say."""
+        return list(self._lines.values())
+
+    def hear(self) -> None:
+        """Take in what workers and the writer have said; answer."""
+        for rank, line in list(self._lines.items()):
+            try:
+                for message in line.receive():
+                    self._take(rank, message)
+            except LineClosed:
+                del self._lines[rank]
+                line.close()
+        for done in self._writer.results():
+            self._settle(done)
+        if self._rhythm.is_time(time.monotonic()):
+            self._rhythm.asked()
+            self._say(0, "save")
+
+    def end(self) -> None:
+        """The attempt's workers are gone."""
+        self.hear()
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+        self.memory.forget_unfinished()
+
+    # -- what is left to do
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still being written."""
+        return not self._writer.idle
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the last state could not be written so far, while it is tried again."""
+        return self._writer.trouble
+
+    def finish(self, pulse: Callable[[], None], given_up: Callable[[], bool], poll_s: float) -> None:
+        """Wait until everything is written, or nobody wants to wait any more."""
+        while self.busy and not given_up():
+            time.sleep(poll_s)
+            pulse()
+            self.hear()
+
+    def rescue(self, durable: Sequence[Entry]) -> None:
+        """Have the newest state in memory written, if the disk has none so new."""
+        snapshot = self.memory.restorable()
+        newest = max((entry.step for entry in durable), default=-1)
+        if snapshot is not None and len(snapshot.tiers) == 1 and snapshot.step > newest:
+            self._writer.write(replace(snapshot, tiers=("memory", "disk")))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if not self.busy:
+            self.memory.drop()
+
+    # -- messages
+
+    def _take(self, rank: int, message: Message) -> None:
+        match message.kind:
+            case "pieces":
+                self._plans[rank] = plan_from(message.fields)
+                if len(self._plans) == self._workers:
+                    self._give_buffers()
+            case "filled":
+                self._fill(rank, message.fields)
+            case "skipped":
+                if rank == 0:
+                    self._recorder.event("skipped", step=message.fields["step"])
+                    self._rhythm.asked()
+
+    def _give_buffers(self) -> None:
+        size = sum(plan.bytes for plan in self._plans.values())
+        try:
+            count = count_buffers(size, _free_memory() + self.memory.size, self._recipe.checkpoint.memory_gb)
+            self.memory.make(self._plans, count)
+        except StateError as error:
+            for rank in self._plans:
+                self._say(rank, "refused", message=error.message, hint=error.hint)
+            return
+        self._rhythm.guess(size / FIRST_GUESS_BYTES_S)
+        self._recorder.event("memory", bytes=self.memory.size, buffers=count)
+        for rank in self._plans:
+            self._say(rank, "buffers", self.memory.descriptors(rank), free=self.memory.free(rank))
+
+    def _fill(self, rank: int, fields: dict[str, Any]) -> None:
+        step = fields["step"]
+        if step not in self._snapshots:
+            facts = Facts(
+                cursor=fields["cursor"],
+                chain=fields["chain"],
+                data_version=self._recipe.data.version or "",
+                recipe=self._recipe.model_dump(mode="json"),
+                mesh=fields["mesh"],
+            )
+            self._snapshots[step] = Snapshot(
+                step, self._attempt, self._workers, tuple(fields["tiers"]), facts, fields["last"]
+            )
+        snapshot = self._snapshots[step]
+        snapshot.rng[str(rank)] = fields["rng"]
+        snapshot.stall_s = max(snapshot.stall_s, fields["stall_s"])
+        self.memory.take(snapshot, rank, fields["buffer"])
+        if snapshot.whole:
+            del self._snapshots[step]
+            self._complete(snapshot)
+
+    def _complete(self, snapshot: Snapshot) -> None:
+        self.memory.complete(snapshot)
+        self._rhythm.saved(snapshot.stall_s, durable=len(snapshot.tiers) > 1)
+        self._recorder.event("kept", step=snapshot.step, seconds=snapshot.stall_s)
+        if len(snapshot.tiers) > 1:
+            self._writer.write(snapshot)
+        else:
+            self.memory.release(snapshot)
+        self._free()
+
+    def _settle(self, done: Done) -> None:
+        """Record what the writer has done, and give memory back."""
+        step, tier = done.snapshot.step, done.tier
+        if done.over:
+            self.memory.release(done.snapshot)
+            self._free()
+        elif done.error is not None:
+            self._recorder.event("unsaved", step=step, tier=tier, message=done.error.message, hint=done.error.hint)
+            if done.snapshot.last and tier == "disk":
+                self.unsaved = done.error
+        else:
+            kind = "checkpoint" if tier == "disk" else "upload"
+            self._recorder.event(kind, step=step, digest=done.digest, bytes=done.bytes, seconds=done.seconds)
+            if tier == "disk":
+                self.unsaved = None
+
+    def _free(self) -> None:
+        for rank, number in self.memory.freed():
+            self._say(rank, "free", buffer=number)
+
+    def _say(self, rank: int, kind: str, descriptors: list[int] | None = None, **fields: Any) -> None:
+        line = self._lines.get(rank)
+        if line is not None:
+            with contextlib.suppress(LineClosed):  # it has ended, and the zygote tells how
+                line.send(kind, descriptors or [], **fields)
+
+
+class _Rhythm:
+    """When the agent asks for a save, where the recipe leaves that to it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._rules = recipe.checkpoint
+        self._auto = recipe.checkpoint.every_steps == "auto"
+        self._cost_s: float | None = None
+        self._measured = False
+        self._began = self._last = time.monotonic()
+        self._failures = -1
+
+    def start(self, workers: int) -> None:
+        """An attempt begins; every one after the first means a failure."""
+        self._workers = workers
+        self._failures += 1
+        self._last = time.monotonic()
+
+    def guess(self, seconds: float) -> None:
+        """What a save may cost, as long as none has shown it."""
+        if not self._measured:
+            self._cost_s = seconds
+
+    def saved(self, stall_s: float, durable: bool) -> None:
+        """A save has been made, and cost the steps so much."""
+        self._cost_s, self._measured = stall_s, True
+        if durable:
+            self._last = time.monotonic()
+
+    def asked(self) -> None:
+        """One has been asked for, or could not be made: the next comes an interval later."""
+        self._last = time.monotonic()
+
+    def is_time(self, now: float) -> bool:
+        """Whether a save is due."""
+        if not self._auto or self._cost_s is None:
+            return False
+        hours = self._rules.hours_between_failures or GPU_HOURS_BETWEEN_FAILURES
+        interval = save_interval(self._cost_s, self._workers, hours, self._failures, now - self._began)
+        return now - self._last >= interval
+
+
+def _free_memory() -> int:
+    """What the machine could still give, in bytes."""
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123  (no file of a user's)
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,308 @@
+"""How `headway checkpoint` looks: rows, tables of at most 80 columns, and a bar for what takes long."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from headway.state import Checkpoint, Source
+from headway.state.compare import Compared
+from headway.state.manifest import Manifest, TensorEntry
+from headway.state.safetensors_file import DTYPES
+
+__all__ = [
+    "Counted",
+    "cut_of",
+    "diff_lines",
+    "facts_of",
+    "list_lines",
+    "progress_bar",
+    "show_lines",
+    "size",
+    "tensor_rows",
+]
+
+WIDTH = 80
+SHOWN = 20
+PATIENCE_S = 1.5
+KINDS = {"model": "weights", "optimizer": "optimizer"}
+DIMS = ("rows", "columns")
+
+
+class Counted(Source):
+    """A source that tells how many bytes were read of it, and of how many."""
+
+    def __init__(self, inner: Source, progress: Callable[[int, int], None]) -> None:
+        self.place = inner.place
+        self._inner, self._progress = inner, progress
+        self._sizes: dict[str, int] = {}
+        self._done = 0
+
+    def manifest(self) -> bytes:
+        """See Source."""
+        return self._inner.manifest()
+
+    def size(self, file: str) -> int:
+        """See Source."""
+        self._sizes[file] = self._inner.size(file)
+        return self._sizes[file]
+
+    def read(self, file: str, begin: int, out: memoryview) -> None:
+        """See Source."""
+        self._inner.read(file, begin, out)
+        self._done += len(out)
+        self._progress(self._done, sum(self._sizes.values()))
+
+    def name(self, file: str) -> str:
+        """See Source."""
+        return self._inner.name(file)
+
+
+@contextmanager
+def progress_bar(words: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on standard error, if that is a terminal and once the work has taken a moment."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    began = time.monotonic()
+    task = bars.add_task(words, total=None)
+
+    def draw(done: int, total: int) -> None:
+        if time.monotonic() - began > PATIENCE_S:
+            bars.start()
+            bars.update(task, completed=min(done, total), total=total)
+
+    try:
+        yield draw
+    finally:
+        bars.stop()
+
+
+def size(count: float) -> str:
+    """Bytes with four digits: 992 B, 1.985 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table of a run's checkpoints."""
+    yield "    step  tier         size  workers  saved                digest"
+    for row in rows:
+        begin = f"{row['step']:>8}  {row['tier']:6}"
+        if "damage" in row:
+            yield f"{begin}  {row['damage']}"
+        else:
+            digest = row["digest"][:16]
+            yield f"{begin}  {size(row['bytes']):>9}  {row['workers']:>7}  {_when(row['saved'])}  {digest}"
+    shared = sum(row.get("shared_bytes", 0) for row in rows)
+    if shared:
+        yield f"{size(shared)} of it are files that a checkpoint shares with an older one"
+
+
+def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint's manifest says, summed up."""
+    manifest = checkpoint.manifest
+    said = manifest.model_dump(mode="json", exclude={"tensors", "files", "rng", "format", "chunk_bytes"})
+    return said | {
+        "bytes": manifest.bytes,
+        "num_tensors": len(manifest.tensors),
+        "kinds": _kinds(manifest),
+        "files": {name: file.bytes for name, file in manifest.files.items()},
+    }
+
+
+def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Every tensor: name, dtype, shape, how it is cut, bytes, digest."""
+    return [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "cut": cut_of(tensor),
+            "bytes": _bytes(tensor),
+            "digest": tensor.digest,
+        }
+        for name, tensor in checkpoint.manifest.tensors.items()
+    ]
+
+
+def cut_of(tensor: TensorEntry) -> str:
+    """How a tensor is cut into pieces, in words: whole, 2 x rows, rows x columns 2 x 2."""
+    pieces = [piece.box for piece in tensor.pieces if piece.box.volume]
+    if len(pieces) <= 1:
+        return "whole"
+    cuts = [len({(box.start[dim], box.shape[dim]) for box in pieces}) for dim in range(len(tensor.shape))]
+    names = [DIMS[dim] if dim < len(DIMS) else f"dim {dim}" for dim in range(len(cuts))]
+    along = [(name, count) for name, count in zip(names, cuts, strict=True) if count > 1]
+    total = 1
+    for _, count in along:
+        total *= count
+    if total != len(pieces):
+        return f"{len(pieces)} pieces"
+    if len(along) == 1:
+        return f"{along[0][1]} x {along[0][0]}"
+    return f"{' x '.join(name for name, _ in along)} {' x '.join(str(count) for _, count in along)}"
+
+
+def show_lines(place: str, facts: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One checkpoint for people; `tensors` are listed if there are any."""
+    yield place
+    saved = "" if facts["saved"] is None else f", saved {_when(facts['saved'])}"
+    yield _fact("step", f"{facts['step']}{saved}")
+    yield _fact("digest", facts["digest"] + (" (of format 1)" if facts["digest_function"] == 1 else ""))
+    yield _fact("chain", facts["chain"])
+    yield _fact("cursor", f"{facts['cursor']:,} samples")
+    if facts["data_version"]:
+        yield _fact("data", f"version {facts['data_version']}")
+    if facts["recipe"]:
+        yield _fact("recipe", str(facts["recipe"].get("name", "")))
+    if "imported" in facts["extra"]:
+        yield _fact("imported", f"from {facts['extra']['imported']}")
+    workers = _count(facts["workers"], "worker")
+    yield _fact("mesh", ", ".join(filter(None, [_mesh(facts["mesh"]), workers])))
+    for kind, found in facts["kinds"].items():
+        dtypes = ", ".join(f"{name} {size(count)}" for name, count in found["dtypes"].items())
+        yield _fact(kind, f"{size(found['bytes'])} in {_count(found['tensors'], 'tensor')}: {dtypes}")
+    yield from _file_lines(facts["files"])
+    if tensors:
+        yield ""
+        yield from _tensor_lines(tensors)
+
+
+def diff_lines(first: str, second: str, found: Compared) -> Iterator[str]:
+    """Two checkpoints side by side."""
+    yield from _wrap(f"{first} and {second}: {_verdict(found)}")
+    if found.differing:
+        yield f"  {'tensor':<38}{'differing of':>21}{'largest':>9}{'relative':>10}"
+    for one in found.differing[:SHOWN]:
+        numbers = f"{f'{one.differing:,} of {one.elements:,}':>21}{one.absolute:>9.2g}{one.relative:>10.2g}"
+        yield from _beside(one.name, 38, numbers)
+    if len(found.differing) > SHOWN:
+        yield f"  and {len(found.differing) - SHOWN:,} more (--json lists all)"
+    for label, names in ((first, found.only_first), (second, found.only_second)):
+        if names:
+            yield from _wrap(f"only in {label}: {_some(names)}")
+    for name, (a, b) in list(found.unlike.items())[:SHOWN]:
+        yield from _wrap(f"{name}: {a} | {b}")
+    if len(found.unlike) > SHOWN:
+        yield f"and {len(found.unlike) - SHOWN:,} more of another shape or dtype"
+    for key, (a, b) in found.facts.items():
+        yield _fact(key.removesuffix("_version"), f"{_said(a)} | {_said(b)}")
+    if not found.same_rng:
+        yield _fact("rng", "the random generators were in other states")
+    for key, (a, b) in found.recipe.items():
+        yield _fact("recipe", f"{key}: {_said(a)} | {_said(b)}")
+
+
+def _verdict(found: Compared) -> str:
+    tensors = _count(found.tensors, "tensor")
+    if found.equal:
+        how = "they have one digest" if found.by == "digest" else "all bits were compared, for digests cannot tell"
+        return f"equal, {tensors} ({how})"
+    counts = {
+        "differ": len(found.differing),
+        "of another shape or dtype": len(found.unlike),
+        "only in one": len(found.only_first) + len(found.only_second),
+    }
+    return f"different: {tensors} in both; " + ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
+
+
+def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Tensors and bytes by what they are for, and those by dtype."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, tensor in manifest.tensors.items():
+        prefix = name.partition("/")[0]
+        kind = kinds.setdefault(KINDS.get(prefix, prefix), {"tensors": 0, "bytes": 0, "dtypes": {}})
+        kind["tensors"] += 1
+        kind["bytes"] += _bytes(tensor)
+        kind["dtypes"][tensor.dtype] = kind["dtypes"].get(tensor.dtype, 0) + _bytes(tensor)
+    return kinds
+
+
+def _bytes(tensor: TensorEntry) -> int:
+    return sum(piece.box.volume for piece in tensor.pieces) * DTYPES[tensor.dtype][1]
+
+
+def _file_lines(files: Mapping[str, int]) -> Iterator[str]:
+    width = max(map(len, files), default=0)
+    label = "files"
+    for name, count in list(files.items())[:SHOWN]:
+        yield _fact(label, f"{name:<{width}}  {size(count):>9}")
+        label = ""
+    if len(files) > SHOWN:
+        yield _fact("", f"and {len(files) - SHOWN:,} more, {size(sum(files.values()))} in all (--json lists them)")
+
+
+def _tensor_lines(tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line a tensor; a name that leaves no room for the rest has a line of its own."""
+    cells = [(t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["cut"], size(t["bytes"])) for t in tensors]
+    heads = ("dtype", "shape", "cut", "bytes")
+    widths = [max(len(row[i]) for row in [heads, *cells]) for i in range(4)]
+    room = WIDTH - sum(widths) - 2 * 4 - 2
+    name_width = max(12, min(room, max(len(t["name"]) for t in tensors)))
+
+    def line(row: tuple[str, ...]) -> str:
+        *words, last = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        return "  " + "  ".join([*words, last.strip().rjust(widths[-1])])
+
+    yield f"  {'tensor':<{name_width}}{line(heads)}"
+    for tensor, row in zip(tensors, cells, strict=True):
+        yield from _beside(tensor["name"], name_width, line(row))
+
+
+def _beside(name: str, width: int, rest: str) -> Iterator[str]:
+    if len(name) > width:
+        yield _fit(f"  {name}")
+        name = ""
+    yield f"  {name:<{width}}{rest}"
+
+
+def _fact(label: str, text: str) -> str:
+    return _fit(f"{label:<10} {text}")
+
+
+def _fit(line: str) -> str:
+    """A line within the width; what is cut is cut in its middle."""
+    if len(line) <= WIDTH:
+        return line
+    half = (WIDTH - 3) // 2
+    return f"{line[: WIDTH - 3 - half]}...{line[-half:]}"
+
+
+def _wrap(text: str) -> list[str]:
+    import textwrap
+
+    return [_fit(line) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)]
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    """The axes that have more than one worker."""
+    return ", ".join(f"{axis} {count}" for axis, count in mesh.items() if count > 1)
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return _mesh(value) or "-"
+    return "-" if value is None else str(value)

@@ -1,0 +1,35 @@
+"""Addresses of checkpoints: a folder, or `<url of a run in an object store>/step-<n>`."""
+
+import re
+from pathlib import Path
+
+from headway.errors import UsageError
+from headway.state.restore import Checkpoint, open_checkpoint
+
+__all__ = ["address_in_store", "is_in_store", "open_address"]
+
+_IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
+
+
+def is_in_store(address: str) -> bool:
+    """Whether an address is that of an object store."""
+    return "://" in address
+
+
+def address_in_store(url: str, step: int) -> str:
+    """The address of a step's checkpoint under the url of a run."""
+    return f"{url}/step-{step:08d}"
+
+
+def open_address(address: str) -> Checkpoint:
+    """Open a checkpoint wherever it lies."""
+    if not is_in_store(address):
+        return open_checkpoint(Path(address))
+    # Object stores need a library that folders do not.
+    from headway.state.remote import Remote
+    from headway.state.store import open_store
+
+    match = _IN_STORE.fullmatch(address)
+    if match is None:
+        raise UsageError(f"{address} is no checkpoint's address", hint="for example s3://bucket/prefix/RUN/step-100")
+    return open_checkpoint(Remote(open_store(match[1]), int(match[2])))

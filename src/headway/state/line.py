@@ -1,0 +1,89 @@
+"""The line between a worker and its agent: JSON lines over a socket pair, with descriptors beside them.
+
+Both ends use this class. Nothing waits unless asked to: a step looks at what has come, and goes on.
+"""
+
+import json
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Line", "LineClosed", "Message"]
+
+_MOST_DESCRIPTORS = 250  # the kernel passes at most 253 with one message
+_READ_BYTES = 1 << 16
+
+
+class LineClosed(Exception):
+    """The other end is gone."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the other end said, and the descriptors that came with it: the receiver owns them."""
+
+    kind: str
+    fields: dict[str, Any]
+    descriptors: list[int] = field(default_factory=list)
+
+
+class Line:
+    """One end of the line."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._unread = b""
+        self._descriptors = deque[int]()
+
+    @classmethod
+    def pair(cls) -> tuple["Line", "Line"]:
+        """Two ends that are connected."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), cls(theirs)
+
+    def fileno(self) -> int:
+        """For select, and for handing an end to a child."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Say something; LineClosed when nobody can hear it."""
+        line = json.dumps({"kind": kind, "descriptors": len(descriptors), **fields}).encode() + b"\n"
+        assert len(descriptors) <= _MOST_DESCRIPTORS, "more descriptors than one message can carry"
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._socket, [line], list(descriptors))
+                line = line[sent:]
+            self._socket.sendall(line)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise LineClosed from error
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """What has been said by then; None waits for the next word."""
+        messages = list[Message]()
+        while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
+            try:
+                received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+            except ConnectionResetError:
+                received, descriptors = b"", []
+            self._descriptors.extend(descriptors)
+            if not received:
+                if messages:
+                    return messages  # the next call tells
+                raise LineClosed
+            *lines, self._unread = (self._unread + received).split(b"\n")
+            messages += [self._message(line) for line in lines]
+            if not lines:
+                continue
+        return messages
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _message(self, line: bytes) -> Message:
+        fields = json.loads(line)
+        descriptors = [self._descriptors.popleft() for _ in range(fields.pop("descriptors"))]
+        return Message(fields.pop("kind"), fields, descriptors)

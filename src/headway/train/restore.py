@@ -1,0 +1,42 @@
+"""Bringing a worker to where a run stands: from a checkpoint, or from what the agent has kept in memory."""
+
+import torch
+from torch import nn
+
+from headway.errors import WorkerError
+from headway.parallel import World
+from headway.recipe import Assignment
+from headway.state import Checkpoint, InMemory, Line, LineClosed, map_files, open_checkpoint
+from headway.state.address import open_address
+from headway.state.tensors import Held, load_state
+from headway.train.rng import restore_rng
+
+__all__ = ["open_state", "restore"]
+
+
+def open_state(assignment: Assignment, line: Line) -> Checkpoint | None:
+    """The state that a worker goes on from; None starts at step 0."""
+    if assignment.from_memory:
+        return _kept(line)
+    return None if assignment.checkpoint is None else open_address(assignment.checkpoint)
+
+
+def restore(
+    state: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, held: Held, world: World
+) -> tuple[int, int, str]:
+    """Bring model, optimizer and random state to a saved state; returns its step, cursor and chain."""
+    load_state(state, model, optimizer, held)
+    manifest = state.manifest
+    restore_rng(world, manifest.rng, manifest.workers)
+    return manifest.step, manifest.cursor, manifest.chain
+
+
+def _kept(line: Line) -> Checkpoint:
+    """What the agent has kept, which is the first thing it says."""
+    try:
+        message = line.receive(None)[0]
+    except LineClosed:
+        raise WorkerError("the agent is gone") from None
+    assert message.kind == "restore", f"the agent said {message.kind} first"
+    files = map_files(message.descriptors, message.fields["files"])
+    return open_checkpoint(InMemory(message.fields["manifest"].encode(), files))
