@@ -14,6 +14,7 @@ import pytest
 from headway.data import BuildOptions, build
 from headway.errors import DataError, ModelError, RecipeError, RunError, StateError
 from headway.recipe import FaultPlan
+from headway.recipe.faults import AGENT
 from headway.state import verify
 from headway.track import account, hold, read_run
 
@@ -60,15 +61,29 @@ def test_out_of_memory_is_one_sentence_with_the_setting_to_change(lab, recipe) -
     assert "train.microbatch (now 4)" in lived.outcome.hint
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe, rank: int) -> None:
-    settings = {"checkpoint.every_steps": 2}
-    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(4, rank=rank))
+def test_a_full_disk_loses_a_save_but_not_the_run(lab, recipe) -> None:
+    settings = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
+    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(4, rank=AGENT))
+    assert lived.outcome.state == "finished"
+    (unsaved,) = lived.events("unsaved", "agent")
+    assert (unsaved["step"], unsaved["tier"]) == (4, "disk")
+    assert "No space left on device" in unsaved["message"]
+    there = sorted(path.name for path in lived.run.checkpoints.iterdir())
+    assert there == ["step-00000002", "step-00000006", "step-00000008"]
+    for name in there:
+        verify(lived.run.checkpoints / name)
+    told = [incident.text for incident in account(read_run(lived.run)).incidents]
+    assert any("step 4 was not saved" in text for text in told)
+
+
+def test_a_last_state_that_cannot_be_saved_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe) -> None:
+    settings = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1}
+    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(8, rank=AGENT, point="commit"))
     assert lived.outcome.state == "failed"
-    assert f"worker {rank} failed" in lived.outcome.reason
+    assert "the last state could not be saved" in lived.outcome.reason
     assert "No space left on device" in lived.outcome.reason
-    assert [path.name for path in lived.run.checkpoints.iterdir()] == ["step-00000002"]
-    verify(lived.run.checkpoints / "step-00000002")
+    assert [path.name for path in lived.run.checkpoints.iterdir()] == ["step-00000006"]
+    verify(lived.run.checkpoints / "step-00000006")
     resumed = lab.resume(lived.run)
     assert resumed.outcome.state == "finished"
 
@@ -82,7 +97,7 @@ def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None
     assert lived.outcome.exit_status == 75
     last = lived.events("step")[-1]["step"]
     assert 0 < last < 10_000
-    assert lived.events("checkpoint")[-1]["step"] == last
+    assert lived.events("checkpoint", "agent")[-1]["step"] == last
     resumed = lab.resume(lived.run, f"train.steps={last + 2}")
     assert resumed.events("resumed")[-1]["step"] == last
     assert resumed.outcome.state == "finished"
@@ -97,7 +112,7 @@ def test_two_signals_stop_at_once(lab, recipe) -> None:
     assert time.monotonic() - started < 30
     assert lived.outcome.state == "stopped"
     assert "at once" in lived.outcome.reason
-    assert lived.events("checkpoint") == []
+    assert lived.events("checkpoint", "agent") == []
 
 
 def test_a_run_in_use_is_left_alone(lab, recipe) -> None:
@@ -199,19 +214,30 @@ def test_workers_are_as_before_even_when_the_record_is_lost(lab, recipe) -> None
     assert resumed.events("attempt", "agent")[-1]["workers"] == 2
 
 
-def test_a_checkpoint_that_one_worker_cannot_read_is_resumed_by_none(lab, recipe) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, recipe) -> None:
+    whole = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2)
     killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(5))
     shard = killed.run.checkpoints / "step-00000004" / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
+    resumed = lab.resume(killed.run)
+    assert resumed.outcome.state == "finished"
+    assert (resumed.chain, resumed.digest) == (whole.chain, whole.digest)
+    told = [incident.text for incident in account(read_run(killed.run)).incidents]
+    assert any("rank-00001.safetensors is damaged" in text for text in told)
+    assert [text for text in told if text.startswith("resumed")] == ["resumed after step 2, 2 steps to redo"]
+
+
+def test_no_state_is_made_up_when_every_checkpoint_is_damaged(lab, recipe) -> None:
+    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(5))
+    for shard in killed.run.checkpoints.glob("*/rank-00001.safetensors"):
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(bytes(content))
     failed = lab.resume(killed.run)
     assert failed.outcome.state == "failed"
     assert "rank-00001.safetensors is damaged" in failed.outcome.reason
-    shutil.rmtree(shard.parent)
-    assert lab.resume(killed.run).outcome.state == "finished"
-    told = [incident.text for incident in account(read_run(killed.run)).incidents]
-    assert [text for text in told if text.startswith("resumed")] == ["resumed after step 2, 2 steps to redo"]
 
 
 def fill(path, size: int) -> None:

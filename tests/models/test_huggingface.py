@@ -10,12 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from typer.testing import CliRunner
 
-from headway.errors import ModelError
+from headway.agent import resume_run
+from headway.agent.prepare import resolve_model
+from headway.cli.checkpoint import app
+from headway.errors import DataError, ModelError
+from headway.inference.sample import Request, sample
 from headway.models import Decoder, empty_decoder, init_weights, load_into, read_weights, write_folder
 from headway.plan import parameter_shapes
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
+from headway.state.tensors import load_weights
+from headway.track import RunFolder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -33,6 +40,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+TEXT = "def headway(x):\n    return x + 1  # Zeit läuft\n"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -133,27 +141,94 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
         assert torch.equal(tensor, ours.state_dict()[name].float())
 
 
-def test_tokenizer_comes_along(tmp_path: Path) -> None:
+def train_tokenizer(path: Path) -> Tokenizer:
+    """A byte-level tokenizer of 262 tokens at most, written as a tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    text = "def headway(x):\n    return x + 1  # Zeit läuft\n"
     trainer = trainers.BpeTrainer(
         vocab_size=131 * 2,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator([text] * 4, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def test_tokenizer_comes_along(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json")
     ours = fresh()
     write_folder(tmp_path / "out", ours.model, ours.state_dict(), tmp_path / "tokenizer.json", seq=64)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert again(text)["input_ids"] == tokenizer.encode(text).ids
-    assert again.decode(tokenizer.encode(text).ids) == text
+    assert again(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    assert again.decode(tokenizer.encode(TEXT).ids) == TEXT
     assert again.model_max_length == 64
     assert again.eos_token == "<|endoftext|>"
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["eos_token_id"] == tokenizer.token_to_id("<|endoftext|>")
+
+
+def checkpoint_verb(*args: str | Path, runs: Path) -> None:
+    result = CliRunner().invoke(app, [*map(str, args), "--runs", str(runs)])
+    assert result.exception is None, result.exception
+
+
+def imported(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[transformers.PreTrainedModel, Tokenizer]:
+    """A model of theirs with a tokenizer in tmp_path/theirs, and the run `m` that was made of it."""
+    (tmp_path / "theirs").mkdir()
+    tokenizer = train_tokenizer(tmp_path / "theirs/tokenizer.json")
+    end = tokenizer.token_to_id("<|endoftext|>")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SHAPE | {"vocab_size": 262, "head_dim": 16, "eos_token_id": [end, 7]})
+    theirs = transformers.Qwen3ForCausalLM(config).eval().to(dtype)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    checkpoint_verb("import", tmp_path / "theirs", "--name", "m", runs=tmp_path / "runs")
+    return theirs, tokenizer
+
+
+def test_an_imported_run_says_what_transformers_says(tmp_path: Path) -> None:
+    theirs, tokenizer = imported(tmp_path)
+    prompt = tokenizer.encode("def head")
+    with torch.no_grad():
+        ids = torch.tensor([prompt.ids])
+        expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
+    run = tmp_path / "runs/m"
+    request = Request(
+        run=run, checkpoint=run / "checkpoints/step-00000000", prompts=["def head"], max_tokens=12, temperature=0
+    )
+    text = "".join(piece["text"] for piece in sample(request))
+    assert "def head" + text == tokenizer.decode(expected[0].tolist(), skip_special_tokens=False)
+
+
+def test_what_was_imported_goes_out_to_transformers_again(tmp_path: Path) -> None:
+    theirs, tokenizer = imported(tmp_path, torch.bfloat16)
+    checkpoint_verb("export", "m", tmp_path / "out", runs=tmp_path / "runs")
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.dtype == torch.bfloat16
+    assert again.config.max_position_embeddings == 256
+    assert again.config.eos_token_id == tokenizer.token_to_id("<|endoftext|>")
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+
+
+def test_a_recipe_starts_from_what_was_imported(tmp_path: Path) -> None:
+    theirs, _ = imported(tmp_path)
+    model = resolve_model(Model(init="m"), tmp_path / "runs")
+    assert model.init == str(tmp_path / "runs/m/checkpoints/step-00000000")
+    ours = empty_decoder(model)
+    load_weights(Path(model.init), ours)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_imported_run_cannot_be_resumed(tmp_path: Path) -> None:
+    imported(tmp_path)
+    with pytest.raises(DataError, match=r"runs/m/no-data holds no data set"):
+        resume_run(RunFolder(tmp_path / "runs/m"), [])
 
 
 def fresh(**changes: Any) -> Decoder:

@@ -1,8 +1,14 @@
+import contextlib
 import errno
+import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +18,20 @@ from headway.errors import StateError
 from headway.state import (
     Facts,
     Piece,
+    Shard,
     abandon,
     begin,
+    collect,
     commit,
+    describe_shard,
     find_checkpoint,
+    leave,
     list_checkpoints,
     open_checkpoint,
     partial_folder,
     prune,
     read_box,
+    shard_name,
     verify,
     write_shard,
 )
@@ -36,12 +47,16 @@ def piece(name="w", whole=(4, 3), start=(0, 0), shape=None, dtype="float32", see
     return Piece(name, dtype, whole, start, shape, np.ascontiguousarray(bits[index]))
 
 
-def save(folder, step, shards=None, **keep):
+def save(folder, step, shards=None, keep=None, writer="", **options):
+    """Write lists of pieces, one a rank, and commit them."""
     shards = [[piece(seed=step), piece("bias", (4,), (0,), seed=step)]] if shards is None else shards
-    partial = begin(folder, step)
-    for rank, pieces in enumerate(shards):
-        write_shard(partial, rank, pieces)
-    return commit(folder, step, FACTS, workers=len(shards), **keep)
+    begun = begin(folder, step, writer=writer)
+    written = [write_shard(begun.partial, shard_name(rank), pieces, **options) for rank, pieces in enumerate(shards)]
+    return commit(begun, FACTS, written, workers=len(shards), keep=keep)
+
+
+def collect_one(partial, rank):
+    return [Shard.model_validate_json((partial / f"{shard_name(rank)}.json").read_bytes())]
 
 
 def names(folder):
@@ -54,7 +69,7 @@ def test_what_was_saved_is_there(tmp_path):
     assert names(path) == ["manifest.json", "rank-00000.safetensors"]
     manifest = open_checkpoint(path).manifest
     assert Facts.model_validate({key: getattr(manifest, key) for key in Facts.model_fields}) == FACTS
-    assert (manifest.step, manifest.workers, manifest.format) == (12, 1, 1)
+    assert (manifest.step, manifest.workers, manifest.format) == (12, 1, 2)
     assert manifest.bytes == (path / "rank-00000.safetensors").stat().st_size
     assert list(manifest.tensors) == ["bias", "w"]
     assert np.array_equal(read_box(open_checkpoint(path), "w", (0, 0), (4, 3)), piece(seed=12).data)
@@ -63,7 +78,7 @@ def test_what_was_saved_is_there(tmp_path):
 
 def test_the_manifest_is_plain_json(tmp_path):
     content = json.loads((save(tmp_path, 1) / "manifest.json").read_bytes())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["tensors"]["w"]["shape"] == [4, 3]
     assert content["tensors"]["w"]["pieces"][0]["file"] == "rank-00000.safetensors"
     assert len(content["digest"]) == 32
@@ -81,9 +96,8 @@ def test_shards_and_threads_do_not_change_the_digest(tmp_path):
     assert {name: tensor.digest for name, tensor in one.tensors.items()} == {
         name: tensor.digest for name, tensor in three.tensors.items()
     }
-    partial = begin(tmp_path / "threads", 1)
-    write_shard(partial, 0, [piece("n", (), (), ()), piece()], threads=3)
-    assert open_checkpoint(commit(tmp_path / "threads", 1, FACTS, workers=1)).manifest.digest == one.digest
+    threads = save(tmp_path / "threads", 1, [[piece("n", (), (), ()), piece()]], threads=3)
+    assert open_checkpoint(threads).manifest.digest == one.digest
 
 
 @pytest.mark.parametrize(
@@ -102,16 +116,37 @@ def test_pieces_that_do_not_make_a_whole_are_refused(tmp_path, shards, why):
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_rank_that_has_not_written_is_named(tmp_path):
-    write_shard(begin(tmp_path, 3), 0, [piece()])
+def test_several_processes_leave_their_entries_for_the_one_that_commits(tmp_path):
+    begun = begin(tmp_path, 3)
+    halves = [piece(shape=(2, 3)), piece(start=(2, 0), shape=(2, 3))]
+    for rank in (1, 0):
+        leave(begun.partial, write_shard(begun.partial, shard_name(rank), [halves[rank]]))
+    shards = collect(begun.partial, 2)
+    assert shards == [describe_shard(shard_name(rank), [half]) for rank, half in enumerate(halves)]
+    path = commit(begun, FACTS, shards, workers=2)
+    assert names(path) == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    verify(path)
+    assert np.array_equal(read_box(open_checkpoint(path), "w", (0, 0), (4, 3)), piece().data)
+
+
+@pytest.mark.parametrize("left", ["nothing", "half of it", "something else"])
+def test_a_rank_that_has_not_written_is_named(tmp_path, left):
+    begun = begin(tmp_path, 3)
+    leave(begun.partial, write_shard(begun.partial, shard_name(0), [piece()]))
+    entry = begun.partial / f"{shard_name(1)}.json"
+    if left != "nothing":
+        entry.write_text('{"name": "rank' if left == "half of it" else "[]")
     with pytest.raises(StateError, match="worker 1 has not written"):
-        commit(tmp_path, 3, FACTS, workers=2)
+        collect(begun.partial, 2)
+    abandon(begun)
     assert names(tmp_path) == []
 
 
 def test_half_a_checkpoint_is_never_one_and_the_next_save_clears_it(tmp_path):
     save(tmp_path, 1)
-    write_shard(begin(tmp_path, 2), 0, [piece()])  # and then the power went
+    begun = begin(tmp_path, 2)
+    write_shard(begun.partial, shard_name(0), [piece()])
+    bury(begun.partial)  # and then the power went
     (tmp_path / ".step-00000000.removed").mkdir()
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [1]
     assert find_checkpoint(tmp_path).name == "step-00000001"
@@ -120,11 +155,14 @@ def test_half_a_checkpoint_is_never_one_and_the_next_save_clears_it(tmp_path):
 
 
 def test_abandon_leaves_nothing(tmp_path):
-    partial = begin(tmp_path, 5)
-    assert partial == partial_folder(tmp_path, 5)
-    write_shard(partial, 0, [piece()])
-    abandon(partial)
-    abandon(partial)
+    begun = begin(tmp_path, 5)
+    assert begun.partial == partial_folder(tmp_path, 5)
+    write_shard(begun.partial, shard_name(0), [piece()])
+    abandon(begun)
+    assert names(tmp_path) == []
+    begun = begin(tmp_path, 5)
+    shutil.rmtree(begun.partial)  # somebody else was faster
+    abandon(begun)
     assert names(tmp_path) == []
 
 
@@ -139,10 +177,18 @@ class PowerCut(BaseException):
     """Nothing in the program may catch it: a process that is killed does not clean up."""
 
 
-@pytest.mark.parametrize("name", ["fsync", "rename", "unlink", "rmtree"])
+def bury(folder):
+    """What the kernel does for a process that died: close what it had open, which gives up its locks."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if link.readlink().is_relative_to(folder):
+                os.close(int(link.name))
+
+
+@pytest.mark.parametrize("name", ["fsync", "rename", "unlink", "mkdir", "rmtree", "write"])
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path, monkeypatch, name):
     """Stop before each of the calls that change the disk in turn; old or new must be there and whole."""
-    owner = {"fsync": os, "rename": Path, "unlink": Path, "rmtree": shutil}[name]
+    owner = {"fsync": os, "rename": Path, "unlink": Path, "mkdir": Path, "rmtree": shutil, "write": os}[name]
     real = getattr(owner, name)
     old, new = (verify(save(tmp_path / str(seed), 7, [[piece(seed=seed)]])).digest for seed in (1, 2))
     for stop_at in range(10):
@@ -159,10 +205,13 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path, monke
 
         monkeypatch.setattr(owner, name, cut)
         try:
-            save(folder, 7, [[piece(seed=2)]])
+            begun = begin(folder, 7)
+            leave(begun.partial, write_shard(begun.partial, shard_name(0), [piece(seed=2)]))
+            commit(begun, FACTS, collect(begun.partial, 1), workers=1)
             finished = True
         except PowerCut:
             finished = False
+            bury(folder)
         monkeypatch.setattr(owner, name, real)
         assert [entry.step for entry in list_checkpoints(folder)] == [6, 7]
         verify(find_checkpoint(folder, 6))
@@ -198,9 +247,9 @@ def test_pruning_keeps_the_newest_and_the_multiples(tmp_path):
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [30, 60, 80, 90]
     assert prune(tmp_path, keep_last=1) == [30, 60, 80]
     for step in (100, 110):
-        save(tmp_path, step, keep_last=1)
+        save(tmp_path, step, keep=(1, 0))
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [110]
-    save(tmp_path, 50, keep_last=1)  # behind what is there: the one just made stays
+    save(tmp_path, 50, keep=(1, 0))  # behind what is there: the one just made stays
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [50, 110]
 
 
@@ -220,23 +269,25 @@ def test_a_disk_that_refuses_is_told_in_a_sentence(tmp_path, monkeypatch, code, 
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    partial = begin(tmp_path, 2)
-    write_shard(partial, 1, [piece(start=(2, 0), shape=(2, 3))])
+    begun = begin(tmp_path, 2)
+    partial = begun.partial
+    leave(partial, write_shard(partial, shard_name(1), [piece(start=(2, 0), shape=(2, 3))]))
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         with pytest.raises(StateError, match=os.strerror(code)) as error:
-            write_shard(partial, 0, [piece(shape=(2, 3))])
+            write_shard(partial, shard_name(0), [piece(shape=(2, 3))])
     assert "rank-00000.safetensors could not be written" in error.value.message
     assert error.value.hint
-    assert names(partial) == [
-        "rank-00001.json",
-        "rank-00001.safetensors",
-    ]  # the others' is theirs
-    write_shard(partial, 0, [piece(shape=(2, 3))])
+    theirs = ["rank-00001.safetensors", "rank-00001.safetensors.json"]
+    assert names(partial) == theirs
+    shard = write_shard(partial, shard_name(0), [piece(shape=(2, 3))])
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StateError, match=r"rank-00000\.safetensors\.json could not be written"):
+            leave(partial, shard)
+        assert names(partial) == ["rank-00000.safetensors", *theirs]
         with pytest.raises(StateError, match="step 2 could not be committed"):
-            commit(tmp_path, 2, FACTS, workers=2)
+            commit(begun, FACTS, [shard, *collect_one(partial, 1)], workers=2)
     assert names(tmp_path) == ["step-00000001"]
     verify(find_checkpoint(tmp_path))
 
@@ -269,12 +320,164 @@ def test_a_disk_that_is_really_full(small_disk):
     digest = verify(find_checkpoint(small_disk / "checkpoints")).digest
     with pytest.raises(StateError, match="step 2 needs 600"):
         begin(small_disk / "checkpoints", 2, needs_bytes=600_000)
-    partial = begin(small_disk / "checkpoints", 2)
-    write_shard(partial, 0, [big(0)])
+    begun = begin(small_disk / "checkpoints", 2)
+    write_shard(begun.partial, shard_name(0), [big(0)])
     with pytest.raises(StateError, match="No space left on device"):
-        write_shard(partial, 1, [big(300_000)])
-    abandon(partial)
+        write_shard(begun.partial, shard_name(1), [big(300_000)])
+    abandon(begun)
     assert names(small_disk / "checkpoints") == ["step-00000001"]
     assert verify(find_checkpoint(small_disk / "checkpoints")).digest == digest
     small = [[Piece("w", "uint8", (9,), (0,), (9,), np.arange(9, dtype=np.uint8))]]
     assert save(small_disk / "checkpoints", 3, small).exists()
+
+
+def saved_with_still(folder, step, still, before=None):
+    """A checkpoint of one rank that trains one tensor and leaves another as it is; its file of the latter."""
+    begun = begin(folder, step)
+    shards = [
+        write_shard(begun.partial, shard_name(0), [piece(seed=step)]),
+        write_shard(begun.partial, shard_name(0, still=True), [still], before=before and open_checkpoint(before)),
+    ]
+    return commit(begun, FACTS, shards, workers=1)
+
+
+FROZEN = piece("frozen", (3, 5), (0, 0), seed=9)
+STILL = "rank-00000-still.safetensors"
+
+
+def test_a_file_that_has_not_changed_is_written_once(tmp_path):
+    first = saved_with_still(tmp_path, 1, FROZEN)
+    assert names(first) == ["manifest.json", STILL, "rank-00000.safetensors"]
+    second = saved_with_still(tmp_path, 2, FROZEN, before=first)
+    third = saved_with_still(tmp_path, 3, FROZEN, before=second)
+    assert len({(path / STILL).stat().st_ino for path in (first, second, third)}) == 1
+    assert len({(path / "rank-00000.safetensors").stat().st_ino for path in (first, second, third)}) == 3
+    assert prune(tmp_path, keep_last=1) == [1, 2]
+    assert verify(third).files == 2
+    assert np.array_equal(read_box(open_checkpoint(third), "frozen", (0, 0), (3, 5)), FROZEN.data)
+    assert (third / STILL).stat().st_nlink == 1
+
+
+def test_a_step_that_is_saved_again_may_refer_to_itself(tmp_path):
+    first = saved_with_still(tmp_path, 1, FROZEN)
+    inode = (first / STILL).stat().st_ino
+    again = saved_with_still(tmp_path, 1, FROZEN, before=first)
+    assert (again / STILL).stat().st_ino == inode
+    verify(again)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        piece("frozen", (3, 5), (0, 0), seed=8),
+        piece("frozen", (3, 5), (0, 0), dtype="int32", seed=9),
+        piece("chosen", (3, 5), (0, 0), seed=9),  # the same bytes under another name
+        replace(FROZEN, shape=(5, 3), local_shape=(5, 3), data=FROZEN.data.reshape(5, 3)),
+    ],
+    ids=["bits", "dtype", "name", "shape"],
+)
+def test_a_file_that_has_changed_is_written(tmp_path, now):
+    first = saved_with_still(tmp_path, 1, FROZEN)
+    second = saved_with_still(tmp_path, 2, now, before=first)
+    assert (first / STILL).stat().st_ino != (second / STILL).stat().st_ino
+    for path, frozen in ((first, FROZEN), (second, now)):
+        verify(path)
+        assert np.array_equal(read_box(open_checkpoint(path), frozen.name, (0, 0), frozen.shape), frozen.data)
+
+
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EMLINK, errno.EXDEV, errno.ENOENT])
+def test_where_a_file_cannot_have_two_names_it_is_written(tmp_path, monkeypatch, refusal):
+    def refuse(*_):
+        raise OSError(refusal, os.strerror(refusal))
+
+    first = saved_with_still(tmp_path, 1, FROZEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        second = saved_with_still(tmp_path, 2, FROZEN, before=first)
+    assert (second / STILL).stat().st_nlink == 1
+    verify(second)
+
+
+def test_a_live_writer_of_the_same_step_is_left_alone_and_a_dead_one_is_cleared_away(tmp_path):
+    begun = {writer: begin(tmp_path, 7, writer=writer) for writer in ("a", "b")}
+    assert begun["a"].partial != begun["b"].partial
+    dead = begin(tmp_path, 7, writer="dead")
+    write_shard(dead.partial, shard_name(0), [piece()])
+    bury(dead.partial)
+    shards = {w: write_shard(begun[w].partial, shard_name(0), [piece(seed=i)]) for i, w in enumerate(begun)}
+    abandon(begin(tmp_path, 9))
+    assert names(tmp_path) == [".step-00000007.a.partial", ".step-00000007.b.partial"]
+    for seed, writer in enumerate(begun):
+        path = commit(begun[writer], FACTS, [shards[writer]], workers=1)
+        assert np.array_equal(read_box(open_checkpoint(path), "w", (0, 0), (4, 3)), piece(seed=seed).data)
+    assert names(tmp_path) == ["step-00000007"]
+    verify(path)
+
+
+@pytest.mark.parametrize("at", ["begin", "commit"])
+def test_a_writer_that_begins_at_a_bad_moment_takes_nothing_away(tmp_path, monkeypatch, at):
+    """One is held between making its folder and locking it, or between the two renames of a commit."""
+    save(tmp_path, 7, [[piece(seed=1)]])
+    held, go_on = threading.Event(), threading.Event()
+    real_flock, real_rename = fcntl.flock, Path.rename
+
+    def hold():
+        if threading.current_thread().name.startswith("first") and not held.is_set():
+            held.set()
+            go_on.wait(0.2)  # the other may rightly wait for this one
+
+    def flock(descriptor, how):
+        if at == "begin" and Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".partial":
+            hold()
+        real_flock(descriptor, how)
+
+    def rename(path, target):
+        real_rename(path, target)
+        if at == "commit":
+            hold()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(Path, "rename", rename)
+    with ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
+        first = pool.submit(save, tmp_path, 7, [[piece(seed=2)]], writer="first")
+        assert held.wait(10)
+        save(tmp_path, 8, writer="second")
+        go_on.set()
+        first.result()
+    assert names(tmp_path) == ["step-00000007", "step-00000008"]
+    verify(tmp_path / "step-00000008")
+    assert np.array_equal(
+        read_box(open_checkpoint(tmp_path / "step-00000007"), "w", (0, 0), (4, 3)), piece(seed=2).data
+    )
+
+
+def compete(folder, seed, steps, barrier, log):
+    for step in steps:
+        barrier.wait(30)
+        try:
+            save(folder, step, [[piece(seed=seed)]], keep=(2, 0), writer=f"writer-{seed}")
+        except StateError as error:
+            log.put((step, seed, error.message))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_two_processes_that_save_the_same_steps(tmp_path):
+    """Ten rounds of one step and ten of rising ones; any exception but a StateError ends a process."""
+    steps = [7] * 10 + list(range(8, 18))
+    context = multiprocessing.get_context("fork")
+    barrier, log = context.Barrier(2), context.SimpleQueue()
+    processes = [context.Process(target=compete, args=(tmp_path, seed, steps, barrier, log)) for seed in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    lost = []
+    while not log.empty():
+        lost.append(log.get())
+    assert lost == []
+    assert names(tmp_path) == ["step-00000016", "step-00000017"]
+    for name in names(tmp_path):
+        verify(tmp_path / name)
+        found = read_box(open_checkpoint(tmp_path / name), "w", (0, 0), (4, 3))
+        assert any(np.array_equal(found, piece(seed=seed).data) for seed in (1, 2))

@@ -7,16 +7,20 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from headway.errors import StateError
-from headway.state import Facts, begin, commit, open_checkpoint, write_shard
+from headway.recipe import Train
+from headway.state import Facts, begin, commit, open_checkpoint, shard_name, write_shard
 from headway.state.tensors import (
     Held,
-    _copy_through,
+    as_tensor,
     load_state,
     load_weights,
     named_state,
+    owned,
     pieces,
     read_tensors,
+    still_names,
 )
+from headway.train.build import build_optimizer
 
 FACTS = Facts(cursor=0, chain="", data_version="v")
 
@@ -56,8 +60,8 @@ def train(model, optimizer, steps, seed=0):
 
 
 def save(folder, state, step=1):
-    write_shard(begin(folder, step), 0, pieces(state))
-    return commit(folder, step, FACTS, workers=1)
+    begun = begin(folder, step)
+    return commit(begun, FACTS, [write_shard(begun.partial, shard_name(0), pieces(state))], workers=1)
 
 
 def equal(a, b):
@@ -74,6 +78,7 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path, kind, dtype):
     path = save(tmp_path, named_state(model, optimizer))
     fresh = Net(dtype)
     fresh_optimizer = ADAMW[kind](fresh.parameters())
+    train(fresh, fresh_optimizer, 1, seed=5)  # so that its state is there
     load_state(path, fresh, fresh_optimizer)
     assert equal(named_state(fresh, fresh_optimizer), named_state(model, optimizer))
     for loaded, live in zip(fresh.parameters(), model.parameters(), strict=True):
@@ -89,6 +94,27 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path, kind, dtype):
         {name: tensor for name, tensor in named_state(model, optimizer).items() if name.startswith("model/")},
         {f"model/{name}": tensor for name, tensor in read_tensors(path).items()},
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_new_optimizer_takes_a_state_before_its_first_step(tmp_path, dtype):
+    """As a run does: what build_optimizer makes has the tensors that torch's own makes in its first step."""
+    torch.manual_seed(0)
+    model, fresh = Net(dtype), Net(dtype)
+    rules = Train(lr=0.1, weight_decay=0.01, beta1=0.8, beta2=0.9, eps=1e-6)
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "fused": True}
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    plain = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], **settings
+    )
+    train(model, optimizer, 3)
+    fresh_optimizer = build_optimizer(fresh, rules)
+    load_state(save(tmp_path, named_state(model, optimizer)), fresh, fresh_optimizer)
+    for _ in range(2):
+        assert equal(named_state(fresh, fresh_optimizer), named_state(model, optimizer))
+        train(model, optimizer, 2, seed=1)
+        train(fresh, fresh_optimizer, 2, seed=1)
 
 
 class LikeCompiled(nn.Module):
@@ -114,8 +140,9 @@ def test_names_are_those_of_the_bare_model(tmp_path, wrap):
     assert set(state) == {f"model/{name}" for name in bare.state_dict()} - {"model/head.weight"} | {
         f"optimizer/{name}/{key}" for name, _ in bare.named_parameters() for key in keys
     }
-    load_state(save(tmp_path, state), bare, torch.optim.AdamW(bare.parameters()))
-    assert equal(named_state(bare), named_state(model))
+    bare_optimizer = build_optimizer(bare, Train())
+    load_state(save(tmp_path, state), bare, bare_optimizer)
+    assert equal(named_state(bare, bare_optimizer), state)
     assert "model/0.body.0.weight" in named_state(nn.Sequential(wrap(Net())))
 
 
@@ -158,9 +185,50 @@ def test_nothing_is_copied_to_write(tmp_path):
     assert weight[3] == 1
 
 
-def test_plain_tensors_are_written_by_rank_0_only():
-    assert pieces({"w": torch.zeros(2)}, Held(owner=False)) == []
-    assert len(pieces({"w": torch.zeros(2), "e": torch.empty(0)})) == 2
+def test_plain_tensors_are_written_by_one_rank_each():
+    """All who hold the same part of the model share the work; what has no elements is the first one's."""
+    tensors = {name: torch.zeros(size) for name, size in {"a": 5, "b": 40, "c": 5, "d": 30, "e": 0}.items()}
+    assert [own.piece.name for own in owned(tensors)] == ["a", "b", "c", "d", "e"]
+    ranks = (3, 5)
+    shares = {rank: [own.piece.name for own in owned(tensors, Held(rank, ranks))] for rank in ranks}
+    assert sorted(shares[3] + shares[5]) == ["a", "b", "c", "d", "e"]
+    assert "e" in shares[3]
+    assert {sum(tensors[name].numel() for name in share) for share in shares.values()} == {40}
+
+
+def test_what_another_stage_owns_is_not_written():
+    tensors = {name: torch.zeros(3) for name in ("model/embed", "model/own", "optimizer/embed/step")}
+    held = Held(borrowed={"head.weight": "embed"})
+    assert [own.piece.name for own in owned(tensors, held)] == ["model/own"]
+
+
+def test_what_is_owned_is_the_live_tensor():
+    weight = torch.zeros(2, 3).t()
+    (own,) = owned({"w": weight})
+    own.tensor[1, 0] = 5
+    assert weight[1, 0] == 5
+    assert (own.piece.name, own.piece.dtype) == ("w", "float32")
+    assert (own.piece.shape, own.piece.start, own.piece.local_shape) == ((3, 2), (0, 0), (3, 2))
+
+
+def test_frozen_weights_are_named():
+    model = LikeCompiled(Net())
+    assert still_names(model) == frozenset()
+    model._orig_mod.embed.weight.requires_grad = False
+    model._orig_mod.body[0].bias.requires_grad = False
+    assert still_names(model) == {"model/embed.weight", "model/body.0.bias"}
+    assert still_names(model) < named_state(model).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_memory_seen_as_a_tensor_is_that_memory(dtype):
+    size = dtype.itemsize
+    bits = np.zeros((2, 3), f"<u{size}")
+    tensor = as_tensor(bits, str(dtype).removeprefix("torch."))
+    tensor[1, 2] = 1
+    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (2, 3))
+    assert bits[1, 2] == {torch.bfloat16: 0x3F80, torch.float32: 0x3F800000}.get(dtype, 1)
+    assert np.count_nonzero(bits) == 1
 
 
 class Wider(Net):
@@ -251,15 +319,6 @@ def test_an_open_checkpoint_serves_too(tmp_path):
     assert read_tensors(opened, prefix="model/body.").keys() == {"0.weight", "0.bias", "1.weight"}
 
 
-@pytest.mark.parametrize("size", [1, 7, 24, 1000])
-def test_copies_go_through_a_buffer_of_any_size(size):
-    for tensor in (torch.randn(3, 5), torch.randn(4).bfloat16(), torch.tensor(2.5), torch.empty(0, 2)):
-        copied = _copy_through(torch.empty(size, dtype=torch.uint8), tensor)
-        assert copied.data_ptr() != tensor.data_ptr() or tensor.numel() == 0
-        assert copied.shape == tensor.shape
-        assert torch.equal(copied, tensor)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gpu_and_the_cpu_save_and_load_each_other(tmp_path, monkeypatch, dtype):
@@ -272,14 +331,14 @@ def test_a_gpu_and_the_cpu_save_and_load_each_other(tmp_path, monkeypatch, dtype
     optimizer.step()
     path = save(tmp_path / "gpu", named_state(model, optimizer))
     cpu = Net(dtype)
-    cpu_optimizer = ADAMW["fused"](cpu.parameters())
+    cpu_optimizer = build_optimizer(cpu, Train())
     load_state(path, cpu, cpu_optimizer)
     on_gpu = named_state(model, optimizer)
     assert equal(named_state(cpu, cpu_optimizer), {name: tensor.cpu() for name, tensor in on_gpu.items()})
     again = save(tmp_path / "cpu", named_state(cpu, cpu_optimizer))
     assert open_checkpoint(again).manifest.digest == open_checkpoint(path).manifest.digest
     fresh = Net(dtype).cuda()
-    fresh_optimizer = ADAMW["fused"](fresh.parameters())
+    fresh_optimizer = build_optimizer(fresh, Train())
     load_state(again, fresh, fresh_optimizer)
     assert equal(named_state(fresh, fresh_optimizer), on_gpu)
     assert all(value.is_cuda for state in fresh_optimizer.state.values() for value in state.values())

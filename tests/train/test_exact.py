@@ -38,7 +38,7 @@ def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, r
     assert comparison.equal, comparison.sentence
 
 
-@pytest.mark.parametrize("point", ["save", "commit"])
+@pytest.mark.parametrize("point", ["save", "saved"])
 def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed, point: str) -> None:
     killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(8, 0, point))
     assert killed.outcome.state == "failed"

@@ -11,7 +11,18 @@ import torch.distributed as dist
 from headway.models import empty_decoder
 from headway.parallel import apply, make_mesh
 from headway.recipe import Recipe, with_settings
-from headway.state import Facts, begin, commit, find_checkpoint, open_checkpoint, partial_folder, write_shard
+from headway.state import (
+    Facts,
+    begin,
+    collect,
+    commit,
+    find_checkpoint,
+    leave,
+    open_checkpoint,
+    partial_folder,
+    shard_name,
+    write_shard,
+)
 from headway.state.tensors import Held, load_state, named_state, pieces
 from headway.track import read_recipe
 from headway.train.build import build_optimizer
@@ -93,16 +104,17 @@ def test_a_mesh_writes_the_very_state_it_read(alone, name: str, offload: bool, t
 def load_and_save(rank: int, workers: int, recipe: Recipe, source: Path, folder: Path) -> None:
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
-    held = Held(world.owner, spread.borrowed, spread.names)
+    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     optimizer = build_optimizer(spread.model, recipe.train)
     load_state(source, spread.model, optimizer, held)
-    if rank == 0:
-        begin(folder, 1)
+    save = begin(folder, 1) if rank == 0 else None
     dist.barrier()
-    write_shard(partial_folder(folder, 1), rank, pieces(named_state(spread.model, optimizer, held), held))
+    partial = partial_folder(folder, 1)
+    mine = pieces(named_state(spread.model, optimizer, held), held)
+    leave(partial, write_shard(partial, shard_name(rank), mine))
     dist.barrier()
-    if rank == 0:
-        commit(folder, 1, Facts(cursor=0, chain="", data_version="v"), workers=workers)
+    if save is not None:
+        commit(save, Facts(cursor=0, chain="", data_version="v"), collect(partial, workers), workers=workers)
     dist.barrier()
 
 

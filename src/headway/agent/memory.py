@@ -50,6 +50,8 @@ class Snapshot:
     buffers: dict[int, int] = field(default_factory=dict)
     """The buffer that each worker has filled, by rank."""
     rng: dict[str, str] = field(default_factory=dict)
+    released: bool = False
+    """Whether nobody reads it any more; if it is the newest, it may stay all the same."""
     stall_s: float = 0.0
     """How long the slowest worker stood still for it."""
 
@@ -92,7 +94,6 @@ class Memory:
     def __init__(self) -> None:
         self._buffers: dict[int, list[Buffer]] = {}
         self._in_use: dict[tuple[int, int], Snapshot] = {}
-        self._written: set[int] = set()  # ids of whole snapshots that need not stay for the sake of a writer
         self.newest: Snapshot | None = None
         """The newest whole state, if there is one."""
 
@@ -120,7 +121,7 @@ class Memory:
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer.close()
-        self._buffers, self._in_use, self._written, self.newest = {}, {}, set(), None
+        self._buffers, self._in_use, self.newest = {}, {}, None
 
     def descriptors(self, rank: int) -> list[int]:
         """The descriptors of a worker's buffers."""
@@ -137,14 +138,12 @@ class Memory:
 
     def release(self, snapshot: Snapshot) -> None:
         """Nobody reads a snapshot any more; it stays only if it is the newest and there is room beside it."""
-        self._written.add(id(snapshot))
+        snapshot.released = True
 
     def freed(self) -> list[tuple[int, int]]:
         """Buffers (rank, number) that may be filled again from now on; each is told once."""
         stays = None if self.buffers_each < ENOUGH else self.newest
-        free = [
-            place for place, snapshot in self._in_use.items() if snapshot is not stays and id(snapshot) in self._written
-        ]
+        free = [place for place, snapshot in self._in_use.items() if snapshot is not stays and snapshot.released]
         for place in free:
             del self._in_use[place]
         return free
@@ -153,7 +152,7 @@ class Memory:
         """The workers are gone: what they had not finished never will be."""
         for snapshot in list(self._in_use.values()):
             if not snapshot.whole:
-                self._written.add(id(snapshot))
+                snapshot.released = True
         self.freed()
 
     def free(self, rank: int) -> list[int]:

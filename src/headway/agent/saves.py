@@ -61,10 +61,14 @@ class Saves:
         ours, theirs = Line.pair()
         self._lines[rank] = ours
         if self._restore is not None:
-            files = self.memory.files(self._restore)
+            # In memory too: nobody reads the line yet, and it holds little.
+            files = [
+                ("manifest.json", *_in_memory(self.memory.manifest(self._restore))),
+                *self.memory.files(self._restore),
+            ]
             places = [[name, begin, size] for name, _, begin, size in files]
-            manifest = self.memory.manifest(self._restore).decode()
-            ours.send("restore", [fd for _, fd, _, _ in files], manifest=manifest, files=places)
+            ours.send("restore", [descriptor for _, descriptor, _, _ in files], files=places)
+            os.close(files[0][1])
         return theirs
 
     def lines(self) -> list[Line]:
@@ -251,6 +255,13 @@ class _Rhythm:
         hours = self._rules.hours_between_failures or GPU_HOURS_BETWEEN_FAILURES
         interval = save_interval(self._cost_s, self._workers, hours, self._failures, now - self._began)
         return now - self._last >= interval
+
+
+def _in_memory(content: bytes) -> tuple[int, int, int]:
+    """A descriptor of memory with this content, where it begins there, its size."""
+    descriptor = os.memfd_create("headway-manifest", os.MFD_CLOEXEC)
+    os.pwrite(descriptor, content, 0)
+    return descriptor, 0, len(content)
 
 
 def _free_memory() -> int:

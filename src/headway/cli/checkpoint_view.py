@@ -25,7 +25,7 @@ __all__ = [
 
 WIDTH = 80
 SHOWN = 20
-PATIENCE_S = 1.5
+PATIENCE_S = 1.0
 KINDS = {"model": "weights", "optimizer": "optimizer"}
 DIMS = ("rows", "columns")
 
@@ -305,4 +305,4 @@ def _some(names: Sequence[str]) -> str:
 def _said(value: Any) -> str:
     if isinstance(value, dict):
         return _mesh(value) or "-"
-    return "-" if value is None else str(value)
+    return "-" if value in (None, "") else str(value)

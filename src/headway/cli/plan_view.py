@@ -276,7 +276,7 @@ def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     lost = ", ".join(f"{name} {_percent(share)}" for name, share in made.accounts.items() if share >= 5e-5)
     yield from _label("goodput", _tenths(made.share) + (f"; lost: {lost}" if lost else ""))
     own = recipe.checkpoint.every_steps
-    stated = f"{own:,} steps" if own else "the last step only"
+    stated = "auto" if own == "auto" else f"{own:,} steps" if own else "the last step only"
     if made.interval_steps is None or made.interval_s is None:
         yield from _label("checkpoint", f"at the end would do: no failure rate is known; the recipe says {stated}")
         return
@@ -284,10 +284,10 @@ def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield from _label("failures", f"MTBF of the job {span(made.mtbf_s)}; {failures} expected in the run")
     why = f"Daly's optimum for saves of {span(made.checkpoint_s)}"
     every = f"every {made.interval_steps:,} steps, {span(made.interval_s)}: {why}"
-    if own == made.interval_steps:
+    if own in (made.interval_steps, "auto"):
         yield from _label("checkpoint", f"{every}, as the recipe has it")
         return
-    yield from _label("checkpoint", f"{every}; the recipe's {stated} {_dearer(plan, own)}")
+    yield from _label("checkpoint", f"{every}; the recipe's {stated} {_dearer(plan, int(own))}")
 
 
 def _dearer(plan: Plan, own: int) -> str:

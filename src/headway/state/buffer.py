@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headway.errors import StateError
 from headway.state.checkpoint import Piece, PieceShape, image_of
 from headway.state.safetensors_file import Image, bits_dtype
-from headway.state.source import Source
+from headway.state.source import MANIFEST, Source
 
 __all__ = ["Buffer", "BufferPlan", "FilePlan", "InMemory", "map_files", "plan_buffer"]
 
@@ -119,12 +119,12 @@ class InMemory(Source):
     checked = False
     place = "the agent's memory"
 
-    def __init__(self, manifest: bytes, files: Mapping[str, memoryview]) -> None:
-        self._manifest, self._files = manifest, files
+    def __init__(self, files: Mapping[str, memoryview]) -> None:
+        self._files = files
 
     def manifest(self) -> bytes:
         """See Source."""
-        return self._manifest
+        return bytes(self._files[MANIFEST])
 
     def size(self, file: str) -> int:
         """See Source."""

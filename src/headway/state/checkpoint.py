@@ -153,7 +153,6 @@ def begin(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") 
     """
     with _writing(f"checkpoint of step {step} could not be begun in {checkpoints}"):
         checkpoints.mkdir(parents=True, exist_ok=True)
-        _clear(checkpoints)
         free = shutil.disk_usage(checkpoints).free
         if needs_bytes > free:
             raise StateError(
@@ -161,9 +160,11 @@ def begin(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") 
                 hint=_HINTS[errno.ENOSPC],
             )
         partial = partial_folder(checkpoints, step, writer)
-        partial.mkdir()
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(checkpoints):
+            _clear(checkpoints)
+            partial.mkdir()
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
     return Save(checkpoints, step, partial, lock)
 
 
@@ -304,17 +305,16 @@ def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
 def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: int | None = None) -> list[int]:
     """Remove all but the newest, multiples of `keep_every_steps`, and `always`; say which steps went."""
     assert keep_last >= 1, "pruning would leave nothing"
-    entries = list_checkpoints(checkpoints)
     removed = []
-    for entry in entries[:-keep_last]:
-        if entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
-            continue
-        # Renamed first: a checkpoint that is half removed must not be seen as one.
-        doomed = checkpoints / f".step-{entry.step:08d}.removed"
-        with _writing(f"{entry.path} could not be removed"), _locked(checkpoints):
+    with _writing(f"old checkpoints could not be removed from {checkpoints}"), _locked(checkpoints):
+        for entry in list_checkpoints(checkpoints)[:-keep_last]:
+            if entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
+                continue
+            # Renamed first: a checkpoint that is half removed must not be seen as one.
+            doomed = checkpoints / f".step-{entry.step:08d}.removed"
             entry.path.rename(doomed)
             shutil.rmtree(doomed)
-        removed.append(entry.step)
+            removed.append(entry.step)
     return removed
 
 

@@ -8,7 +8,7 @@ end first, and the last word is filled up with zeros; a word is read as a signed
 a word of its own, bits ^ (bits >> 32). Then, all modulo 2**64,
 
     word j adds  word * R(j % 128) * S(j // 128)
-    R(k) = mix(1 + k) >> 33 | 1      S(k) = mix(129 + k) | 1
+    R(k) = mix(1 + k) >> 33 | 1      S(k) = mix(2**32 + k) | 1
     mix(n):  x = n * STRIDE;  x ^= x >> 32;  x *= MULTIPLIER;  x ^= x >> 32
 
 R and S are odd, so one changed element always changes the digest; so do two signs in one row of 128 words, as its R
@@ -194,7 +194,7 @@ def _mix(numbers: Words) -> Words:
 
 def _row_weights(rows: Words) -> Words:
     """S of the definition."""
-    weights = _mix(rows + np.uint64(1 + ROW))
+    weights = _mix(rows + np.uint64(2**32))
     weights |= np.uint64(1)
     return weights
 

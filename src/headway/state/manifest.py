@@ -32,7 +32,7 @@ FORMAT = 2
 CHUNK_BYTES = 4 << 20
 """What a checksum is taken of; a part of a checkpoint is read in such chunks."""
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 DtypeName = Annotated[str, Field(pattern=rf"^(?:{'|'.join(DTYPES)})$")]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,}(-still)?\.safetensors$")]
@@ -148,11 +148,15 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
                 hint="upgrade headway",
             )
         manifest = Manifest.model_validate(_upgrade(fields))
+        "".join(manifest.tensors).encode()  # names that are no text would fail later
     except (ValidationError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedState(f"{place} is not a checkpoint's manifest", hint=_HINT) from error
     for name, tensor in manifest.tensors.items():
         if fault := _fault(manifest, tensor):
             raise DamagedState(f"{place} is no manifest of a checkpoint: {fault} of tensor {name}", hint=_HINT)
+    for name, file in manifest.files.items():
+        if file.header_bytes > file.bytes:
+            raise DamagedState(f"{place} is no manifest of a checkpoint: the header of {name} is too long", hint=_HINT)
     if manifest.digest != digest_of(manifest.tensors):
         raise DamagedState(f"{place} is damaged: its digest is not that of its tensors", hint=_HINT)
     return manifest
@@ -167,6 +171,8 @@ def chunk_checksums(view: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[s
 
 def _fault(manifest: Manifest, tensor: TensorEntry) -> str | None:
     """What a reader would trip over."""
+    if any(len(piece.start) != len(tensor.shape) or len(piece.shape) != len(tensor.shape) for piece in tensor.pieces):
+        return "a piece has too few or many dimensions"
     if tiling_fault(tensor.shape, (piece.box for piece in tensor.pieces)):
         return "the pieces do not make a whole"
     for piece in tensor.pieces:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -93,7 +94,8 @@ def read_box(
     for move in moves(layout_of(tensor), Layout(tensor.shape, (Part(HERE, want),))):
         piece = tensor.pieces[move.source]
         _check_header(checkpoint, piece.file)
-        target = out[(*move.box.slices(want.start), ...)]  # the dots make a view of an array without dimensions too
+        place: tuple[Any, ...] = (*move.box.slices(want.start), ...)  # a view, even of an array without dimensions
+        target: Bits = out[place]
         if target.flags.c_contiguous and _follow_each_other(move.box, piece):
             _read_run(checkpoint, name, piece, move.box, target)
         else:
@@ -149,6 +151,8 @@ def _read_rows(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, o
 
 def _bands(box: Box, itemsize: int) -> Iterator[Box]:
     """A box, a bounded number of its rows at a time."""
+    if not box.volume:
+        return
     if not box.shape:
         yield box
         return

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.errors import StateError
+from headway.errors import DamagedState
 
 __all__ = ["DTYPES", "Image", "Place", "bits_dtype", "plan_image", "read_image", "write_file", "write_memory"]
 
@@ -139,7 +139,7 @@ def read_image(path: Path) -> Image:
                 raise _damaged(path, f"its header says it has {length} bytes, and the file has {size}")
             header = file.read(length)
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DamagedState(f"{path} cannot be read: {error.strerror or error}") from error
     places = dict(_entries(path, header, size - 8 - length))
     return Image(length.to_bytes(8, "little") + header, places)
 
@@ -215,5 +215,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _damaged(path: Path, why: str) -> StateError:
-    return StateError(f"{path} is damaged: {why}", hint="use an older checkpoint, or copy the file again")
+def _damaged(path: Path, why: str) -> DamagedState:
+    return DamagedState(f"{path} is damaged: {why}", hint="use an older checkpoint, or copy the file again")

@@ -2,8 +2,9 @@
 
 Whatever may pass is tried again for `patience_s`: connections that fail or break off, answers that do not come, that
 are cut short, or that say the server is busy. The client retries some of these itself, and some not: no conditional
-put or deletion whose answer was lost, no answer cut short. So all of it is done here, by one clock, except for the
-parts of a large upload, which only the client knows.
+put or deletion whose answer was lost, no answer cut short. So all of it is done here, by one clock, except for what
+only the client knows: the parts of a large upload and the pages of a long listing. An upload of parts that fails is
+also called off, which takes as long again where the store is gone.
 
 The client has threads of its own: a process that has used a Store must not fork and use it in the child.
 """
@@ -42,6 +43,7 @@ _METADATA = re.compile(r"//169\.254\.|//metadata\.google")
 _NO_CREDENTIALS = "the environment has no credentials, and this machine's metadata service gave none"
 _GUIDE = "docs/guides/object-stores.md says what the environment must hold"
 _PASSING = {408, 409, 425, 429}
+_PASSING_CODES = {"RequestTimeout", "NoSuchUpload"}  # the latter when a lost answer had ended an upload of parts
 _MEANINGS = {
     "Timeout": "no answer came in time",
     "Connect": "no connection could be made",
@@ -137,20 +139,25 @@ class Store:
         import obstore
         from obstore.exceptions import AlreadyExistsError, BaseError
 
-        unsure = False
+        unsure = look = False
 
         def write() -> bool:
-            nonlocal unsure
+            nonlocal unsure, look
+            there = self._find_once(key) if look else None
+            if there is not None:
+                return unsure and there == data
             try:
                 obstore.put(self._once, key, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 # Status 409 looks the same and means that another request was in the way, which may have failed.
+                look = True
                 there = self._find_once(key)
                 if there is None:
                     raise _Conflict from None
                 return unsure and there == data
             except BaseError:
-                unsure = True
+                # Not always with a look before: a store that fails every other request would fail each of these.
+                unsure, look = True, not look
                 raise
             return True
 
@@ -348,7 +355,7 @@ def _trouble(error: Exception) -> _Trouble:
     if match := _STATUS.search(text):
         status, code = int(match[1]), _CODE.search(text)
         reason = f"the store answered {status}{f' ({code[1]})' if code else ''}"
-        passing = status in _PASSING or 500 <= status != 501 or bool(code and code[1] == "RequestTimeout")
+        passing = status in _PASSING or 500 <= status != 501 or bool(code and code[1] in _PASSING_CODES)
         return _Trouble(_NO_CREDENTIALS if _METADATA.search(text) else reason, passing, status, spent_s, retries)
     if isinstance(error, FileNotFoundError):
         return _Trouble("it is not there", passing=False, status=404)

@@ -367,6 +367,11 @@ class _Life:
                 yield Incident(self._wall(t), self.number, f"worker {rank} {how} {self._where(rank)}")
         if self.outcome == "failed" and not any(_is_violent(event) for event in self.exits.values()):
             yield Incident(self._wall(self.end_t), self.number, f"failed: {self.end.get('reason', '')}")
+        skipped = [event for event in self.agent.events if event["kind"] == "skipped"]
+        if skipped:
+            first, many = skipped[0], f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
+            text = f"{many} left out, first at step {first.get('step')}: the one before was still being written"
+            yield Incident(self._wall(_time(first) or 0), self.number, text)
         if self.outcome is None and self.failed:
             yield Incident(self._wall(self.end_t), self.number, "the agent was gone without a word")
         told = {"agent": self.agent.events} | {f"worker {rank}": story.rest for rank, story in self.ranks.items()}
@@ -374,6 +379,9 @@ class _Life:
             for event in events:
                 if event["kind"] == "error" and event.get("type") != "PeerFailed":
                     text = f"{who}: {event.get('message', '')}"
+                    yield Incident(self._wall(_time(event) or 0), self.number, text)
+                elif event["kind"] == "unsaved":
+                    text = f"step {event.get('step')} was not saved ({event.get('tier')}): {event.get('message')}"
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
                 elif event["kind"] == "log" and isinstance(event.get("changed"), dict):
                     text = f"{event.get('message')}: {', '.join(map(str, event['changed']))} changed"

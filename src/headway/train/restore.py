@@ -39,4 +39,4 @@ def _kept(line: Line) -> Checkpoint:
         raise WorkerError("the agent is gone") from None
     assert message.kind == "restore", f"the agent said {message.kind} first"
     files = map_files(message.descriptors, message.fields["files"])
-    return open_checkpoint(InMemory(message.fields["manifest"].encode(), files))
+    return open_checkpoint(InMemory(files))

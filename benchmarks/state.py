@@ -1,0 +1,401 @@
+"""What saving and loading a training state costs: Headway beside PyTorch's DCP, in the same run.
+
+    python benchmarks/state.py [--mb 1024] [--repeats 5] [--out FILE] [--folder FOLDER]
+
+Two CPU workers share a decoder's state (FSDP2; weights and AdamW's moments in float32) and train it: Headway's through
+its agent, the peer's in state_dcp.py with the same model and step. Workers are pinned to one core, whatever writes to
+another; then Headway's run is repeated with all cores open to all.
+
+    stall      what a save takes from the steps, beside a copy of the same tensors into warm memory
+    durable    from a save's beginning to its commit, while training goes on, beside a plain write with fsync
+    steps      how much longer a step takes while a save is being written
+    load       the state of two shards into two halves of each matrix (tensor = 2) and into one worker, from a cold and
+               from a warm page cache, beside a read of as many bytes into memory that is there
+    flipped    one byte of a tensor changed in a copy of the checkpoint
+
+The first save of each run is left out: it finds memory cold. Medians over the others. Linux only.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import math
+import mmap
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.agent import new_run, supervise
+from headway.agent.zygote import Zygote
+from headway.data import BuildOptions, build
+from headway.recipe import Recipe
+from headway.recipe.load import parse_recipe
+from headway.state import find_checkpoint, list_checkpoints, verify
+from headway.track import Record, RunFolder, read_run
+
+LAYERS, HEAD, BYTES_A_PARAMETER = 7, 64, 12
+SEQ, BATCH, VOCABULARY = 8, 2, 300
+WRITE_BYTES = 8 << 20
+VARIANTS = ("thread", "kept", "process")
+LIMIT_S = 240
+"""For each part; a full run takes a quarter of it."""
+GOALS = {"stall": 1.2, "durable": 1.5, "steps": 1.15, "load": 1.5}
+Span = tuple[float, float]
+
+
+def make_recipe(mb: int, mesh: dict[str, int], data: Path | None = None, **train: Any) -> Recipe:
+    """A decoder whose weights and moments are about so many MiB, on a mesh."""
+    dim = max(2, round(math.sqrt(mb * 2**20 / BYTES_A_PARAMETER / LAYERS / 12) / HEAD / 2) * 2) * HEAD
+    checkpoint = {"every_steps": train.pop("save_every", 0), "keep_last": 1}
+    values = {
+        "name": "state",
+        "model": {"layers": LAYERS, "dim": dim, "heads": dim // HEAD, "vocab_size": 320},
+        "data": {"path": str(data or "-"), "seq": SEQ},
+        "train": {"batch": BATCH, "device": "cpu", "recompute": "none", "restarts": 0, "warmup_steps": 0} | train,
+        "parallel": {"shard": 1, "keep_weights": True} | mesh,
+        "checkpoint": checkpoint,
+    }
+    return parse_recipe(values, {}, "benchmark")
+
+
+# -- what was measured of a training with saves
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One worker's steps and saves, in seconds of the machine's monotonic clock."""
+
+    steps: list[Span]
+    saves: list[dict[str, float]]
+    """Of each: when it `begin`s, its `stall`, when it `writes` from, when it is `done`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def slowest(workers: Sequence[Trained]) -> Trained:
+    """One story of all workers: a save lasts from the first worker's beginning to the last one's end."""
+    ends = {"begin": min, "writes": min, "stall": max, "done": max}
+    together = zip(*(worker.saves for worker in workers), strict=True)
+    saves = [{key: pick(save[key] for save in each) for key, pick in ends.items()} for each in together]
+    return Trained(workers[0].steps, saves)
+
+
+def figures(trained: Trained) -> dict[str, Any]:
+    """Medians, without the first save."""
+    saves = trained.saves[1:]
+    writes = [(save["writes"], save["done"]) for save in trained.saves]
+    spans = [span for span in trained.steps if span[0] >= trained.saves[0]["begin"]]
+    shares = [sum(overlap(span, write) for write in writes) / (span[1] - span[0]) for span in spans]
+    lengths = [end - begin for begin, end in spans]
+    without = [length for length, share in zip(lengths, shares, strict=True) if share == 0]
+    # A write may end before two steps do: steps that lie in one for the most part have to do then.
+    for least in (0.9, 0.7, 0.5):
+        under = [length for length, share in zip(lengths, shares, strict=True) if share >= least]
+        if len(under) >= len(saves) / 2:
+            break
+    touched = [length for length, share in zip(lengths, shares, strict=True) if share > 0]
+    base = median(without)
+    return {
+        "stall_s": median([save["stall"] for save in saves]),
+        "durable_s": median([save["done"] - save["begin"] for save in saves]),
+        "write_s": median([save["done"] - save["writes"] for save in saves]),
+        "step_s": base,
+        "step_under_write_s": median(under),
+        "steps_under_write": len(under),
+        "share_under_write": least,
+        "slowdown": median(under) / base,
+        "lost_s_a_save": (sum(touched) - base * len(touched)) / len(writes),
+        "each_stall_s": [save["stall"] for save in saves],
+        "each_durable_s": [save["done"] - save["begin"] for save in saves],
+    }
+
+
+def overlap(one: Span, other: Span) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+# -- ours
+
+
+def train_here(job: dict[str, Any]) -> None:
+    """The agent of a run: workers on one core, the agent on another, or all on all."""
+    recipe = make_recipe(job["mb"], {"shard": 2}, Path(job["data"]), steps=job["steps"], save_every=job["every"])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if job["steps_on"] is not None:
+        os.sched_setaffinity(0, {job["steps_on"]})
+    zygote = Zygote(Path(job["folder"]) / "zygote.log", environment)
+    if job["saves_on"] is not None:
+        os.sched_setaffinity(0, {job["saves_on"]})
+    with contextlib.closing(zygote):
+        while not zygote.ready(timeout_s=1.0):
+            pass
+        attempt = new_run(recipe, Path(job["folder"]), name="run", workers=2)
+        outcome = supervise(attempt.model_copy(update={"threads": 1}), warm=zygote)
+    if outcome.state != "finished":
+        sys.exit(f"{outcome.reason}\n{outcome.hint}")
+
+
+def read_ours(run: RunFolder) -> dict[str, Any]:
+    """What the records of a run tell."""
+    records = {record.header.process: record for record in read_run(run)}
+    agent = records["agent"]
+    written = {e["step"]: e["seconds"] for e in agent.events if e["kind"] == "checkpoint"}
+    kept = {e["step"]: seconds(agent, e) for e in agent.events if e["kind"] == "kept"}
+    durable = [(at, at + written[step]) for step, at in sorted(kept.items()) if step in written]
+    workers = []
+    for rank in range(2):
+        record = records[f"rank-{rank}"]
+        steps = [(seconds(record, e) - (e["data"] + e["compute"]) / 1e9, seconds(record, e))
+                 for e in record.events if e["kind"] == "step"]  # fmt: skip
+        saves = [{"begin": begin, "stall": end - begin, "writes": writes, "done": done}
+                 for (begin, end), (writes, done) in zip(spans(record, "checkpoint"), durable, strict=True)]  # fmt: skip
+        workers.append(Trained(steps, saves))
+    story = slowest(workers)
+    last = story.saves.pop()  # the workers have ended by then
+    memory = next(e for e in agent.events if e["kind"] == "memory")
+    return figures(story) | {
+        "durable_at_rest_s": last["done"] - last["begin"],
+        "skipped": sum(e["kind"] == "skipped" for e in agent.events),
+        "memory_bytes": memory["bytes"],
+        "buffers": memory["buffers"],
+    }
+
+
+def seconds(record: Record, event: dict[str, Any]) -> float:
+    return (record.header.mono + event["t"]) / 1e9
+
+
+def spans(record: Record, name: str) -> list[Span]:
+    at = {kind: [seconds(record, e) for e in record.events if e["kind"] == kind and e["name"] == name]
+          for kind in ("begin", "end-span")}  # fmt: skip
+    return list(zip(at["begin"], at["end-span"], strict=True))
+
+
+# -- the bare disk and its cache
+
+
+def write_raw(folder: Path, size: int, direct: bool) -> float:
+    """Seconds to write so many bytes and sync them, from memory that is there."""
+    block = mmap.mmap(-1, WRITE_BYTES)
+    block[:] = os.urandom(1 << 16) * (WRITE_BYTES >> 16)
+    path = folder / "raw"
+    begun = time.monotonic()
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
+        descriptor = os.open(path, flags, 0o600)
+        for _ in range(-(-size // WRITE_BYTES)):
+            os.write(descriptor, block)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return time.monotonic() - begun
+    except OSError:  # a file system without direct I/O
+        return math.nan
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Have the next read of a folder's files come from the disk."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def share_in_cache(folder: Path) -> float:
+    """Which share of a folder's pages is in the page cache."""
+    there = pages = 0
+    for path in folder.iterdir():
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as memory:
+            view = np.frombuffer(memory, np.uint8)
+            marks = np.zeros(-(-view.size // mmap.PAGESIZE), np.uint8)
+            address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.size)
+            if ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(marks.ctypes.data)):
+                return math.nan
+            there, pages = there + int((marks & 1).sum()), pages + marks.size
+            del view
+    return there / max(1, pages)
+
+
+def link_copy(folder: Path, copy: Path, own: str) -> Path:
+    """A copy of a folder that shares all files with it but one."""
+    copy.mkdir()
+    for path in folder.iterdir():
+        (shutil.copyfile if path.name == own else os.link)(path, copy / path.name)
+    return copy
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder lies on."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    over = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(over, default=(0, "unknown"))[1]
+
+
+# -- processes
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[Sequence[str]], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes in sessions of their own, all of which are gone afterwards, whatever happens."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+                                "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}  # fmt: skip
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with log.open("ab") as output:
+            for command in commands:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                        stderr=output, start_new_session=True,
+                    )
+                )  # fmt: skip
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run(commands: Sequence[Sequence[str]], log: Path) -> None:
+    """Run processes to their end; the first that fails, or the clock, ends all."""
+    with started(commands, log) as processes:
+        deadline = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in processes):
+            late = time.monotonic() > deadline
+            if late or any(process.returncode for process in processes):
+                break
+            time.sleep(0.1)
+        if any(process.returncode != 0 for process in processes):
+            text = log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"{'it took too long' if late else 'it failed'}: {' '.join(commands[0])}\n{text}")
+
+
+# -- the parts of the benchmark
+
+
+class Bench:
+    """A folder, two cores, and the sizes of it all."""
+
+    def __init__(self, folder: Path, mb: int, repeats: int) -> None:
+        self.folder, self.mb, self.repeats = folder, mb, repeats
+        cores = sorted(os.sched_getaffinity(0))
+        self.pinned = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+        self._count = 0
+        self.data = folder / "data"
+        build(self.data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=VOCABULARY))
+
+    def ranks(self, workers: int, pinned: tuple[int | None, int | None], **job: Any) -> list[dict[str, Any]]:
+        """Have ranks of state_dcp.py do a job; what each found."""
+        self._count += 1
+        place = self.folder / f"job-{self._count}"
+        place.mkdir()
+        common = {"mb": self.mb, "workers": workers, "steps_on": pinned[0], "saves_on": pinned[1]}
+        common |= {"folder": str(place), "results": str(place / "result"), "rendezvous": str(place / "store")}
+        (place / "job.json").write_text(json.dumps(common | job))
+        script = str(Path(__file__).with_name("state_dcp.py"))
+        run([[script, str(place / "job.json"), str(rank)] for rank in range(workers)], place / "log")
+        return [json.loads(Path(place / f"result-{rank}.json").read_text()) for rank in range(workers)]
+
+    def peer(self, variant: str, pinned: tuple[int | None, int | None], repeats: int, copies: int) -> dict[str, Any]:
+        """Training with saves by DCP; its last checkpoint stays."""
+        found = self.ranks(2, pinned, kind="train", variant=variant, saves=repeats + 1, copies=copies)
+        both = [{kind: each["copies"][kind] for kind in each["copies"]} for each in found]
+        bare = {kind: median([max(pair) for pair in zip(*(each[kind] for each in both), strict=True)])
+                for kind in both[0]}  # fmt: skip
+        place = self.folder / f"job-{self._count}"
+        last = max(path for path in place.iterdir() if path.is_dir())
+        told = figures(slowest([Trained(each["steps"], each["saves"]) for each in found]))
+        return told | {"copy_s": bare, "checkpoint": str(last)}
+
+    def ours(self, pinned: tuple[int | None, int | None], repeats: int, every: int) -> dict[str, Any]:
+        """Training with Headway's saves; its last checkpoint stays."""
+        self._count += 1
+        place = self.folder / f"job-{self._count}"
+        place.mkdir()
+        job = {"mb": self.mb, "data": str(self.data), "folder": str(place), "every": every}
+        job |= {"steps": every * (repeats + 2), "steps_on": pinned[0], "saves_on": pinned[1]}
+        (place / "job.json").write_text(json.dumps(job))
+        run([[__file__, "--agent", str(place / "job.json")]], place / "log")
+        folder = RunFolder(place / "run")
+        checkpoint = find_checkpoint(folder.checkpoints)
+        drop_from_cache(checkpoint)
+        begun = time.monotonic()
+        size = verify(checkpoint).bytes
+        told = {"verify_s": time.monotonic() - begun, "bytes": size, "checkpoint": str(checkpoint)}
+        return read_ours(folder) | told
+
+    def raw(self, size: int, repeats: int) -> dict[str, list[float]]:
+        """Seconds of plain and of direct writes."""
+        return {kind: [write_raw(self.folder, size, kind == "direct") for _ in range(repeats)]
+                for kind in ("plain", "direct")}  # fmt: skip
+
+    def load(self, mesh: dict[str, int], ours: str, peer: str, flip: bool) -> dict[str, Any]:
+        """Loads into a mesh; the slowest rank counts."""
+        workers, repeats = math.prod(mesh.values()), max(2, self.repeats // 2 + 1)
+        found = self.ranks(workers, (None, None), kind="load", mesh=mesh, ours=ours, dcp=peer, repeats=repeats, flip=flip)
+
+        def both(get: Callable[[dict[str, Any]], list[float]]) -> float:
+            return median([max(turn) for turn in zip(*(get(each) for each in found), strict=True)])
+
+        told: dict[str, Any] = {
+            way: {cache: both(lambda each, w=way, c=cache: each[w][c]) for cache in ("cold", "warm")}
+            for way in ("raw", "headway", "dcp")
+        }
+        told["into_new_memory_s"] = {way: max(each["first"][way] for each in found) for way in ("headway", "dcp")}
+        return told | {"in_cache_when_cold": found[0]["in_cache_when_cold"], "flipped": found[0].get("flipped")}
+
+
+def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
+    """All of it, in an order that lets each part know what it needs of those before."""
+    size, few = bench.mb * 2**20, max(2, bench.repeats // 2 + 1)
+    tell("the bare disk")
+    raw = bench.raw(size, few)
+    tell("DCP, by a thread")
+    peers = {"thread": bench.peer("thread", bench.pinned, few, copies=bench.repeats)}
+    for variant in VARIANTS[1:]:
+        tell(f"DCP, {variant}")
+        peers[variant] = bench.peer(variant, bench.pinned, few, copies=0)
+    # As many steps between two saves as a slow write takes, and some that no write disturbs.
+    best = min(median(raw["plain"]), median(raw["direct"]) or math.inf)
+    every = math.ceil(2.5 * best / peers["thread"]["step_s"]) + 3
+    tell(f"Headway, a save every {every} steps")
+    ours = bench.ours(bench.pinned, bench.repeats, every)
+    tell("both on all cores")
+    open_cores = {"headway": bench.ours((None, None), few, every), "dcp": bench.peer("kept", (None, None), few, few)}
+    tell("the bare disk again")
+    again = bench.raw(size, few)
+    raw = {kind: raw[kind] + again[kind] for kind in raw}
+    tell("loads")
+    places = ours["checkpoint"], peers["kept"]["checkpoint"]
+    loads = {"tensor 2": bench.load({"tensor": 2}, *places, flip=False), "one": bench.load({"shard": 1}, *places, flip=True)}
+    return {"raw_write_s": raw, "dcp": peers, "headway": ours, "all_cores": open_cores, "loads": loads}

@@ -1,0 +1,319 @@
+"""Ranks that stand beside Headway's in state.py: training with PyTorch's DCP, bare copies and reads, loads by both.
+
+    python benchmarks/state_dcp.py JOB.json RANK        started by state.py, which says in JOB what to do
+
+The model, its layout and its step are Headway's own; only who saves differs. DCP gets every help that is known: a
+process group of its own, a state dict that is made once, old checkpoints removed outside of the times, and all of its
+threads and processes on the core that does not train. Three ways of `async_save` are tried:
+
+    thread   as documented: a thread writes what was staged into new memory
+    kept     the same with a stager that is kept, so that its memory is warm
+    process  a process writes what was staged into shared memory that is kept
+"""
+
+import json
+import mmap
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from state import Trained, drop_from_cache, flip, link_copy, make_recipe, share_in_cache
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from headway.errors import StateError
+from headway.models import empty_decoder, initial_weight
+from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
+from headway.recipe import Parallel, Recipe
+from headway.state import list_checkpoints, open_checkpoint
+from headway.state.tensors import Held, fill, load_state, named_state
+from headway.train.build import build_optimizer
+
+FREE_STEPS = 3
+"""Steps that a save is given to settle, and that are taken without one."""
+READ_BYTES = 8 << 20
+Job = dict[str, Any]
+
+
+# -- the model and its step
+
+
+def meet(job: Job, rank: int, recipe: Recipe) -> World:
+    """This rank's place on the mesh; the threads of the group's transport stay on the core that trains."""
+    workers, device = job["workers"], torch.device("cpu")
+    if workers == 1:
+        return World(rank=0, size=1, device=device)
+    store = dist.FileStore(job["rendezvous"], workers)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
+    return make_mesh(rank, workers, device, (recipe.parallel or Parallel()).sizes(workers))
+
+
+def make_model(recipe: Recipe, world: World) -> tuple[Spread, torch.optim.Optimizer, Held]:
+    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+    return spread, build_optimizer(spread.model, recipe.train), held
+
+
+def make_step(recipe: Recipe, world: World, spread: Spread, optimizer: torch.optim.Optimizer) -> Callable[[bool], bool]:
+    """A step as train/loop.py makes it; it also finds out whether all ranks say yes."""
+    rows, seq = recipe.train.batch // world.data.size, recipe.data.seq
+    tokens = torch.randint(0, 256, (rows, seq + 1), generator=torch.Generator().manual_seed(world.rank))
+    parameters = dict(spread.model.named_parameters())
+
+    def step(says_yes: bool) -> bool:
+        loss = spread.passes(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / (recipe.train.batch * seq))
+        finish_gradients(parameters, spread.missing)
+        norm = total_norm(parameters, world, spread.borrowed)
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        totals = world.sum(torch.tensor([float(loss), float(says_yes)], dtype=torch.float64))
+        return totals[1].item() == world.size
+
+    return step
+
+
+# -- cores
+
+
+@contextmanager
+def on(core: int | None) -> Iterator[None]:
+    """Do something on a core: threads and processes that begin meanwhile stay there."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def threads() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
+
+
+def move_others(core: int | None, but: set[int]) -> None:
+    """Have every other thread of this process, and every process it has started, run on a core."""
+    if core is None:
+        return
+    started = psutil.Process().children(recursive=True)
+    for number in (threads() - but) | {thread.id for child in started for thread in child.threads()}:
+        try:
+            os.sched_setaffinity(number, {core})
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
+
+# -- training, with saves by DCP
+
+
+class Saver:
+    """Saves by one of DCP's ways, and tells when each began, let go and was durable."""
+
+    def __init__(self, job: Job, state: dict[str, torch.Tensor], core: int | None) -> None:
+        self._kind, self._state, self._core = job["variant"], state, core
+        self._folder, self._first = Path(job["folder"]), job["rank"] == 0
+        self._staying = threads()
+        with on(core):
+            self._group = dist.new_group(backend="gloo")
+        shared = self._kind == "process"
+        self._stager = None if self._kind == "thread" else DefaultStager(StagingOptions(False, shared, False, False))
+        self._type = AsyncCheckpointerType.PROCESS if shared else AsyncCheckpointerType.THREAD
+        self._future: Future[Any] | None = None
+        self.saves: list[dict[str, float]] = []
+
+    @property
+    def done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def save(self, number: int) -> None:
+        begun = time.monotonic()
+        if self._future is not None:
+            self._future.result()
+        future = dcp.async_save(
+            self._state,
+            checkpoint_id=str(self._folder / f"{number:04d}"),
+            process_group=self._group,
+            async_checkpointer_type=self._type,
+            async_stager=self._stager,
+        )
+        let_go = time.monotonic()
+        assert isinstance(future, Future), "staging is not asynchronous here"
+        said = {"begin": begun, "stall": let_go - begun, "writes": let_go}
+        future.add_done_callback(lambda _: said.update(done=time.monotonic()))
+        move_others(self._core, self._staying)
+        self._future = future
+        self.saves.append(said)
+
+    def settle(self, number: int) -> None:
+        """A save is durable: see that it went well, and remove the one before."""
+        assert self._future is not None
+        self._future.result()
+        move_others(self._core, self._staying)
+        if self._first and number > 1:
+            shutil.rmtree(self._folder / f"{number - 1:04d}")
+
+
+def train(job: Job, rank: int) -> dict[str, Any]:
+    """Steps with a save now and then; before them, copies of the same tensors into memory that is there."""
+    recipe = make_recipe(job["mb"], {"shard": job["workers"]})
+    world = meet(job, rank, recipe)
+    spread, optimizer, held = make_model(recipe, world)
+    step = make_step(recipe, world, spread, optimizer)
+    state = named_state(spread.model, optimizer, held)
+    steps: list[tuple[float, float]] = []
+
+    def timed_step(says_yes: bool) -> bool:
+        begun = time.monotonic()
+        agreed = step(says_yes)
+        steps.append((begun, time.monotonic()))
+        return agreed
+
+    for _ in range(2):
+        timed_step(False)
+    bare = copies(state, job["copies"], lambda: timed_step(False))
+    steps.clear()
+    saver = Saver(job | {"rank": rank}, state, job["saves_on"])
+    for number in range(1, job["saves"] + 1):
+        saver.save(number)
+        while not timed_step(saver.done):
+            pass
+        saver.settle(number)
+        for _ in range(FREE_STEPS):
+            timed_step(False)
+    return Trained(steps, saver.saves).as_dict() | {"copies": bare}
+
+
+def copies(state: dict[str, torch.Tensor], count: int, between: Callable[[], Any]) -> dict[str, list[float]]:
+    """Seconds to copy this rank's tensors into warm memory of its own, and into warm memory that can be shared."""
+    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state.values()]
+    makers = {"private": torch.empty_like, "shared": lambda tensor: torch.empty_like(tensor).share_memory_()}
+    found: dict[str, list[float]] = {kind: [] for kind in makers}
+    for kind, make in makers.items() if count else ():
+        targets = [make(tensor).fill_(1) for tensor in locals_]
+        for _ in range(count + 1):
+            between()
+            dist.barrier()
+            begun = time.monotonic()
+            for target, tensor in zip(targets, locals_, strict=True):
+                target.copy_(tensor)
+            found[kind].append(time.monotonic() - begun)
+        del targets
+    return {kind: seconds[1:] for kind, seconds in found.items()}
+
+
+# -- loading
+
+
+def load(job: Job, rank: int) -> dict[str, Any]:
+    """The same state into another mesh by Headway, by DCP, and the bare bytes; from a cold and from a warm cache."""
+    recipe = make_recipe(job["mb"], job["mesh"])
+    world = meet(job, rank, recipe)
+    spread, optimizer, held = make_model(recipe, world)
+    ours, peers = Path(job["ours"]), Path(job["dcp"])
+    state = named_state(spread.model, optimizer, held)
+    mine = sorted(ours.glob("*.safetensors"))[rank :: job["workers"]]
+    memory = mmap.mmap(-1, READ_BYTES + sum(path.stat().st_size for path in mine), flags=mmap.MAP_PRIVATE)
+    memory[:] = b"\1" * len(memory)
+    ways: dict[str, tuple[Path, Callable[[], Any]]] = {
+        "raw": (ours, lambda: read_raw(mine, memory)),
+        "headway": (ours, lambda: load_state(ours, spread.model, optimizer, held)),
+        "dcp": (peers, lambda: dcp.load(state, checkpoint_id=str(peers))),
+    }
+    found: dict[str, Any] = {"first": {}, "in_cache_when_cold": 0.0}
+    for name, (_, way) in ways.items():
+        found["first"][name] = timed(way)  # into memory that is new, which is not counted further on
+    for name, (folder, way) in ways.items():
+        found[name] = {"cold": [], "warm": []}
+        for _ in range(job["repeats"]):
+            if rank == 0:
+                drop_from_cache(folder)
+                found["in_cache_when_cold"] = max(found["in_cache_when_cold"], share_in_cache(folder))
+            found[name]["cold"].append(timed(way))
+            found[name]["warm"].append(timed(way))
+    if job["flip"]:
+        found["flipped"] = flipped(job, spread, optimizer, held)
+    return found
+
+
+def timed(way: Callable[[], Any]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    begun = time.monotonic()
+    way()
+    return time.monotonic() - begun
+
+
+def read_raw(paths: list[Path], memory: mmap.mmap) -> None:
+    """Read files one after the other into memory, as fast as one thread can."""
+    place = 0
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            begin = 0
+            while count := os.preadv(file.fileno(), [memoryview(memory)[place : place + READ_BYTES]], begin):
+                begin, place = begin + count, place + count
+
+
+def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: Held) -> dict[str, str]:
+    """What each says of a copy of its checkpoint with one byte changed in the middle of a tensor."""
+    state = named_state(spread.model, optimizer, held)
+    name = next(name for name, tensor in state.items() if name.startswith("model/layers") and tensor.ndim == 2)
+    ours, peers = Path(job["ours"]), Path(job["dcp"])
+    load_state(ours, spread.model, optimizer, held)
+    right = state[name].clone()
+
+    piece = open_checkpoint(ours).manifest.tensors[name].pieces[0]
+    damaged = link_copy(ours, Path(job["folder"]) / "flipped", piece.file)
+    flip(damaged / piece.file, piece.offset + piece.box.volume * 2)
+    try:
+        load_state(damaged, spread.model, optimizer, held)
+        said = "loaded"
+    except StateError as error:
+        said = f"refused: {error.message.replace(str(damaged) + '/', '')}"
+
+    places = dcp.FileSystemReader(str(peers)).read_metadata().storage_data
+    place = next(info for index, info in places.items() if index.fqn == name)
+    damaged = link_copy(peers, Path(job["folder"]) / "flipped-dcp", place.relative_path)
+    flip(damaged / place.relative_path, place.offset + place.length // 2)
+    dcp.load(state, checkpoint_id=str(peers))
+    theirs = state[name].clone()
+    try:
+        dcp.load(state, checkpoint_id=str(damaged))
+        wrong = int((state[name] != theirs).sum())
+        other = f"loaded without a word; {wrong} value of {name} is wrong" if wrong else "loaded"
+    except Exception as error:
+        other = f"refused: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return {"tensor": name, "headway": said, "dcp": other, "shape": str(list(right.shape))}
+
+
+def main() -> None:
+    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if job["steps_on"] is not None:
+        os.sched_setaffinity(0, {job["steps_on"]})
+    result = {"train": train, "load": load}[job["kind"]](job, rank)
+    Path(f"{job['results']}-{rank}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
