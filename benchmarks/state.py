@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -44,7 +45,7 @@ from headway.agent.zygote import Zygote
 from headway.data import BuildOptions, build
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.state import find_checkpoint, list_checkpoints, verify
+from headway.state import find_checkpoint, verify
 from headway.track import Record, RunFolder, read_run
 
 LAYERS, HEAD, BYTES_A_PARAMETER = 7, 64, 12
@@ -54,6 +55,13 @@ VARIANTS = ("thread", "kept", "process")
 LIMIT_S = 240
 """For each part; a full run takes a quarter of it."""
 GOALS = {"stall": 1.2, "durable": 1.5, "steps": 1.15, "load": 1.5}
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 Span = tuple[float, float]
 
 
@@ -139,10 +147,9 @@ def median(values: Sequence[float]) -> float:
 def train_here(job: dict[str, Any]) -> None:
     """The agent of a run: workers on one core, the agent on another, or all on all."""
     recipe = make_recipe(job["mb"], {"shard": 2}, Path(job["data"]), steps=job["steps"], save_every=job["every"])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if job["steps_on"] is not None:
         os.sched_setaffinity(0, {job["steps_on"]})
-    zygote = Zygote(Path(job["folder"]) / "zygote.log", environment)
+    zygote = Zygote(Path(job["folder"]) / "zygote.log", os.environ)
     if job["saves_on"] is not None:
         os.sched_setaffinity(0, {job["saves_on"]})
     with contextlib.closing(zygote):
@@ -160,14 +167,15 @@ def read_ours(run: RunFolder) -> dict[str, Any]:
     agent = records["agent"]
     written = {e["step"]: e["seconds"] for e in agent.events if e["kind"] == "checkpoint"}
     kept = {e["step"]: seconds(agent, e) for e in agent.events if e["kind"] == "kept"}
-    durable = [(at, at + written[step]) for step, at in sorted(kept.items()) if step in written]
+    durable = [(at, at + written.get(step, math.nan)) for step, at in sorted(kept.items())]
     workers = []
     for rank in range(2):
         record = records[f"rank-{rank}"]
         steps = [(seconds(record, e) - (e["data"] + e["compute"]) / 1e9, seconds(record, e))
                  for e in record.events if e["kind"] == "step"]  # fmt: skip
         saves = [{"begin": begin, "stall": end - begin, "writes": writes, "done": done}
-                 for (begin, end), (writes, done) in zip(spans(record, "checkpoint"), durable, strict=True)]  # fmt: skip
+                 for (begin, end), (writes, done) in zip(spans(record, "checkpoint"), durable, strict=True)
+                 if not math.isnan(done)]  # fmt: skip
         workers.append(Trained(steps, saves))
     story = slowest(workers)
     last = story.saves.pop()  # the workers have ended by then
@@ -264,20 +272,16 @@ def file_system(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def started(commands: Sequence[Sequence[str]], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(commands: Sequence[Sequence[str]], logs: Sequence[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes in sessions of their own, all of which are gone afterwards, whatever happens."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                                "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}  # fmt: skip
+    environment = os.environ | ENVIRONMENT
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with log.open("ab") as output:
-            for command in commands:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                        stderr=output, start_new_session=True,
-                    )
-                )  # fmt: skip
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("ab") as output:
+                said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+                process = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **said)
+                processes.append(process)
         yield processes
     finally:
         for process in processes:
@@ -286,18 +290,21 @@ def started(commands: Sequence[Sequence[str]], log: Path) -> Iterator[list[subpr
             process.wait()
 
 
-def run(commands: Sequence[Sequence[str]], log: Path) -> None:
+def run(commands: Sequence[Sequence[str]], folder: Path) -> None:
     """Run processes to their end; the first that fails, or the clock, ends all."""
-    with started(commands, log) as processes:
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    with started(commands, logs) as processes:
         deadline = time.monotonic() + LIMIT_S
         while any(process.poll() is None for process in processes):
-            late = time.monotonic() > deadline
-            if late or any(process.returncode for process in processes):
+            failed = [number for number, process in enumerate(processes) if process.returncode]
+            if failed or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        if any(process.returncode != 0 for process in processes):
-            text = log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{'it took too long' if late else 'it failed'}: {' '.join(commands[0])}\n{text}")
+        codes = [process.poll() for process in processes]
+    for command, code, log in zip(commands, codes, logs, strict=True):
+        if code != 0:
+            how = f"took more than {LIMIT_S} s" if code is None else f"ended with status {code}"
+            raise SystemExit(f"{' '.join(command)} {how}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 # -- the parts of the benchmark
@@ -323,7 +330,7 @@ class Bench:
         common |= {"folder": str(place), "results": str(place / "result"), "rendezvous": str(place / "store")}
         (place / "job.json").write_text(json.dumps(common | job))
         script = str(Path(__file__).with_name("state_dcp.py"))
-        run([[script, str(place / "job.json"), str(rank)] for rank in range(workers)], place / "log")
+        run([[script, str(place / "job.json"), str(rank)] for rank in range(workers)], place)
         return [json.loads(Path(place / f"result-{rank}.json").read_text()) for rank in range(workers)]
 
     def peer(self, variant: str, pinned: tuple[int | None, int | None], repeats: int, copies: int) -> dict[str, Any]:
@@ -345,7 +352,7 @@ class Bench:
         job = {"mb": self.mb, "data": str(self.data), "folder": str(place), "every": every}
         job |= {"steps": every * (repeats + 2), "steps_on": pinned[0], "saves_on": pinned[1]}
         (place / "job.json").write_text(json.dumps(job))
-        run([[__file__, "--agent", str(place / "job.json")]], place / "log")
+        run([[__file__, "--agent", str(place / "job.json")]], place)
         folder = RunFolder(place / "run")
         checkpoint = find_checkpoint(folder.checkpoints)
         drop_from_cache(checkpoint)
@@ -362,7 +369,9 @@ class Bench:
     def load(self, mesh: dict[str, int], ours: str, peer: str, flip: bool) -> dict[str, Any]:
         """Loads into a mesh; the slowest rank counts."""
         workers, repeats = math.prod(mesh.values()), max(2, self.repeats // 2 + 1)
-        found = self.ranks(workers, (None, None), kind="load", mesh=mesh, ours=ours, dcp=peer, repeats=repeats, flip=flip)
+        found = self.ranks(
+            workers, (None, None), kind="load", mesh=mesh, ours=ours, dcp=peer, repeats=repeats, flip=flip
+        )
 
         def both(get: Callable[[dict[str, Any]], list[float]]) -> float:
             return median([max(turn) for turn in zip(*(get(each) for each in found), strict=True)])
@@ -386,8 +395,7 @@ def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
         tell(f"DCP, {variant}")
         peers[variant] = bench.peer(variant, bench.pinned, few, copies=0)
     # As many steps between two saves as a slow write takes, and some that no write disturbs.
-    best = min(median(raw["plain"]), median(raw["direct"]) or math.inf)
-    every = math.ceil(2.5 * best / peers["thread"]["step_s"]) + 3
+    every = math.ceil(2.5 * best_write(raw) / peers["thread"]["step_s"]) + 3
     tell(f"Headway, a save every {every} steps")
     ours = bench.ours(bench.pinned, bench.repeats, every)
     tell("both on all cores")
@@ -397,5 +405,161 @@ def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     raw = {kind: raw[kind] + again[kind] for kind in raw}
     tell("loads")
     places = ours["checkpoint"], peers["kept"]["checkpoint"]
-    loads = {"tensor 2": bench.load({"tensor": 2}, *places, flip=False), "one": bench.load({"shard": 1}, *places, flip=True)}
+    loads = {"tensor 2": bench.load({"tensor": 2}, *places, flip=False)}
+    loads["one worker"] = bench.load({"shard": 1}, *places, flip=True)
     return {"raw_write_s": raw, "dcp": peers, "headway": ours, "all_cores": open_cores, "loads": loads}
+
+
+# -- told
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table, in seconds; `dcp` has what its ways took, or how many times longer its steps are."""
+
+    what: str
+    headway: float
+    beside: float
+    goal: float | None
+    dcp: tuple[float | None, ...]
+    times: bool = False
+    """Whether `dcp` tells ratios."""
+
+    @property
+    def ratio(self) -> float:
+        return self.headway / self.beside
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.goal is None else "met" if self.ratio <= self.goal else "missed"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        goal = "" if self.goal is None else f"<={self.goal:g}"
+        unit = "x" if self.times else ""
+        others = "".join(f"{'-' if value is None else f'{value:.2f}{unit}':>9}" for value in self.dcp)
+        return f"{self.what:34}{self.headway:8.3f}{self.beside:8.3f}{self.ratio:7.2f}{goal:>8}{self.verdict:>8}{others}"
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """What is told of what was measured."""
+    ours, peers, wide = found["headway"], found["dcp"], found["all_cores"]
+    disk, copy = best_write(found["raw_write_s"]), peers["thread"]["copy_s"]["private"]
+
+    def ways(key: str) -> tuple[float, ...]:
+        return tuple(peers[variant][key] for variant in VARIANTS)
+
+    def steps(what: str, told: dict[str, Any], goal: float | None, dcp: tuple[float | None, ...]) -> Row:
+        return Row(what, told["step_under_write_s"], told["step_s"], goal, dcp, times=True)
+
+    table = [
+        Row("stall of a step | bare copy", ours["stall_s"], copy, GOALS["stall"], ways("stall_s")),
+        Row("durable | bare write, fsync", ours["durable_s"], disk, GOALS["durable"], ways("durable_s")),
+        steps("a step meanwhile | without", ours, GOALS["steps"], ways("slowdown")),
+    ]
+    for mesh, told in found["loads"].items():
+        for cache in ("cold", "warm"):
+            what = f"load, {mesh}, {cache} | raw read"
+            dcp = (None, told["dcp"][cache], None)
+            table.append(Row(what, told["headway"][cache], told["raw"][cache], GOALS["load"], dcp))
+    ours, peer = wide["headway"], wide["dcp"]
+    stall, durable, slowdown = ((None, peer[key], None) for key in ("stall_s", "durable_s", "slowdown"))
+    return [
+        *table,
+        Row("all cores: stall | bare copy", ours["stall_s"], peer["copy_s"]["private"], None, stall),
+        Row("all cores: durable | bare write", ours["durable_s"], disk, None, durable),
+        steps("all cores: meanwhile | without", ours, None, slowdown),
+    ]
+
+
+def best_write(raw: dict[str, list[float]]) -> float:
+    """The faster of both ways to write, by their medians."""
+    return min(median(found) for found in raw.values() if not any(map(math.isnan, found)))
+
+
+def print_table(result: dict[str, Any], table: Sequence[Row]) -> None:
+    print(f"\n{'':73}{'DCP':>12}")
+    print(
+        f"{'seconds':34}{'headway':>8}{'beside':>8}{'ratio':>7}{'goal':>8}{'':8}{'thread':>9}{'kept':>9}{'process':>9}"
+    )
+    for row in table:
+        print(row)
+    for text in notes(result):
+        print(textwrap.fill(text, 99, subsequent_indent="  "))
+
+
+def notes(result: dict[str, Any]) -> Iterator[str]:
+    """What the table has no room for."""
+    ours, flipped, mb = result["headway"], result["loads"]["one worker"]["flipped"], result["mb"]
+    yield f"flipped byte, {'met' if flipped['headway'].startswith('refused') else 'missed'}: {flipped['headway']}"
+    yield f"flipped byte, DCP: {flipped['dcp']}"
+    yield ""
+    yield (
+        f"state {ours['bytes'] / 2**20:.0f} MiB; host memory held by the agent {ours['memory_bytes'] / 2**20:.0f} MiB "
+        f"({ours['buffers']} buffers a worker); {ours['skipped']} saves left out"
+    )
+    yield (
+        f"read back and verified from a cold cache in {ours['verify_s']:.2f} s; durable in "
+        f"{ours['durable_at_rest_s']:.2f} s where no step runs meanwhile"
+    )
+    lost = ", ".join(f"{name} {result['dcp'][name]['lost_s_a_save']:.2f}" for name in VARIANTS)
+    yield f"steps lose {ours['lost_s_a_save']:.2f} s to a save beside its stall; DCP: {lost}"
+    rates = ", ".join(f"{kind} {mb / median(found):.0f} MiB/s" for kind, found in result["raw_write_s"].items())
+    cold = max(told["in_cache_when_cold"] for told in result["loads"].values())
+    yield f"{result['file_system']}, writes with fsync: {rates}; {cold:.1%} of what is called cold was in the cache"
+    pinned = "workers on one core, writers on another" if result["pinned"] else "NOTHING PINNED: there is one core"
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    yield f"{result['cores']} cores ({pinned}), {result['machine']}; {versions}; took {result['took_s']:.0f} s"
+
+
+def check_room(folder: Path, mb: int) -> None:
+    free = shutil.disk_usage(folder).free >> 20
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    if free < 8 * mb:
+        raise SystemExit(f"--mb {mb} needs {8 * mb} MiB in {folder}, and {free} are free: --folder names another")
+    if memory < 5 * mb:
+        raise SystemExit(f"--mb {mb} needs {5 * mb} MiB of memory, and {memory} are free")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=1024, help="size of the state in MiB")
+    parser.add_argument("--repeats", type=int, default=5, help="saves that count")
+    parser.add_argument("--out", type=Path, help="where to leave the numbers, as JSON")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="whose disk to use")
+    parser.add_argument("--agent", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.agent:
+        train_here(json.loads(options.agent.read_text()))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # as Ctrl-C: processes and the folder go first
+    check_room(options.folder, options.mb)
+    begun = time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  {what}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="headway-state-", dir=options.folder, ignore_cleanup_errors=True) as name:
+        bench = Bench(Path(name), options.mb, options.repeats)
+        result = measure(bench, tell)
+        result["file_system"] = file_system(Path(name))
+    names = ("torch", "numpy", "xxhash")
+    result |= {
+        "mb": options.mb,
+        "repeats": options.repeats,
+        "cores": os.cpu_count(),
+        "pinned": bench.pinned[0] is not None,
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "took_s": time.monotonic() - begun,
+    }
+    table = rows(result)
+    print_table(result, table)
+    if options.out:
+        options.out.write_text(json.dumps(result | {"table": [row.as_dict() for row in table]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

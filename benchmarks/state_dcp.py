@@ -28,7 +28,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from state import Trained, drop_from_cache, flip, link_copy, make_recipe, share_in_cache
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -36,9 +35,10 @@ from headway.errors import StateError
 from headway.models import empty_decoder, initial_weight
 from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
 from headway.recipe import Parallel, Recipe
-from headway.state import list_checkpoints, open_checkpoint
+from headway.state import open_checkpoint
 from headway.state.tensors import Held, fill, load_state, named_state
 from headway.train.build import build_optimizer
+from state import Trained, drop_from_cache, flip, link_copy, make_recipe, share_in_cache
 
 FREE_STEPS = 3
 """Steps that a save is given to settle, and that are taken without one."""
@@ -241,6 +241,7 @@ def load(job: Job, rank: int) -> dict[str, Any]:
     for name, (folder, way) in ways.items():
         found[name] = {"cold": [], "warm": []}
         for _ in range(job["repeats"]):
+            together()
             if rank == 0:
                 drop_from_cache(folder)
                 found["in_cache_when_cold"] = max(found["in_cache_when_cold"], share_in_cache(folder))
@@ -251,9 +252,13 @@ def load(job: Job, rank: int) -> dict[str, Any]:
     return found
 
 
-def timed(way: Callable[[], Any]) -> float:
+def together() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def timed(way: Callable[[], Any]) -> float:
+    together()
     begun = time.monotonic()
     way()
     return time.monotonic() - begun
@@ -275,9 +280,6 @@ def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: He
     state = named_state(spread.model, optimizer, held)
     name = next(name for name, tensor in state.items() if name.startswith("model/layers") and tensor.ndim == 2)
     ours, peers = Path(job["ours"]), Path(job["dcp"])
-    load_state(ours, spread.model, optimizer, held)
-    right = state[name].clone()
-
     piece = open_checkpoint(ours).manifest.tensors[name].pieces[0]
     damaged = link_copy(ours, Path(job["folder"]) / "flipped", piece.file)
     flip(damaged / piece.file, piece.offset + piece.box.volume * 2)
@@ -292,14 +294,14 @@ def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: He
     damaged = link_copy(peers, Path(job["folder"]) / "flipped-dcp", place.relative_path)
     flip(damaged / place.relative_path, place.offset + place.length // 2)
     dcp.load(state, checkpoint_id=str(peers))
-    theirs = state[name].clone()
+    right = state[name].clone()
     try:
         dcp.load(state, checkpoint_id=str(damaged))
-        wrong = int((state[name] != theirs).sum())
+        wrong = int((state[name] != right).sum())
         other = f"loaded without a word; {wrong} value of {name} is wrong" if wrong else "loaded"
     except Exception as error:
         other = f"refused: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    return {"tensor": name, "headway": said, "dcp": other, "shape": str(list(right.shape))}
+    return {"tensor": name, "headway": said, "dcp": other}
 
 
 def main() -> None:
@@ -310,8 +312,8 @@ def main() -> None:
         os.sched_setaffinity(0, {job["steps_on"]})
     result = {"train": train, "load": load}[job["kind"]](job, rank)
     Path(f"{job['results']}-{rank}.json").write_text(json.dumps(result))
+    together()
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 

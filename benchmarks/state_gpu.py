@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from headway.state import Line
 from headway.track import Recorder, RunFolder, account, read_metric, read_run
 
 EIGHT = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab_size": 128256}
+EIGHT |= {"tie_embeddings": False}
 ONE = {
     "layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab_size": 128256, "tie_embeddings": True,
 }  # fmt: skip
@@ -142,16 +144,18 @@ def memory(folder: Path, shape: dict) -> dict:
     run = RunFolder(folder)
     run.checkpoints.mkdir()
     recipe = Recipe.model_validate({"data": {"path": "-", "seq": 8, "version": "v"}})
+    ours, theirs = Line.pair()
+    child = os.fork()  # before there are threads
+    if child == 0:
+        with contextlib.suppress(KeyboardInterrupt):
+            (descriptor,) = theirs.receive(None)[0].descriptors
+            work(Line(socket.socket(fileno=descriptor)), folder, shape)
+        os._exit(0)
     saves = AgentSaves(run, recipe, FaultPlan())
     recorder = Recorder(folder / "agent.jsonl", attempt=1, process="agent")
     saves.start(1, 1, recorder, None)
-    line = saves.open_line(0)
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(KeyboardInterrupt):
-            work(line, folder, shape)
-        os._exit(0)
-    line.close()
+    with contextlib.closing(saves.open_line(0)) as line:
+        ours.send("line", [line.fileno()])
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.01)
         saves.hear()

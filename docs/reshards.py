@@ -59,11 +59,13 @@ MESHES = (
     "shard=2,pipeline=2",
     "tensor=2,pipeline=2",
 )
-# Sizes that 3 divides none of, and a vocabulary that nothing divides. Embedding and head are one tensor, which both ends
-# of a pipeline hold; with two key heads, four workers of a tensor axis hold those projections whole.
+# Sizes of which 3 divides none, and a vocabulary that nothing divides. Embedding and head are one tensor, which both
+# ends of a pipeline hold; there are fewer key heads than workers of the largest tensor axis, which hold them whole.
 MODEL = {"layers": 4, "dim": 40, "heads": 4, "kv_heads": 2, "hidden": 56, "vocab_size": 301, "qkv_bias": True}
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.agent.check", "headway.data", "headway.train.build"]
 """What every worker imports: done once, in the process that they are forked from."""
+NUMBERS = 1 << 20
+"""For the elements of one rank, to see where they lie; float32 tells those of 16 ranks apart."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -170,15 +172,30 @@ def load_all(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], pl
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     optimizer = build_optimizer(spread.model, recipe.train)
     live = named_state(spread.model, optimizer, held)
+    places = {name: places_of(tensor, rank) for name, tensor in live.items()}
     for number, state in enumerate(states):
         forget(live)
         load_state(state, spread.model, optimizer, held)
-        wrong = unlike(read_checkpoint(state), {name: gathered(tensor) for name, tensor in live.items()})
+        saved = read_checkpoint(state)
+        wrong = unlike({name: saved[name].reshape(-1)[places[name]] for name in live}, flat(live))
         mine = pieces(live, held)
         boxes = {piece.name: piece.start for piece in mine}
         note = {"boxes": json.dumps(boxes), "wrong": json.dumps([f"{name} (worker {rank})" for name in wrong])}
         arrays = {piece.name: piece.data.reshape(piece.local_shape).view(piece.dtype) for piece in mine}
         save_file(arrays, place / f"{number}-{rank}.safetensors", metadata=note)
+
+
+@torch.no_grad()
+def places_of(tensor: torch.Tensor, rank: int) -> NDArray[np.int64]:
+    """Where each of this worker's elements lies in the whole tensor, by what PyTorch makes of elements with numbers."""
+    if not isinstance(tensor, DTensor):
+        return np.arange(tensor.numel())
+    local = tensor.to_local()
+    assert local.numel() <= NUMBERS, "too large a tensor to number its elements"
+    local.copy_((rank * NUMBERS + torch.arange(local.numel())).reshape(local.shape))
+    numbers = tensor.full_tensor().numpy().reshape(-1).astype(np.int64)
+    mine = np.flatnonzero(numbers // NUMBERS == rank)
+    return mine[np.argsort(numbers[mine])]
 
 
 @torch.no_grad()
@@ -188,10 +205,10 @@ def forget(state: Mapping[str, torch.Tensor]) -> None:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float("nan"))
 
 
-def gathered(tensor: torch.Tensor) -> NDArray[Any]:
-    """A whole tensor, as PyTorch puts it together from all that hold a part of it."""
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.numpy()
+def flat(state: Mapping[str, torch.Tensor]) -> Arrays:
+    """This worker's elements of every tensor, in a row."""
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+    return {name: tensor.numpy().reshape(-1) for name, tensor in local.items()}
 
 
 # -- comparing

@@ -188,7 +188,7 @@ def test_a_scattered_box_reads_no_more_than_its_chunks(tmp_path, shape, start, s
 
 @pytest.mark.parametrize("budget", [1, 30, 100, 10_000])
 def test_rows_that_are_read_through_a_buffer_come_whole(tmp_path, monkeypatch, budget):
-    monkeypatch.setattr(restore_module, "_ROWS_BYTES", budget)
+    monkeypatch.setattr(restore_module, "_BAND_BYTES", budget)
     array = whole("t", (9, 5, 3), 2)
     path = save(tmp_path, [[piece_of("t", array, Box((0, 0, 0), (9, 5, 3)))]])
     rechunk(path, 16)

@@ -12,8 +12,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from headway.errors import StateError
-from headway.state import Facts, begin, commit, open_checkpoint, partial_folder, verify, write_shard
-from headway.state.tensors import Held, load_state, named_state, pieces, read_tensors
+from headway.recipe import Train
+from headway.state import (
+    Facts,
+    Folder,
+    begin,
+    collect,
+    commit,
+    leave,
+    open_checkpoint,
+    partial_folder,
+    shard_name,
+    verify,
+    write_shard,
+)
+from headway.state.source import Source
+from headway.state.tensors import Held, load_state, named_state, owned, pieces, read_tensors
 from processes import run_ranks
 
 FACTS = Facts(cursor=0, chain="", data_version="v")
@@ -44,7 +58,9 @@ def build(world, seed):
     model = Net(seed)
     if world:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    from headway.train.build import build_optimizer  # it takes a while, and most ranks here do without
+
+    return model, build_optimizer(model, Train(lr=0.01))
 
 
 def train(model, optimizer, steps):
@@ -54,16 +70,35 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
+class Counting(Source):
+    """A folder that notes what is read of it."""
+
+    def __init__(self, path):
+        self._folder = Folder(path)
+        self.place = str(path)
+        self.reads = []
+
+    def manifest(self):
+        return self._folder.manifest()
+
+    def size(self, file):
+        return self._folder.size(file)
+
+    def read(self, file, begin, out):
+        self.reads.append((file, begin, len(out)))
+        self._folder.read(file, begin, out)
+
+
 def save_together(rank, world, folder, state):
-    if rank == 0:
-        begin(folder, 1)
+    begun = begin(folder, 1) if rank == 0 else None
     if world > 1:
         dist.barrier()
-    write_shard(partial_folder(folder, 1), rank, pieces(state, Held(owner=rank == 0)))
+    partial, held = partial_folder(folder, 1), Held(rank, tuple(range(world)))
+    leave(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
     if world > 1:
         dist.barrier()
-    if rank == 0:
-        commit(folder, 1, FACTS, workers=world)
+    if begun is not None:
+        commit(begun, FACTS, collect(partial, world), workers=world)
     if world > 1:
         dist.barrier()
 
@@ -73,10 +108,19 @@ def story_train_and_save(rank, world, folder):
     train(model, optimizer, 2)
     save_together(rank, world, folder, named_state(model, optimizer))
     again, optimizer = build(world, seed=9)
-    opened = open_checkpoint(folder / "step-00000001")
+    source = Counting(folder / "step-00000001")
+    opened = open_checkpoint(source)
     load_state(opened, again, optimizer)
-    foreign = {name for file, name in opened._checked if file != f"rank-{rank:05d}.safetensors"}
+    at = {
+        (piece.file, piece.offset): name for name, tensor in opened.manifest.tensors.items() for piece in tensor.pieces
+    }
+    read = [(file, at[file, begin]) for file, begin, _ in source.reads if begin > 0]
+    assert len(read) == len(set(read))
+    foreign = {name for file, name in read if file != shard_name(rank)}
     assert all(name == "model/count" or name.endswith("/step") for name in foreign), foreign
+    own = sum(t.to_local().nbytes for t in named_state(again, optimizer).values() if isinstance(t, DTensor))
+    small = sum(t.nbytes for t in named_state(again, optimizer).values() if not isinstance(t, DTensor))
+    assert sum(size for _, begin, size in source.reads if begin > 0) == own + small
 
 
 def story_load_and_save(rank, world, source, folder):
@@ -147,7 +191,7 @@ def story_layouts(rank, world, folder):
     for name, tensor in state.items():
         assert torch.equal(getattr(holder, name).to_local(), tensor.to_local()), name
     with pytest.raises(StateError, match="tensor sum lies on its mesh as"):
-        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, Held(owner=rank == 0))
+        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, Held(rank, tuple(range(world))))
 
 
 def layouts_truth():
@@ -173,3 +217,41 @@ def test_other_layouts_are_saved_whole(ranks, tmp_path):
     assert len(manifest(tmp_path / "c").tensors["corners"].pieces) == 4
     assert len(manifest(tmp_path / "c").tensors["hybrid"].pieces) == 2
     assert len(manifest(tmp_path / "c").tensors["copies"].pieces) == 1
+
+
+def story_copies(rank, world, folder):
+    """Copies of everything on two ranks each: whole DTensors, sharded ones, plain tensors."""
+    line = init_device_mesh("cpu", (world,))
+    grid = init_device_mesh("cpu", (2, world // 2))
+    state = dict[str, torch.Tensor]()
+    for i, array in enumerate(copies_truth()):
+        whole = torch.from_numpy(array)
+        state[f"model/{i}.copied"] = distribute_tensor(whole, line, [Replicate()])
+        state[f"model/{i}.sharded"] = distribute_tensor(whole, grid, [Replicate(), Shard(0)])
+        state[f"model/{i}.plain"] = whole
+    save_together(rank, world, folder, state)
+    return {"owned": torch.tensor(sum(own.tensor.nbytes for own in owned(state, Held(rank, tuple(range(world))))))}
+
+
+def copies_truth():
+    """Like the layers of a model: many alike, and small ones between."""
+    rng = np.random.default_rng(1)
+    return [rng.random((rows, 8), np.float32) for _ in range(6) for rows in (16, 64, 4)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_copies_share_the_writing(ranks, tmp_path, world):
+    shares = [int(told["owned"]) for told in ranks(world, story_copies, tmp_path / "c")]
+    found = tensors(tmp_path / "c")
+    for i, array in enumerate(copies_truth()):
+        for kind in ("copied", "sharded", "plain"):
+            assert np.array_equal(found[f"model/{i}.{kind}"].numpy(), array)
+    verify(tmp_path / "c" / "step-00000001")
+    whole = 3 * sum(array.nbytes for array in copies_truth())
+    assert sum(shares) == whole  # all of it once
+    largest = max(array.nbytes for array in copies_truth())
+    assert all(abs(share - whole / world) <= largest for share in shares), shares
+    for kind in ("copied", "sharded", "plain"):
+        files = manifest(tmp_path / "c").tensors
+        writers = {piece.file for name, tensor in files.items() if name.endswith(kind) for piece in tensor.pieces}
+        assert len(writers) == world, kind

@@ -34,6 +34,20 @@ def test_killed_and_resumed_on_a_gpu_is_exact(lab, recipe, dtype: str) -> None:
     assert compare(resumed.run, unharmed.run).equal
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_killed_on_a_gpu_goes_on_from_memory_exactly(lab, recipe, dtype: str) -> None:
+    """Copies run beside the next step: what is restored must be what was there when they began."""
+    settings = ON_GPU | {"train.dtype": dtype, "checkpoint.memory_every_steps": 1, "train.restarts": 3}
+    unharmed = lab.train(recipe(settings | {"checkpoint.memory_every_steps": 0}), workers=1)
+    faults = FaultPlan().kill(5).kill(8, attempt=2, point="save").kill(10, attempt=3, point="saved")
+    lived = lab.train(recipe(settings), workers=1, faults=faults)
+    assert lived.outcome.state == "finished", lived.outcome
+    assert len(lived.events("attempt", "agent")) == 4
+    assert [event["step"] for event in lived.events("resumed")[1:]] >= [3, 6, 8]
+    assert lived.digest == unharmed.digest
+    assert compare(lived.run, unharmed.run).equal
+
+
 def test_a_stall_on_a_gpu_is_found_where_it_was_put(lab, recipe) -> None:
     settings = ON_GPU | {"train.steps": 30, "checkpoint.every_steps": 10}
     faults = FaultPlan().stall("data", 15, 1.0).stall("save", 20, 1.0)
@@ -52,4 +66,4 @@ def test_stopping_on_a_gpu_saves_the_last_step(lab, recipe) -> None:
     threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     lived = lab.train(recipe(ON_GPU | {"train.steps": 1_000_000}), workers=1)
     assert lived.outcome.state == "stopped", lived.outcome
-    assert lived.events("checkpoint")[-1]["step"] == lived.events("step")[-1]["step"]
+    assert lived.events("checkpoint", "agent")[-1]["step"] == lived.events("step")[-1]["step"]

@@ -1,10 +1,12 @@
 """Boxes of a tensor: rectangular regions of its index space, and how they overlap. Pure arithmetic."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from operator import add
 
-__all__ = ["Box", "overlap", "tiling_fault"]
+__all__ = ["Box", "bands", "overlap", "tiling_fault"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -46,6 +48,21 @@ def overlap(a: Box, b: Box) -> Box | None:
     start = tuple(map(max, a.start, b.start))
     shape = tuple(min(stop) - first for first, stop in zip(start, zip(a.stop, b.stop, strict=True), strict=True))
     return Box(start, shape) if all(size > 0 for size in shape) else None
+
+
+def bands(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Boxes of at most `limit` bytes (or one element) that follow each other in memory and together are the box."""
+    if not box.volume or not box.shape:
+        yield from [box] * box.volume
+        return
+    shape = box.shape
+    inner = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]  # bytes of one index of each dim
+    cut = next((dim for dim, size in enumerate(inner) if size <= limit), len(shape) - 1)
+    rows, below = max(1, limit // inner[cut]), shape[cut + 1 :]
+    for outer in product(*map(range, shape[:cut])):
+        for begin in range(0, shape[cut], rows):
+            start = tuple(map(add, box.start, (*outer, begin, *(0,) * len(below))))
+            yield Box(start, (*(1,) * cut, min(rows, shape[cut] - begin), *below))
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:

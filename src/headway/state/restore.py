@@ -5,7 +5,6 @@ answer as it lies in the file is read there at once; the others go through a buf
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from headway.errors import DamagedState, StateError
-from headway.state.box import Box
+from headway.state.box import Box, bands
 from headway.state.digest import MASK, digest_box
 from headway.state.layout import Layout, Part
 from headway.state.manifest import Manifest, PieceEntry, TensorEntry, parse_manifest
@@ -30,7 +29,8 @@ Bits = NDArray[np.unsignedinteger]
 HERE = -1
 """Who asks, as a holder of a layout; the pieces of a tensor are 0, 1, 2..."""
 
-_ROWS_BYTES = 32 << 20  # of rows that are read through a buffer at a time
+_BAND_BYTES = 32 << 20  # read through a buffer at a time
+_ROW_BYTES = 1 << 16  # rows of memory that are longer are taken one by one
 _HINT = "headway resume takes the one before it by itself; headway checkpoint verify names all that are damaged"
 
 
@@ -96,10 +96,7 @@ def read_box(
         _check_header(checkpoint, piece.file)
         place: tuple[Any, ...] = (*move.box.slices(want.start), ...)  # a view, even of an array without dimensions
         target: Bits = out[place]
-        if target.flags.c_contiguous and _follow_each_other(move.box, piece):
-            _read_run(checkpoint, name, piece, move.box, target)
-        else:
-            _read_rows(checkpoint, name, piece, move.box, target)
+        _read_part(checkpoint, name, piece, move.box, target)
     return out
 
 
@@ -120,7 +117,7 @@ def _digest_piece(checkpoint: Checkpoint, name: str, tensor: TensorEntry, piece:
     """The digest of a piece, read and checked some rows at a time."""
     digest = 0
     buffer = np.empty(0, bits_dtype(tensor.dtype))
-    for rows in _bands(piece.box, bits_dtype(tensor.dtype).itemsize):
+    for rows in bands(piece.box, buffer.itemsize, _BAND_BYTES):
         if buffer.size < rows.volume:
             buffer = np.empty(rows.volume, buffer.dtype)
         bits = buffer[: rows.volume].reshape(rows.shape)
@@ -137,29 +134,39 @@ def _read_run(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, ou
     _read_bytes(checkpoint, name, piece, begin, out.reshape(-1).view(np.uint8).data)
 
 
+def _read_part(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, out: Bits, dim: int = 0) -> None:
+    """Read a box of a piece, all of whose dimensions before `dim` have one index."""
+    if out.flags.c_contiguous and _follow_each_other(box, piece):
+        _read_run(checkpoint, name, piece, box, out)
+        return
+    row_bytes = math.prod(piece.shape[dim + 1 :]) * out.itemsize
+    if row_bytes <= (checkpoint.manifest.chunk_bytes or _ROW_BYTES) or dim + 1 == len(box.shape):
+        _read_rows(checkpoint, name, piece, box, out)
+        return
+    # Rows longer than a chunk: what lies between their wanted parts need not be read.
+    for index in range(box.shape[dim]):
+        row = Box(_with(box.start, dim, box.start[dim] + index), _with(box.shape, dim, 1))
+        _read_part(checkpoint, name, piece, row, out[row.slices(box.start)], dim + 1)
+
+
 def _read_rows(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, out: Bits) -> None:
-    """Read a box that lies scattered in the piece: whole rows into a buffer, then what is wanted of them."""
-    across = Box((box.start[0], *piece.start[1:]), (box.shape[0], *piece.shape[1:]))
-    done = 0
-    for rows in _bands(across, out.itemsize):
-        bits = np.empty(rows.shape, out.dtype)
-        _read_run(checkpoint, name, piece, rows, bits)
-        wanted = Box((rows.start[0], *box.start[1:]), (rows.shape[0], *box.shape[1:]))
-        out[done : done + rows.shape[0]] = bits[wanted.slices(rows.start)]
-        done += rows.shape[0]
+    """Read a box that lies scattered, from its first element to its last and all between, and take what is wanted."""
+    for band in bands(box, out.itemsize, _BAND_BYTES * math.prod(box.shape) // max(1, _span(box, piece))):
+        first, count = _offset(band, piece), _span(band, piece)
+        stretch = np.empty(count, out.dtype)
+        _read_bytes(checkpoint, name, piece, first * out.itemsize, stretch.view(np.uint8).data)
+        strides = [math.prod(piece.shape[dim + 1 :]) * out.itemsize for dim in range(len(piece.shape))]
+        out[band.slices(box.start)] = np.lib.stride_tricks.as_strided(stretch, band.shape, strides, writeable=False)
 
 
-def _bands(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box, a bounded number of its rows at a time."""
-    if not box.volume:
-        return
-    if not box.shape:
-        yield box
-        return
-    rows = max(1, _ROWS_BYTES // max(1, math.prod(box.shape[1:]) * itemsize))
-    for begin in range(0, box.shape[0], rows):
-        count = min(rows, box.shape[0] - begin)
-        yield Box((box.start[0] + begin, *box.start[1:]), (count, *box.shape[1:]))
+def _span(box: Box, piece: PieceEntry) -> int:
+    """How many elements of the piece lie from a box's first to its last."""
+    last = Box(tuple(stop - 1 for stop in box.stop), (1,) * len(box.shape))
+    return _offset(last, piece) - _offset(box, piece) + 1
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def _read_bytes(checkpoint: Checkpoint, name: str, piece: PieceEntry, begin: int, out: memoryview) -> None:

@@ -204,7 +204,7 @@ class Store:
             batches = obstore.list(self._often, prefix or None, chunk_size=1000)
             return [Object(meta["path"], meta["size"], meta["last_modified"]) for batch in batches for meta in batch]
 
-        return sorted(self._patiently(f"{self.name(prefix)} could not be listed", read))
+        return sorted(self._patiently(f"{self.name(prefix).rstrip('/')} could not be listed", read))
 
     def delete(self, keys: Sequence[str], *, patience_s: float | None = None) -> None:
         """Remove objects; those that are not there are no trouble."""

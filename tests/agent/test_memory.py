@@ -1,0 +1,287 @@
+import os
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headway.agent.memory import Memory, Snapshot, count_buffers, plan_from
+from headway.errors import StateError
+from headway.state import Facts, InMemory, PieceShape, map_files, open_checkpoint, plan_buffer, read_box
+
+FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2})
+NEVER = 2**64 - 1
+PLAN = plan_buffer([PieceShape("w", "float32", (4,), (0,), (4,))], [])
+
+
+# -- how many
+
+
+@pytest.mark.parametrize(
+    ("state_mb", "free_gb", "bound_gb", "want"),
+    [
+        (1, 100, None, 8),  # as many as are any use
+        (32, 100, None, 8),  # 8 x 32 = 256 MB
+        (60, 100, None, 4),
+        (100, 100, None, 2),
+        (1_000, 100, None, 2),
+        (25_000, 100, None, 2),  # two states in half of what is free
+        (25_001, 100, None, 1),
+        (90_000, 100, None, 1),
+        (50, 0.4, None, 4),  # half of what is free, though a small state
+        (50, 0.15, None, 1),
+        (1_000, 100, 1.0, 1),
+        (1_000, 100, 1.999, 1),
+        (1_000, 100, 2.0, 2),
+        (1_000, 100, 7.5, 7),
+        (1_000, 100, 50.0, 8),
+        (1, 100, 0.003, 3),
+    ],
+)
+def test_how_many_buffers(state_mb, free_gb, bound_gb, want):
+    assert count_buffers(state_mb * 1_000_000, int(free_gb * 1e9), bound_gb) == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(4096, 10**13), st.floats(1e-6, 1e4))
+def test_a_bound_is_kept_or_the_one_that_is_needed_is_told(state_bytes, bound_gb):
+    free_bytes = 10**15
+    if state_bytes <= bound_gb * 1e9:
+        count = count_buffers(state_bytes, free_bytes, bound_gb)
+        assert 1 <= count <= 8
+        assert count * state_bytes <= bound_gb * 1e9
+        return
+    with pytest.raises(StateError, match=r"checkpoint\.memory_gb is") as refused:
+        count_buffers(state_bytes, free_bytes, bound_gb)
+    allowed = float(re.fullmatch(r"allow checkpoint\.memory_gb = (\S+) or more", refused.value.hint)[1])
+    assert count_buffers(state_bytes, free_bytes, allowed) >= 1
+
+
+# -- which are free
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Workers that save, die and come back, and a writer that takes its time, against a plain account of it all.
+
+    The account has, for each step, the buffers that it lies in and who still needs it.
+    """
+
+    @initialize(workers=st.integers(1, 3), buffers=st.integers(1, 4))
+    def start(self, workers, buffers):
+        self.workers, self.count = workers, buffers
+        self.memory = Memory()
+        self.memory.make(dict.fromkeys(range(workers), PLAN), buffers)
+        self.step = 0
+        self.filling = None  # the snapshot that some workers have filled, and the others will
+        self.unwritten = []  # snapshots that are whole, oldest first
+        self.lies = {}  # step -> {rank: buffer}
+        self.newest = None  # step
+        self.touched = False  # whether a worker has begun to write over the newest
+        self.free = {rank: set(self.memory.free(rank)) for rank in range(workers)}
+        assert self.free == {rank: set(range(buffers)) for rank in range(workers)}
+
+    def teardown(self):
+        if not hasattr(self, "memory"):
+            return
+        while self.unwritten:
+            self.writer_is_done()
+        self.all_die()
+        kept = self.lies[self.newest] if self.count >= 2 and self.newest is not None else {}
+        for rank in range(self.workers):
+            assert set(range(self.count)) - self.free[rank] == ({kept[rank]} if kept else set())
+        self.memory.drop()
+        assert self.memory.size == 0
+
+    def told(self):
+        """Each is told once, and only what nobody needs."""
+        for rank, number in self.memory.freed():
+            assert number not in self.free[rank]
+            self.free[rank].add(number)
+
+    @rule(durable=st.booleans(), wide=st.booleans())
+    @precondition(lambda self: self.filling is None and all(self.free.values()))
+    def save(self, durable, wide):
+        self.step += 1
+        tiers = ("memory", "disk") if durable else ("memory",)
+        self.filling = Snapshot(self.step, 1, self.workers, tiers, FACTS)
+        self.lies[self.step] = {}
+        if wide:
+            while self.filling is not None:
+                self.fill(max)
+
+    @rule(choose=st.sampled_from([min, max]))
+    @precondition(lambda self: self.filling is not None)
+    def fill(self, choose):
+        snapshot = self.filling
+        rank = choose(rank for rank in range(self.workers) if rank not in snapshot.buffers)
+        number = choose(self.free[rank])
+        self.free[rank].remove(number)
+        if self.newest is not None and self.lies[self.newest].get(rank) == number:
+            self.touched = True
+        buffer = self.memory._buffers[rank][number]
+        buffer.mark(snapshot.step, NEVER)
+        buffer.mark(snapshot.step, snapshot.step)
+        self.lies[snapshot.step][rank] = number
+        self.memory.take(snapshot, rank, number)
+        if snapshot.whole:
+            self.filling, self.newest, self.touched = None, snapshot.step, False
+            self.memory.complete(snapshot)
+            if len(snapshot.tiers) > 1:
+                self.unwritten.append(snapshot)
+            else:
+                self.memory.release(snapshot)
+            self.told()
+
+    @rule()
+    @precondition(lambda self: self.unwritten)
+    def writer_is_done(self):
+        self.memory.release(self.unwritten.pop(0))
+        self.told()
+
+    @rule()
+    def all_die(self):
+        self.filling = None
+        self.memory.forget_unfinished()
+        self.free = {rank: set(self.memory.free(rank)) for rank in range(self.workers)}
+
+    @rule()
+    def come_back_alike(self):
+        self.all_die()
+        self.memory.make(dict.fromkeys(range(self.workers), PLAN), self.count)
+
+    @invariant()
+    def nothing_that_counts_is_free(self):
+        if not hasattr(self, "memory"):
+            return
+        needed = [snapshot.step for snapshot in self.unwritten]
+        if self.filling is not None:
+            needed.append(self.filling.step)
+        if self.count >= 2 and self.newest is not None:
+            needed.append(self.newest)
+        for step in needed:
+            for rank, number in self.lies[step].items():
+                assert number not in self.free[rank]
+                assert number not in self.memory.free(rank)
+
+    @invariant()
+    def everything_else_is_free(self):
+        if not hasattr(self, "memory"):
+            return
+        for rank in range(self.workers):
+            assert set(self.memory.free(rank)) == self.free[rank]
+
+    @invariant()
+    def the_newest_can_be_restored(self):
+        if not hasattr(self, "memory"):
+            return
+        found = self.memory.restorable()
+        assert (None if found is None else found.step) == (None if self.touched else self.newest)
+
+
+Bookkeeping.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestBookkeeping = Bookkeeping.TestCase
+
+
+def test_a_writer_that_is_behind_leaves_no_buffer_free():
+    memory = Memory()
+    memory.make({0: PLAN}, 3)
+    snapshots = [Snapshot(step, 1, 1, ("memory", "disk"), FACTS) for step in (1, 2, 3)]
+    for number, snapshot in enumerate(snapshots):
+        memory.take(snapshot, 0, number)
+        memory.complete(snapshot)
+        assert memory.freed() == []
+    assert memory.free(0) == []
+    memory.release(snapshots[0])
+    assert memory.freed() == [(0, 0)]
+    assert memory.freed() == []
+    memory.release(snapshots[2])  # the newest stays
+    assert memory.freed() == []
+    memory.release(snapshots[1])
+    assert memory.freed() == [(0, 1)]
+    memory.drop()
+
+
+def test_no_state_passes_for_another_that_was_written():
+    """Python gives the identity of what is gone to what comes next; only two states are ever alive here."""
+    memory = Memory()
+    memory.make({0: PLAN}, 3)
+    for step in range(1, 100, 2):
+        pair = [Snapshot(step + i, 1, 1, ("memory", "disk"), FACTS) for i in range(2)]
+        for snapshot in pair:
+            memory.take(snapshot, 0, memory.free(0)[0])
+            memory.complete(snapshot)
+        freed = memory.freed()
+        assert not {(0, snapshot.buffers[0]) for snapshot in pair} & set(freed)
+        for snapshot in pair:
+            memory.release(snapshot)
+        memory.freed()
+        del pair, snapshot
+    memory.drop()
+
+
+def test_buffers_are_used_again_if_they_fit_and_made_anew_if_not():
+    memory = Memory()
+    memory.make({0: PLAN, 1: PLAN}, 2)
+    first = memory.descriptors(0) + memory.descriptors(1)
+    assert (len(set(first)), memory.buffers_each, memory.size) == (4, 2, 4 * PLAN.bytes)
+    memory.make({0: PLAN, 1: PLAN}, 2)
+    assert memory.descriptors(0) + memory.descriptors(1) == first
+    other = plan_buffer([PieceShape("w", "float32", (9000,), (0,), (9000,))], [])
+    memory.make({0: other}, 1)
+    assert (memory.buffers_each, memory.size, memory.newest) == (1, other.bytes, None)
+    assert os.fstat(memory.descriptors(0)[0]).st_size == other.bytes
+    memory.drop()
+
+
+# -- what is in them
+
+
+def told_pieces():
+    """As two workers would say it in JSON: rows 0-1 and 2-5 of w; the first has something frozen too."""
+    return [
+        {"trained": [["w", "float32", [6, 2], [0, 0], [2, 2]]], "still": [["f", "bfloat16", [3], [0], [3]]]},
+        {"trained": [["w", "float32", [6, 2], [2, 0], [4, 2]], ["n", "int64", [], [], []]], "still": []},
+    ]
+
+
+def test_a_restart_finds_what_the_workers_had():
+    truth = {
+        "w": np.arange(12, dtype="<u4").reshape(6, 2),
+        "n": np.array(77, "<u8"),
+        "f": np.array([1, 2, 3], "<u2"),
+    }
+    plans = dict(enumerate(map(plan_from, told_pieces())))
+    assert plans[0] == plan_buffer(
+        [PieceShape("w", "float32", (6, 2), (0, 0), (2, 2))], [PieceShape("f", "bfloat16", (3,), (0,), (3,))]
+    )
+    memory = Memory()
+    memory.make(plans, 2)
+    snapshot = Snapshot(5, 1, 2, ("memory",), FACTS, rng={"0": "AA==", "1": "AQ=="})
+    for rank, number in ((1, 1), (0, 0)):
+        assert not snapshot.whole
+        memory.take(snapshot, rank, number)
+        buffer = memory.buffer(snapshot, rank)
+        for part in buffer.plan.parts:
+            for piece in part.pieces:
+                buffer.bits(part, piece)[...] = truth[piece.name][piece.box.slices((0,) * len(piece.shape))]
+        buffer.mark(5, 5)
+    memory.complete(snapshot)
+    assert memory.restorable() is snapshot
+
+    files = memory.files(snapshot)
+    names = ["rank-00000.safetensors", "rank-00000-still.safetensors", "rank-00001.safetensors"]
+    assert [name for name, _, _, _ in files] == names
+    mapped = map_files([os.dup(fd) for _, fd, _, _ in files], [(name, begin, size) for name, _, begin, size in files])
+    manifest = memory.manifest(snapshot)
+    checkpoint = open_checkpoint(InMemory(mapped | {"manifest.json": memoryview(manifest)}))
+    for name, array in truth.items():
+        assert np.array_equal(read_box(checkpoint, name, (0,) * array.ndim, array.shape), array)
+    told = checkpoint.manifest
+    assert (told.step, told.cursor, told.chain, told.workers, told.mesh) == (5, 3, "c", 2, {"shard": 2})
+    assert told.rng == {"0": "AA==", "1": "AQ=="}
+
+    memory.buffer(snapshot, 1).mark(6, NEVER)  # a worker begins to write over it
+    assert memory.restorable() is None
+    memory.drop()

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from headway.errors import StateError, UsageError
+from headway.state import Facts, Piece, begin, commit, read_box, shard_name, write_shard
+from headway.state.address import address_in_store, is_in_store, open_address
+
+BITS = np.arange(6, dtype="<u4").reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "want"),
+    [
+        ("/runs/a/checkpoints/step-00000012", False),
+        ("step-00000012", False),
+        ("c:/runs", False),
+        ("s3://bucket/runs/a/step-00000012", True),
+        ("file:///somewhere/step-12", True),
+    ],
+)
+def test_a_store_is_told_from_a_folder(address, want):
+    assert is_in_store(address) == want
+
+
+def test_the_address_of_a_step_is_that_of_its_folder():
+    assert address_in_store("s3://bucket/runs/a", 12) == "s3://bucket/runs/a/step-00000012"
+    assert address_in_store("gs://b/r", 123456789) == "gs://b/r/step-123456789"
+
+
+def test_a_folder_is_opened(tmp_path):
+    begun = begin(tmp_path, 12)
+    shard = write_shard(begun.partial, shard_name(0), [Piece("w", "float32", (2, 3), (0, 0), (2, 3), BITS)])
+    path = commit(begun, Facts(cursor=0, chain="", data_version="v"), [shard], workers=1)
+    checkpoint = open_address(str(path))
+    assert checkpoint.place == str(path)
+    assert np.array_equal(read_box(checkpoint, "w", (0, 0), (2, 3)), BITS)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(StateError, match=r"step-00000012/manifest\.json cannot be read"):
+        open_address(str(tmp_path / "step-00000012"))
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/runs/a", "s3://bucket/step-", "s3:///step-x", "S3://b/r/step-1"])
+def test_what_is_no_address_of_a_checkpoint_is_refused(address):
+    with pytest.raises(UsageError, match="is no checkpoint's address") as refused:
+        open_address(address)
+    assert "step-" in refused.value.hint
