@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-gpu lint bench clean
+.PHONY: demo test test-slow test-gpu lint bench bench-state clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
@@ -28,6 +28,9 @@ bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/loader.py
 	@$(BIN)/python benchmarks/events.py
 	@$(BIN)/python benchmarks/plan/accuracy.py
+
+bench-state: $(INSTALLED)
+	@$(BIN)/python benchmarks/state.py
 
 # Reinstalls only when the lock or the package's own description changes.
 $(INSTALLED): requirements.lock pyproject.toml

@@ -27,7 +27,9 @@ VERBS = [
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
-    ["checkpoint", "verify", "last"], ["train", "recipes/demo.toml", "--set", "data.path=none"],
+    ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
+    ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
+    ["train", "recipes/demo.toml", "--set", "data.path=none"],
     ["resume", "last"], ["stop", "last"], ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from headway.agent import resume_run
 from headway.agent.prepare import resolve_model
 from headway.cli.checkpoint import app
-from headway.errors import DataError, ModelError
+from headway.errors import ModelError, RunError
 from headway.inference.sample import Request, sample
 from headway.models import Decoder, empty_decoder, init_weights, load_into, read_weights, write_folder
 from headway.plan import parameter_shapes
@@ -215,8 +215,11 @@ def test_what_was_imported_goes_out_to_transformers_again(tmp_path: Path) -> Non
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
 
 
-def test_a_recipe_starts_from_what_was_imported(tmp_path: Path) -> None:
-    theirs, _ = imported(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recipe_starts_from_what_was_imported(tmp_path: Path, dtype: torch.dtype) -> None:
+    imported(tmp_path, dtype)
+    # As training takes it over: exactly, in the precision of its own weights.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     model = resolve_model(Model(init="m"), tmp_path / "runs")
     assert model.init == str(tmp_path / "runs/m/checkpoints/step-00000000")
     ours = empty_decoder(model)
@@ -227,7 +230,7 @@ def test_a_recipe_starts_from_what_was_imported(tmp_path: Path) -> None:
 
 def test_an_imported_run_cannot_be_resumed(tmp_path: Path) -> None:
     imported(tmp_path)
-    with pytest.raises(DataError, match=r"runs/m/no-data holds no data set"):
+    with pytest.raises(RunError, match=r"run m was imported"):
         resume_run(RunFolder(tmp_path / "runs/m"), [])
 
 

@@ -1,4 +1,5 @@
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -260,13 +261,43 @@ def reshaped():
 )
 def test_another_model_is_refused_by_the_tensor_and_left_alone(tmp_path, other, sentence):
     torch.manual_seed(1)
-    path = save(tmp_path, named_state(Net()))
-    live = other()
-    before = copy.deepcopy(live.state_dict())
+    saved, live = Net(), other()
+    path = save(tmp_path, named_state(saved, build_optimizer(saved, Train())))
+    optimizer = build_optimizer(live, Train())
+    before = copy.deepcopy(named_state(live, optimizer))
     with pytest.raises(StateError, match=sentence) as error:
-        load_weights(path, live)
+        load_state(path, live, optimizer)
     assert error.value.hint
-    assert equal(live.state_dict(), before)
+    assert equal(named_state(live, optimizer), before)
+    if "bfloat16" not in sentence:
+        with pytest.raises(StateError, match=sentence):
+            load_weights(path, live)
+        assert equal(named_state(live, optimizer), before)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+def test_weights_alone_are_taken_over_in_any_precision(tmp_path, monkeypatch, turned):
+    """A run may begin in float32 from weights that are stored in bfloat16, and the other way round."""
+    monkeypatch.setattr("headway.state.tensors._STAGING_BYTES", 40)
+    torch.manual_seed(1)
+    for stored, wanted in itertools.permutations([torch.float32, torch.bfloat16, torch.float16], 2):
+        saved, live = Net(stored), Net(wanted)
+        saved.seen += 5
+        if turned:
+            live.body[1].weight = nn.Parameter(torch.empty(6, 6, dtype=wanted).t())
+        load_weights(save(tmp_path / f"{stored}-{wanted}", named_state(saved)), live)
+        assert live.seen.tolist() == [5, 5, 5]
+        for (name, mine), theirs in zip(live.named_parameters(), saved.parameters(), strict=True):
+            assert mine.dtype == wanted
+            assert torch.equal(mine, theirs.to(wanted)), name
+
+
+def test_whole_numbers_are_not_taken_for_others(tmp_path):
+    saved, live = Net(), Net()
+    live.seen = live.seen.float()
+    path = save(tmp_path, named_state(saved))
+    with pytest.raises(StateError, match="tensor model/seen in int64, not float32"):
+        load_weights(path, live)
 
 
 def test_optimizer_state_that_does_not_fit_is_refused(tmp_path):

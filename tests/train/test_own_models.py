@@ -16,13 +16,14 @@ from typing import Any
 import own_models
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from conftest import Lab, Lived
 from headway.agent.zygote import Zygote
+from headway.cli.checkpoint import app
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, StateError
 from headway.inference.sample import Request, sample
-from headway.models.export import export
 from headway.parallel.layout import check_pipeline, cuts_of
 from headway.recipe import FaultPlan, Layout, Recipe
 from headway.state import open_checkpoint
@@ -286,8 +287,9 @@ def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -
     checkpoint = run.checkpoints / "step-00000001"
     with pytest.raises(ModelError, match="only Headway's own decoders can be sampled from"):
         list(sample(Request(run=run.path, checkpoint=checkpoint, prompts=[""])))
-    with pytest.raises(ModelError, match="only Headway's own decoders are exported"):
-        export(checkpoint, read_recipe(run), None, tmp_path / "out")
+    told = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")]).exception
+    assert isinstance(told, ModelError)
+    assert "only Headway's own decoders are exported" in told.message
     written = json.loads(run.recipe_file.read_text())["model"]
     assert written["class"] == "own_models:Tiny"
     assert "layers" not in written

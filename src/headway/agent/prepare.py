@@ -12,7 +12,6 @@ from typing import Any
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.supervise import Attempt
-from headway.agent.writer import store_url
 from headway.data import check_version, open_dataset, split_dataset
 from headway.errors import HeadwayError, ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices
@@ -20,7 +19,8 @@ from headway.plan.trainer import stated_mesh
 from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
-from headway.state.address import address_in_store, open_address
+from headway.state.address import address_in_store, is_in_store, open_address, store_url
+from headway.state.importing import NO_DATA
 from headway.track import (
     RunFolder,
     create_run,
@@ -80,8 +80,7 @@ def new_run(
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
-    start = None if checkpoint is None else str(checkpoint)
-    return attempt_of(run, 1, count, found, start, notes=notes, branched=checkpoint is not None)
+    return attempt_of(run, 1, count, found, checkpoint, notes=notes, branched=checkpoint is not None)
 
 
 def resume_run(
@@ -95,6 +94,11 @@ def resume_run(
             hint=f"headway stop {run.name} ends it; headway runs shows what is running",
         )
     old = read_recipe(run)
+    if Path(old.data.path).name == NO_DATA:
+        raise RunError(
+            f"run {run.name} was imported: it has weights, but neither data nor an optimizer's state",
+            hint=f'start a run from it: model.init = "{run.name}" in a recipe',
+        )
     new, _ = pin_data(with_settings(old, settings))
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
@@ -208,24 +212,29 @@ def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
 
 def resolve_model(model: Model, root: Path) -> Model:
     """A model that starts from a folder or a run takes that one's shape; a recipe that states another is refused."""
-    if model.init is None or (Path(model.init) / MANIFEST).exists():  # a checkpoint: resolved before
+    if model.init is None:
         return model
     folder = Path(model.init)
+    if (folder / MANIFEST).exists() or is_in_store(model.init):
+        return _shaped(model, recipe_of_checkpoint(model.init).model, model.init)
     if folder.is_dir() and model.class_ is not None:
         raise ModelError(
             f"model.init = {model.init!r} is a folder, and a class of your own starts from a run's weights only",
             hint="model.init takes RUN or RUN@STEP; without it the class draws its own",
         )
     if folder.is_dir():
-        shape, init = read_model(folder), folder.resolve()
-    else:
-        try:
-            init = checkpoint_of(root, model.init)
-        except RunError as error:
-            raise ModelError(
-                f"model.init = {model.init!r} is neither a folder nor a run", hint=error.hint or error.message
-            ) from None
-        shape = recipe_of_checkpoint(init).model
+        return _shaped(model, read_model(folder), str(folder.resolve()))
+    try:
+        init = checkpoint_of(root, model.init)
+    except RunError as error:
+        raise ModelError(
+            f"model.init = {model.init!r} is neither a folder nor a run", hint=error.hint or error.message
+        ) from None
+    return _shaped(model, recipe_of_checkpoint(init).model, init)
+
+
+def _shaped(model: Model, shape: Model, init: str) -> Model:
+    """The model with the shape of what it starts from."""
     stated, there, defaults = (m.model_dump(exclude=OF_NO_SHAPE) for m in (model, shape, Model()))
     for key in {**stated, **there}:
         if stated.get(key) not in (there.get(key), defaults.get(key), {}):
@@ -233,22 +242,25 @@ def resolve_model(model: Model, root: Path) -> Model:
                 f"model.{key} is {stated[key]} in the recipe and {there.get(key)} in {model.init}",
                 hint=f"leave model.{key} out: model.init gives the shape",
             )
-    own = {"init": str(init.resolve()), "init_std": model.init_std, "layout": model.layout or shape.layout}
+    own = {"init": init, "init_std": model.init_std, "layout": model.layout or shape.layout}
     return shape.model_copy(update=own)
 
 
-def checkpoint_of(root: Path, ref: str) -> Path:
-    """The checkpoint that RUN or RUN@STEP means."""
+def checkpoint_of(root: Path, ref: str) -> str:
+    """The address of the checkpoint that RUN, RUN@STEP, a folder or an address in an object store means."""
+    if is_in_store(ref) or (Path(ref) / MANIFEST).exists():
+        return ref if is_in_store(ref) else str(Path(ref).resolve())
     name, step = parse_ref(ref)
-    return find_checkpoint(find_run(root, name).checkpoints, step)
+    return str(find_checkpoint(find_run(root, name).checkpoints, step).resolve())
 
 
-def recipe_of_checkpoint(checkpoint: Path) -> Recipe:
-    """The recipe of the run that a checkpoint lies in."""
-    return read_recipe(RunFolder(checkpoint.parent.parent))
+def recipe_of_checkpoint(address: str) -> Recipe:
+    """The recipe that a checkpoint was saved with; older ones have it in the run they lie in only."""
+    recipe = open_address(address).manifest.recipe
+    return Recipe.model_validate(recipe) if recipe else read_recipe(RunFolder(Path(address).parent.parent))
 
 
-def check_branch(recipe: Recipe, checkpoint: Path) -> None:
+def check_branch(recipe: Recipe, checkpoint: str) -> None:
     """A run that goes on from another's state must have its shape, and steps left to do."""
     source, wanted = (r.model.model_dump(exclude=OF_NO_SHAPE) for r in (recipe_of_checkpoint(checkpoint), recipe))
     for key in source:
@@ -257,7 +269,7 @@ def check_branch(recipe: Recipe, checkpoint: Path) -> None:
                 f"--from: model.{key} is {source[key]} in the checkpoint and {wanted.get(key)} in the recipe",
                 hint="only a model of the same shape can go on from it",
             )
-    step = open_checkpoint(checkpoint).manifest.step
+    step = open_address(checkpoint).manifest.step
     if step >= recipe.train.steps:
         raise RecipeError(
             f"--from: the checkpoint has done {step} steps, and train.steps is {recipe.train.steps}",

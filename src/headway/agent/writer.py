@@ -17,7 +17,6 @@ from headway.agent.inject import Injector
 from headway.agent.memory import Memory, Snapshot
 from headway.errors import StateError
 from headway.recipe import Checkpoint as Rules
-from headway.recipe import Store
 from headway.state import (
     Checkpoint,
     Shard,
@@ -31,9 +30,10 @@ from headway.state import (
     shard_name,
     write_shard,
 )
+from headway.state.address import store_url
 from headway.state.tiers import Tier
 
-__all__ = ["Done", "Writer", "newest_whole", "store_url"]
+__all__ = ["Done", "Writer", "newest_whole"]
 
 NICE = 10
 RETRY_AFTER_S = 2.0
@@ -192,11 +192,6 @@ class Writer:
     def _files(self, snapshot: Snapshot) -> list[memoryview]:
         buffers = [self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)]
         return [buffer.file(part)[: part.image.bytes] for buffer in buffers for part in buffer.plan.parts]
-
-
-def store_url(rules: Store, run: str) -> str:
-    """Where a run's checkpoints lie in its object store."""
-    return f"{rules.url.rstrip('/')}/{run}"
 
 
 def newest_whole(folder: Path) -> Checkpoint | None:

@@ -17,6 +17,7 @@ __all__ = ["app"]
 
 app = typer.Typer(help="List, verify, show, compare, export and import checkpoints.", no_args_is_help=True)
 
+STORE_PATIENCE_S = 10.0
 REF = "A run's name, a unique prefix of it, or `last`, and a step; or where a checkpoint lies."
 Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=REF)]
 
@@ -246,7 +247,36 @@ def _home(one: Named) -> "RunFolder":
 
 def _rows(run: "RunFolder") -> list[dict[str, Any]]:
     """A row for each checkpoint, oldest first; each tier that has some adds its own here."""
-    return sorted(_rows_of_disk(run), key=lambda row: int(row["step"]))
+    return sorted([*_rows_of_disk(run), *_rows_of_store(run)], key=lambda row: (int(row["step"]), row["tier"]))
+
+
+def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
+    """What the run's object store has, by its listing alone; one row with the trouble where it cannot be asked."""
+    from headway.errors import HeadwayError
+    from headway.state.address import address_in_store, store_url
+    from headway.track import read_recipe
+
+    rules = read_recipe(run).checkpoint.store if run.recipe_file.exists() else None
+    if rules is None:
+        return []
+    from headway.state.remote import list_remote
+    from headway.state.store import open_store
+
+    url = store_url(rules, run.name)
+    try:
+        found = list_remote(open_store(url, patience_s=STORE_PATIENCE_S))
+    except HeadwayError as error:
+        return [{"step": -1, "tier": "store", "path": url, "damage": error.message}]
+    return [
+        {
+            "step": entry.step,
+            "tier": "store",
+            "path": address_in_store(url, entry.step),
+            "bytes": entry.bytes,
+            "saved": entry.saved.timestamp(),
+        }
+        for entry in found
+    ]
 
 
 def _rows_of_disk(run: "RunFolder") -> list[dict[str, Any]]:

@@ -97,12 +97,12 @@ def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The table of a run's checkpoints."""
     yield "    step  tier         size  workers  saved                digest"
     for row in rows:
-        begin = f"{row['step']:>8}  {row['tier']:6}"
+        begin = f"{row['step'] if row['step'] >= 0 else '-':>8}  {row['tier']:6}"
         if "damage" in row:
             yield f"{begin}  {row['damage']}"
         else:
-            digest = row["digest"][:16]
-            yield f"{begin}  {size(row['bytes']):>9}  {row['workers']:>7}  {_when(row['saved'])}  {digest}"
+            digest, workers = row.get("digest", "")[:16], row.get("workers", "")
+            yield f"{begin}  {size(row['bytes']):>9}  {workers:>7}  {_when(row['saved'])}  {digest}".rstrip()
     shared = sum(row.get("shared_bytes", 0) for row in rows)
     if shared:
         yield f"{size(shared)} of it are files that a checkpoint shares with an older one"

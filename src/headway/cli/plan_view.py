@@ -282,7 +282,7 @@ def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
         return
     failures = f"{made.failures:.1f}" if made.failures < 10 else f"{made.failures:,.0f}"
     yield from _label("failures", f"MTBF of the job {span(made.mtbf_s)}; {failures} expected in the run")
-    why = f"Daly's optimum for saves of {span(made.checkpoint_s)}"
+    why = f"Daly's optimum for saves that stall {span(made.checkpoint_s)}"
     every = f"every {made.interval_steps:,} steps, {span(made.interval_s)}: {why}"
     if own in (made.interval_steps, "auto"):
         yield from _label("checkpoint", f"{every}, as the recipe has it")

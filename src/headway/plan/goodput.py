@@ -18,10 +18,25 @@ from types import MappingProxyType
 
 from headway.errors import UsageError
 
-__all__ = ["LOCAL_DISK_BYTES_S", "Goodput", "daly_interval", "goodput", "save_interval", "save_seconds"]
+__all__ = [
+    "LOCAL_DISK_BYTES_S",
+    "Goodput",
+    "daly_interval",
+    "goodput",
+    "save_interval",
+    "save_seconds",
+    "stall_seconds",
+]
 
 LOCAL_DISK_BYTES_S = 1.25e9
 """Written to the local disk of an H200 host; measured."""
+
+DEVICE_TO_HOST_BYTES_S = 55e9
+"""From an H200 to page-locked memory; measured (benchmarks/results/state_h200.json)."""
+CPU_COPY_BYTES_S = 8e9
+"""From memory to memory by one worker; measured."""
+_HIDDEN = 0.9  # of a step are its passes, beside which a GPU copies; the optimizer's update waits for the copy
+_LEAST_STALL_S = 0.005
 
 # Of an interval: what is left of a run after whole intervals is rounding when it is less.
 SAME = 1e-9
@@ -77,11 +92,13 @@ def goodput(
     *,
     step_s: float,
     interval_s: float | None = None,
+    write_s: float = 0.0,
 ) -> Goodput:
     """What becomes of a run whose steps take `run_s` together, without saves and failures.
 
     `restart_s` is from a failure to the next step: to notice it, start again and restore. Without `interval_s` the run
-    saves as often as costs least: by Daly's higher-order optimum, then spread evenly over the run's own length.
+    saves as often as costs least: by Daly's higher-order optimum, then spread evenly over the run's own length. No save
+    begins before the last one is durable, which takes `write_s`.
     """
     _check(run_s=run_s, devices=devices, save_s=save_s, restart_s=restart_s, step_s=step_s)
     if interval_s is not None:
@@ -94,7 +111,7 @@ def goodput(
     if interval_s is not None:
         every, why = min(steps, max(1, round(interval_s / step_s))), "as given, in whole steps"
     elif mtbf_s < math.inf:
-        every, why = _best_steps(run_s, steps, step_s, save_s, restart_s, mtbf_s)
+        every, why = _best_steps(run_s, steps, step_s, save_s, restart_s, mtbf_s, write_s)
     else:
         every, why = None, "saves at the end only: no failure rate is known"
     costs = _costs(run_s, every and every * step_s, save_s, restart_s, mtbf_s)
@@ -129,6 +146,13 @@ def save_interval(
     return daly_interval(max(save_s, 1e-3), mtbf_s)
 
 
+def stall_seconds(state_bytes_per_device: float, step_s: float, *, gpu: bool) -> float:
+    """What a save costs the steps: a copy to the host's memory, less what of it runs beside the next step's passes."""
+    if not gpu:
+        return max(_LEAST_STALL_S, state_bytes_per_device / CPU_COPY_BYTES_S)
+    return max(_LEAST_STALL_S, state_bytes_per_device / DEVICE_TO_HOST_BYTES_S - _HIDDEN * step_s)
+
+
 def save_seconds(
     state_bytes_per_device: float,
     devices_per_node: int,
@@ -137,7 +161,7 @@ def save_seconds(
     *,
     shared_bytes_s: float | None = None,
 ) -> float:
-    """Stall of a synchronous save: every node writes what its devices hold, all at once.
+    """How long a save takes to be durable: every node writes what its devices hold, all at once.
 
     `state_bytes_per_device` is what a device writes, so not what a replica writes for it. `shared_bytes_s` bounds all
     nodes together, where they write to one store; local disks have no such bound.
@@ -149,14 +173,14 @@ def save_seconds(
 
 
 def _best_steps(
-    run_s: float, steps: int, step_s: float, save_s: float, restart_s: float, mtbf_s: float
+    run_s: float, steps: int, step_s: float, save_s: float, restart_s: float, mtbf_s: float, write_s: float
 ) -> tuple[int, str]:
     """Steps between saves, and why.
 
     Segments of one length cost least for their number, and the cost is convex in that number: the best is one of the
     two whole numbers beside the optimum of an endless run.
     """
-    optimum_s = max(step_s, daly_interval(save_s, mtbf_s))
+    optimum_s = max(step_s, write_s, daly_interval(save_s, mtbf_s))
     segments = max(1, math.floor(run_s / optimum_s))
     rounded = min(steps, max(1, round(optimum_s / step_s)))
     choices = {rounded, math.ceil(steps / segments), math.ceil(steps / (segments + 1))}

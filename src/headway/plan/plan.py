@@ -11,7 +11,7 @@ from headway.plan.costs import Fidelity, make_costs
 from headway.plan.efficiencies import Parameters
 from headway.plan.estimate import Estimate
 from headway.plan.flops import parameters
-from headway.plan.goodput import Goodput, goodput, save_seconds
+from headway.plan.goodput import Goodput, goodput, save_seconds, stall_seconds
 from headway.plan.search import Found, Rank, Ranked, search
 from headway.plan.shortfall import smallest_change
 from headway.plan.task import Choices, Task
@@ -174,7 +174,8 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
         failures = GPU_HOURS_BETWEEN_FAILURES
     software = best.settings.software
     each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
-    save = save_seconds(parameters(best.architecture) * each / cluster.devices, cluster.per_node, cluster.nodes)
+    held = parameters(best.architecture) * each / cluster.devices
+    save = stall_seconds(held, best.step.seconds, gpu=cluster.chip.name != "cpu")
     made = goodput(
         run_s=steps * best.step.seconds,
         devices=cluster.devices,
@@ -182,6 +183,7 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
         save_s=save,
         restart_s=RESTART_S,
         step_s=best.step.seconds,
+        write_s=save_seconds(held, cluster.per_node, cluster.nodes),
     )
     hours = made.wall_s / 3600 * cluster.devices
     per_hour = price if price is not None else cluster.price_per_gpu_hour

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 from headway.errors import UsageError
+from headway.recipe import Store
 from headway.state.restore import Checkpoint, open_checkpoint
 
-__all__ = ["address_in_store", "is_in_store", "open_address"]
+__all__ = ["address_in_store", "is_in_store", "open_address", "store_url"]
 
 _IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
 
@@ -19,6 +20,11 @@ def is_in_store(address: str) -> bool:
 def address_in_store(url: str, step: int) -> str:
     """The address of a step's checkpoint under the url of a run."""
     return f"{url}/step-{step:08d}"
+
+
+def store_url(rules: Store, run: str) -> str:
+    """Where a run's checkpoints lie in its object store."""
+    return f"{rules.url.rstrip('/')}/{run}"
 
 
 def open_address(address: str) -> Checkpoint:

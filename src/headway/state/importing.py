@@ -25,8 +25,10 @@ from headway.state.manifest import CHUNK_BYTES, Facts, FileEntry, PieceEntry, Te
 from headway.state.safetensors_file import Image, bits_dtype, plan_image
 from headway.track import START, Recorder, RunFolder, create_run, record_path, write_json
 
-__all__ = ["IMPORTED", "import_run"]
+__all__ = ["IMPORTED", "NO_DATA", "import_run"]
 
+NO_DATA = "no-data"
+"""What the data of a run is called that has none."""
 IMPORTED = "imported"
 """Key of the manifest's extra facts that says where a checkpoint's weights came from."""
 
@@ -53,7 +55,7 @@ def import_run(
         with _workshop(root) as workshop:
             run = create_run(workshop, name, name)
             # A recipe must name data, and there is none: the path says so to whoever resumes the run.
-            data = {"path": str(final.path / "no-data"), "seq": seq}
+            data = {"path": str(final.path / NO_DATA), "seq": seq}
             recipe = Recipe.model_validate({"name": name, "model": model, "data": data})
             _write_small_files(run, recipe, tokenizer, source)
             _save(run.checkpoints, weights, _facts(recipe, source), progress)

@@ -16,6 +16,7 @@ from headway.parallel import Spread, World, apply
 from headway.parallel.layout import blocks_of, layout_of
 from headway.recipe import Assignment, Layout, Model, Recipe, Train
 from headway.state import Line
+from headway.state.address import open_address
 from headway.state.tensors import Held, fill, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.train.draw import initial_weights, load_buffers
@@ -137,14 +138,11 @@ def check_ties(model: nn.Module, layout: Layout | None) -> None:
 
 def draw_weights(model: nn.Module, recipe: Recipe, held: Held, run: RunFolder) -> None:
     """This worker's part of the first weights: drawn from the seed, or read from `model.init`; a tensor at a time."""
-    init = None if recipe.model.init is None else Path(recipe.model.init)
-    if recipe.model.class_ is not None:
-        load_weights(init or initial_weights(run), model, held)
+    init = recipe.model.init
+    if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
+        load_weights(open_address(init or str(initial_weights(run))), model, held)
         return
-    if init is not None and not (init / "config.json").exists():
-        load_weights(init, model, held)
-        return
-    stored = None if init is None else stored_weights(init, recipe.model)
+    stored = None if init is None else stored_weights(Path(init), recipe.model)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         whole = initial_weight(recipe.model, name, shape, recipe.seed) if stored is None else stored[name]
