@@ -4,7 +4,7 @@
 
 Two CPU workers share a decoder's state (FSDP2; weights and AdamW's moments in float32) and train it: Headway's through
 its agent, the peer's in state_dcp.py with the same model and step. Workers are pinned to one core, whatever writes to
-another; then Headway's run is repeated with all cores open to all.
+another; then Headway and DCP's best are run with nothing pinned.
 
     stall      what a save takes from the steps, beside a copy of the same tensors into warm memory
     durable    from a save's beginning to its commit, while training goes on, beside a plain write with fsync
@@ -18,7 +18,6 @@ The first save of each run is left out: it finds memory cold. Medians over the o
 
 import argparse
 import contextlib
-import ctypes
 import json
 import math
 import mmap
@@ -38,8 +37,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headway.agent import new_run, supervise
 from headway.agent.zygote import Zygote
 from headway.data import BuildOptions, build
@@ -51,9 +48,9 @@ from headway.track import Record, RunFolder, read_run
 LAYERS, HEAD, BYTES_A_PARAMETER = 7, 64, 12
 SEQ, BATCH, VOCABULARY = 8, 2, 300
 WRITE_BYTES = 8 << 20
-VARIANTS = ("thread", "kept", "process")
-LIMIT_S = 240
-"""For each part; a full run takes a quarter of it."""
+WAYS = ("thread", "kept", "process")
+LIMIT_S = 400
+"""For each part; a full run takes as long for all of them."""
 GOALS = {"stall": 1.2, "durable": 1.5, "steps": 1.15, "load": 1.5}
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -63,6 +60,8 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 Span = tuple[float, float]
+Cores = tuple[int | None, int | None]
+"""Where steps are made, and where states are written; None is anywhere."""
 
 
 def make_recipe(mb: int, mesh: dict[str, int], data: Path | None = None, **train: Any) -> Recipe:
@@ -106,8 +105,8 @@ def slowest(workers: Sequence[Trained]) -> Trained:
 def figures(trained: Trained) -> dict[str, Any]:
     """Medians, without the first save."""
     saves = trained.saves[1:]
-    writes = [(save["writes"], save["done"]) for save in trained.saves]
-    spans = [span for span in trained.steps if span[0] >= trained.saves[0]["begin"]]
+    writes = [(save["writes"], save["done"]) for save in saves]
+    spans = [span for span in trained.steps if span[0] >= saves[0]["begin"]]
     shares = [sum(overlap(span, write) for write in writes) / (span[1] - span[0]) for span in spans]
     lengths = [end - begin for begin, end in spans]
     without = [length for length, share in zip(lengths, shares, strict=True) if share == 0]
@@ -131,6 +130,11 @@ def figures(trained: Trained) -> dict[str, Any]:
         "each_stall_s": [save["stall"] for save in saves],
         "each_durable_s": [save["done"] - save["begin"] for save in saves],
     }
+
+
+def slowest_of(workers: Sequence[Sequence[float]]) -> float:
+    """The median over turns, in each of which the slowest worker counts."""
+    return median([max(turn) for turn in zip(*workers, strict=True)])
 
 
 def overlap(one: Span, other: Span) -> float:
@@ -201,22 +205,18 @@ def spans(record: Record, name: str) -> list[Span]:
 # -- the bare disk and its cache
 
 
-def write_raw(folder: Path, size: int, direct: bool) -> float:
-    """Seconds to write so many bytes and sync them, from memory that is there."""
-    block = mmap.mmap(-1, WRITE_BYTES)
-    block[:] = os.urandom(1 << 16) * (WRITE_BYTES >> 16)
-    path = folder / "raw"
+def write_raw(path: Path, memory: mmap.mmap, flag: int) -> float:
+    """Seconds to write memory to a new file and sync it."""
     begun = time.monotonic()
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
-        descriptor = os.open(path, flags, 0o600)
-        for _ in range(-(-size // WRITE_BYTES)):
-            os.write(descriptor, block)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag, 0o600)
+        try:
+            for begin in range(0, len(memory), WRITE_BYTES):
+                os.write(descriptor, memoryview(memory)[begin : begin + WRITE_BYTES])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         return time.monotonic() - begun
-    except OSError:  # a file system without direct I/O
-        return math.nan
     finally:
         path.unlink(missing_ok=True)
 
@@ -229,38 +229,6 @@ def drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def share_in_cache(folder: Path) -> float:
-    """Which share of a folder's pages is in the page cache."""
-    there = pages = 0
-    for path in folder.iterdir():
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as memory:
-            view = np.frombuffer(memory, np.uint8)
-            marks = np.zeros(-(-view.size // mmap.PAGESIZE), np.uint8)
-            address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.size)
-            if ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(marks.ctypes.data)):
-                return math.nan
-            there, pages = there + int((marks & 1).sum()), pages + marks.size
-            del view
-    return there / max(1, pages)
-
-
-def link_copy(folder: Path, copy: Path, own: str) -> Path:
-    """A copy of a folder that shares all files with it but one."""
-    copy.mkdir()
-    for path in folder.iterdir():
-        (shutil.copyfile if path.name == own else os.link)(path, copy / path.name)
-    return copy
-
-
-def flip(path: Path, at: int) -> None:
-    """Change one bit of a file."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
-
-
 def file_system(folder: Path) -> str:
     """The kind of file system that a folder lies on."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -269,6 +237,10 @@ def file_system(folder: Path) -> str:
 
 
 # -- processes
+
+
+class Failed(SystemExit):
+    """A part did not come to its end."""
 
 
 @contextlib.contextmanager
@@ -304,7 +276,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path) -> None:
     for command, code, log in zip(commands, codes, logs, strict=True):
         if code != 0:
             how = f"took more than {LIMIT_S} s" if code is None else f"ended with status {code}"
-            raise SystemExit(f"{' '.join(command)} {how}:\n{log.read_text(errors='replace')[-3000:]}")
+            raise Failed(f"{' '.join(command)} {how}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 # -- the parts of the benchmark
@@ -321,7 +293,7 @@ class Bench:
         self.data = folder / "data"
         build(self.data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=VOCABULARY))
 
-    def ranks(self, workers: int, pinned: tuple[int | None, int | None], **job: Any) -> list[dict[str, Any]]:
+    def ranks(self, workers: int, pinned: Cores, **job: Any) -> list[dict[str, Any]]:
         """Have ranks of state_dcp.py do a job; what each found."""
         self._count += 1
         place = self.folder / f"job-{self._count}"
@@ -333,18 +305,18 @@ class Bench:
         run([[script, str(place / "job.json"), str(rank)] for rank in range(workers)], place)
         return [json.loads(Path(place / f"result-{rank}.json").read_text()) for rank in range(workers)]
 
-    def peer(self, variant: str, pinned: tuple[int | None, int | None], repeats: int, copies: int) -> dict[str, Any]:
-        """Training with saves by DCP; its last checkpoint stays."""
-        found = self.ranks(2, pinned, kind="train", variant=variant, saves=repeats + 1, copies=copies)
-        both = [{kind: each["copies"][kind] for kind in each["copies"]} for each in found]
-        bare = {kind: median([max(pair) for pair in zip(*(each[kind] for each in both), strict=True)])
-                for kind in both[0]}  # fmt: skip
-        place = self.folder / f"job-{self._count}"
-        last = max(path for path in place.iterdir() if path.is_dir())
-        told = figures(slowest([Trained(each["steps"], each["saves"]) for each in found]))
-        return told | {"copy_s": bare, "checkpoint": str(last)}
+    def peers(self, ways: Sequence[str], pinned: Cores, repeats: int, copies: int) -> dict[str, Any]:
+        """Training with saves by DCP, and copies; the last checkpoint of each way stays."""
+        found = self.ranks(2, pinned, kind="train", ways=ways, saves=repeats + 1, copies=copies)
+        told: dict[str, Any] = {"copy_s": {kind: slowest_of([each["copies"][kind] for each in found])
+                                           for kind in found[0]["copies"]}}  # fmt: skip
+        for way in ways:
+            last = max((self.folder / f"job-{self._count}" / way).iterdir())
+            trained = slowest([Trained(**each[way]) for each in found])
+            told[way] = figures(trained) | {"checkpoint": str(last)}
+        return told
 
-    def ours(self, pinned: tuple[int | None, int | None], repeats: int, every: int) -> dict[str, Any]:
+    def ours(self, pinned: Cores, repeats: int, every: int) -> dict[str, Any]:
         """Training with Headway's saves; its last checkpoint stays."""
         self._count += 1
         place = self.folder / f"job-{self._count}"
@@ -362,9 +334,17 @@ class Bench:
         return read_ours(folder) | told
 
     def raw(self, size: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds of plain and of direct writes."""
-        return {kind: [write_raw(self.folder, size, kind == "direct") for _ in range(repeats)]
-                for kind in ("plain", "direct")}  # fmt: skip
+        """Seconds of plain and, where the file system has that, of direct writes, in turns."""
+        found: dict[str, list[float]] = {"plain": [], "direct": []}
+        with mmap.mmap(-1, size) as memory:
+            block = os.urandom(1 << 20)
+            for begin in range(0, size, len(block)):
+                memory[begin : begin + len(block)] = block
+            for _ in range(repeats):
+                found["plain"].append(write_raw(self.folder / "raw", memory, 0))
+                with contextlib.suppress(OSError):
+                    found["direct"].append(write_raw(self.folder / "raw", memory, os.O_DIRECT))
+        return {kind: seconds for kind, seconds in found.items() if seconds}
 
     def load(self, mesh: dict[str, int], ours: str, peer: str, flip: bool) -> dict[str, Any]:
         """Loads into a mesh; the slowest rank counts."""
@@ -373,14 +353,11 @@ class Bench:
             workers, (None, None), kind="load", mesh=mesh, ours=ours, dcp=peer, repeats=repeats, flip=flip
         )
 
-        def both(get: Callable[[dict[str, Any]], list[float]]) -> float:
-            return median([max(turn) for turn in zip(*(get(each) for each in found), strict=True)])
-
         told: dict[str, Any] = {
-            way: {cache: both(lambda each, w=way, c=cache: each[w][c]) for cache in ("cold", "warm")}
+            way: {cache: slowest_of([each[way][cache] for each in found]) for cache in ("cold", "warm")}
             for way in ("raw", "headway", "dcp")
         }
-        told["into_new_memory_s"] = {way: max(each["first"][way] for each in found) for way in ("headway", "dcp")}
+        told["into_new_memory_s"] = {way: max(each["first"][way] for each in found) for way in told}
         return told | {"in_cache_when_cold": found[0]["in_cache_when_cold"], "flipped": found[0].get("flipped")}
 
 
@@ -389,25 +366,29 @@ def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     size, few = bench.mb * 2**20, max(2, bench.repeats // 2 + 1)
     tell("the bare disk")
     raw = bench.raw(size, few)
-    tell("DCP, by a thread")
-    peers = {"thread": bench.peer("thread", bench.pinned, few, copies=bench.repeats)}
-    for variant in VARIANTS[1:]:
-        tell(f"DCP, {variant}")
-        peers[variant] = bench.peer(variant, bench.pinned, few, copies=0)
+    tell("DCP, saves by a thread")
+    peers = bench.peers(["thread", "kept"], bench.pinned, few, copies=bench.repeats)
+    tell("DCP, saves by a process")
+    try:
+        peers["process"] = bench.peers(["process"], bench.pinned, few, copies=0)["process"]
+    except Failed as failed:  # its helpers open ports, which not every machine lets them
+        tell(f"that way does not work here: {failed}")
     # As many steps between two saves as a slow write takes, and some that no write disturbs.
-    every = math.ceil(2.5 * best_write(raw) / peers["thread"]["step_s"]) + 3
+    every = math.ceil(2.5 * best_write(raw) / peers["kept"]["step_s"]) + 3
     tell(f"Headway, a save every {every} steps")
     ours = bench.ours(bench.pinned, bench.repeats, every)
-    tell("both on all cores")
-    open_cores = {"headway": bench.ours((None, None), few, every), "dcp": bench.peer("kept", (None, None), few, few)}
+    tell("both with nothing pinned")
+    unpinned = bench.peers(["kept"], (None, None), 2, copies=2) | {"headway": bench.ours((None, None), 2, every)}
     tell("the bare disk again")
     again = bench.raw(size, few)
-    raw = {kind: raw[kind] + again[kind] for kind in raw}
     tell("loads")
     places = ours["checkpoint"], peers["kept"]["checkpoint"]
     loads = {"tensor 2": bench.load({"tensor": 2}, *places, flip=False)}
     loads["one worker"] = bench.load({"shard": 1}, *places, flip=True)
-    return {"raw_write_s": raw, "dcp": peers, "headway": ours, "all_cores": open_cores, "loads": loads}
+    for told in (ours, unpinned["headway"], unpinned["kept"], *peers.values()):
+        told.pop("checkpoint", None)  # a path of this machine, which is gone by now
+    raw = {kind: raw[kind] + again[kind] for kind in raw}
+    return {"raw_write_s": raw, "dcp": peers, "headway": ours, "unpinned": unpinned, "loads": loads}
 
 
 # -- told
@@ -445,11 +426,11 @@ class Row:
 
 def rows(found: dict[str, Any]) -> list[Row]:
     """What is told of what was measured."""
-    ours, peers, wide = found["headway"], found["dcp"], found["all_cores"]
-    disk, copy = best_write(found["raw_write_s"]), peers["thread"]["copy_s"]["private"]
+    ours, peers, free = found["headway"], found["dcp"], found["unpinned"]
+    disk, copy = best_write(found["raw_write_s"]), peers["copy_s"]["private"]
 
-    def ways(key: str) -> tuple[float, ...]:
-        return tuple(peers[variant][key] for variant in VARIANTS)
+    def ways(key: str) -> tuple[float | None, ...]:
+        return tuple(peers.get(way, {}).get(key) for way in WAYS)
 
     def steps(what: str, told: dict[str, Any], goal: float | None, dcp: tuple[float | None, ...]) -> Row:
         return Row(what, told["step_under_write_s"], told["step_s"], goal, dcp, times=True)
@@ -464,19 +445,19 @@ def rows(found: dict[str, Any]) -> list[Row]:
             what = f"load, {mesh}, {cache} | raw read"
             dcp = (None, told["dcp"][cache], None)
             table.append(Row(what, told["headway"][cache], told["raw"][cache], GOALS["load"], dcp))
-    ours, peer = wide["headway"], wide["dcp"]
+    ours, peer = free["headway"], free["kept"]
     stall, durable, slowdown = ((None, peer[key], None) for key in ("stall_s", "durable_s", "slowdown"))
     return [
         *table,
-        Row("all cores: stall | bare copy", ours["stall_s"], peer["copy_s"]["private"], None, stall),
-        Row("all cores: durable | bare write", ours["durable_s"], disk, None, durable),
-        steps("all cores: meanwhile | without", ours, None, slowdown),
+        Row("unpinned: stall | bare copy", ours["stall_s"], free["copy_s"]["private"], None, stall),
+        Row("unpinned: durable | bare write", ours["durable_s"], disk, None, durable),
+        steps("unpinned: meanwhile | without", ours, None, slowdown),
     ]
 
 
 def best_write(raw: dict[str, list[float]]) -> float:
     """The faster of both ways to write, by their medians."""
-    return min(median(found) for found in raw.values() if not any(map(math.isnan, found)))
+    return min(median(seconds) for seconds in raw.values())
 
 
 def print_table(result: dict[str, Any], table: Sequence[Row]) -> None:
@@ -504,7 +485,7 @@ def notes(result: dict[str, Any]) -> Iterator[str]:
         f"read back and verified from a cold cache in {ours['verify_s']:.2f} s; durable in "
         f"{ours['durable_at_rest_s']:.2f} s where no step runs meanwhile"
     )
-    lost = ", ".join(f"{name} {result['dcp'][name]['lost_s_a_save']:.2f}" for name in VARIANTS)
+    lost = ", ".join(f"{way} {result['dcp'][way]['lost_s_a_save']:.2f}" for way in WAYS if way in result["dcp"])
     yield f"steps lose {ours['lost_s_a_save']:.2f} s to a save beside its stall; DCP: {lost}"
     rates = ", ".join(f"{kind} {mb / median(found):.0f} MiB/s" for kind, found in result["raw_write_s"].items())
     cold = max(told["in_cache_when_cold"] for told in result["loads"].values())

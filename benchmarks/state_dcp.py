@@ -11,7 +11,9 @@ threads and processes on the core that does not train. Three ways of `async_save
     process  a process writes what was staged into shared memory that is kept
 """
 
+import ctypes
 import json
+import math
 import mmap
 import os
 import shutil
@@ -24,24 +26,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
 from headway.errors import StateError
-from headway.models import empty_decoder, initial_weight
+from headway.models import empty_decoder
 from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
 from headway.recipe import Parallel, Recipe
 from headway.state import open_checkpoint
-from headway.state.tensors import Held, fill, load_state, named_state
+from headway.state.tensors import Held, load_state, named_state
 from headway.train.build import build_optimizer
-from state import Trained, drop_from_cache, flip, link_copy, make_recipe, share_in_cache
+from state import Trained, drop_from_cache, make_recipe
 
-FREE_STEPS = 3
-"""Steps that a save is given to settle, and that are taken without one."""
+FREE_STEPS = 2
+"""Steps after each save that no write disturbs."""
 READ_BYTES = 8 << 20
 Job = dict[str, Any]
 
@@ -61,8 +65,9 @@ def meet(job: Job, rank: int, recipe: Recipe) -> World:
 
 def make_model(recipe: Recipe, world: World) -> tuple[Spread, torch.optim.Optimizer, Held]:
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
-    for name, parameter in spread.model.named_parameters():
-        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    with torch.no_grad():
+        for parameter in spread.model.parameters():  # any numbers will do, and these are drawn for this rank alone
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     return spread, build_optimizer(spread.model, recipe.train), held
 
@@ -125,14 +130,13 @@ def move_others(core: int | None, but: set[int]) -> None:
 class Saver:
     """Saves by one of DCP's ways, and tells when each began, let go and was durable."""
 
-    def __init__(self, job: Job, state: dict[str, torch.Tensor], core: int | None) -> None:
-        self._kind, self._state, self._core = job["variant"], state, core
-        self._folder, self._first = Path(job["folder"]), job["rank"] == 0
+    def __init__(self, way: str, folder: Path, state: dict[str, torch.Tensor], core: int | None) -> None:
+        self._folder, self._state, self._core = folder, state, core
         self._staying = threads()
         with on(core):
             self._group = dist.new_group(backend="gloo")
-        shared = self._kind == "process"
-        self._stager = None if self._kind == "thread" else DefaultStager(StagingOptions(False, shared, False, False))
+        shared = way == "process"
+        self._stager = None if way == "thread" else DefaultStager(StagingOptions(False, shared, False, False))
         self._type = AsyncCheckpointerType.PROCESS if shared else AsyncCheckpointerType.THREAD
         self._future: Future[Any] | None = None
         self.saves: list[dict[str, float]] = []
@@ -165,55 +169,58 @@ class Saver:
         assert self._future is not None
         self._future.result()
         move_others(self._core, self._staying)
-        if self._first and number > 1:
+        if dist.get_rank() == 0 and number > 1:
             shutil.rmtree(self._folder / f"{number - 1:04d}")
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
 
 
 def train(job: Job, rank: int) -> dict[str, Any]:
-    """Steps with a save now and then; before them, copies of the same tensors into memory that is there."""
+    """Steps with a save now and then, by each way; before them, copies of the same tensors into warm memory."""
     recipe = make_recipe(job["mb"], {"shard": job["workers"]})
     world = meet(job, rank, recipe)
     spread, optimizer, held = make_model(recipe, world)
     step = make_step(recipe, world, spread, optimizer)
     state = named_state(spread.model, optimizer, held)
-    steps: list[tuple[float, float]] = []
-
-    def timed_step(says_yes: bool) -> bool:
-        begun = time.monotonic()
-        agreed = step(says_yes)
-        steps.append((begun, time.monotonic()))
-        return agreed
-
     for _ in range(2):
-        timed_step(False)
-    bare = copies(state, job["copies"], lambda: timed_step(False))
-    steps.clear()
-    saver = Saver(job | {"rank": rank}, state, job["saves_on"])
-    for number in range(1, job["saves"] + 1):
-        saver.save(number)
-        while not timed_step(saver.done):
-            pass
-        saver.settle(number)
-        for _ in range(FREE_STEPS):
-            timed_step(False)
-    return Trained(steps, saver.saves).as_dict() | {"copies": bare}
+        step(False)
+    found: dict[str, Any] = {"copies": copies(state, job["copies"], lambda: step(False))}
+    for way in job["ways"]:
+        saver = Saver(way, Path(job["folder"]) / way, state, job["saves_on"])
+        steps: list[tuple[float, float]] = []
+        for number in range(1, job["saves"] + 1):
+            saver.save(number)
+            free = FREE_STEPS
+            while free:
+                done, begun = saver.done, time.monotonic()
+                free -= step(done)
+                steps.append((begun, time.monotonic()))
+            saver.settle(number)
+        saver.close()
+        found[way] = Trained(steps, saver.saves).as_dict()
+    return found
 
 
 def copies(state: dict[str, torch.Tensor], count: int, between: Callable[[], Any]) -> dict[str, list[float]]:
     """Seconds to copy this rank's tensors into warm memory of its own, and into warm memory that can be shared."""
-    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state.values()]
-    makers = {"private": torch.empty_like, "shared": lambda tensor: torch.empty_like(tensor).share_memory_()}
-    found: dict[str, list[float]] = {kind: [] for kind in makers}
-    for kind, make in makers.items() if count else ():
-        targets = [make(tensor).fill_(1) for tensor in locals_]
-        for _ in range(count + 1):
-            between()
-            dist.barrier()
+    if not count:
+        return {}
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values()]
+    targets = {
+        "private": [torch.ones_like(part) for part in parts],
+        "shared": [torch.ones_like(part).share_memory_() for part in parts],
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in targets}
+    for _ in range(count + 1):
+        between()
+        for kind, memory in targets.items():
+            together()
             begun = time.monotonic()
-            for target, tensor in zip(targets, locals_, strict=True):
-                target.copy_(tensor)
+            for target, part in zip(memory, parts, strict=True):
+                target.copy_(part)
             found[kind].append(time.monotonic() - begun)
-        del targets
     return {kind: seconds[1:] for kind, seconds in found.items()}
 
 
@@ -275,6 +282,24 @@ def read_raw(paths: list[Path], memory: mmap.mmap) -> None:
                 begin, place = begin + count, place + count
 
 
+def share_in_cache(folder: Path) -> float:
+    """Which share of a folder's pages is in the page cache."""
+    there = pages = 0
+    for path in folder.iterdir():
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as memory:
+            view = np.frombuffer(memory, np.uint8)
+            marks = np.zeros(-(-view.size // mmap.PAGESIZE), np.uint8)
+            address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.size)
+            if ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(marks.ctypes.data)):
+                return math.nan
+            there, pages = there + int((marks & 1).sum()), pages + marks.size
+            del view
+    return there / max(1, pages)
+
+
+# -- damage
+
+
 def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: Held) -> dict[str, str]:
     """What each says of a copy of its checkpoint with one byte changed in the middle of a tensor."""
     state = named_state(spread.model, optimizer, held)
@@ -302,6 +327,23 @@ def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: He
     except Exception as error:
         other = f"refused: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return {"tensor": name, "headway": said, "dcp": other}
+
+
+def link_copy(folder: Path, copy: Path, own: str) -> Path:
+    """A copy of a folder that shares all files with it but one."""
+    copy.mkdir()
+    for path in folder.iterdir():
+        (shutil.copyfile if path.name == own else os.link)(path, copy / path.name)
+    return copy
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
 
 
 def main() -> None:

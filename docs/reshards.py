@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # -- comparing
 
 
-def read_checkpoint(folder: Path) -> dict[str, NDArray[Any]]:
+@cache
+def read_checkpoint(folder: Path) -> Arrays:
     """Every tensor of a checkpoint, put together of its pieces by what the manifest says of them."""
     manifest = json.loads((folder / "manifest.json").read_bytes())
     files = {name: load_file(folder / name) for name in manifest["files"]}

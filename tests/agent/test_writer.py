@@ -7,12 +7,12 @@ import pytest
 from headway.agent import writer as writer_module
 from headway.agent.inject import Injector
 from headway.agent.memory import Memory, Snapshot
-from headway.agent.writer import Writer, newest_whole, store_url
+from headway.agent.writer import Writer, newest_whole
 from headway.recipe import Checkpoint as Rules
 from headway.recipe import FaultPlan, Store
 from headway.recipe.faults import AGENT
 from headway.state import Facts, PieceShape, list_checkpoints, open_checkpoint, plan_buffer, read_box, verify
-from headway.state.address import address_in_store, open_address
+from headway.state.address import address_in_store, open_address, store_url
 
 FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2}, recipe={"name": "x"})
 SHAPE = (3000, 2)
@@ -217,11 +217,6 @@ def test_the_newest_that_looks_whole(tmp_path):
     assert disk.error is None
     still = [tmp_path / f"step-0000000{step}" / "rank-00001-still.safetensors" for step in (1, 4)]
     assert len({path.stat().st_ino for path in still}) == 1
-
-
-def test_where_a_run_lies_in_a_store():
-    for url in ("s3://bucket/runs", "s3://bucket/runs/"):
-        assert store_url(Store(url=url), "run-1") == "s3://bucket/runs/run-1"
 
 
 def test_a_state_goes_to_disk_and_store(tmp_path):

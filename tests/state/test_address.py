@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from headway.errors import StateError, UsageError
+from headway.recipe import Store
 from headway.state import Facts, Piece, begin, commit, read_box, shard_name, write_shard
-from headway.state.address import address_in_store, is_in_store, open_address
+from headway.state.address import address_in_store, is_in_store, open_address, store_url
 
 BITS = np.arange(6, dtype="<u4").reshape(2, 3)
 
@@ -25,6 +26,11 @@ def test_a_store_is_told_from_a_folder(address, want):
 def test_the_address_of_a_step_is_that_of_its_folder():
     assert address_in_store("s3://bucket/runs/a", 12) == "s3://bucket/runs/a/step-00000012"
     assert address_in_store("gs://b/r", 123456789) == "gs://b/r/step-123456789"
+
+
+def test_where_a_run_lies_in_a_store():
+    for url in ("s3://bucket/runs", "s3://bucket/runs/"):
+        assert store_url(Store(url=url), "run-1") == "s3://bucket/runs/run-1"
 
 
 def test_a_folder_is_opened(tmp_path):

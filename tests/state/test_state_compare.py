@@ -15,7 +15,7 @@ from headway.errors import DamagedState
 from headway.state import Checkpoint, Facts, Piece, begin, commit, open_checkpoint, shard_name, spread, write_shard
 from headway.state import bands as bands_module
 from headway.state import compare as compare_module
-from headway.state.bands import bands
+from headway.state.box import Box, bands
 from headway.state.compare import compare, distance, values
 
 FACTS = Facts(cursor=8, chain="c" * 32, data_version="v", recipe={"name": "x", "train": {"lr": 0.1, "steps": 3}})
@@ -50,14 +50,14 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("limit", [1, 4, 12, 40, 60, 10_000])
 def test_bands_follow_each_other(shape: tuple[int, ...], limit: int) -> None:
     order = np.arange(math.prod(shape)).reshape(shape)
-    found = [order[box.slices((0,) * len(shape))] for box in bands(shape, 4, limit)]
+    found = [order[box.slices((0,) * len(shape))] for box in bands(Box((0,) * len(shape), shape), 4, limit)]
     assert [int(i) for band in found for i in band.reshape(-1)] == list(range(order.size))
     assert all(band.nbytes / 2 <= limit or band.size == 1 for band in found)
 
 
 def test_bands_are_not_smaller_than_they_need_be() -> None:
-    assert len(list(bands((100, 10), 4, 400))) == 10
-    assert len(list(bands((4, 1000), 4, 400))) == 40
+    assert len(list(bands(Box((7, 0), (100, 10)), 4, 400))) == 10
+    assert len(list(bands(Box((0, 5), (4, 1000)), 4, 400))) == 40
 
 
 SMALL_FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"]

@@ -77,6 +77,11 @@ def plan_from(fields: Mapping[str, Any]) -> BufferPlan:
 
 def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> int:
     """How many buffers each worker gets, when all of them together hold a state of so many bytes."""
+    if state_bytes > free_bytes:
+        raise StateError(
+            f"a saved state takes {state_bytes / 1e9:.3g} GB of memory, and {free_bytes / 1e9:.3g} GB are free",
+            hint="fewer workers on this machine, a smaller model, or a machine with more memory",
+        )
     if bound_gb is None:
         two = ENOUGH if ENOUGH * state_bytes <= free_bytes / 2 else 1
         return max(two, min(MOST, int(min(SMALL_BYTES, free_bytes / 2) // state_bytes)))
@@ -85,7 +90,7 @@ def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> 
             f"a saved state takes {state_bytes / 1e9:.3g} GB of memory, and checkpoint.memory_gb is {bound_gb:g}",
             hint=f"allow checkpoint.memory_gb = {state_bytes / 1e9 * 1.01:.3g} or more",
         )
-    return min(MOST, int(bound_gb * 1e9 // state_bytes))
+    return min(MOST, int(min(bound_gb * 1e9, free_bytes) // state_bytes))
 
 
 class Memory:
@@ -108,9 +113,9 @@ class Memory:
         return max((len(buffers) for buffers in self._buffers.values()), default=0)
 
     def make(self, plans: Mapping[int, BufferPlan], count: int) -> None:
-        """Have buffers for workers of these plans: those there are, if they fit, else new ones."""
-        there = {rank: [buffer.plan for buffer in buffers] for rank, buffers in self._buffers.items()}
-        if there == {rank: [plan] * count for rank, plan in plans.items()}:
+        """Have buffers for workers of these plans: those there are if they fit, else `count` new ones each."""
+        there = {rank: buffers[0].plan for rank, buffers in self._buffers.items()}
+        if there == plans:
             return
         self.drop()
         for rank, plan in plans.items():

@@ -154,7 +154,7 @@ class Saves:
                 self._say(rank, "refused", message=error.message, hint=error.hint)
             return
         self._rhythm.guess(size / FIRST_GUESS_BYTES_S)
-        self._recorder.event("memory", bytes=self.memory.size, buffers=count)
+        self._recorder.event("memory", bytes=self.memory.size, buffers=self.memory.buffers_each)
         for rank in self._plans:
             self._say(rank, "buffers", self.memory.descriptors(rank), free=self.memory.free(rank))
 

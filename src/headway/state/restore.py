@@ -22,7 +22,7 @@ from headway.state.move import moves
 from headway.state.safetensors_file import bits_dtype, read_image
 from headway.state.source import MANIFEST, Folder, Source
 
-__all__ = ["Checkpoint", "Verified", "layout_of", "open_checkpoint", "read_box", "verify"]
+__all__ = ["Checkpoint", "Verified", "check_file", "layout_of", "open_checkpoint", "read_box", "verify"]
 
 Bits = NDArray[np.unsignedinteger]
 
@@ -111,6 +111,15 @@ def verify(source: Path | Source) -> Verified:
         if manifest.digest_function == 2 and digest & MASK != int(tensor.digest, 16):
             raise DamagedState(f"{checkpoint.place} is damaged: the digest of tensor {name} is wrong", hint=_HINT)
     return Verified(manifest.step, manifest.digest, len(manifest.tensors), len(manifest.files), manifest.bytes)
+
+
+def check_file(checkpoint: Checkpoint, file: str) -> None:
+    """Read one file of a checkpoint and check every checksum in it; DamagedState names the first that is wrong."""
+    _check_header(checkpoint, file)
+    for name, tensor in checkpoint.manifest.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file == file:
+                _digest_piece(checkpoint, name, tensor, piece)
 
 
 def _digest_piece(checkpoint: Checkpoint, name: str, tensor: TensorEntry, piece: PieceEntry) -> int:
@@ -225,6 +234,9 @@ def _offset(box: Box, piece: PieceEntry) -> int:
 def _locate(source: Source, manifest: Manifest) -> Manifest:
     """A manifest of format 1 with the places that its files' headers tell."""
     images = {name: read_image(Path(source.name(name))) for name in manifest.files}
+    for name, image in images.items():
+        if image.header_xxh3 != manifest.files[name].header_xxh3:
+            raise DamagedState(f"{source.name(name)} is damaged: the checksum of its header is wrong", hint=_HINT)
     tensors = {}
     for name, tensor in manifest.tensors.items():
         places = [(piece, images[piece.file].places.get(name)) for piece in tensor.pieces]

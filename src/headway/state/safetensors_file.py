@@ -163,12 +163,23 @@ def _open_direct(path: Path) -> int:
 
 def _write_all(descriptor: int, view: memoryview) -> None:
     while view:
-        written = os.write(descriptor, view)
+        try:
+            written = os.write(descriptor, view)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _stop_direct(descriptor):
+                raise
+            continue
         view = view[written:]
-        if view and written % _PAGE and hasattr(os, "O_DIRECT"):
-            # A short write (a disk that fills up) leaves direct I/O off its pages; the rest goes the ordinary way.
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        if view and written % _PAGE:
+            _stop_direct(descriptor)  # a short write (a disk that fills up) leaves it off its pages
+
+
+def _stop_direct(descriptor: int) -> bool:
+    """Have the rest of a file written the ordinary way; False if it was already."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
+    return bool(flags & direct)
 
 
 def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, Place]]:

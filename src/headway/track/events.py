@@ -17,7 +17,8 @@ Every other line is an event, stamped with the nanoseconds since that moment:
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
 
 A step ended at `t`; its compute took the `compute` ns before that, and its wait for data the `data` ns before
-those. Spans (startup, restore, compile, checkpoint, evaluation, shutdown) nest; the innermost one counts.
+those; of its compute it may have waited `checkpoint` ns for a save's copy. Spans (startup, restore, compile,
+checkpoint, evaluation, shutdown) nest; the innermost one counts.
 """
 
 import operator

@@ -249,7 +249,10 @@ def _span_intervals(events: Sequence[Event], accounts: Mapping[str, str], open_u
 
 
 def _step_intervals(steps: Iterable[Event], offset: int, kept: int | None) -> list[_Interval]:
-    """Return the data wait and the compute of each step; those of steps thrown away since are rework."""
+    """Return the data wait and the compute of each step; those of steps thrown away since are rework.
+
+    What a step waited for a save's copy is counted apart, before its end: that is where the device waits.
+    """
     found: list[_Interval] = []
     for event in steps:
         t, step = _time(event), _time(event, "step")
@@ -261,6 +264,9 @@ def _step_intervals(steps: Iterable[Event], offset: int, kept: int | None) -> li
         lost = kept is not None and step > kept
         found.append((waited, computed, "rework" if lost else "data stall"))
         found.append((computed, end, "rework" if lost else "compute"))
+        stalled = min(_time(event, "checkpoint") or 0, end - computed)
+        if stalled > 0 and not lost:
+            found.append((end - stalled, end, "checkpoint stall"))
     return found
 
 

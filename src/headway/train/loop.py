@@ -58,7 +58,7 @@ def train(parts: Parts, saves: Saves) -> bool:
         rate = learning_rate(recipe.train, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        saves.fence()
+        waited = saves.fence()  # for a copy of what the next line changes
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -66,7 +66,7 @@ def train(parts: Parts, saves: Saves) -> bool:
         mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         wishes = [parts.stop.asked, saves.take_wish(), saves.full()]
         totals = world.sum(torch.cat([mine.reshape(1), torch.tensor(wishes, dtype=torch.float64, device=world.device)]))
-        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained}
+        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, recorded, result, wanted)
         saves.tick()
@@ -111,6 +111,8 @@ def record(parts: Parts, before: Progress, result: Measured, wanted: Wanted) -> 
     step, cursor = result.note["step"], result.note["cursor"]
     after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
+    if result.note["waited"] is not None:
+        times["checkpoint"] = int(result.note["waited"]() * 1e9)
     if parts.world.first:
         tokens = parts.recipe.train.batch * parts.recipe.data.seq
         counts = {"tokens": tokens} | ({"trained": result.note["trained"]} if parts.feed.masks else {})

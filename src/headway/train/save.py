@@ -33,8 +33,16 @@ class _Copy:
     buffer: int
     step: int
     fields: dict[str, Any]
-    begun: float
+    host_s: float
+    """What the host spent on starting it."""
     done: torch.cuda.Event
+    reached: torch.cuda.Event
+    """Recorded where the device waits for it, if it ever does."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long the device has waited for it; asked when both have happened."""
+        return max(0.0, self.reached.elapsed_time(self.done) / 1e3)
 
 
 class Saves:
@@ -106,10 +114,17 @@ class Saves:
                 if last:
                     self.finish()
 
-    def fence(self) -> None:
-        """Have the device wait for a copy before it changes what is copied."""
-        if self._copy is not None:
-            torch.cuda.current_stream().wait_event(self._copy.done)
+    def fence(self) -> Callable[[], float] | None:
+        """Have the device wait for a copy before it changes what is copied.
+
+        Returns what tells, once the step is over, how many seconds it waited.
+        """
+        copy = self._copy
+        if copy is None:
+            return None
+        copy.reached.record()
+        torch.cuda.current_stream().wait_event(copy.done)
+        return lambda: copy.waited_s
 
     def tick(self) -> None:
         """Tell the agent of a copy that is done by now."""
@@ -121,7 +136,8 @@ class Saves:
         if self._copy is not None:
             copy, self._copy = self._copy, None
             copy.done.synchronize()
-            self._tell(copy.buffer, copy.step, copy.fields, copy.begun)
+            waited_s = copy.waited_s if copy.reached.query() and copy.reached.cuda_event else 0.0
+            self._tell(copy.buffer, copy.step, copy.fields, copy.host_s + waited_s)
 
     # -- copies
 
@@ -132,9 +148,9 @@ class Saves:
         with torch.cuda.stream(self._stream):
             for target, own in zip(self._targets[number], self._owned, strict=True):
                 target.copy_(own.tensor, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(enable_timing=True)
             done.record()
-        return _Copy(number, step, fields, time.monotonic() - begun, done)
+        return _Copy(number, step, fields, time.monotonic() - begun, done, torch.cuda.Event(enable_timing=True))
 
     def _tell(self, number: int, step: int, fields: dict[str, Any], stall_s: float) -> None:
         self._faults.reach("saved", step)

@@ -1,0 +1,279 @@
+"""Workers that die: the agent starts them again from the newest state there is, and the run ends as if nothing was.
+
+Truth is a run of the same recipe that nothing happened to: the chain stands for every loss, the digest for the state.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import Lab, Lived
+from headway.agent.zygote import Zygote
+from headway.recipe import FaultPlan, Recipe
+from headway.recipe.faults import AGENT
+from headway.state import verify
+from headway.track import Ledger, account, read_run
+
+STEPS = 8
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.restarts": 1,
+    "eval.every_steps": 5,
+    "eval.windows": 2,
+    "checkpoint.memory_every_steps": 1,
+}
+POINTS = {"start": 2, "data": 3, "compute": 4, "evaluation": 5, "save": 6, "saved": 7}
+"""Where a worker is killed, and at which step, one after the other."""
+RECORDED = ("evaluation", "save", "saved")
+"""Points that come after the step was recorded: it is done again."""
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
+    """Runs of one and of two workers that nothing happened to."""
+    settings = SETTINGS | {"checkpoint.every_steps": 4}
+    found = {}
+    for workers in (1, 2):
+        found[workers] = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(settings), workers=workers)
+        assert found[workers].outcome.state == "finished", found[workers].outcome
+    return found
+
+
+def killed(step: int, rank: int | None = None, point: str = "start", attempt: int = 1) -> FaultPlan:
+    """A kill, after a moment in which what was recorded before reaches the disk."""
+    return FaultPlan().stall(point, step, 0.1, rank, attempt).kill(step, rank, point, attempt)
+
+
+def together(*plans: FaultPlan) -> FaultPlan:
+    return FaultPlan(faults=tuple(fault for plan in plans for fault in plan.faults))
+
+
+def assert_same(lived: Lived, other: Lived) -> None:
+    assert lived.outcome.state == "finished", lived.outcome
+    assert lived.chain == other.chain
+    assert lived.digest == other.digest
+
+
+def resumed(lived: Lived) -> list[int]:
+    """The step that each attempt went on from."""
+    return [event["step"] for event in lived.events("resumed")]
+
+
+def ways_on(lived: Lived) -> list[str]:
+    """What the agent said about each attempt that it started again."""
+    return [event["recovery"] for event in lived.events("end", "agent") if "recovery" in event]
+
+
+def balanced(lived: Lived) -> Ledger:
+    ledger = account(read_run(lived.run))
+    assert sum(ledger.accounts.values()) == ledger.total_ns
+    return ledger
+
+
+def saved_steps(lived: Lived) -> list[int]:
+    """Steps of the checkpoints that are there; each is whole."""
+    return [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
+    """One restart is allowed, and six are needed: every step that is new gives it back."""
+    ranks = [0 if point in RECORDED else workers - 1 for point in POINTS]
+    places = zip(POINTS.items(), ranks, range(1, len(POINTS) + 1), strict=True)
+    faults = together(*[killed(step, rank, point, number) for (point, step), rank, number in places])
+    children = psutil.Process().children()
+    lived = lab.train(recipe(SETTINGS), workers=workers, faults=faults)
+    assert_same(lived, unharmed[workers])
+
+    whole = [step - 1 for step in POINTS.values()]
+    assert resumed(lived) == [0, *whole]
+    assert {event["step"] for event in lived.events("step")} == set(range(1, STEPS + 1))
+    told = [f"worker {rank} was killed by signal 9 (SIGKILL)" for rank in ranks]
+    assert ways_on(lived) == [
+        f"{what}; back to step {step}, from memory" for what, step in zip(told, whole, strict=True)
+    ]
+    assert psutil.Process().children() == children
+    assert not list(lived.run.logs.glob("*zygote*"))
+    agents = [record.header for record in read_run(lived.run, "agent")]
+    assert [(header.attempt, header.pid) for header in agents] == [(n, os.getpid()) for n in range(1, len(told) + 2)]
+
+    ledger = balanced(lived)
+    assert (ledger.steps, ledger.lost_steps) == (STEPS, len(RECORDED))
+    assert ledger.accounts["restart"] > 0
+    assert ledger.accounts["rework"] > 0
+    texts = [(incident.attempt, incident.text) for incident in ledger.incidents]
+    for number, (point, step) in enumerate(POINTS.items(), start=1):
+        after = step if point in RECORDED else step - 1
+        assert (number, f"worker {ranks[number - 1]} was killed by signal 9 after step {after}") in texts
+        redone = "1 step" if point in RECORDED else "0 steps"
+        assert (number + 1, f"resumed after step {step - 1}, {redone} to redo") in texts
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "point"),
+    [
+        ({"replicate": 2, "shard": 1}, 1, "saved"),
+        ({"tensor": 2, "shard": 1}, 0, "save"),
+        ({"pipeline": 2, "shard": 1}, 1, "compute"),
+    ],
+    ids=["replicate", "tensor", "pipeline"],
+)
+def test_every_mesh_goes_on_from_memory(lab, recipe, mesh: dict[str, int], rank: int, point: str) -> None:
+    shape = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 4}
+    settings = SETTINGS | shape | {f"parallel.{axis}": size for axis, size in mesh.items()}
+    whole = lab.train(recipe(settings), workers=2)
+    lived = lab.train(recipe(settings), workers=2, faults=killed(3, rank, point))
+    assert_same(lived, whole)
+    assert resumed(lived) == [0, 2]
+
+
+def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe, unharmed) -> None:
+    """Struck is the first save that is not left out, which comes when the one before it is on disk."""
+    (memory,) = unharmed[2].events("memory", "agent")
+    one_state = memory["bytes"] / memory["buffers"] / 1e9
+    settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": 1.5 * one_state}
+    faults = together(*[killed(step, 0, "saved") for step in range(2, STEPS + 1)])
+    lived = lab.train(recipe(settings), workers=2, faults=faults)
+    assert_same(lived, unharmed[2])
+    assert [event["buffers"] for event in lived.events("memory", "agent")] == [1, 1]
+    (first, *_) = read_run(lived.run, "agent")
+    durable = max(event["step"] for event in first.events if event["kind"] == "checkpoint")
+    assert resumed(lived) == [0, durable]
+    assert ways_on(lived) == [f"worker 0 was killed by signal 9 (SIGKILL); back to step {durable}, from disk"]
+
+
+def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(lab, recipe, unharmed) -> None:
+    failed = lab.train(recipe(SETTINGS), faults=together(killed(4), killed(4, attempt=2)))
+    assert failed.outcome.state == "failed"
+    assert "worker 0 was killed by signal 9 (SIGKILL)" in failed.outcome.reason
+    assert f"headway resume {failed.run.name}" in failed.outcome.hint
+    assert resumed(failed) == [0, 3]
+    assert saved_steps(failed) == [3]
+    balanced(failed)
+    lived = lab.resume(failed.run)
+    assert resumed(lived) == [0, 3, 3]
+    assert_same(lived, unharmed[1])
+
+
+def test_an_error_is_not_tried_again_and_costs_no_state(lab, recipe) -> None:
+    failed = lab.train(recipe(SETTINGS | {"train.restarts": 3}), faults=FaultPlan().fail(4))
+    assert failed.outcome.state == "failed"
+    assert failed.outcome.reason == "worker 0 failed: RuntimeError: injected at start of step 4"
+    assert resumed(failed) == [0]
+    assert saved_steps(failed) == [3]
+
+
+def test_a_branch_goes_back_to_where_it_began_and_then_to_memory(make_lab, recipe, unharmed) -> None:
+    run = unharmed[1].run
+    faults = together(killed(6), killed(7, attempt=2))
+    settings = SETTINGS | {"checkpoint.memory_every_steps": 6}
+    lived = make_lab(run.path.parent).train(recipe(settings), faults=faults, origin=f"{run.name}@4")
+    assert resumed(lived) == [4, 4, 6]
+    assert lived.outcome.state == "finished", lived.outcome
+    assert (lived.chain, lived.digest) == (unharmed[1].chain, unharmed[1].digest)
+    balanced(lived)
+
+
+def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
+    failed = lab.train(recipe(SETTINGS | {"checkpoint.memory_gb": 1e-5}))
+    assert failed.outcome.state == "failed"
+    assert "GB of memory, and checkpoint.memory_gb is 1e-05" in failed.outcome.reason
+    assert "allow checkpoint.memory_gb = " in failed.outcome.hint
+    assert len(failed.events("attempt", "agent")) == 1
+
+
+# -- classes of one's own
+
+OWN = '''
+import own_models
+
+
+class Half(own_models.Dropped):
+    """Dropout, whose masks must come back, and a block that is not trained."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.blocks[0].requires_grad_(False)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Lab]:
+    """A place to run recipes whose workers find the class above."""
+    (tmp_path / "half.py").write_text(OWN)
+    paths = [str(tmp_path), str(Path(__file__).parents[1] / "train")]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    process = Zygote(tmp_path / "log", os.environ | environment)
+    yield Lab(tmp_path / "runs", process)
+    process.close()
+
+
+def test_dropout_and_frozen_weights_come_back(own: Lab, recipe: Callable[..., Recipe]) -> None:
+    """From memory, then, when that was in vain, from the disk; what is frozen lies there once."""
+    checkpoints = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
+    settings = SETTINGS | checkpoints | {"train.steps": 6, "model": {"class": "half:Half", "args": {"vocabulary": 301}}}
+    whole = own.train(recipe(settings), workers=2)
+    failed = own.train(recipe(settings), workers=2, faults=together(killed(4, 1), killed(4, 0, attempt=2)))
+    assert failed.outcome.state == "failed"
+    lived = own.resume(failed.run)
+    assert resumed(lived) == [0, 3, 3]
+    assert_same(lived, whole)
+    assert saved_steps(lived) == [2, 3, 4, 6]
+    inodes: dict[str, set[int]] = {}
+    for path in lived.run.checkpoints.glob("*/*-still.safetensors"):
+        inodes.setdefault(path.name, set()).add(path.stat().st_ino)
+    assert inodes
+    assert all(len(found) == 1 for found in inodes.values())
+    trained = [path.stat().st_ino for path in lived.run.checkpoints.glob("*/rank-00000.safetensors")]
+    assert len(set(trained)) == 4
+
+
+# -- what is asked for while a save is under way, and when the agent decides
+
+
+def stop_when(there: Callable[[], Any], patience_s: float = 60) -> None:
+    """Have this process stop its run once there is something."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + patience_s
+        while not there() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait).start()
+
+
+def test_a_stop_while_a_save_is_written_leaves_everything_durable(lab, recipe) -> None:
+    stop_when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")))
+    settings = {"train.steps": 100_000, "checkpoint.every_steps": 2, "checkpoint.keep_last": 1000}
+    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().stall("write", 2, 1.0, rank=AGENT))
+    assert (lived.outcome.state, lived.outcome.reason) == ("stopped", "stopped on request, state saved")
+    last = lived.events("step")[-1]["step"]
+    kept = [event["step"] for event in lived.events("kept", "agent")]
+    assert kept[0] == 2
+    assert kept[-1] == last
+    assert saved_steps(lived) == kept
+    assert [event["step"] for event in lived.events("checkpoint", "agent")] == kept
+
+
+@pytest.mark.parametrize("memory_every_steps", [0, 1])
+def test_the_agent_decides_when_to_save_and_all_workers_do(lab, recipe, unharmed, memory_every_steps: int) -> None:
+    rules = {"every_steps": "auto", "hours_between_failures": 1e-4, "keep_last": 99}
+    rules["memory_every_steps"] = memory_every_steps
+    faults = FaultPlan()
+    for step in (2, 5):  # long enough for the agent to have asked
+        faults = faults.stall("compute", step, 0.3, rank=0)
+    settings = SETTINGS | {f"checkpoint.{key}": value for key, value in rules.items()}
+    lived = lab.train(recipe(settings), workers=2, faults=faults)
+    assert_same(lived, unharmed[2])
+    steps = saved_steps(lived)
+    assert len(steps) >= 3
+    assert steps[-1] == STEPS
+    assert [event["step"] for event in lived.events("checkpoint", "agent")] == steps
