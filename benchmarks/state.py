@@ -42,7 +42,7 @@ from headway.agent.zygote import Zygote
 from headway.data import BuildOptions, build
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.state import find_checkpoint, verify
+from headway.state import verify
 from headway.track import Record, RunFolder, read_run
 
 LAYERS, HEAD, BYTES_A_PARAMETER = 7, 64, 12
@@ -67,7 +67,8 @@ Cores = tuple[int | None, int | None]
 def make_recipe(mb: int, mesh: dict[str, int], data: Path | None = None, **train: Any) -> Recipe:
     """A decoder whose weights and moments are about so many MiB, on a mesh."""
     dim = max(2, round(math.sqrt(mb * 2**20 / BYTES_A_PARAMETER / LAYERS / 12) / HEAD / 2) * 2) * HEAD
-    checkpoint = {"every_steps": train.pop("save_every", 0), "keep_last": 1}
+    # None is removed meanwhile, as none of DCP's is: that would come on top of what is measured.
+    checkpoint = {"every_steps": train.pop("save_every", 0), "keep_last": 1000}
     values = {
         "name": "state",
         "model": {"layers": LAYERS, "dim": dim, "heads": dim // HEAD, "vocab_size": 320},
@@ -229,6 +230,14 @@ def drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def only_last(folder: Path) -> Path:
+    """The last checkpoint of a folder; the others are removed."""
+    *others, last = sorted(folder.iterdir())
+    for other in others:
+        shutil.rmtree(other)
+    return last
+
+
 def file_system(folder: Path) -> str:
     """The kind of file system that a folder lies on."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -311,7 +320,7 @@ class Bench:
         told: dict[str, Any] = {"copy_s": {kind: slowest_of([each["copies"][kind] for each in found])
                                            for kind in found[0]["copies"]}}  # fmt: skip
         for way in ways:
-            last = max((self.folder / f"job-{self._count}" / way).iterdir())
+            last = only_last(self.folder / f"job-{self._count}" / way)
             trained = slowest([Trained(**each[way]) for each in found])
             told[way] = figures(trained) | {"checkpoint": str(last)}
         return told
@@ -326,7 +335,7 @@ class Bench:
         (place / "job.json").write_text(json.dumps(job))
         run([[__file__, "--agent", str(place / "job.json")]], place)
         folder = RunFolder(place / "run")
-        checkpoint = find_checkpoint(folder.checkpoints)
+        checkpoint = only_last(folder.checkpoints)
         drop_from_cache(checkpoint)
         begun = time.monotonic()
         size = verify(checkpoint).bytes
@@ -344,7 +353,7 @@ class Bench:
                 found["plain"].append(write_raw(self.folder / "raw", memory, 0))
                 with contextlib.suppress(OSError):
                     found["direct"].append(write_raw(self.folder / "raw", memory, os.O_DIRECT))
-        return {kind: seconds for kind, seconds in found.items() if seconds}
+        return {kind: times for kind, times in found.items() if times}
 
     def load(self, mesh: dict[str, int], ours: str, peer: str, flip: bool) -> dict[str, Any]:
         """Loads into a mesh; the slowest rank counts."""
@@ -352,12 +361,11 @@ class Bench:
         found = self.ranks(
             workers, (None, None), kind="load", mesh=mesh, ours=ours, dcp=peer, repeats=repeats, flip=flip
         )
-
         told: dict[str, Any] = {
             way: {cache: slowest_of([each[way][cache] for each in found]) for cache in ("cold", "warm")}
             for way in ("raw", "headway", "dcp")
         }
-        told["into_new_memory_s"] = {way: max(each["first"][way] for each in found) for way in told}
+        told["first_s"] = max(each["headway"]["first"] for each in found)
         return told | {"in_cache_when_cold": found[0]["in_cache_when_cold"], "flipped": found[0].get("flipped")}
 
 
@@ -412,7 +420,9 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        return "" if self.goal is None else "met" if self.ratio <= self.goal else "missed"
+        if self.goal is None or math.isnan(self.ratio):  # no step fell into a write
+            return "" if self.goal is None else "unknown"
+        return "met" if self.ratio <= self.goal else "missed"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio, "verdict": self.verdict}
@@ -457,7 +467,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
 
 def best_write(raw: dict[str, list[float]]) -> float:
     """The faster of both ways to write, by their medians."""
-    return min(median(seconds) for seconds in raw.values())
+    return min(median(times) for times in raw.values())
 
 
 def print_table(result: dict[str, Any], table: Sequence[Row]) -> None:
@@ -495,11 +505,12 @@ def notes(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['cores']} cores ({pinned}), {result['machine']}; {versions}; took {result['took_s']:.0f} s"
 
 
-def check_room(folder: Path, mb: int) -> None:
-    free = shutil.disk_usage(folder).free >> 20
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    if free < 8 * mb:
-        raise SystemExit(f"--mb {mb} needs {8 * mb} MiB in {folder}, and {free} are free: --folder names another")
+def check_room(folder: Path, mb: int, repeats: int) -> None:
+    needs, free = (2 * repeats + 6) * mb, shutil.disk_usage(folder).free >> 20
+    if free < needs:
+        raise SystemExit(f"--mb {mb} needs {needs} MiB in {folder}, and {free} are free: --folder names another")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    memory = next(int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable:"))
     if memory < 5 * mb:
         raise SystemExit(f"--mb {mb} needs {5 * mb} MiB of memory, and {memory} are free")
 
@@ -507,7 +518,7 @@ def check_room(folder: Path, mb: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=1024, help="size of the state in MiB")
-    parser.add_argument("--repeats", type=int, default=5, help="saves that count")
+    parser.add_argument("--repeats", type=int, default=5, help="saves that count, 1 or more")
     parser.add_argument("--out", type=Path, help="where to leave the numbers, as JSON")
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="whose disk to use")
     parser.add_argument("--agent", type=Path, help=argparse.SUPPRESS)
@@ -516,7 +527,7 @@ def main() -> None:
         train_here(json.loads(options.agent.read_text()))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # as Ctrl-C: processes and the folder go first
-    check_room(options.folder, options.mb)
+    check_room(options.folder, options.mb, options.repeats)
     begun = time.monotonic()
 
     def tell(what: str) -> None:

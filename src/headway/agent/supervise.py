@@ -55,6 +55,8 @@ class Attempt(BaseModel):
     """The checkpoint that the run's first attempt began from, if it went on from another run's state."""
     origin_step: int = 0
     recipe_changes: dict[str, Any] = {}
+    source: Literal["memory", "disk", "store", "start"] | None = None
+    """Where the agent itself took the state from, after an attempt that failed."""
     notes: list[str] = []
     """What the user should know before it starts."""
     faults: FaultPlan = FaultPlan()
@@ -148,6 +150,7 @@ def _live(
         device=attempt.device,
         from_step=attempt.from_step,
         recipe_changes=attempt.recipe_changes,
+        source=attempt.source,
     )
     kills_before = out_of_memory_kills()
     run.rendezvous.mkdir(exist_ok=True)
@@ -199,7 +202,8 @@ class _Patience:
 
     def situation(self, run: RunFolder, attempt: Attempt, life: _Life, saves: Saves) -> Situation:
         """What recover needs to know, after an attempt that failed."""
-        step = _last_step(run, attempt)
+        snapshot = saves.memory.restorable()
+        step = max(_last_step(run, attempt), -1 if snapshot is None else snapshot.step)
         if step > self._furthest:
             self._furthest, self._left = step, self._most
         left = self._left
@@ -207,7 +211,6 @@ class _Patience:
             self._damaged.add(attempt.from_step)
         elif life.died:
             self._left -= 1
-        snapshot = saves.memory.restorable()
         return Situation(
             cause="damaged" if life.damaged else "died" if life.died else "other",
             what=life.outcome.reason.partition("; the end of its log")[0],
@@ -229,6 +232,7 @@ def _again(attempt: Attempt, recovery: Recovery) -> Attempt:
             "number": attempt.number + 1,
             "checkpoint": None if recovery.source == "memory" else checkpoint,
             "from_memory": recovery.source == "memory",
+            "source": recovery.source,
             "from_step": recovery.step if recovery.source != "start" else attempt.origin_step,
             "recipe_changes": {},
             "notes": [recovery.reason],

@@ -9,14 +9,17 @@ __all__ = ["Tier", "tiers_at", "tiers_at_end"]
 Tier = Literal["memory", "disk", "store"]
 
 
-def tiers_at(checkpoint: Checkpoint, step: int) -> tuple[Tier, ...]:
-    """The tiers that a step's state is due for; none for most steps. All that is saved passes through memory."""
+def tiers_at(checkpoint: Checkpoint, step: int, asked: bool = False) -> tuple[Tier, ...]:
+    """The tiers that a step's state is due for, the disk if `asked`; none for most steps.
+
+    All that is saved passes through memory.
+    """
     every = {
         "disk": 0 if checkpoint.every_steps == "auto" else checkpoint.every_steps,
         "store": checkpoint.store.every_steps if checkpoint.store else 0,
         "memory": checkpoint.memory_every_steps,
     }
-    due = {tier for tier, steps in every.items() if steps and step % steps == 0}
+    due = {tier for tier, steps in every.items() if steps and step % steps == 0} | ({"disk"} if asked else set())
     return _ordered(due | {"memory"}) if due else ()
 
 

@@ -129,7 +129,7 @@ class Recorder:
         self._clock = clock
         self._told = 0
         self._closed = False
-        self._queue: SimpleQueue[tuple[int, str, Event] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, str, Event] | threading.Event | None] = SimpleQueue()
         now = Header(attempt, process, wall(), clock(), _boot_id(), socket.gethostname(), os.getpid())
         try:
             self._zero, self._owed = _continue_from(path, now)
@@ -159,6 +159,12 @@ class Recorder:
         finally:
             self.event("end-span", name=name)
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was recorded so far is written, that long at most; False if it is not."""
+        written = threading.Event()
+        self._queue.put(written)
+        return written.wait(timeout_s)
+
     def close(self, timeout_s: float = 10.0) -> str | None:
         """Write what is left and close the file; return what went wrong on the way, if anything did."""
         if not self._closed:
@@ -185,7 +191,10 @@ class Recorder:
             batch = [self._queue.get()]
             while batch[-1] is not None and len(batch) < _BATCH and not self._queue.empty():
                 batch.append(self._queue.get())
-            self._write(b"".join(_encode(*item) for item in batch if item is not None))
+            self._write(b"".join(_encode(*item) for item in batch if isinstance(item, tuple)))
+            for item in batch:
+                if isinstance(item, threading.Event):
+                    item.set()
             if batch[-1] is None:
                 return
 

@@ -153,7 +153,10 @@ def account(records: Iterable[Record]) -> Ledger:
     lives = [_Life(number, records, number != numbers[-1], kept.get(number)) for number in numbers]
     attempts = tuple(life.account() for life in lives)
     steps, lost = _count_steps(lives)
-    incidents = sorted(incident for life in lives for incident in life.incidents(lost.get(life.number, 0)))
+    pairs = zip(lives, (None, *lives), strict=False)
+    incidents = sorted(
+        incident for life, before in pairs for incident in life.incidents(lost.get(life.number, 0), before)
+    )
     return Ledger(
         accounts={name: sum(attempt.accounts[name] for attempt in attempts) for name in ACCOUNTS},
         total_ns=sum(attempt.total_ns for attempt in attempts),
@@ -364,8 +367,13 @@ class _Life:
     def _wall(self, t: int) -> float:
         return self.agent.header.wall + t / 1e9
 
-    def incidents(self, lost: int) -> Iterable[Incident]:
-        """Tell what went wrong, and where the attempt took over."""
+    def lost_at(self) -> float | None:
+        """When its first worker went down, in Unix seconds."""
+        times = [_time(event) or 0 for event in self.exits.values() if _is_violent(event)]
+        return self._wall(min(times)) if times else None
+
+    def incidents(self, lost: int, before: "_Life | None" = None) -> Iterable[Incident]:
+        """Tell what went wrong, and where the attempt took over from the one before."""
         for rank, event in self.exits.items():
             code, t = _time(event, "code") or 0, _time(event) or 0
             if _is_violent(event):
@@ -395,7 +403,16 @@ class _Life:
                 elif event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
                     text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"
                     text += "".join(f"; {key} {_change(pair)}" for key, pair in self._changes().items())
+                    text += self._took(self._wall(_time(event) or 0), before)
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
+
+    def _took(self, wall: float, before: "_Life | None") -> str:
+        """Where an agent that started again by itself took the state from, and how long that took."""
+        source, lost_at = self.start.get("source"), before.lost_at() if before else None
+        if not isinstance(source, str):
+            return ""
+        where = "" if source == "start" else f"; from {'the object store' if source == 'store' else source}"
+        return where + (f", {wall - lost_at:.1f} s after it went down" if lost_at is not None else "")
 
     def _changes(self) -> Mapping[str, object]:
         changed = self.start.get("recipe_changes")

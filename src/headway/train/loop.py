@@ -73,7 +73,7 @@ def train(parts: Parts, saves: Saves) -> bool:
 
         # once in a while: evaluate, save
         evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
-        tiers = tiers_at(recipe.checkpoint, step) or (("memory", "disk") if wanted.save else ())
+        tiers = tiers_at(recipe.checkpoint, step, asked=wanted.save)
         if evaluation or tiers or wanted.stop:
             for result in meter.drain():
                 recorded, wanted = record(parts, recorded, result, wanted)

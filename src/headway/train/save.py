@@ -24,6 +24,7 @@ from headway.train.rng import rng_state
 __all__ = ["Saves"]
 
 NEVER = 2**64 - 1
+FLUSH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class Saves:
 
     def _tell(self, number: int, step: int, fields: dict[str, Any], stall_s: float) -> None:
         self._faults.reach("saved", step)
+        # A state must not outlive the record of its steps: a restart from it would leave a gap.
+        self._recorder.flush(FLUSH_S)
         self._buffers[number].mark(step, step)
         self._say("filled", buffer=number, step=step, stall_s=stall_s, **fields)
 
