@@ -19,6 +19,7 @@ EXPECTED = {
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
     "plan_from_python.py": "shard 4 tensor 8: ",
     "read_checkpoint.py": "20 weights, 60 tensors of the optimizer",
+    "survive_a_kill.py": "equal: 20 common steps, 2 common checkpoints",
 }
 
 

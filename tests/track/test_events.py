@@ -368,3 +368,13 @@ def test_what_later_attempts_throw_away():
 )
 def test_a_process_s_rank_is_in_its_name(process, rank):
     assert Header(1, process).rank == rank
+
+
+def test_flush_waits_for_what_was_recorded_so_far(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "0001-rank-0.jsonl", attempt=1, process="rank-0")
+    for step in range(2000):
+        recorder.event("step", step=step)
+    assert recorder.flush(10.0)
+    lines = (tmp_path / "0001-rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[1:]] == list(range(2000))
+    recorder.close()

@@ -63,7 +63,7 @@ class Comparison:
 
 def compare(run_a: RunFolder, run_b: RunFolder) -> Comparison:
     """Compare two runs' chains at every common step, and their checkpoints' digests."""
-    records = [read_run(run, process="rank-0") for run in (run_a, run_b)]
+    records = [[*read_run(run, "rank-0"), *read_run(run, "agent")] for run in (run_a, run_b)]
     steps_a, steps_b = ({event["step"]: event for event in history(r)} for r in records)
     digests_a, digests_b = (checkpoint_digests(r) for r in records)
     common = sorted(steps_a.keys() & steps_b.keys())

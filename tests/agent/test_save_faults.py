@@ -1,0 +1,341 @@
+"""Saves under attack: an agent that is killed, disks that are slow or refuse, checkpoints that were tampered with.
+
+In each case training goes on or stops with a sentence, the newest good checkpoint is intact, and a run that goes on
+from it ends with the chain and the digest of one that nothing happened to.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import Lab, Lived
+from headway.agent import resume_run
+from headway.errors import DamagedState
+from headway.recipe import FaultPlan, to_toml
+from headway.recipe.faults import AGENT
+from headway.state import list_checkpoints, verify
+from headway.state.address import open_address
+from headway.track import RunFolder, account, read_run
+
+STEPS = 8
+SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
+AT = 4
+"""The step whose save is struck."""
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
+    """The run of two workers that nothing happened to."""
+    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    return lived
+
+
+def assert_same(lived: Lived, other: Lived) -> None:
+    assert lived.outcome.state == "finished", lived.outcome
+    assert (lived.chain, lived.digest) == (other.chain, other.digest)
+
+
+def whole_steps(run: RunFolder) -> list[int]:
+    """The steps that there are checkpoints of, which are whole."""
+    return [verify(entry.path).step for entry in list_checkpoints(run.checkpoints)]
+
+
+def left_over(run: RunFolder) -> list[str]:
+    return [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
+
+
+# -- the agent is killed
+
+
+class Killed:
+    """A command `headway train` whose agent is killed at a point of a save, with all its processes."""
+
+    def __init__(self, folder: Path, recipe: str, point: str) -> None:
+        self.folder, self.point = folder, point
+        folder.mkdir()
+        (folder / "r.toml").write_text(recipe)
+        faults = FaultPlan().kill(AT, AGENT, point).model_dump_json()
+        command = [sys.executable, "-m", "headway.cli.main", "train", "r.toml", "--workers", "2", "--name", "a"]
+        with two_cores():
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"HEADWAY_FAULTS": faults},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder / "runs" / "a")
+
+    def left_alive(self) -> list[int]:
+        """Processes that are still there a few seconds after the agent went."""
+        deadline = time.monotonic() + 10
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return alive
+
+    def _alive(self) -> list[int]:
+        here, found = str(self.folder.resolve()), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == here and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+
+@contextlib.contextmanager
+def two_cores() -> Iterator[None]:
+    """A command that is started now gives each of two workers one thread, as the other runs here do."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
+    """The command killed at a point, two of them at a time: most of what they do is to import torch."""
+    root = tmp_path_factory.mktemp("killed")
+    points = ["write", "written", "commit", "committed", "upload", "uploaded"]
+    started: dict[str, Killed] = {}
+
+    def start(point: str) -> None:
+        folder = root / point
+        store = {"checkpoint.store": {"url": f"file://{folder}/store", "every_steps": 4}}
+        made = recipe(SETTINGS | (store if point.startswith("upload") else {}))
+        started[point] = Killed(folder, to_toml(made), point)
+
+    def find(point: str) -> Killed:
+        for other in points[: points.index(point) + 2]:
+            if other not in started:
+                start(other)
+        return started[point]
+
+    yield find
+    for one in started.values():
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("point", "durable"),
+    [("write", 2), ("written", 2), ("commit", 2), ("committed", 4), ("upload", 4), ("uploaded", 4)],
+)
+def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, durable: int) -> None:
+    one = killed(point)
+    assert one.process.wait(timeout=120) == -signal.SIGKILL
+    assert one.left_alive() == []
+    run = one.run
+    workers = [
+        event["pid"] for record in read_run(run, "agent") for event in record.events if event["kind"] == "worker"
+    ]
+    assert len(workers) == 2
+    assert whole_steps(run) == [2, 4][: durable // 2]
+    assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
+    in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
+    assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
+    leave_more(run, point)
+
+    lived = lab.resume(run)
+    assert lived.events("resumed")[-1]["step"] == durable
+    assert_same(lived, unharmed)
+    assert whole_steps(run) == [2, 4, 6, 8]
+    assert left_over(run) == []
+    told = [incident.text for incident in account(read_run(run)).incidents]
+    assert "the agent was gone without a word" in told
+    if point.startswith("upload"):
+        assert verify(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == unharmed.digest
+
+
+def leave_more(run: RunFolder, point: str) -> None:
+    """What a save that replaces another leaves when it is killed between its two renames, or after both."""
+    own, replaced = run.checkpoints / "step-00000002", run.checkpoints / ".step-00000002.replaced"
+    if point == "write":
+        own.rename(replaced)
+    elif point == "written":
+        shutil.copytree(own, replaced)
+
+
+# -- disks
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, buffers: int) -> None:
+    (memory,) = unharmed.events("memory", "agent")
+    room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
+    settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
+    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().stall("write", 1, 2.0, rank=AGENT))
+    assert_same(lived, unharmed)
+    kept, skipped, written = (
+        [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
+    )
+    assert sorted(kept + skipped) == list(range(1, STEPS + 1))
+    assert kept == written == whole_steps(lived.run)
+    assert skipped
+    first = moments(lived, "checkpoint", "agent")[1]
+    assert sum(moment < first for moment in moments(lived, "step").values()) > buffers + 1
+    assert sum(moment < first for moment in moments(lived, "kept", "agent").values()) <= buffers
+    told = [incident.text for incident in account(read_run(lived.run)).incidents]
+    many = f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
+    assert f"{many} left out, first at step {skipped[0]}: the one before was still being written" in told
+
+
+def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:
+    """When each step had an event of this kind, on the machine's own clock in nanoseconds."""
+    (record,) = read_run(lived.run, process)
+    return {event["step"]: record.header.mono + event["t"] for event in record.events if event["kind"] == kind}
+
+
+class Deed:
+    """Stands in for the agent's faults: does something to the disk when a save is about to write."""
+
+    def __init__(self, step: int, deed: Callable[[Path], None], root: Path) -> None:
+        self.step, self.deed, self.root = step, deed, root
+
+    def reach(self, point: str, step: int, _attempt: int) -> None:
+        if (point, step) == ("write", self.step):
+            (folder,) = self.root.glob("*/checkpoints")
+            self.deed(folder)
+
+
+def put_a_file_there(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.write_text("in the way")
+
+
+def put_the_folder_back(folder: Path) -> None:
+    folder.unlink()
+    folder.with_name("moved").rename(folder)
+
+
+def make_read_only(folder: Path) -> None:
+    """Root writes wherever modes forbid it, but not where the kernel does."""
+    if os.geteuid():
+        folder.chmod(0o555)
+        return
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+def make_writable(folder: Path) -> None:
+    if os.geteuid():
+        folder.chmod(0o755)
+    else:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("deed", "mend", "why"),
+    [
+        (put_a_file_there, put_the_folder_back, "Not a directory|File exists"),
+        (make_read_only, make_writable, "Read-only file system|Permission denied"),
+    ],
+    ids=["a file in its place", "read-only"],
+)
+def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, deed, mend, why: str) -> None:
+    """Training goes on to its end; when the folder is as it was, the run goes on from what was saved before."""
+    if deed is make_read_only and os.geteuid() == 0 and not may_mount(lab.root):
+        pytest.skip("needs the right to mount")
+    monkeypatch.setattr("headway.agent.saves.Injector", lambda _: Deed(AT, deed, lab.root))
+    failed = lab.train(recipe(SETTINGS), workers=2)
+    monkeypatch.undo()
+    mend(failed.run.checkpoints)
+    assert [event["step"] for event in failed.events("step")] == list(range(1, STEPS + 1))
+    assert failed.chain == unharmed.chain
+    assert failed.outcome.state == "failed"
+    assert failed.outcome.reason.startswith(
+        "the last state could not be saved: checkpoint of step 8 could not be begun"
+    )
+    told = failed.events("unsaved", "agent")
+    assert [(event["step"], event["tier"]) for event in told] == [(4, "disk"), (6, "disk"), (8, "disk")]
+    for event in told:
+        assert any(text in event["message"] for text in why.split("|")), event
+        assert "Error" not in event["message"], event
+        assert event["hint"]
+    assert whole_steps(failed.run) == [2]
+    lived = lab.resume(failed.run)
+    assert lived.events("resumed")[-1]["step"] == 2
+    assert_same(lived, unharmed)
+    assert whole_steps(lived.run) == [2, 4, 6, 8]
+    assert left_over(lived.run) == []
+
+
+def may_mount(folder: Path) -> bool:
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode == 0
+    return done and subprocess.run(["umount", folder]).returncode == 0
+
+
+# -- what lies there is not what was written
+
+
+@contextlib.contextmanager
+def flipped(path: Path, at: int) -> Iterator[None]:
+    """A file with one bit the other way."""
+    content = path.read_bytes()
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    yield
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def gone(path: Path) -> Iterator[None]:
+    path.rename(path.with_name("elsewhere"))
+    yield
+    path.with_name("elsewhere").rename(path)
+
+
+def newest(run: RunFolder) -> tuple[int, list[str]]:
+    """The step that a resumed run would go on from at first sight, and what it would say."""
+    attempt = resume_run(run, [])
+    return attempt.from_step, attempt.notes
+
+
+def test_a_run_goes_back_behind_whatever_was_tampered_with(lab: Lab, recipe: Any, unharmed: Lived) -> None:
+    run = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(7)).run
+    newest_one = run.checkpoints / "step-00000006"
+    files = sorted(newest_one.iterdir())
+    assert [path.name for path in files] == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert newest(run) == (6, [])
+    for path in files:
+        size = path.stat().st_size
+        for at in (0, 9, size // 3, size - 1):
+            with flipped(path, at):
+                with pytest.raises(DamagedState, match=path.name):
+                    verify(newest_one)
+                if path.name == "manifest.json":
+                    step, notes = newest(run)
+                    assert step == 4
+                    assert str(path) in notes[0]
+                    assert "step 6 is passed over" in notes[0]
+        with gone(path):
+            step, notes = newest(run)
+            assert step == 4
+            assert "step 6 is passed over" in notes[0]
+            assert path.name in notes[0]
+    assert newest(run) == (6, [])
+
+    # What is found at first sight, what only reading finds, and what is not there: all three at once.
+    older = run.checkpoints / "step-00000004" / "rank-00000.safetensors"
+    with gone(files[1]), flipped(older, older.stat().st_size // 2):
+        lived = lab.resume(run)
+    assert [event["step"] for event in lived.events("resumed")] == [0, 2]
+    assert_same(lived, unharmed)
+    told = [incident.text for incident in account(read_run(run)).incidents]
+    assert any(f"{older} is damaged: the checksum of tensor" in text for text in told)
+    assert "resumed after step 2, 4 steps to redo" in told
