@@ -323,7 +323,8 @@ def table(meshes: Sequence[str], differences: Sequence[Sequence[Sequence[str]]],
     yield f"| | saved by | {' | '.join(str(i) for i in range(1, len(meshes) + 1))} |"
     yield f"|---:|---|{':-:|' * len(meshes)}"
     for row, mesh in enumerate(meshes):
-        cells = [f"{len(found[row])} differ" if found[row] else "=" for found in differences]
+        names = [{what.split()[0] for what in found[row]} for found in differences]  # on however many workers
+        cells = [f"{len(wrong)} differ" if wrong else "=" for wrong in names]
         yield f"| {row + 1} | {mesh} | {' | '.join(cells)} |"
     yield ""
 

@@ -132,5 +132,9 @@ def test_the_page_has_every_pair_of_the_meshes_that_the_script_names() -> None:
 
 def test_a_pair_that_differs_shows_in_the_table() -> None:
     """Columns load, rows have saved: what the second mesh makes of the first one's state."""
-    lines = list(reshards.table(["a", "b"], [[[], []], [["x: other bits", "y: other bits"], []]], 7))
+    lines = list(
+        reshards.table(
+            ["a", "b"], [[[], []], [["x on 0: other bits", "x on 1: other bits", "y on 0: other bits"], []]], 7
+        )
+    )
     assert lines[-3:] == ["| 1 | a | = | 2 differ |", "| 2 | b | = | = |", ""]

@@ -59,6 +59,8 @@ class RemoteEntry:
 class Remote(Source):
     """A checkpoint in a store, read by ranges."""
 
+    request_bytes = 32 << 20
+
     def __init__(self, store: Store, step: int) -> None:
         self.place = store.name(_step_name(step))
         self._store, self._step = store, step

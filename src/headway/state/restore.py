@@ -186,19 +186,25 @@ def _read_bytes(checkpoint: Checkpoint, name: str, piece: PieceEntry, begin: int
         return
     tensor = checkpoint.manifest.tensors[name]
     size = piece.box.volume * bits_dtype(tensor.dtype).itemsize
-    end = begin + len(out)
-    for index in range(begin // chunk, -(-end // chunk)):
+    end, index = begin + len(out), begin // chunk
+    while index * chunk < end:
         first, last = index * chunk, min((index + 1) * chunk, size)
-        low, high = max(first, begin), min(last, end)
-        whole = (low, high) == (first, last)
-        view = out[low - begin : high - begin] if whole else memoryview(bytearray(last - first))
+        if first >= begin and last <= end:
+            together = max(1, source.request_bytes // chunk)
+            last = min((index + together) * chunk, size if end == size else end // chunk * chunk)
+            view = out[first - begin : last - begin]
+        else:
+            view = memoryview(bytearray(last - first))
         source.read(piece.file, piece.offset + first, view)
-        if xxhash.xxh3_64_hexdigest(view) != piece.xxh3[index]:
-            raise DamagedState(
-                f"{source.name(piece.file)} is damaged: the checksum of tensor {name} is wrong", hint=_HINT
-            )
-        if not whole:
+        for number, start in enumerate(range(0, len(view), chunk), index):
+            if xxhash.xxh3_64_hexdigest(view[start : start + chunk]) != piece.xxh3[number]:
+                raise DamagedState(
+                    f"{source.name(piece.file)} is damaged: the checksum of tensor {name} is wrong", hint=_HINT
+                )
+        if first < begin or last > end:
+            low, high = max(first, begin), min(last, end)
             out[low - begin : high - begin] = view[low - first : high - first]
+        index += -(-len(view) // chunk)
 
 
 def _check_header(checkpoint: Checkpoint, file: str) -> None:

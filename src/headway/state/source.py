@@ -25,6 +25,8 @@ class Source(ABC):
     """How messages call it."""
     checked: ClassVar[bool] = True
     """Whether its bytes must have checksums: those that never left this machine's memory have none."""
+    request_bytes: int = 4 << 20
+    """What to read at a time: little enough to be hashed from the cache, more where each request takes its time."""
 
     @abstractmethod
     def manifest(self) -> bytes:
