@@ -25,7 +25,6 @@ import os
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headway.agent import new_run, supervise
@@ -107,30 +107,35 @@ def figures(trained: Trained) -> dict[str, Any]:
     """Medians, without the first save."""
     saves = trained.saves[1:]
     writes = [(save["writes"], save["done"]) for save in saves]
-    spans = [span for span in trained.steps if span[0] >= saves[0]["begin"]]
-    shares = [sum(overlap(span, write) for write in writes) / (span[1] - span[0]) for span in spans]
-    lengths = [end - begin for begin, end in spans]
-    without = [length for length, share in zip(lengths, shares, strict=True) if share == 0]
-    # A write may end before two steps do: steps that lie in one for the most part have to do then.
-    for least in (0.9, 0.7, 0.5):
-        under = [length for length, share in zip(lengths, shares, strict=True) if share >= least]
-        if len(under) >= len(saves) / 2:
-            break
-    touched = [length for length, share in zip(lengths, shares, strict=True) if share > 0]
-    base = median(without)
+    steps = [step for step in trained.steps if step[0] >= saves[0]["begin"]]
+    undisturbed = [end - begin for begin, end in steps if not any(overlap((begin, end), write) for write in writes)]
+    base = median(undisturbed or [min(end - begin for begin, end in steps)])  # a disk so slow that it never rests
+    slowed = [slowdown(steps, write, base) for write in writes]
+    times = median([times for times, _ in slowed])
     return {
         "stall_s": median([save["stall"] for save in saves]),
         "durable_s": median([save["done"] - save["begin"] for save in saves]),
-        "write_s": median([save["done"] - save["writes"] for save in saves]),
+        "write_s": median([end - begin for begin, end in writes]),
         "step_s": base,
-        "step_under_write_s": median(under),
-        "steps_under_write": len(under),
-        "share_under_write": least,
-        "slowdown": median(under) / base,
-        "lost_s_a_save": (sum(touched) - base * len(touched)) / len(writes),
+        "step_under_write_s": times * base,
+        "slowdown": times,
+        "lost_s_a_save": median([lost for _, lost in slowed]),
         "each_stall_s": [save["stall"] for save in saves],
         "each_durable_s": [save["done"] - save["begin"] for save in saves],
+        "each_slowdown": [times for times, _ in slowed],
     }
+
+
+def slowdown(steps: Sequence[Span], write: Span, base: float) -> tuple[float, float]:
+    """How many times longer steps take under a write, and the seconds that they lose to it.
+
+    A write may end before a step does. What the steps that it touches take longer than others is lost while it lasts:
+    in `under` seconds only `under - lost` seconds' worth of steps is done. 100 stands for a stop.
+    """
+    touched = [step for step in steps if overlap(step, write)]
+    under = sum(overlap(step, write) for step in touched)
+    lost = sum(end - begin - base for begin, end in touched)
+    return under / max(under - lost, under / 100), lost
 
 
 def slowest_of(workers: Sequence[Sequence[float]]) -> float:
@@ -140,10 +145,6 @@ def slowest_of(workers: Sequence[Sequence[float]]) -> float:
 
 def overlap(one: Span, other: Span) -> float:
     return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else math.nan
 
 
 # -- ours
@@ -420,9 +421,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.goal is None or math.isnan(self.ratio):  # no step fell into a write
-            return "" if self.goal is None else "unknown"
-        return "met" if self.ratio <= self.goal else "missed"
+        return "" if self.goal is None else "met" if self.ratio <= self.goal else "missed"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio, "verdict": self.verdict}

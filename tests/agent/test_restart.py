@@ -154,6 +154,20 @@ def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe,
     assert ways_on(lived) == [f"worker 0 was killed by signal 9 (SIGKILL); back to step {durable}, from disk"]
 
 
+def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, monkeypatch) -> None:
+    """The machine has less to spare when they come, while a state of the old ones is still to be written."""
+    free = iter([10**12, 0])
+    monkeypatch.setattr("headway.agent.saves._free_memory", lambda: next(free))
+    settings = SETTINGS | {"checkpoint.every_steps": 4, "checkpoint.keep_last": 9}
+    slow = FaultPlan().stall("write", 4, 1.0, rank=AGENT)
+    lived = lab.train(recipe(settings), workers=2, faults=together(slow, killed(6)))
+    assert_same(lived, unharmed[2])
+    runs = (lived, unharmed[2])
+    written, wanted = ({event["step"]: event["digest"] for event in run.events("checkpoint", "agent")} for run in runs)
+    assert written == wanted
+    assert saved_steps(lived) == [4, 8]
+
+
 def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(lab, recipe, unharmed) -> None:
     settings = SETTINGS | {"train.restarts": 1}
     failed = lab.train(recipe(settings), faults=together(killed(4), killed(4, attempt=2)))

@@ -19,7 +19,7 @@ from headway.plan.trainer import stated_mesh
 from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
-from headway.state.address import address_in_store, is_in_store, open_address, store_url
+from headway.state.address import is_in_store, newest_in_store, open_address
 from headway.state.importing import NO_DATA
 from headway.track import (
     RunFolder,
@@ -321,13 +321,7 @@ def _newest_in_store(run: RunFolder, recipe: Recipe) -> tuple[tuple[int, str] | 
     """The newest checkpoint in the run's object store, or why it cannot be asked."""
     if recipe.checkpoint.store is None:
         return None, None
-    from headway.state.remote import list_remote
-    from headway.state.store import open_store
-
-    url = store_url(recipe.checkpoint.store, run.name)
     try:
-        entries = list_remote(open_store(url))
+        return newest_in_store(recipe.checkpoint.store, run.name), None
     except HeadwayError as error:
         return None, error.message
-    newest = max((entry.step for entry in entries), default=None)
-    return (None if newest is None else (newest, address_in_store(url, newest))), None

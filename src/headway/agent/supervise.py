@@ -24,8 +24,9 @@ from headway.agent.recover import Recovery, Situation, recover
 from headway.agent.saves import Saves
 from headway.agent.zygote import Zygote, last_lines
 from headway.errors import HeadwayError, WorkerError
-from headway.recipe import Assignment, FaultPlan, Trial
+from headway.recipe import Assignment, FaultPlan, Recipe, Store, Trial
 from headway.state import Message, list_checkpoints
+from headway.state.address import newest_in_store
 from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path
 
 __all__ = ["Attempt", "supervise", "worker_environment"]
@@ -95,7 +96,7 @@ def supervise(
     """
     run = attempt.folder
     recipe = read_recipe(run)
-    patience = _Patience(recipe.train.restarts, attempt)
+    patience = _Patience(recipe, attempt)
     with (
         hold(run),
         _signals() as stops,
@@ -118,7 +119,7 @@ def supervise(
                 way_on: dict[str, Any] = {} if recovery is None else {"recovery": recovery.reason}
                 recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **way_on)
             if recovery is not None:
-                attempt = _again(attempt, recovery)
+                attempt = _again(attempt, recovery, patience.stored)
         on_tick(stops.asked)
     return life.outcome
 
@@ -195,9 +196,12 @@ def _live(
 class _Patience:
     """How often a run may still be started again, and which of its checkpoints are out of the question."""
 
-    def __init__(self, restarts: int, first: Attempt) -> None:
-        self._most = self._left = restarts
+    def __init__(self, recipe: Recipe, first: Attempt) -> None:
+        self._most = self._left = recipe.train.restarts
         self._first, self._furthest = first, first.from_step
+        self.stored: tuple[int, str] | None = None
+        """Step and address of what the object store has, if that was asked."""
+        self._store = recipe.checkpoint.store
         self._damaged = set[int]()
 
     def situation(self, run: RunFolder, attempt: Attempt, life: _Life, saves: Saves) -> Situation:
@@ -211,19 +215,31 @@ class _Patience:
             self._damaged.add(attempt.from_step)
         elif life.died:
             self._left -= 1
+        disk = tuple(e.step for e in list_checkpoints(run.checkpoints) if e.step not in self._damaged)
+        self.stored = None if disk or snapshot or not self._store else _in_store(self._store, run)
         return Situation(
             cause="damaged" if life.damaged else "died" if life.died else "other",
             what=life.outcome.reason.partition("; the end of its log")[0],
             restarts_left=left,
             memory_step=None if snapshot is None else snapshot.step,
-            disk_steps=tuple(e.step for e in list_checkpoints(run.checkpoints) if e.step not in self._damaged),
+            disk_steps=disk,
+            store_steps=() if self.stored is None or self.stored[0] in self._damaged else (self.stored[0],),
             can_start_over=self._first.checkpoint is None or self._first.from_step not in self._damaged,
         )
 
 
-def _again(attempt: Attempt, recovery: Recovery) -> Attempt:
+def _in_store(rules: Store, run: RunFolder) -> tuple[int, str] | None:
+    try:
+        return newest_in_store(rules, run.name)
+    except HeadwayError:
+        return None  # a store that cannot be asked has nothing to offer
+
+
+def _again(attempt: Attempt, recovery: Recovery, stored: tuple[int, str] | None) -> Attempt:
     """The attempt that carries a recovery out."""
     checkpoint = attempt.origin
+    if recovery.source == "store" and stored is not None:
+        checkpoint = stored[1]
     if recovery.source == "disk":
         found = {entry.step: entry.path for entry in list_checkpoints(attempt.folder.checkpoints)}
         checkpoint = str(found[recovery.step])
