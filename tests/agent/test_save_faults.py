@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from conftest import Lab, Lived
+from conftest import Lived
 from headway.agent import resume_run
 from headway.errors import DamagedState
 from headway.recipe import FaultPlan, to_toml
@@ -31,14 +30,25 @@ STEPS = 8
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
 AT = 4
 """The step whose save is struck."""
+POINTS = [
+    ("write", 1, 2),
+    ("written", 2, 2),
+    ("commit", 1, 2),
+    ("committed", 1, 4),
+    ("upload", 2, 4),
+    ("uploaded", 1, 4),
+]
+"""Where the agent is killed, with how many workers, and the step of the newest checkpoint that there is then."""
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """The run of two workers that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
+    """Runs of one and of two workers that nothing happened to."""
+    found = {}
+    for workers in (1, 2):
+        found[workers] = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=workers)
+        assert found[workers].outcome.state == "finished", found[workers].outcome
+    return found
 
 
 def assert_same(lived: Lived, other: Lived) -> None:
@@ -61,15 +71,15 @@ def left_over(run: RunFolder) -> list[str]:
 class Killed:
     """A command `headway train` whose agent is killed at a point of a save, with all its processes."""
 
-    def __init__(self, folder: Path, recipe: str, point: str) -> None:
-        self.folder, self.point = folder, point
+    def __init__(self, folder: Path, recipe: str, point: str, workers: int) -> None:
+        self.folder = folder
         folder.mkdir()
         (folder / "r.toml").write_text(recipe)
         faults = FaultPlan().kill(AT, AGENT, point).model_dump_json()
-        command = [sys.executable, "-m", "headway.cli.main", "train", "r.toml", "--workers", "2", "--name", "a"]
-        with two_cores():
+        words = ["train", "r.toml", "--workers", str(workers), "--name", "a"]
+        with cores(workers):
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "headway.cli.main", *words],
                 cwd=folder,
                 env=os.environ | {"HEADWAY_FAULTS": faults},
                 stdout=subprocess.DEVNULL,
@@ -103,10 +113,10 @@ def is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def two_cores() -> Iterator[None]:
-    """A command that is started now gives each of two workers one thread, as the other runs here do."""
+def cores(workers: int) -> Iterator[None]:
+    """A command that is started now gives each of its workers one thread, as the other runs here do."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:2])
+    os.sched_setaffinity(0, sorted(before)[:workers])
     try:
         yield
     finally:
@@ -117,19 +127,18 @@ def two_cores() -> Iterator[None]:
 def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
     """The command killed at a point, two of them at a time: most of what they do is to import torch."""
     root = tmp_path_factory.mktemp("killed")
-    points = ["write", "written", "commit", "committed", "upload", "uploaded"]
     started: dict[str, Killed] = {}
 
-    def start(point: str) -> None:
-        folder = root / point
-        store = {"checkpoint.store": {"url": f"file://{folder}/store", "every_steps": 4}}
+    def start(point: str, workers: int) -> None:
+        store = {"checkpoint.store": {"url": f"file://{root}/{point}/store", "every_steps": 4}}
         made = recipe(SETTINGS | (store if point.startswith("upload") else {}))
-        started[point] = Killed(folder, to_toml(made), point)
+        started[point] = Killed(root / point, to_toml(made), point, workers)
 
     def find(point: str) -> Killed:
-        for other in points[: points.index(point) + 2]:
-            if other not in started:
-                start(other)
+        upto = [name for name, _, _ in POINTS].index(point)
+        for name, workers, _ in POINTS[: upto + 2]:
+            if name not in started:
+                start(name, workers)
         return started[point]
 
     yield find
@@ -138,19 +147,16 @@ def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
         one.process.wait()
 
 
-@pytest.mark.parametrize(
-    ("point", "durable"),
-    [("write", 2), ("written", 2), ("commit", 2), ("committed", 4), ("upload", 4), ("uploaded", 4)],
-)
-def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, durable: int) -> None:
+@pytest.mark.parametrize(("point", "workers", "durable"), POINTS)
+def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
     one = killed(point)
     assert one.process.wait(timeout=120) == -signal.SIGKILL
     assert one.left_alive() == []
     run = one.run
     (agent,) = read_run(run, "agent")
-    workers = [event["pid"] for event in agent.events if event["kind"] == "worker"]
-    assert len(workers) == 2
-    assert not any(is_alive(pid) for pid in workers)
+    pids = [event["pid"] for event in agent.events if event["kind"] == "worker"]
+    assert len(pids) == workers
+    assert not any(is_alive(pid) for pid in pids)
     assert whole_steps(run) == [2, 4][: durable // 2]
     assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
     in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
@@ -159,13 +165,13 @@ def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, durabl
 
     lived = lab.resume(run)
     assert lived.events("resumed")[-1]["step"] == durable
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[workers])
     assert whole_steps(run) == [2, 4, 6, 8]
     assert left_over(run) == []
     told = [incident.text for incident in account(read_run(run)).incidents]
     assert "the agent was gone without a word" in told
     if point.startswith("upload"):
-        assert verify(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == unharmed.digest
+        assert verify(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == lived.digest
 
 
 def leave_more(run: RunFolder, point: str) -> None:
@@ -180,13 +186,13 @@ def leave_more(run: RunFolder, point: str) -> None:
 # -- disks
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, buffers: int) -> None:
-    (memory,) = unharmed.events("memory", "agent")
+@pytest.mark.parametrize(("workers", "buffers"), [(1, 1), (2, 2)])
+def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, workers: int, buffers: int) -> None:
+    (memory,) = unharmed[workers].events("memory", "agent")
     room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
     settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
-    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().stall("write", 1, 2.0, rank=AGENT))
-    assert_same(lived, unharmed)
+    lived = lab.train(recipe(settings), workers, FaultPlan().stall("write", 1, 1.5, rank=AGENT))
+    assert_same(lived, unharmed[workers])
     kept, skipped, written = (
         [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
     )
@@ -259,13 +265,13 @@ def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, d
         pytest.skip("needs the right to mount")
     monkeypatch.setattr("headway.agent.saves.Injector", lambda _: Deed(AT, deed, lab.root))
     try:
-        failed = lab.train(recipe(SETTINGS), workers=2)
+        failed = lab.train(recipe(SETTINGS))
     finally:
         monkeypatch.undo()
         (folder,) = lab.root.glob("*/checkpoints")
         mend(folder)
     assert [event["step"] for event in failed.events("step")] == list(range(1, STEPS + 1))
-    assert failed.chain == unharmed.chain
+    assert failed.chain == unharmed[1].chain
     assert failed.outcome.state == "failed"
     assert "the last state could not be saved: checkpoint of step 8 could not be begun" in failed.outcome.reason
     told = failed.events("unsaved", "agent")
@@ -277,7 +283,7 @@ def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, d
     assert whole_steps(failed.run) == [2]
     lived = lab.resume(failed.run)
     assert lived.events("resumed")[-1]["step"] == 2
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[1])
     assert whole_steps(lived.run) == [2, 4, 6, 8]
     assert left_over(lived.run) == []
 
@@ -310,7 +316,7 @@ def newest(run: RunFolder) -> tuple[int, list[str]]:
     return attempt.from_step, attempt.notes
 
 
-def test_a_run_goes_back_behind_whatever_was_tampered_with(lab: Lab, recipe: Any, unharmed: Lived) -> None:
+def test_a_run_goes_back_behind_whatever_was_tampered_with(lab, recipe, unharmed) -> None:
     run = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(7)).run
     newest_one = run.checkpoints / "step-00000006"
     files = sorted(newest_one.iterdir())
@@ -339,7 +345,7 @@ def test_a_run_goes_back_behind_whatever_was_tampered_with(lab: Lab, recipe: Any
     files[1].unlink()
     lived = lab.resume(run)
     assert [event["from_step"] for event in lived.events("attempt", "agent")] == [0, 4, 2]
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[2])
     told = [incident.text for incident in account(read_run(run)).incidents]
     assert any(f"{older} is damaged: the checksum of tensor" in text for text in told)
     assert any(text.startswith("resumed after step 2, 4 steps to redo") for text in told)

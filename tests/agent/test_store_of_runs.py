@@ -73,11 +73,13 @@ def far(tmp_path: Path, own_zygote: Zygote, road: s3.Proxy) -> Lab:
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """The run of two workers without a store."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
+    """Runs of one and of two workers without a store."""
+    found = {}
+    for workers in (1, 2):
+        found[workers] = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=workers)
+        assert found[workers].outcome.state == "finished", found[workers].outcome
+    return found
 
 
 def assert_same(lived: Lived, other: Lived) -> None:
@@ -98,20 +100,20 @@ def digests(lived: Lived, kind: str) -> dict[int, str]:
     return {event["step"]: event["digest"] for event in lived.events(kind, "agent")}
 
 
-@pytest.fixture
-def killed(far: Lab, recipe: Callable[..., Any]) -> Lived:
+def lost(far: Lab, recipe: Callable[..., Any], workers: int) -> Lived:
     """A run that got to step 6, and whose machine is no more."""
-    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}), workers=2, faults=FaultPlan().kill(7))
+    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}), workers, faults=FaultPlan().kill(7))
     assert lived.outcome.state == "failed"
     shutil.rmtree(lived.run.checkpoints)
     return lived
 
 
-def test_a_run_goes_on_from_the_store_on_another_machine(far, road, killed: Lived, unharmed, monkeypatch) -> None:
+def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unharmed, monkeypatch) -> None:
     """Answers that are cut short are asked for again; where all of them are, nothing is made up."""
+    killed = lost(far, recipe, workers=2)
     store = store_of(killed)
     assert steps_in(store) == [4, 6]
-    saved = digests(unharmed, "checkpoint")
+    saved = digests(unharmed[2], "checkpoint")
     assert digests(killed, "upload") == {step: saved[step] for step in (2, 4, 6)}
 
     road.harm = lambda request: s3.CUT if request.method == "GET" else None
@@ -129,20 +131,22 @@ def test_a_run_goes_on_from_the_store_on_another_machine(far, road, killed: Live
     road.calm()
     assert any(path.endswith(".safetensors") for path in cut)
     assert [event["step"] for event in lived.events("resumed")] == [0, 6]
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[2])
     assert steps_in(store) == [4, 8]
-    assert digests(lived, "upload")[8] == unharmed.digest
+    assert digests(lived, "upload")[8] == unharmed[2].digest
 
 
-def test_a_run_from_the_store_that_dies_at_once_goes_back_there(far: Lab, killed: Lived, unharmed) -> None:
+def test_a_run_from_the_store_that_dies_at_once_goes_back_there(far: Lab, recipe, unharmed) -> None:
+    killed = lost(far, recipe, workers=1)
     lived = far.resume(killed.run, "train.restarts=1", faults=FaultPlan().kill(7, 0, attempt=2))
     assert [event["step"] for event in lived.events("resumed")] == [0, 6, 6]
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[1])
 
 
-def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(far: Lab, killed: Lived) -> None:
+def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(far: Lab, recipe) -> None:
+    killed = lost(far, recipe, workers=1)
     store = store_of(killed)
-    (shard,) = [item.key for item in store.list() if "00000006" in item.key and "rank-00001" in item.key]
+    (shard,) = [item.key for item in store.list() if "00000006" in item.key and "rank-" in item.key]
     content = store.get(shard)
     store.put(shard, memoryview(content[:-1]))
     attempt = resume_run(killed.run, [])
@@ -153,21 +157,21 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(far: Lab, kill
 def test_a_store_that_fails_half_of_its_requests_gets_everything(far: Lab, road: s3.Proxy, recipe, unharmed) -> None:
     harms = itertools.cycle([s3.UNAVAILABLE, None, s3.RESET, None, s3.DROPPED, None, s3.CUT, None])
     road.harm = lambda _: next(harms)
-    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}), workers=2)
+    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}))
     assert len(road.harmed) >= len(road.seen) // 2
     road.calm()
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[1])
     assert lived.events("unsaved", "agent") == []
-    assert digests(lived, "upload") == digests(lived, "checkpoint") == digests(unharmed, "checkpoint")
+    assert digests(lived, "upload") == digests(lived, "checkpoint") == digests(unharmed[1], "checkpoint")
     assert steps_in(store_of(lived)) == [4, 8]
 
 
 def test_a_store_that_is_down_costs_nothing_but_its_copies(far, road, recipe, unharmed, monkeypatch) -> None:
     road.harm = lambda _: s3.RESET
     monkeypatch.setattr(store_module, "open_store", functools.partial(open_store, patience_s=0.1))
-    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}), workers=2)
+    lived = far.train(recipe(SETTINGS | {"checkpoint.store": RULES}))
     road.calm()
-    assert_same(lived, unharmed)
+    assert_same(lived, unharmed[1])
     assert lived.outcome.exit_status == 0
     told = lived.events("unsaved", "agent")
     assert [(event["step"], event["tier"]) for event in told] == [(step, "store") for step in (2, 4, 6, 8)]
@@ -176,5 +180,5 @@ def test_a_store_that_is_down_costs_nothing_but_its_copies(far, road, recipe, un
         assert "can be reached" in event["hint"]
         assert not any(secret in str(event) for secret in s3.SECRETS)
     assert [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())] == [2, 4, 6, 8]
-    assert digests(lived, "checkpoint") == digests(unharmed, "checkpoint")
+    assert digests(lived, "checkpoint") == digests(unharmed[1], "checkpoint")
     assert steps_in(store_of(lived)) == []

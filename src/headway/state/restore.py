@@ -5,6 +5,7 @@ answer as it lies in the file is read there at once; the others go through a buf
 """
 
 import math
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,9 @@ def _read_rows(checkpoint: Checkpoint, name: str, piece: PieceEntry, box: Box, o
     """Read a box that lies scattered, from its first element to its last and all between, and take what is wanted."""
     for band in bands(box, out.itemsize, _BAND_BYTES * math.prod(box.shape) // max(1, _span(box, piece))):
         first, count = _offset(band, piece), _span(band, piece)
-        stretch = np.empty(count, out.dtype)
-        _read_bytes(checkpoint, name, piece, first * out.itemsize, stretch.view(np.uint8).data)
+        memory = _scratch("rows", count * out.itemsize)
+        _read_bytes(checkpoint, name, piece, first * out.itemsize, memory)
+        stretch = np.frombuffer(memory, out.dtype)
         strides = [math.prod(piece.shape[dim + 1 :]) * out.itemsize for dim in range(len(piece.shape))]
         out[band.slices(box.start)] = np.lib.stride_tricks.as_strided(stretch, band.shape, strides, writeable=False)
 
@@ -189,22 +191,38 @@ def _read_bytes(checkpoint: Checkpoint, name: str, piece: PieceEntry, begin: int
     end, index = begin + len(out), begin // chunk
     while index * chunk < end:
         first, last = index * chunk, min((index + 1) * chunk, size)
-        if first >= begin and last <= end:
+        whole = first >= begin and last <= end
+        if whole:
             together = max(1, source.request_bytes // chunk)
             last = min((index + together) * chunk, size if end == size else end // chunk * chunk)
-            view = out[first - begin : last - begin]
-        else:
-            view = memoryview(bytearray(last - first))
-        source.read(piece.file, piece.offset + first, view)
-        for number, start in enumerate(range(0, len(view), chunk), index):
-            if xxhash.xxh3_64_hexdigest(view[start : start + chunk]) != piece.xxh3[number]:
-                raise DamagedState(
-                    f"{source.name(piece.file)} is damaged: the checksum of tensor {name} is wrong", hint=_HINT
-                )
-        if first < begin or last > end:
+        view = out[first - begin : last - begin] if whole else _scratch("edge", last - first)
+        _read_checked(checkpoint, name, piece, index, view)
+        if not whole:
             low, high = max(first, begin), min(last, end)
             out[low - begin : high - begin] = view[low - first : high - first]
         index += -(-len(view) // chunk)
+
+
+def _read_checked(checkpoint: Checkpoint, name: str, piece: PieceEntry, index: int, out: memoryview) -> None:
+    """Fill `out` with whole chunks of a piece, from number `index` on."""
+    chunk, source = checkpoint.manifest.chunk_bytes, checkpoint.source
+    source.read(piece.file, piece.offset + index * chunk, out)
+    for number, begin in enumerate(range(0, len(out), chunk), index):
+        if xxhash.xxh3_64_hexdigest(out[begin : begin + chunk]) != piece.xxh3[number]:
+            where = source.name(piece.file)
+            raise DamagedState(f"{where} is damaged: the checksum of tensor {name} is wrong", hint=_HINT)
+
+
+_kept = threading.local()
+
+
+def _scratch(use: str, size: int) -> memoryview:
+    """Memory of this thread for one use at a time; touching new memory costs more than reading into old."""
+    held: bytearray | None = getattr(_kept, use, None)
+    if held is None or len(held) < size:
+        held = bytearray(size)
+        setattr(_kept, use, held)
+    return memoryview(held)[:size]
 
 
 def _check_header(checkpoint: Checkpoint, file: str) -> None:

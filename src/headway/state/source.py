@@ -26,7 +26,7 @@ class Source(ABC):
     checked: ClassVar[bool] = True
     """Whether its bytes must have checksums: those that never left this machine's memory have none."""
     request_bytes: int = 4 << 20
-    """What to read at a time: little enough to be hashed from the cache, more where each request takes its time."""
+    """What to read at a time; more where each request takes its time."""
 
     @abstractmethod
     def manifest(self) -> bytes:

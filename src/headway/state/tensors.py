@@ -48,7 +48,7 @@ _WRAPPERS = (
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STAGING_BYTES = 32 << 20
 _READERS = 4
-"""Threads that read: while one waits for the disk, another takes checksums."""
+"""Threads that read, at most as many as a worker has for its arithmetic."""
 _FILES = -1
 """The files of a checkpoint, as a holder of a layout."""
 
@@ -139,7 +139,7 @@ def load_state(
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     live = named_state(model, optimizer, held)
     _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/"), held)
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="read") as readers:
+    with ThreadPoolExecutor(min(_READERS, torch.get_num_threads()), thread_name_prefix="read") as readers:
         loads = [readers.submit(_load_tensor, source, name, tensor) for name, tensor in live.items()]
         try:
             for load in loads:
