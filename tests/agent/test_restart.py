@@ -16,7 +16,7 @@ import pytest
 
 from conftest import Lab, Lived
 from headway.agent.zygote import Zygote
-from headway.recipe import FaultPlan, Recipe
+from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT
 from headway.state import verify
 from headway.track import Ledger, account, read_run
@@ -33,6 +33,31 @@ POINTS: dict[str, int] = {"start": 2, "data": 3, "compute": 4, "evaluation": 5, 
 """Where a worker is killed, and at which step, one after the other."""
 RECORDED = ("evaluation", "save", "saved")
 """Points that come after the step was recorded: it is done again."""
+
+
+OWN = '''
+import own_models
+
+
+class Half(own_models.Dropped):
+    """Dropout, whose masks must come back, and a block that is not trained."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.blocks[0].requires_grad_(False)
+'''
+
+
+@pytest.fixture(scope="module")
+def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Forks workers that find the class above; it imports torch while the first tests run."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "half.py").write_text(OWN)
+    paths = [str(folder), str(Path(__file__).parents[1] / "train")]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    process = Zygote(folder / "log", os.environ | environment)
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +121,7 @@ def saved_steps(lived: Lived) -> list[int]:
     return [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())]
 
 
+@pytest.mark.usefixtures("own_zygote")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
     """Three restarts are allowed in a row, and six are needed: steps that are new give them back."""
@@ -213,34 +239,12 @@ def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
     assert len(failed.events("attempt", "agent")) == 1
 
 
-# -- classes of one's own
-
-OWN = '''
-import own_models
+# -- a class of one's own
 
 
-class Half(own_models.Dropped):
-    """Dropout, whose masks must come back, and a block that is not trained."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary)
-        self.blocks[0].requires_grad_(False)
-'''
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Lab]:
-    """A place to run recipes whose workers find the class above."""
-    (tmp_path / "half.py").write_text(OWN)
-    paths = [str(tmp_path), str(Path(__file__).parents[1] / "train")]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    process = Zygote(tmp_path / "log", os.environ | environment)
-    yield Lab(tmp_path / "runs", process)
-    process.close()
-
-
-def test_dropout_and_frozen_weights_come_back(own: Lab, recipe: Callable[..., Recipe]) -> None:
+def test_dropout_and_frozen_weights_come_back(tmp_path: Path, own_zygote: Zygote, recipe) -> None:
     """From memory, then from the disk; what is frozen lies there once."""
+    own = Lab(tmp_path, own_zygote)
     model = {"class": "half:Half", "args": {"vocabulary": 301}}
     rules = {"checkpoint.every_steps": 2, "checkpoint.memory_every_steps": 0, "checkpoint.keep_last": 9}
     faults = together(killed(4, 1, "save"), FaultPlan().fail(6, 1, "save", attempt=2))

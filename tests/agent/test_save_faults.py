@@ -125,7 +125,7 @@ def cores(workers: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
-    """The command killed at a point, two of them at a time: most of what they do is to import torch."""
+    """The command killed at a point, two of them at a time, from here on: most of what they do is to import torch."""
     root = tmp_path_factory.mktemp("killed")
     started: dict[str, Killed] = {}
 
@@ -141,10 +141,39 @@ def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
                 start(name, workers)
         return started[point]
 
+    find(POINTS[0][0])
     yield find
     for one in started.values():
         one.process.kill()
         one.process.wait()
+
+
+@pytest.mark.usefixtures("killed")
+@pytest.mark.parametrize(("workers", "buffers"), [(1, 1), (2, 2)])
+def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, workers: int, buffers: int) -> None:
+    (memory,) = unharmed[workers].events("memory", "agent")
+    room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
+    settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
+    lived = lab.train(recipe(settings), workers, FaultPlan().stall("write", 1, 1.5, rank=AGENT))
+    assert_same(lived, unharmed[workers])
+    kept, skipped, written = (
+        [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
+    )
+    assert sorted(kept + skipped) == list(range(1, STEPS + 1))
+    assert kept == written == whole_steps(lived.run)
+    assert skipped
+    first = moments(lived, "checkpoint", "agent")[1]
+    assert sum(moment < first for moment in moments(lived, "step").values()) > buffers + 1
+    assert sum(moment < first for moment in moments(lived, "kept", "agent").values()) <= buffers
+    told = [incident.text for incident in account(read_run(lived.run)).incidents]
+    many = f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
+    assert f"{many} left out, first at step {skipped[0]}: the one before was still being written" in told
+
+
+def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:
+    """When each step had an event of this kind, on the machine's own clock in nanoseconds."""
+    (record,) = read_run(lived.run, process)
+    return {event["step"]: record.header.mono + event["t"] for event in record.events if event["kind"] == kind}
 
 
 @pytest.mark.parametrize(("point", "workers", "durable"), POINTS)
@@ -184,33 +213,6 @@ def leave_more(run: RunFolder, point: str) -> None:
 
 
 # -- disks
-
-
-@pytest.mark.parametrize(("workers", "buffers"), [(1, 1), (2, 2)])
-def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, workers: int, buffers: int) -> None:
-    (memory,) = unharmed[workers].events("memory", "agent")
-    room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
-    settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
-    lived = lab.train(recipe(settings), workers, FaultPlan().stall("write", 1, 1.5, rank=AGENT))
-    assert_same(lived, unharmed[workers])
-    kept, skipped, written = (
-        [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
-    )
-    assert sorted(kept + skipped) == list(range(1, STEPS + 1))
-    assert kept == written == whole_steps(lived.run)
-    assert skipped
-    first = moments(lived, "checkpoint", "agent")[1]
-    assert sum(moment < first for moment in moments(lived, "step").values()) > buffers + 1
-    assert sum(moment < first for moment in moments(lived, "kept", "agent").values()) <= buffers
-    told = [incident.text for incident in account(read_run(lived.run)).incidents]
-    many = f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
-    assert f"{many} left out, first at step {skipped[0]}: the one before was still being written" in told
-
-
-def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:
-    """When each step had an event of this kind, on the machine's own clock in nanoseconds."""
-    (record,) = read_run(lived.run, process)
-    return {event["step"]: record.header.mono + event["t"] for event in record.events if event["kind"] == kind}
 
 
 class Deed:

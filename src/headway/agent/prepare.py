@@ -11,15 +11,16 @@ from typing import Any
 
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
+from headway.agent.states import newest_in_store, newest_on_disk
 from headway.agent.supervise import Attempt
 from headway.data import check_version, open_dataset, split_dataset
-from headway.errors import HeadwayError, ModelError, RecipeError, RunError, StateError
+from headway.errors import ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
-from headway.state import find_checkpoint, list_checkpoints, open_checkpoint
-from headway.state.address import is_in_store, newest_in_store, open_address
+from headway.state import find_checkpoint
+from headway.state.address import is_in_store, open_address
 from headway.state.importing import NO_DATA
 from headway.track import (
     RunFolder,
@@ -80,7 +81,7 @@ def new_run(
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
-    return attempt_of(run, 1, count, found, checkpoint, notes=notes, branched=checkpoint is not None)
+    return attempt_of(run, 1, count, found, checkpoint, notes=notes)
 
 
 def resume_run(
@@ -161,8 +162,6 @@ def attempt_of(
     checkpoint: str | None,
     recipe_changes: dict[str, Any] | None = None,
     notes: list[str] | None = None,
-    *,
-    branched: bool = False,
 ) -> Attempt:
     """Put an attempt together; threads are shared out so that workers do not fight over cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -175,8 +174,6 @@ def attempt_of(
         threads=max(1, cores // workers),
         checkpoint=checkpoint,
         from_step=step,
-        origin=checkpoint if branched else None,
-        origin_step=step if branched else 0,
         recipe_changes=recipe_changes or {},
         notes=notes or [],
         faults=FaultPlan.model_validate_json(os.environ.get(FAULTS_VARIABLE, "{}")),
@@ -280,34 +277,25 @@ def check_branch(recipe: Recipe, checkpoint: str) -> None:
 def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Recipe) -> tuple[str | None, list[str]]:
     """The address of the newest checkpoint that looks whole, and notes on those that do not.
 
-    None if none was ever written; an error if some were and are gone. What only reading all of it would find, workers
-    find, and the agent goes back further by itself.
+    None if none was ever written; an error if some were and are gone.
     """
-    damage = list[str]()
-    here: tuple[int, str] | None = None
-    for entry in reversed(list_checkpoints(run.checkpoints)):
-        try:
-            open_checkpoint(entry.path)
-        except StateError as error:
-            damage.append(f"step {entry.step} is passed over: {error.message}")
-            continue
-        here = (entry.step, str(entry.path))
-        break
-    there, trouble = _newest_in_store(run, recipe)
-    if there is not None and (here is None or there[0] > here[0]):
-        return there[1], [*damage, f"going on from step {there[0]} in the object store"]
+    here, damage = newest_on_disk(run)
+    there, trouble = newest_in_store(run, recipe.checkpoint.store)
+    if there is not None and (here is None or there.step > here.step):
+        return there.address, [*damage, *trouble, f"going on from step {there.step} in the object store"]
     if here is not None:
-        return here[1], damage
-    if damage:
+        return here.address, [*damage, *trouble]
+    if damage or trouble:
         raise StateError(
-            f"run {run.name} has no checkpoint that is whole; {damage[0]}", hint="put another copy of one there"
+            f"run {run.name} has no checkpoint that is whole; {(damage or trouble)[0]}",
+            hint="put another copy of one there",
         )
     written = [event["step"] for event in events if event["kind"] == "checkpoint"]
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
         raise StateError(
             f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
-            hint=trouble or "put the folder back, or start a new run of the same recipe",
+            hint="put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(
@@ -315,13 +303,3 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Reci
             hint="start it again with headway train --from",
         )
     return None, []
-
-
-def _newest_in_store(run: RunFolder, recipe: Recipe) -> tuple[tuple[int, str] | None, str | None]:
-    """The newest checkpoint in the run's object store, or why it cannot be asked."""
-    if recipe.checkpoint.store is None:
-        return None, None
-    try:
-        return newest_in_store(recipe.checkpoint.store, run.name), None
-    except HeadwayError as error:
-        return None, error.message

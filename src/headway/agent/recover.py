@@ -29,7 +29,7 @@ class Situation:
     store_steps: tuple[int, ...] = ()
     """The same of the object store, where the disk has none."""
     can_start_over: bool = True
-    """Whether the run began at step 0, so that it could again."""
+    """Whether what this agent began from is still there."""
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ def recover(situation: Situation) -> Recovery:
     if store >= 0:
         return Recovery("restart", "store", store, f"{situation.what}; back to step {store}, from the object store")
     if situation.can_start_over:
-        return Recovery("restart", "start", 0, f"{situation.what}; nothing was saved yet, back to the beginning")
+        return Recovery("restart", "start", 0, f"{situation.what}; nothing was saved since, back to the beginning")
     return Recovery("stop", "start", 0, f"{situation.what}, and no state is left to go on from")

@@ -142,7 +142,7 @@ class Saves:
             case "skipped":
                 if rank == 0:
                     self._recorder.event("skipped", step=message.fields["step"])
-                    self._rhythm.asked()
+                    self._rhythm.settled()
 
     def _give_buffers(self) -> None:
         size = sum(plan.bytes for plan in self._plans.values())
@@ -200,6 +200,8 @@ class Saves:
             if done.snapshot.last and tier == "disk":
                 self.unsaved = done.error
         else:
+            if done.warning is not None:
+                self._recorder.event("log", message=done.warning)
             kind = "checkpoint" if tier == "disk" else "upload"
             self._recorder.event(kind, step=step, digest=done.digest, bytes=done.bytes, seconds=done.seconds)
             if tier == "disk":
@@ -226,11 +228,13 @@ class _Rhythm:
         self._measured = False
         self._began = self._last = time.monotonic()
         self._failures = -1
+        self._asking = False
 
     def start(self, workers: int) -> None:
         """An attempt begins; every one after the first means a failure."""
         self._workers = workers
         self._failures += 1
+        self._asking = False
         self._last = time.monotonic()
 
     def guess(self, seconds: float) -> None:
@@ -242,15 +246,19 @@ class _Rhythm:
         """A save has been made, and cost the steps so much."""
         self._cost_s, self._measured = stall_s, True
         if durable:
-            self._last = time.monotonic()
+            self.settled()
 
     def asked(self) -> None:
-        """One has been asked for, or could not be made: the next comes an interval later."""
-        self._last = time.monotonic()
+        """One has been asked for: once is enough until it is made or left out."""
+        self._asking = True
+
+    def settled(self) -> None:
+        """One has been made, or could not be: the next comes an interval later."""
+        self._asking, self._last = False, time.monotonic()
 
     def is_time(self, now: float) -> bool:
         """Whether a save is due."""
-        if not self._auto or self._cost_s is None:
+        if not self._auto or self._cost_s is None or self._asking:
             return False
         hours = self._rules.hours_between_failures or GPU_HOURS_BETWEEN_FAILURES
         interval = save_interval(self._cost_s, self._workers, hours, self._failures, now - self._began)

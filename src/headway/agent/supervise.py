@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,11 @@ from headway.agent.memory import Snapshot
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
 from headway.agent.recover import Recovery, Situation, recover
 from headway.agent.saves import Saves
+from headway.agent.states import Saved, newest_in_store, newest_on_disk
 from headway.agent.zygote import Zygote, last_lines
 from headway.errors import HeadwayError, WorkerError
-from headway.recipe import Assignment, FaultPlan, Recipe, Store, Trial
+from headway.recipe import Assignment, FaultPlan, Recipe, Trial
 from headway.state import Message, list_checkpoints
-from headway.state.address import newest_in_store
 from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path
 
 __all__ = ["Attempt", "supervise", "worker_environment"]
@@ -52,9 +52,6 @@ class Attempt(BaseModel):
     from_memory: bool = False
     """Whether to go on from the state in the agent's memory."""
     from_step: int = 0
-    origin: str | None = None
-    """The checkpoint that the run's first attempt began from, if it went on from another run's state."""
-    origin_step: int = 0
     recipe_changes: dict[str, Any] = {}
     source: Literal["memory", "disk", "store", "start"] | None = None
     """Where the agent itself took the state from, after an attempt that failed."""
@@ -113,13 +110,15 @@ def supervise(
                     recovery = recover(patience.situation(run, attempt, life, saves))
                     if recovery.action == "stop":
                         # A run that fails for good leaves what it has: a state in memory becomes a checkpoint.
-                        recovery = None
                         saves.rescue(list_checkpoints(run.checkpoints))
                         saves.finish(pulse, lambda: stops.asked > 0, POLL_S)
+                        if life.died and recipe.train.restarts:
+                            life = replace(life, outcome=_given_up(life.outcome, recovery))
+                        recovery = None
                 way_on: dict[str, Any] = {} if recovery is None else {"recovery": recovery.reason}
                 recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **way_on)
             if recovery is not None:
-                attempt = _again(attempt, recovery, patience.stored)
+                attempt = patience.again(attempt, recovery)
         on_tick(stops.asked)
     return life.outcome
 
@@ -194,15 +193,13 @@ def _live(
 
 
 class _Patience:
-    """How often a run may still be started again, and which of its checkpoints are out of the question."""
+    """How often a run may still be started again, and from which states."""
 
     def __init__(self, recipe: Recipe, first: Attempt) -> None:
         self._most = self._left = recipe.train.restarts
-        self._first, self._furthest = first, first.from_step
-        self.stored: tuple[int, str] | None = None
-        """Step and address of what the object store has, if that was asked."""
-        self._store = recipe.checkpoint.store
-        self._damaged = set[int]()
+        self._store, self._first, self._furthest = recipe.checkpoint.store, first, first.from_step
+        self._damaged = set[str]()
+        self._found: dict[str, Saved | None] = {}
 
     def situation(self, run: RunFolder, attempt: Attempt, life: _Life, saves: Saves) -> Situation:
         """What recover needs to know, after an attempt that failed."""
@@ -211,49 +208,50 @@ class _Patience:
         if step > self._furthest:
             self._furthest, self._left = step, self._most
         left = self._left
-        if life.damaged:
-            self._damaged.add(attempt.from_step)
+        if life.damaged and attempt.checkpoint is not None:
+            self._damaged.add(attempt.checkpoint)
         elif life.died:
             self._left -= 1
-        disk = tuple(e.step for e in list_checkpoints(run.checkpoints) if e.step not in self._damaged)
-        self.stored = None if disk or snapshot or not self._store else _in_store(self._store, run)
+        disk, _ = newest_on_disk(run, self._damaged)
+        asks_store = disk is None and snapshot is None
+        store = newest_in_store(run, self._store, self._damaged)[0] if asks_store else None
+        self._found = {"disk": disk, "store": store}
         return Situation(
             cause="damaged" if life.damaged else "died" if life.died else "other",
-            what=life.outcome.reason.partition("; the end of its log")[0],
+            what=_what(life.outcome),
             restarts_left=left,
             memory_step=None if snapshot is None else snapshot.step,
-            disk_steps=disk,
-            store_steps=() if self.stored is None or self.stored[0] in self._damaged else (self.stored[0],),
-            can_start_over=self._first.checkpoint is None or self._first.from_step not in self._damaged,
+            disk_steps=() if disk is None else (disk.step,),
+            store_steps=() if store is None else (store.step,),
+            can_start_over=self._first.checkpoint not in self._damaged,
+        )
+
+    def again(self, attempt: Attempt, recovery: Recovery) -> Attempt:
+        """The attempt that carries a recovery out; the beginning is where this agent's first attempt began."""
+        start = Saved(self._first.from_step, self._first.checkpoint) if self._first.checkpoint else None
+        saved = self._found.get(recovery.source) if recovery.source in self._found else start
+        from_memory = recovery.source == "memory"
+        return attempt.model_copy(
+            update={
+                "number": attempt.number + 1,
+                "checkpoint": None if from_memory or saved is None else saved.address,
+                "from_memory": from_memory,
+                "source": recovery.source,
+                "from_step": recovery.step if from_memory else saved.step if saved else 0,
+                "recipe_changes": {},
+                "notes": [recovery.reason],
+            }
         )
 
 
-def _in_store(rules: Store, run: RunFolder) -> tuple[int, str] | None:
-    try:
-        return newest_in_store(rules, run.name)
-    except HeadwayError:
-        return None  # a store that cannot be asked has nothing to offer
+def _what(outcome: Outcome) -> str:
+    """What happened, without the end of a log."""
+    return outcome.reason.partition("; the end of its log")[0]
 
 
-def _again(attempt: Attempt, recovery: Recovery, stored: tuple[int, str] | None) -> Attempt:
-    """The attempt that carries a recovery out."""
-    checkpoint = attempt.origin
-    if recovery.source == "store" and stored is not None:
-        checkpoint = stored[1]
-    if recovery.source == "disk":
-        found = {entry.step: entry.path for entry in list_checkpoints(attempt.folder.checkpoints)}
-        checkpoint = str(found[recovery.step])
-    return attempt.model_copy(
-        update={
-            "number": attempt.number + 1,
-            "checkpoint": None if recovery.source == "memory" else checkpoint,
-            "from_memory": recovery.source == "memory",
-            "source": recovery.source,
-            "from_step": recovery.step if recovery.source != "start" else attempt.origin_step,
-            "recipe_changes": {},
-            "notes": [recovery.reason],
-        }
-    )
+def _given_up(outcome: Outcome, recovery: Recovery) -> Outcome:
+    """The outcome of a run that is not started again, which says so."""
+    return replace(outcome, reason=recovery.reason + outcome.reason.removeprefix(_what(outcome)))
 
 
 def _restored(attempt: Attempt, saves: Saves) -> Snapshot | None:

@@ -27,6 +27,7 @@ from headway.state import (
     list_checkpoints,
     merge,
     open_checkpoint,
+    prune,
     shard_name,
     write_shard,
 )
@@ -50,6 +51,8 @@ class Done:
     bytes: int = 0
     digest: str = ""
     error: StateError | None = None
+    warning: str | None = None
+    """What else did not go well: the state is safe all the same."""
     over: bool = False
     """Whether the writer is through with the snapshot."""
 
@@ -65,6 +68,7 @@ class Writer:
         self._results: SimpleQueue[Done] = SimpleQueue()
         self._given = self._finished = 0
         self._checked = set[int]()
+        self._warning: str | None = None
         self._described: tuple[Snapshot | None, list[Shard]] = (None, [])
         self.trouble: str | None = None
         """Why the last state could not be written so far, while it is tried again."""
@@ -100,7 +104,7 @@ class Writer:
 
     def _try(self, snapshot: Snapshot, tier: Tier, write: Callable[[Snapshot], tuple[int, str]]) -> None:
         """Write to one tier; a run's last state is tried for a while, any other once."""
-        started = time.monotonic()
+        started, self._warning = time.monotonic(), None
         while True:
             try:
                 size, digest = write(snapshot)
@@ -115,7 +119,7 @@ class Writer:
             self.trouble = error.message
             time.sleep(min(RETRY_AFTER_S, max(0.05, self._rules.retry_s - seconds)))
         self.trouble = None
-        self._results.put(Done(snapshot, tier, seconds, size, digest, error))
+        self._results.put(Done(snapshot, tier, seconds, size, digest, error, self._warning))
 
     def _to_disk(self, snapshot: Snapshot) -> tuple[int, str]:
         step, reach = snapshot.step, self._injector.reach
@@ -131,12 +135,19 @@ class Writer:
         except BaseException:
             abandon(save)
             raise
-        keep = (self._rules.keep_last, self._rules.keep_every_steps)
-        commit(save, snapshot.all_facts, shards, snapshot.workers, keep=keep)
+        commit(save, snapshot.all_facts, shards, snapshot.workers)
         reach("committed", step, snapshot.attempt)
+        self._prune(lambda: prune(self._folder, self._rules.keep_last, self._rules.keep_every_steps, always=step))
         self._described = (snapshot, shards)
         manifest = merge(step, snapshot.all_facts, shards, snapshot.workers)
         return manifest.bytes, manifest.digest
+
+    def _prune(self, remove: Callable[[], object]) -> None:
+        """Remove what need not be kept; if that fails the new state is safe all the same, and the next save tries."""
+        try:
+            remove()
+        except StateError as error:
+            self._warning = error.message
 
     def _write_files(self, snapshot: Snapshot, partial: Path) -> list[Shard]:
         before, shards = self._sound(newest_whole(self._folder)), []
@@ -189,7 +200,7 @@ class Writer:
             writer=f"{os.getpid()}-{snapshot.attempt}",
         )
         reach("uploaded", step, snapshot.attempt)
-        prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)
+        self._prune(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step))
         manifest = merge(step, snapshot.all_facts, shards, snapshot.workers)
         return manifest.bytes, manifest.digest
 

@@ -7,7 +7,7 @@ from headway.errors import UsageError
 from headway.recipe import Store
 from headway.state.restore import Checkpoint, open_checkpoint
 
-__all__ = ["address_in_store", "is_in_store", "newest_in_store", "open_address", "store_url"]
+__all__ = ["address_in_store", "is_in_store", "open_address", "store_url"]
 
 _IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
 
@@ -25,16 +25,6 @@ def address_in_store(url: str, step: int) -> str:
 def store_url(rules: Store, run: str) -> str:
     """Where a run's checkpoints lie in its object store."""
     return f"{rules.url.rstrip('/')}/{run}"
-
-
-def newest_in_store(rules: Store, run: str) -> tuple[int, str] | None:
-    """Step and address of a run's newest checkpoint in its object store; an error if that cannot be asked."""
-    from headway.state.remote import list_remote
-    from headway.state.store import open_store
-
-    url = store_url(rules, run)
-    newest = max((entry.step for entry in list_remote(open_store(url))), default=None)
-    return None if newest is None else (newest, address_in_store(url, newest))
 
 
 def open_address(address: str) -> Checkpoint:

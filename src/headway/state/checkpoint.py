@@ -274,7 +274,7 @@ def list_checkpoints(checkpoints: Path) -> list[Entry]:
     try:
         # A dot sorts first: a step's own folder overrides the replaced one.
         names = sorted(path.name for path in checkpoints.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found: dict[int, Path] = {}
     for name in names:
