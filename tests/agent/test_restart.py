@@ -306,3 +306,17 @@ def test_the_agent_decides_when_to_save(lab, recipe, unharmed, workers: int, mem
     assert len(steps) >= 3
     assert steps[-1] == STEPS
     assert [event["step"] for event in lived.events("checkpoint", "agent")] == steps
+
+
+def test_the_agent_goes_on_deciding_after_a_restart(lab, recipe, unharmed) -> None:
+    """It asks while the new workers still start, from memory, and is not forgotten."""
+    rules = {"every_steps": "auto", "hours_between_failures": 1e-4, "keep_last": 99}
+    slow = FaultPlan().stall("compute", 2, 0.25).stall("compute", 6, 0.25, attempt=2)
+    settings = SETTINGS | {f"checkpoint.{key}": value for key, value in rules.items()}
+    lived = lab.train(recipe(settings), faults=together(slow, killed(5)))
+    assert_same(lived, unharmed[1])
+    assert resumed(lived) == [0, 4]
+    _, second = read_run(lived.run, "agent")
+    steps = [event["step"] for event in second.events if event["kind"] == "checkpoint"]
+    assert [step for step in steps if 4 < step < STEPS]
+    assert saved_steps(lived)[-1] == STEPS

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -65,45 +67,56 @@ def left_over(run: RunFolder) -> list[str]:
     return [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
 
 
-# -- the agent is killed
+# -- the agent is killed: the commands run beside the tests of disks, most of what they do is to import torch
 
 
+@dataclass(frozen=True)
 class Killed:
-    """A command `headway train` whose agent is killed at a point of a save, with all its processes."""
+    """A command `headway train` whose agent was killed at a point of a save."""
 
-    def __init__(self, folder: Path, recipe: str, point: str, workers: int) -> None:
-        self.folder = folder
-        folder.mkdir()
-        (folder / "r.toml").write_text(recipe)
-        faults = FaultPlan().kill(AT, AGENT, point).model_dump_json()
-        words = ["train", "r.toml", "--workers", str(workers), "--name", "a"]
-        with cores(workers):
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "headway.cli.main", *words],
-                cwd=folder,
-                env=os.environ | {"HEADWAY_FAULTS": faults},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+    folder: Path
+    status: int
+    alive: list[int]
+    """Its processes that were still there a few seconds later."""
 
     @property
     def run(self) -> RunFolder:
+        """What it left."""
         return RunFolder(self.folder / "runs" / "a")
 
-    def left_alive(self) -> list[int]:
-        """Processes that are still there a few seconds after the agent went."""
-        deadline = time.monotonic() + 10
-        while (alive := self._alive()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return alive
 
-    def _alive(self) -> list[int]:
-        here, found = str(self.folder.resolve()), []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.cwd() == here and is_alive(process.pid):
-                    found.append(process.pid)
-        return found
+def train_and_be_killed(folder: Path, recipe: str, point: str, cores: set[int]) -> Killed:
+    """Give each of its workers a core, and so one thread, as the other runs here do."""
+    folder.mkdir()
+    (folder / "r.toml").write_text(recipe)
+    os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
+    words = ["train", "r.toml", "--workers", str(len(cores)), "--name", "a"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway.cli.main", *words],
+        cwd=folder,
+        env=os.environ | {"HEADWAY_FAULTS": FaultPlan().kill(AT, AGENT, point).model_dump_json()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        status = process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while (alive := living(folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return Killed(folder, status, alive)
+
+
+def living(folder: Path) -> list[int]:
+    """Processes that were started in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder.resolve()) and is_alive(process.pid):
+                found.append(process.pid)
+    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -112,40 +125,22 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def cores(workers: int) -> Iterator[None]:
-    """A command that is started now gives each of its workers one thread, as the other runs here do."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:workers])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, recipe) -> Iterator[Callable[[str], Killed]]:
-    """The command killed at a point, two of them at a time, from here on: most of what they do is to import torch."""
-    root = tmp_path_factory.mktemp("killed")
-    started: dict[str, Killed] = {}
+def killed(tmp_path_factory, recipe) -> Iterator[dict[str, Future[Killed]]]:
+    """The command killed at every point, two of them at a time, from here on."""
+    root, cores = tmp_path_factory.mktemp("killed"), sorted(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for number, (point, workers, _) in enumerate(POINTS):
+            store = {"checkpoint.store": {"url": f"file://{root}/{point}/store", "every_steps": 4}}
+            made = to_toml(recipe(SETTINGS | (store if point.startswith("upload") else {})))
+            some = cores[:workers] if number % 2 else cores[-workers:]
+            found[point] = pool.submit(train_and_be_killed, root / point, made, point, set(some))
+        yield found
+        pool.shutdown(cancel_futures=True)
 
-    def start(point: str, workers: int) -> None:
-        store = {"checkpoint.store": {"url": f"file://{root}/{point}/store", "every_steps": 4}}
-        made = recipe(SETTINGS | (store if point.startswith("upload") else {}))
-        started[point] = Killed(root / point, to_toml(made), point, workers)
 
-    def find(point: str) -> Killed:
-        upto = [name for name, _, _ in POINTS].index(point)
-        for name, workers, _ in POINTS[: upto + 2]:
-            if name not in started:
-                start(name, workers)
-        return started[point]
-
-    find(POINTS[0][0])
-    yield find
-    for one in started.values():
-        one.process.kill()
-        one.process.wait()
+# -- disks
 
 
 @pytest.mark.usefixtures("killed")
@@ -174,45 +169,6 @@ def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:
     """When each step had an event of this kind, on the machine's own clock in nanoseconds."""
     (record,) = read_run(lived.run, process)
     return {event["step"]: record.header.mono + event["t"] for event in record.events if event["kind"] == kind}
-
-
-@pytest.mark.parametrize(("point", "workers", "durable"), POINTS)
-def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
-    one = killed(point)
-    assert one.process.wait(timeout=120) == -signal.SIGKILL
-    assert one.left_alive() == []
-    run = one.run
-    (agent,) = read_run(run, "agent")
-    pids = [event["pid"] for event in agent.events if event["kind"] == "worker"]
-    assert len(pids) == workers
-    assert not any(is_alive(pid) for pid in pids)
-    assert whole_steps(run) == [2, 4][: durable // 2]
-    assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
-    in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
-    assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
-    leave_more(run, point)
-
-    lived = lab.resume(run)
-    assert lived.events("resumed")[-1]["step"] == durable
-    assert_same(lived, unharmed[workers])
-    assert whole_steps(run) == [2, 4, 6, 8]
-    assert left_over(run) == []
-    told = [incident.text for incident in account(read_run(run)).incidents]
-    assert "the agent was gone without a word" in told
-    if point.startswith("upload"):
-        assert verify(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == lived.digest
-
-
-def leave_more(run: RunFolder, point: str) -> None:
-    """What a save that replaces another leaves when it is killed between its two renames, or after both."""
-    own, replaced = run.checkpoints / "step-00000002", run.checkpoints / ".step-00000002.replaced"
-    if point == "write":
-        own.rename(replaced)
-    elif point == "written":
-        shutil.copytree(own, replaced)
-
-
-# -- disks
 
 
 class Deed:
@@ -351,3 +307,41 @@ def test_a_run_goes_back_behind_whatever_was_tampered_with(lab, recipe, unharmed
     told = [incident.text for incident in account(read_run(run)).incidents]
     assert any(f"{older} is damaged: the checksum of tensor" in text for text in told)
     assert any(text.startswith("resumed after step 2, 4 steps to redo") for text in told)
+
+
+# -- and the agent again
+
+
+@pytest.mark.parametrize(("point", "workers", "durable"), POINTS)
+def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
+    one = killed[point].result()
+    assert (one.status, one.alive) == (-signal.SIGKILL, [])
+    run = one.run
+    (agent,) = read_run(run, "agent")
+    pids = [event["pid"] for event in agent.events if event["kind"] == "worker"]
+    assert len(pids) == workers
+    assert not any(is_alive(pid) for pid in pids)
+    assert whole_steps(run) == [2, 4][: durable // 2]
+    assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
+    in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
+    assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
+    leave_more(run, point)
+
+    lived = lab.resume(run)
+    assert lived.events("resumed")[-1]["step"] == durable
+    assert_same(lived, unharmed[workers])
+    assert whole_steps(run) == [2, 4, 6, 8]
+    assert left_over(run) == []
+    told = [incident.text for incident in account(read_run(run)).incidents]
+    assert "the agent was gone without a word" in told
+    if point.startswith("upload"):
+        assert verify(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == lived.digest
+
+
+def leave_more(run: RunFolder, point: str) -> None:
+    """What a save that replaces another leaves when it is killed between its two renames, or after both."""
+    own, replaced = run.checkpoints / "step-00000002", run.checkpoints / ".step-00000002.replaced"
+    if point == "write":
+        own.rename(replaced)
+    elif point == "written":
+        shutil.copytree(own, replaced)

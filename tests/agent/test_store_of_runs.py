@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(near: Lab, rec
     store.put(shard, memoryview(content[:-1]))
     attempt = resume_run(killed.run, [])
     assert attempt.from_step == 4
-    assert any("step 6 is passed over" in note for note in attempt.notes)
+    assert any("step 6" in note and "passed over" in note and shard in note for note in attempt.notes)
 
 
 def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unharmed, monkeypatch) -> None:
@@ -168,9 +168,8 @@ def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unha
     road.harm = lambda request: s3.CUT if request.method == "GET" else None
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "open_store", functools.partial(open_store, patience_s=0.1))
-        with pytest.raises(StateError, match="saved step 6, but") as refused:
+        with pytest.raises(StateError, match=f"cannot be asked: .*{killed.run.name} could not be listed"):
             resume_run(killed.run, [])
-    assert f"{killed.run.name} could not be listed" in refused.value.hint
 
     road.calm()
     numbers = itertools.count()
