@@ -285,21 +285,20 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Reci
         return there.address, [*damage, *trouble, f"going on from step {there.step} in the object store"]
     if here is not None:
         return here.address, [*damage, *trouble]
-    if damage or trouble:
+    if damage:
         raise StateError(
-            f"run {run.name} has no checkpoint that is whole; {(damage or trouble)[0]}",
-            hint="put another copy of one there",
+            f"run {run.name} has no checkpoint that is whole; {damage[0]}", hint="put another copy of one there"
         )
-    written = [event["step"] for event in events if event["kind"] == "checkpoint"]
+    written = [event["step"] for event in events if event["kind"] in ("checkpoint", "upload")]
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
         raise StateError(
             f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
-            hint="put the folder back, or start a new run of the same recipe",
+            hint=trouble[0] if trouble else "put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(
             f"run {run.name} began from another run's step {started_from[0]} and saved nothing of its own",
             hint="start it again with headway train --from",
         )
-    return None, []
+    return None, trouble

@@ -192,9 +192,10 @@ class Saves:
     def _settle(self, done: Done) -> None:
         """Record what the writer has done, and give memory back."""
         step, tier = done.snapshot.step, done.tier
-        if done.over:
-            self.memory.release(done.snapshot)
-            self._free()
+        if done.tier == "memory":
+            if done.over:
+                self.memory.release(done.snapshot)
+                self._free()
         elif done.error is not None:
             self._recorder.event("unsaved", step=step, tier=tier, message=done.error.message, hint=done.error.hint)
             if done.snapshot.last and tier == "disk":

@@ -1,10 +1,12 @@
-"""Takes states from memory to the disk and the object store: one thread of the agent, one state after the other.
+"""Takes states from memory to the disk and the object store: a thread of the agent for each, one state after the other.
 
-The thread is a daemon and runs below everything else: training comes first, and a disk that hangs keeps no one from
-stopping the run. It hands its results to whoever polls for them; it neither records nor frees anything itself.
+The threads are daemons and run below everything else: training comes first, and a disk that hangs keeps no one from
+stopping the run. They hand their results to whoever polls for them, and neither record nor free anything themselves.
+What is on the disk is uploaded from there, so that a slow store keeps neither memory nor the disk's saves waiting.
 """
 
 import contextlib
+import mmap
 import os
 import threading
 import time
@@ -54,30 +56,51 @@ class Done:
     warning: str | None = None
     """What else did not go well: the state is safe all the same."""
     over: bool = False
-    """Whether the writer is through with the snapshot."""
+    """Whether the snapshot's memory is no longer needed."""
+    finished: bool = False
+    """Whether this was the last of something given to a thread."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a tier has now, and what went wrong on the way."""
+
+    shards: list[Shard]
+    warning: str | None
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """A snapshot for the store: its files, in memory or mapped from the disk."""
+
+    snapshot: Snapshot
+    shards: list[Shard]
+    files: list[memoryview]
+    from_memory: bool
 
 
 class Writer:
-    """The thread, what it is told and what it tells."""
+    """The threads, what they are told and what they tell."""
 
     def __init__(self, folder: Path, rules: Rules, run: str, memory: Memory, injector: Injector, cores: int) -> None:
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
         self._injector = injector
         self._threads = max(1, min(4, cores // 4))
         self._jobs: SimpleQueue[Snapshot] = SimpleQueue()
+        self._uploads: SimpleQueue[_Upload] = SimpleQueue()
         self._results: SimpleQueue[Done] = SimpleQueue()
-        self._given = self._finished = 0
+        self._given = self._handed_over = self._finished = 0
+        self._uploading = threading.Event()
         self._checked = set[int]()
-        self._warning: str | None = None
-        self._described: tuple[Snapshot | None, list[Shard]] = (None, [])
         self.trouble: str | None = None
         """Why the last state could not be written so far, while it is tried again."""
-        threading.Thread(target=self._work, name="writer", daemon=True).start()
+        for name, work in (("writer", self._write_all), ("uploader", self._upload_all)):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     @property
     def idle(self) -> bool:
         """Whether everything given has come back."""
-        return self._given == self._finished
+        return self._given + self._handed_over == self._finished
 
     def write(self, snapshot: Snapshot) -> None:
         """Have a whole snapshot written to the tiers it is for."""
@@ -89,39 +112,71 @@ class Writer:
         found = []
         while not self._results.empty():
             done = self._results.get()
-            self._finished += done.over
+            self._finished += done.finished
             found.append(done)
         return found
 
-    def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    def _write_all(self) -> None:
+        _give_way()
         while True:
             snapshot = self._jobs.get()
-            for tier in snapshot.tiers[1:]:
-                self._try(snapshot, tier, self._to_disk if tier == "disk" else self._to_store)
-            self._results.put(Done(snapshot, "memory", 0.0, over=True))
+            written: list[Shard] | None = None
+            if "disk" in snapshot.tiers:
+                written = self._try(snapshot, "disk", lambda: self._to_disk(snapshot))  # noqa: B023  (run at once)
+            if "store" in snapshot.tiers:
+                self._hand_over(snapshot, written)
+            else:
+                self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
 
-    def _try(self, snapshot: Snapshot, tier: Tier, write: Callable[[Snapshot], tuple[int, str]]) -> None:
-        """Write to one tier; a run's last state is tried for a while, any other once."""
-        started, self._warning = time.monotonic(), None
+    def _hand_over(self, snapshot: Snapshot, written: list[Shard] | None) -> None:
+        """Have a snapshot uploaded: from the disk, if it is there, else from memory, which then stays taken."""
+        if self._uploading.is_set() and not snapshot.last:
+            late = StateError("the upload before it is still under way", hint="upload less often, or a faster store")
+            self._results.put(Done(snapshot, "store", 0.0, error=late))
+            self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
+            return
+        files = None if written is None else _mapped(self._folder, snapshot.step, written)
+        self._uploading.set()
+        if files is None:
+            self._uploads.put(_Upload(snapshot, self._describe(snapshot), self._files(snapshot), from_memory=True))
+            return
+        self._handed_over += 1
+        self._uploads.put(_Upload(snapshot, written or [], files, from_memory=False))
+        self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
+
+    def _upload_all(self) -> None:
+        _give_way()
         while True:
+            job = self._uploads.get()
+            self._try(job.snapshot, "store", lambda: self._to_store(job))  # noqa: B023  (run at once)
+            self._uploading.clear()
+            self._results.put(Done(job.snapshot, "memory", 0.0, over=job.from_memory, finished=True))
+
+    def _try(self, snapshot: Snapshot, tier: Tier, write: Callable[[], "_Written"]) -> list[Shard] | None:
+        """Write to one tier; a run's last state is tried for a while, any other once. Returns what was written."""
+        started = time.monotonic()
+        while True:
+            done, error = None, None
             try:
-                size, digest = write(snapshot)
-                error = None
+                done = write()
             except StateError as refused:
-                size, digest, error = 0, "", refused
+                error = refused
             except Exception as broken:  # a bug of ours: told like a refusal, so that training goes on
-                size, digest, error = 0, "", StateError(f"{type(broken).__name__}: {broken}")
+                error = StateError(f"{type(broken).__name__}: {broken}")
             seconds = time.monotonic() - started
             if error is None or not snapshot.last or seconds > self._rules.retry_s:
                 break
             self.trouble = error.message
             time.sleep(min(RETRY_AFTER_S, max(0.05, self._rules.retry_s - seconds)))
         self.trouble = None
-        self._results.put(Done(snapshot, tier, seconds, size, digest, error, self._warning))
+        if done is None:
+            self._results.put(Done(snapshot, tier, seconds, error=error))
+            return None
+        manifest = merge(snapshot.step, snapshot.all_facts, done.shards, snapshot.workers)
+        self._results.put(Done(snapshot, tier, seconds, manifest.bytes, manifest.digest, warning=done.warning))
+        return done.shards
 
-    def _to_disk(self, snapshot: Snapshot) -> tuple[int, str]:
+    def _to_disk(self, snapshot: Snapshot) -> "_Written":
         step, reach = snapshot.step, self._injector.reach
         needs = sum(size for _, _, _, size in self._memory.files(snapshot))
         save = begin(self._folder, step, needs, writer=str(os.getpid()))
@@ -137,17 +192,10 @@ class Writer:
             raise
         commit(save, snapshot.all_facts, shards, snapshot.workers)
         reach("committed", step, snapshot.attempt)
-        self._prune(lambda: prune(self._folder, self._rules.keep_last, self._rules.keep_every_steps, always=step))
-        self._described = (snapshot, shards)
-        manifest = merge(step, snapshot.all_facts, shards, snapshot.workers)
-        return manifest.bytes, manifest.digest
-
-    def _prune(self, remove: Callable[[], object]) -> None:
-        """Remove what need not be kept; if that fails the new state is safe all the same, and the next save tries."""
-        try:
-            remove()
-        except StateError as error:
-            self._warning = error.message
+        keep = self._rules
+        return _Written(
+            shards, _warning(lambda: prune(self._folder, keep.keep_last, keep.keep_every_steps, always=step))
+        )
 
     def _write_files(self, snapshot: Snapshot, partial: Path) -> list[Shard]:
         before, shards = self._sound(newest_whole(self._folder)), []
@@ -181,34 +229,25 @@ class Writer:
             self._checked.add(inode)
         return before
 
-    def _to_store(self, snapshot: Snapshot) -> tuple[int, str]:
+    def _to_store(self, job: "_Upload") -> "_Written":
         # Only runs that name a store need its library.
         from headway.state.remote import prune_remote, upload
         from headway.state.store import open_store
 
-        rules, step, reach = self._rules.store, snapshot.step, self._injector.reach
+        rules, step, attempt = self._rules.store, job.snapshot.step, job.snapshot.attempt
         assert rules is not None, "no store is named"
         store = open_store(store_url(rules, self._run))
-        reach("upload", step, snapshot.attempt)
-        shards = self._shards(snapshot)
-        upload(
-            store,
-            step,
-            snapshot.all_facts,
-            list(zip(shards, self._files(snapshot), strict=True)),
-            snapshot.workers,
-            writer=f"{os.getpid()}-{snapshot.attempt}",
+        self._injector.reach("upload", step, attempt)
+        files = list(zip(job.shards, job.files, strict=True))
+        facts, workers = job.snapshot.all_facts, job.snapshot.workers
+        upload(store, step, facts, files, workers, writer=f"{os.getpid()}-{attempt}")
+        self._injector.reach("uploaded", step, attempt)
+        return _Written(
+            job.shards,
+            _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)),
         )
-        reach("uploaded", step, snapshot.attempt)
-        self._prune(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step))
-        manifest = merge(step, snapshot.all_facts, shards, snapshot.workers)
-        return manifest.bytes, manifest.digest
 
-    def _shards(self, snapshot: Snapshot) -> list[Shard]:
-        """What is known of each file: from having written it to the disk just now, else found out here."""
-        described, shards = self._described
-        if described is snapshot:
-            return shards
+    def _describe(self, snapshot: Snapshot) -> list[Shard]:
         buffers = [(rank, self._memory.buffer(snapshot, rank)) for rank in sorted(snapshot.buffers)]
         return [
             describe_shard(shard_name(rank, part.still), buffer.pieces(part), self._threads)
@@ -219,6 +258,33 @@ class Writer:
     def _files(self, snapshot: Snapshot) -> list[memoryview]:
         buffers = [self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)]
         return [buffer.file(part)[: part.image.bytes] for buffer in buffers for part in buffer.plan.parts]
+
+
+def _give_way() -> None:
+    """Let this thread run when nothing else wants to."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _mapped(folder: Path, step: int, shards: list[Shard]) -> list[memoryview] | None:
+    """The files of a checkpoint just written, readable even when it is pruned meanwhile; None if they are gone."""
+    files = []
+    try:
+        for shard in shards:
+            with (folder / f"step-{step:08d}" / shard.name).open("rb") as file:
+                files.append(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    except OSError:
+        return None
+    return files
+
+
+def _warning(remove: Callable[[], object]) -> str | None:
+    """Remove what need not be kept; if that fails the new state is safe all the same, and the next save tries."""
+    try:
+        remove()
+    except StateError as error:
+        return error.message
+    return None
 
 
 def newest_whole(folder: Path) -> Checkpoint | None:

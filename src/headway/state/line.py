@@ -37,6 +37,7 @@ class Line:
         self._socket = end
         self._unread = b""
         self._descriptors = deque[int]()
+        self._put_back: list[Message] = []
 
     @classmethod
     def pair(cls) -> tuple["Line", "Line"]:
@@ -62,7 +63,7 @@ class Line:
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
         """What has been said by then; None waits for the next word."""
-        messages = list[Message]()
+        messages, self._put_back = self._put_back, []
         while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
@@ -75,9 +76,11 @@ class Line:
                 raise LineClosed
             *lines, self._unread = (self._unread + received).split(b"\n")
             messages += [self._message(line) for line in lines]
-            if not lines:
-                continue
         return messages
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Leave messages for whoever receives next."""
+        self._put_back = [*messages, *self._put_back]
 
     def close(self) -> None:
         """Hang up."""

@@ -34,9 +34,10 @@ def restore(
 def _kept(line: Line) -> Checkpoint:
     """What the agent has kept, which is the first thing it says."""
     try:
-        message = line.receive(None)[0]
+        message, *others = line.receive(None)
     except LineClosed:
         raise WorkerError("the agent is gone") from None
     assert message.kind == "restore", f"the agent said {message.kind} first"
+    line.put_back(others)
     files = map_files(message.descriptors, message.fields["files"])
     return open_checkpoint(InMemory(files))
