@@ -254,8 +254,9 @@ def test_a_store_that_refuses_costs_no_checkpoint_on_disk(tmp_path):
     assert_whole(tmp_path / "checkpoints" / "step-00000001", 1)
 
 
-def test_a_slow_store_keeps_neither_memory_nor_the_disk_waiting(tmp_path):
+def test_a_slow_store_keeps_neither_memory_nor_the_disk_waiting(tmp_path, monkeypatch):
     """Uploads of steps that come while one is under way are left out and told; the last one waits its turn."""
+    monkeypatch.setattr("headway.agent.writer.SMALL_BYTES", 0)
     (tmp_path / "store").mkdir()
     rules = Rules(keep_last=1, store=Store(url=f"file://{tmp_path}/store", keep_last=9))
     bench = Bench(tmp_path / "checkpoints", rules, FaultPlan().stall("upload", 1, 1.0, rank=AGENT))

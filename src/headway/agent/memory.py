@@ -26,7 +26,7 @@ from headway.state import (
 from headway.state.manifest import digest_of
 from headway.state.tiers import Tier
 
-__all__ = ["Memory", "Snapshot", "count_buffers", "plan_from"]
+__all__ = ["MOST", "SMALL_BYTES", "Memory", "Snapshot", "count_buffers", "plan_from"]
 
 ENOUGH = 2
 """Buffers of each worker: one that is kept or written, one that is filled meanwhile."""

@@ -293,8 +293,10 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Reci
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
         raise StateError(
-            f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now",
-            hint=trouble[0] if trouble else "put the folder back, or start a new run of the same recipe",
+            "; ".join(
+                [f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now", *trouble]
+            ),
+            hint="put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(

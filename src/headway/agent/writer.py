@@ -10,13 +10,14 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from headway.agent.inject import Injector
-from headway.agent.memory import Memory, Snapshot
+from headway.agent.memory import MOST, SMALL_BYTES, Memory, Snapshot
 from headway.errors import StateError
 from headway.recipe import Checkpoint as Rules
 from headway.state import (
@@ -90,7 +91,8 @@ class Writer:
         self._uploads: SimpleQueue[_Upload] = SimpleQueue()
         self._results: SimpleQueue[Done] = SimpleQueue()
         self._given = self._handed_over = self._finished = 0
-        self._uploading = threading.Event()
+        self._waiting = deque[int]()
+        """Sizes of what is being uploaded or waits for it."""
         self._checked = set[int]()
         self.trouble: str | None = None
         """Why the last state could not be written so far, while it is tried again."""
@@ -130,13 +132,15 @@ class Writer:
 
     def _hand_over(self, snapshot: Snapshot, written: list[Shard] | None) -> None:
         """Have a snapshot uploaded: from the disk, if it is there, else from memory, which then stays taken."""
-        if self._uploading.is_set() and not snapshot.last:
+        files = None if written is None else _mapped(self._folder, snapshot.step, written)
+        size = sum(size for _, _, _, size in self._memory.files(snapshot))
+        room = files is not None and len(self._waiting) < MOST and sum(self._waiting) + size <= SMALL_BYTES
+        if self._waiting and not room and not snapshot.last:
             late = StateError("the upload before it is still under way", hint="upload less often, or a faster store")
             self._results.put(Done(snapshot, "store", 0.0, error=late))
             self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
             return
-        files = None if written is None else _mapped(self._folder, snapshot.step, written)
-        self._uploading.set()
+        self._waiting.append(size)
         if files is None:
             self._uploads.put(_Upload(snapshot, self._describe(snapshot), self._files(snapshot), from_memory=True))
             return
@@ -149,7 +153,7 @@ class Writer:
         while True:
             job = self._uploads.get()
             self._try(job.snapshot, "store", lambda: self._to_store(job))  # noqa: B023  (run at once)
-            self._uploading.clear()
+            self._waiting.popleft()
             self._results.put(Done(job.snapshot, "memory", 0.0, over=job.from_memory, finished=True))
 
     def _try(self, snapshot: Snapshot, tier: Tier, write: Callable[[], "_Written"]) -> list[Shard] | None:
