@@ -7,8 +7,10 @@ its agent, the peer's in state_dcp.py with the same model and step. Workers are 
 another; then Headway and DCP's best are run with nothing pinned.
 
     stall      what a save takes from the steps, beside a copy of the same tensors into warm memory
-    durable    from a save's beginning to its commit, while training goes on, beside a plain write with fsync
-    steps      how much longer a step takes while a save is being written
+    durable    from a save's beginning to its commit, while training goes on, beside bare writes with fsync: plain ones,
+               and past the page cache
+    steps      how much longer those steps take that a save's writing touches; a write may be shorter than a step, and
+               "the pace under it" is what that comes to if the write alone is to blame
     load       the state of two shards into two halves of each matrix (tensor = 2) and into one worker, from a cold and
                from a warm page cache, beside a read of as many bytes into memory that is there
     flipped    one byte of a tensor changed in a copy of the checkpoint
@@ -111,23 +113,24 @@ def figures(trained: Trained) -> dict[str, Any]:
     undisturbed = [end - begin for begin, end in steps if not any(overlap((begin, end), write) for write in writes)]
     base = median(undisturbed or [min(end - begin for begin, end in steps)])  # a disk so slow that it never rests
     slowed = [slowdown(steps, write, base) for write in writes]
-    times = median([times for times, _ in slowed])
+    times = median([times for times, _, _ in slowed])
     return {
         "stall_s": median([save["stall"] for save in saves]),
         "durable_s": median([save["done"] - save["begin"] for save in saves]),
         "write_s": median([end - begin for begin, end in writes]),
         "step_s": base,
-        "step_under_write_s": times * base,
-        "slowdown": times,
-        "lost_s_a_save": median([lost for _, lost in slowed]),
+        "slowdown": median([touched for _, _, touched in slowed]),
+        "pace": times,
+        "lost_s_a_save": median([lost for _, lost, _ in slowed]),
         "each_stall_s": [save["stall"] for save in saves],
         "each_durable_s": [save["done"] - save["begin"] for save in saves],
-        "each_slowdown": [times for times, _ in slowed],
+        "each_slowdown": [touched for _, _, touched in slowed],
+        "each_pace": [times for times, _, _ in slowed],
     }
 
 
-def slowdown(steps: Sequence[Span], write: Span, base: float) -> tuple[float, float]:
-    """How many times longer steps take under a write, and the seconds that they lose to it.
+def slowdown(steps: Sequence[Span], write: Span, base: float) -> tuple[float, float, float]:
+    """How many times longer steps take under a write, the seconds they lose, how much longer those it touches take.
 
     A write may end before a step does. What the steps that it touches take longer than others is lost while it lasts:
     in `under` seconds only `under - lost` seconds' worth of steps is done. 100 stands for a stop.
@@ -135,7 +138,7 @@ def slowdown(steps: Sequence[Span], write: Span, base: float) -> tuple[float, fl
     touched = [step for step in steps if overlap(step, write)]
     under = sum(overlap(step, write) for step in touched)
     lost = sum(end - begin - base for begin, end in touched)
-    return under / max(under - lost, under / 100), lost
+    return under / max(under - lost, under / 100), lost, 1 + lost / max(len(touched), 1) / base
 
 
 def slowest_of(workers: Sequence[Sequence[float]]) -> float:
@@ -298,7 +301,8 @@ class Bench:
     def __init__(self, folder: Path, mb: int, repeats: int) -> None:
         self.folder, self.mb, self.repeats = folder, mb, repeats
         cores = sorted(os.sched_getaffinity(0))
-        self.pinned = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+        # A disk's interrupts mostly land on the first core: whoever writes has them there.
+        self.pinned = (cores[1], cores[0]) if len(cores) > 1 else (None, None)
         self._count = 0
         self.data = folder / "data"
         build(self.data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=VOCABULARY))
@@ -437,17 +441,20 @@ def rows(found: dict[str, Any]) -> list[Row]:
     """What is told of what was measured."""
     ours, peers, free = found["headway"], found["dcp"], found["unpinned"]
     disk, copy = best_write(found["raw_write_s"]), peers["copy_s"]["private"]
+    plain = median(found["raw_write_s"]["plain"])
 
     def ways(key: str) -> tuple[float | None, ...]:
         return tuple(peers.get(way, {}).get(key) for way in WAYS)
 
-    def steps(what: str, told: dict[str, Any], goal: float | None, dcp: tuple[float | None, ...]) -> Row:
-        return Row(what, told["step_under_write_s"], told["step_s"], goal, dcp, times=True)
+    def steps(what: str, told: dict[str, Any], key: str, goal: float | None, dcp: tuple[float | None, ...]) -> Row:
+        return Row(what, told[key] * told["step_s"], told["step_s"], goal, dcp, times=True)
 
     table = [
         Row("stall of a step | bare copy", ours["stall_s"], copy, GOALS["stall"], ways("stall_s")),
-        Row("durable | bare write, fsync", ours["durable_s"], disk, GOALS["durable"], ways("durable_s")),
-        steps("a step meanwhile | without", ours, GOALS["steps"], ways("slowdown")),
+        Row("durable | plain write, fsync", ours["durable_s"], plain, GOALS["durable"], ways("durable_s")),
+        Row("durable | direct write, fsync", ours["durable_s"], disk, GOALS["durable"], ways("durable_s")),
+        steps("steps that a write touches", ours, "slowdown", GOALS["steps"], ways("slowdown")),
+        steps("the pace under it", ours, "pace", None, ways("pace")),
     ]
     for mesh, told in found["loads"].items():
         for cache in ("cold", "warm"):
@@ -455,12 +462,12 @@ def rows(found: dict[str, Any]) -> list[Row]:
             dcp = (None, told["dcp"][cache], None)
             table.append(Row(what, told["headway"][cache], told["raw"][cache], GOALS["load"], dcp))
     ours, peer = free["headway"], free["kept"]
-    stall, durable, slowdown = ((None, peer[key], None) for key in ("stall_s", "durable_s", "slowdown"))
+    stall, durable, slow = ((None, peer[key], None) for key in ("stall_s", "durable_s", "slowdown"))
     return [
         *table,
         Row("unpinned: stall | bare copy", ours["stall_s"], free["copy_s"]["private"], None, stall),
         Row("unpinned: durable | bare write", ours["durable_s"], disk, None, durable),
-        steps("unpinned: meanwhile | without", ours, None, slowdown),
+        steps("unpinned: steps touched", ours, "slowdown", None, slow),
     ]
 
 

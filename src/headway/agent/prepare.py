@@ -36,7 +36,7 @@ from headway.track import (
     write_plan,
 )
 
-__all__ = ["new_run", "resolve", "resume_run", "stated_recipe"]
+__all__ = ["new_run", "recipe_behind", "resolve", "resume_run", "stated_recipe"]
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -137,6 +137,12 @@ def resume_run(
             )
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
     return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+
+
+def recipe_behind(root: Path, ref: str) -> Recipe:
+    """The recipe of what RUN, RUN@STEP or a checkpoint's address names."""
+    address = _address(ref)
+    return stated_recipe(find_run(root, parse_ref(ref)[0])) if address is None else recipe_of_checkpoint(address)
 
 
 def stated_recipe(run: RunFolder) -> Recipe:
@@ -245,10 +251,18 @@ def _shaped(model: Model, shape: Model, init: str) -> Model:
 
 def checkpoint_of(root: Path, ref: str) -> str:
     """The address of the checkpoint that RUN, RUN@STEP, a folder or an address in an object store means."""
-    if is_in_store(ref) or (Path(ref) / MANIFEST).exists():
-        return ref if is_in_store(ref) else str(Path(ref).resolve())
+    address = _address(ref)
+    if address is not None:
+        return address
     name, step = parse_ref(ref)
     return str(find_checkpoint(find_run(root, name).checkpoints, step).resolve())
+
+
+def _address(ref: str) -> str | None:
+    """Where a checkpoint lies, if that is what a reference says; None if it names a run."""
+    if is_in_store(ref):
+        return ref
+    return str(Path(ref).resolve()) if (Path(ref) / MANIFEST).exists() else None
 
 
 def recipe_of_checkpoint(address: str) -> Recipe:

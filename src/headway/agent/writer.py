@@ -8,6 +8,7 @@ What is on the disk is uploaded from there, so that a slow store keeps neither m
 import contextlib
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -86,6 +87,8 @@ class Writer:
     def __init__(self, folder: Path, rules: Rules, run: str, memory: Memory, injector: Injector, cores: int) -> None:
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
         self._injector = injector
+        # Machines and containers share folders and stores, and process ids do not tell them apart.
+        self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._threads = max(1, min(4, cores // 4))
         self._jobs: SimpleQueue[Snapshot] = SimpleQueue()
         self._uploads: SimpleQueue[_Upload] = SimpleQueue()
@@ -183,7 +186,7 @@ class Writer:
     def _to_disk(self, snapshot: Snapshot) -> "_Written":
         step, reach = snapshot.step, self._injector.reach
         needs = sum(size for _, _, _, size in self._memory.files(snapshot))
-        save = begin(self._folder, step, needs, writer=str(os.getpid()))
+        save = begin(self._folder, step, needs, writer=self._name)
         try:
             with told(f"checkpoint of step {step} could not be written in {save.partial}"):
                 reach("write", step, snapshot.attempt)
@@ -244,7 +247,7 @@ class Writer:
         self._injector.reach("upload", step, attempt)
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
-        upload(store, step, facts, files, workers, writer=f"{os.getpid()}-{attempt}")
+        upload(store, step, facts, files, workers, writer=self._name)
         self._injector.reach("uploaded", step, attempt)
         return _Written(
             job.shards,

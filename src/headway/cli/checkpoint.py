@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from headway.cli.options import Json, Run, Runs
+from headway.cli.options import Json, Runs
 
 if TYPE_CHECKING:
     from headway.recipe import Recipe
@@ -32,21 +32,31 @@ class Named(NamedTuple):
 
 
 @app.command("ls")
-def list_command(run: Run, runs: Runs = None, json: Json = False) -> None:
+def list_command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN|URL", help="A run, or the url of one in an object store (s3://bucket/RUN).")
+    ],
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
     """List a run's checkpoints, oldest first."""
     from headway.cli.checkpoint_view import list_lines
     from headway.cli.text import print_json
+    from headway.state.address import is_in_store
     from headway.track import find_run, runs_root
 
-    folder = find_run(runs_root(runs), run)
-    rows = _rows(folder)
+    if is_in_store(run):
+        name, rows = run, _rows_at(run.rstrip("/"))
+    else:
+        folder = find_run(runs_root(runs), run)
+        name, rows = folder.name, _rows(folder)
     if json:
-        print_json({"run": folder.name, "checkpoints": rows})
+        print_json({"run": name, "checkpoints": rows})
     elif not rows:
-        print(f"{folder.name} has no checkpoint yet")
+        print(f"{name} has no checkpoint yet")
     else:
         print("\n".join(list_lines(rows)))
-        print(f"next: headway checkpoint verify {folder.name}")
+        print(f"next: headway checkpoint {'show ' + rows[-1]['path'] if is_in_store(run) else 'verify ' + name}")
 
 
 @app.command("verify")
@@ -54,6 +64,7 @@ def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
     """Read checkpoints back and check every byte: the one of a step, or all that the run has."""
     from headway.cli.text import print_json
     from headway.errors import StateError
+    from headway.track import find_run, runs_root
 
     name, wanted = _all_of(run, runs)
     results = [_verify(one, quiet=json) for one in wanted]
@@ -61,6 +72,8 @@ def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
     if json:
         print_json({"run": name, "ok": not damaged, "checkpoints": results})
         raise typer.Exit(1 if damaged else 0)
+    if "@" not in run and "/" not in run and (stored := _rows_of_store(find_run(runs_root(runs), run))):
+        print(f"note: {len(stored)} in the object store were not read; headway checkpoint verify {name}@STEP does")
     if damaged:
         raise StateError(
             f"{len(damaged)} of {len(results)} checkpoints of {name} damaged: {', '.join(damaged)}",
@@ -216,6 +229,8 @@ def _one(ref: str, runs: Path | None) -> Named:
         return Named(ref, None, ref)
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
+    if stored := _in_store(folder, step):
+        return stored
     path = find_checkpoint(folder.checkpoints, step)
     found = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
     return Named(f"step {found} of {folder.name}", found, str(path))
@@ -230,9 +245,22 @@ def _all_of(ref: str, runs: Path | None) -> tuple[str, list[Named]]:
         return ref, [_one(ref, runs)]
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
+    if stored := _in_store(folder, step):
+        return folder.name, [stored]
     newest = find_checkpoint(folder.checkpoints, step)
     entries = [entry for entry in list_checkpoints(folder.checkpoints) if step is None or entry.path == newest]
     return folder.name, [Named(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
+
+
+def _in_store(folder: "RunFolder", step: int | None) -> Named | None:
+    """A step, or without one the newest, of a run whose disk does not have it."""
+    from headway.state import list_checkpoints
+
+    here = [entry.step for entry in list_checkpoints(folder.checkpoints)]
+    if (step is None and here) or step in here:
+        return None
+    rows = [row for row in _rows_of_store(folder) if step in (None, row["step"]) and "damage" not in row]
+    return Named(f"step {rows[-1]['step']} in the store", rows[-1]["step"], rows[-1]["path"]) if rows else None
 
 
 def _home(one: Named) -> "RunFolder":
@@ -251,22 +279,26 @@ def _rows(run: "RunFolder") -> list[dict[str, Any]]:
 
 
 def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
-    """What the run's object store has, by its listing alone; one row with the trouble where it cannot be asked."""
+    """What the run's object store has; one row with the trouble where it cannot be asked."""
     from headway.errors import HeadwayError
-    from headway.state.address import address_in_store, store_url
+    from headway.state.address import store_url
     from headway.track import read_recipe
 
     rules = read_recipe(run).checkpoint.store if run.recipe_file.exists() else None
     if rules is None:
         return []
+    try:
+        return _rows_at(store_url(rules, run.name))
+    except HeadwayError as error:
+        return [{"step": -1, "tier": "store", "path": store_url(rules, run.name), "damage": error.message}]
+
+
+def _rows_at(url: str) -> list[dict[str, Any]]:
+    """What lies at the url of a run in an object store, by its listing alone."""
+    from headway.state.address import address_in_store
     from headway.state.remote import list_remote
     from headway.state.store import open_store
 
-    url = store_url(rules, run.name)
-    try:
-        found = list_remote(open_store(url, patience_s=STORE_PATIENCE_S))
-    except HeadwayError as error:
-        return [{"step": -1, "tier": "store", "path": url, "damage": error.message}]
     return [
         {
             "step": entry.step,
@@ -275,7 +307,7 @@ def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
             "bytes": entry.bytes,
             "saved": entry.saved.timestamp(),
         }
-        for entry in found
+        for entry in list_remote(open_store(url, patience_s=STORE_PATIENCE_S))
     ]
 
 

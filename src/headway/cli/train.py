@@ -35,19 +35,18 @@ def train(
 
     What the recipe leaves open, the best plan that this version's trainer runs decides.
     """
-    from headway.agent import new_run, stated_recipe
+    from headway.agent import new_run, recipe_behind
     from headway.cli.launch import launch
     from headway.cli.mesh import parse_layout
     from headway.errors import UsageError
     from headway.recipe import load_recipe, with_settings
-    from headway.track import find_run, parse_ref, runs_root
+    from headway.track import runs_root
 
     root = runs_root(runs)
     if recipe is not None:
         wanted = load_recipe(recipe, settings or ())
     elif origin is not None:
-        source = find_run(root, parse_ref(origin)[0])
-        wanted = with_settings(stated_recipe(source), settings or ())
+        wanted = with_settings(recipe_behind(root, origin), settings or ())
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     if mesh is not None:

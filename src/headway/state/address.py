@@ -37,5 +37,6 @@ def open_address(address: str) -> Checkpoint:
 
     match = _IN_STORE.fullmatch(address)
     if match is None:
+        open_store(address)  # says what is wrong with the place itself, and repeats no password
         raise UsageError(f"{address} is no checkpoint's address", hint="for example s3://bucket/prefix/RUN/step-100")
     return open_checkpoint(Remote(open_store(match[1]), int(match[2])))

@@ -145,7 +145,9 @@ def _measure_all(
                 progress(done, total)
         if difference.differing:
             found.append(difference)
-    return tuple(sorted(found, key=lambda one: (-one.absolute, -one.relative, one.name)))
+    return tuple(
+        sorted(found, key=lambda one: (not one.name.startswith("model/"), -one.absolute, -one.relative, one.name))
+    )
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> int:
