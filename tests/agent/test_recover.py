@@ -59,7 +59,7 @@ def test_the_way_on(given, want):
 def test_the_reasons_in_words():
     assert recover(situation(memory=40)).reason == f"{WHAT}; back to step 40, from memory"
     assert recover(situation(store=[7])).reason == f"{WHAT}; back to step 7, from the object store"
-    assert recover(situation()).reason == f"{WHAT}; nothing was saved yet, back to the beginning"
+    assert recover(situation()).reason == f"{WHAT}; nothing was saved since, back to the beginning"
     assert recover(situation(left=0)).reason == f"{WHAT}, and again without any progress"
     assert recover(situation("other")).reason == f"{WHAT}: starting again would not mend it"
     assert recover(situation("damaged", start=False)) == Recovery(

@@ -321,8 +321,13 @@ def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, worker
     pids = [event["pid"] for event in agent.events if event["kind"] == "worker"]
     assert len(pids) == workers
     assert not any(is_alive(pid) for pid in pids)
-    assert whole_steps(run) == [2, 4][: durable // 2]
-    assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
+    if point.startswith("upload"):  # beside which the next save may be under way, or even be done
+        assert whole_steps(run)[:2] == [2, 4]
+        durable = whole_steps(run)[-1]
+        assert len(left_over(run)) <= 1
+    else:
+        assert whole_steps(run) == [2, 4][: durable // 2]
+        assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
     in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
     assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
     leave_more(run, point)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import http.client
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -18,9 +19,9 @@ from typing import Any
 import pytest
 
 from conftest import Lab, Lived
-from headway.agent import resume_run
+from headway.agent import new_run, resume_run
 from headway.agent.zygote import Zygote
-from headway.errors import StateError
+from headway.errors import RunError, StateError, UsageError
 from headway.recipe import FaultPlan
 from headway.state import store as store_module
 from headway.state import verify
@@ -138,7 +139,7 @@ def test_a_store_that_is_down_costs_nothing_but_its_copies(near, road, recipe, u
     told = lived.events("unsaved", "agent")
     assert [(event["step"], event["tier"]) for event in told] == [(step, "store") for step in (2, 4, 6, 8)]
     for event in told:
-        assert f"{lived.run.name}/step-0000000{event['step']}" in event["message"]
+        assert f"{lived.run.name}/" in event["message"]
         assert "can be reached" in event["hint"]
         assert not any(secret in str(event) for secret in s3.SECRETS)
     assert [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())] == [2, 4, 6, 8]
@@ -189,3 +190,45 @@ def test_a_run_from_the_store_that_dies_at_once_goes_back_there(far: Lab, recipe
     lived = far.resume(killed.run, "train.restarts=1", faults=FaultPlan().kill(7, 0, attempt=2))
     assert [event["step"] for event in lived.events("resumed")] == [0, 6, 6]
     assert_same(lived, unharmed[1])
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "s3://me:secret@bucket/x", "s3://bucket/x?key=secret", "file://relative"])
+def test_a_store_that_can_never_work_is_refused_before_anything_is_made(tmp_path, recipe, url: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        new_run(recipe({"checkpoint.store": {"url": url}}), tmp_path / "runs", workers=1)
+    assert "secret" not in refused.value.message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_store_has_the_whole_copy_of_a_step_that_is_damaged_here(tmp_path, lab, recipe) -> None:
+    """Two steps on: the newest here is damaged inside, which only reading finds; the store's copy of it is taken."""
+    url = (tmp_path / "store").as_uri()
+    (tmp_path / "store").mkdir()
+    settings = {"checkpoint.every_steps": 2, "checkpoint.store": {"url": url, "every_steps": 2}}
+    whole = lab.train(recipe(settings), workers=1)
+    shard = whole.run.checkpoints / "step-00000008" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    resumed = lab.resume(whole.run, "train.steps=10")
+    assert resumed.outcome.state == "finished"
+    assert [event["step"] for event in resumed.events("resumed")] == [0, 8]
+
+
+def test_another_run_of_the_same_name_and_place_is_refused(tmp_path, lab, make_lab, recipe) -> None:
+    (tmp_path / "store").mkdir()
+    settings = {"train.steps": 2, "checkpoint.store": {"url": (tmp_path / "store").as_uri(), "every_steps": 1}}
+    assert lab.train(recipe(settings), workers=1, name="twin").outcome.state == "finished"
+    there = sorted(path.name for path in (tmp_path / "store").rglob("*"))
+    with pytest.raises(RunError, match="has checkpoints of another run of this name"):
+        make_lab(tmp_path / "elsewhere").train(recipe(settings | {"seed": 5}), workers=1, name="twin")
+    assert not (tmp_path / "elsewhere" / "twin").exists()
+    assert sorted(path.name for path in (tmp_path / "store").rglob("*")) == there
+    # One that could not know when it began does not upload, nor take what is there for its own.
+    stray = make_lab(tmp_path / "elsewhere").train(recipe({"train.steps": 2}), workers=1, name="twin")
+    url = json.dumps(settings["checkpoint.store"]["url"])
+    resumed = make_lab(tmp_path / "elsewhere").resume(stray.run, "train.steps=4", f"checkpoint.store.url={url}")
+    assert resumed.outcome.state == "finished"
+    assert "another run of this name" in resumed.outcome.reason
+    assert [event["step"] for event in resumed.events("resumed")] == [0, 2]
+    assert sorted(path.name for path in (tmp_path / "store").rglob("*")) == there

@@ -74,7 +74,7 @@ def test_the_panel_fits_eighty_columns() -> None:
         def update(self, group, refresh: bool) -> None:
             console.print(group)
 
-    panel = LivePanel(standing, [source], "demo-1234  2 workers on cpu", Screen())
+    panel = LivePanel(standing, source, "demo-1234  2 workers on cpu", Screen())
     panel.tick(0)
     assert "starting" in out.getvalue()
     source.events = [FACTS, *steps(1, 50), {"kind": "eval", "step": 50, "loss": 4.25, "t": 1}]
@@ -87,7 +87,7 @@ def test_the_panel_fits_eighty_columns() -> None:
 
 def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source()
-    lines = PlainLines(Standing(), [source], "title")
+    lines = PlainLines(Standing(), source, "title")
     source.events = [FACTS, *steps(1, 3)]
     lines.tick(0)
     lines.line()

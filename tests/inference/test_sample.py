@@ -16,7 +16,7 @@ from headway.inference import generate
 from headway.inference.sample import Request, main, sample
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.recipe import Data, Model, Recipe, Train
-from headway.state import Facts, begin, commit, write_shard
+from headway.state import Facts, begin, commit, shard_name, write_shard
 from headway.state.tensors import named_state, pieces
 from headway.track import create_run
 
@@ -41,8 +41,9 @@ class Fixture:
         decoder = empty_decoder(MODEL)
         init_weights(decoder, seed=step)
         checkpoints = self.path / "checkpoints"
-        write_shard(begin(checkpoints, step), 0, pieces(named_state(decoder)))
-        commit(checkpoints, step, Facts(cursor=0, chain="", data_version="0" * 16), 1)
+        save = begin(checkpoints, step)
+        shard = write_shard(save.partial, shard_name(0), pieces(named_state(decoder)))
+        commit(save, Facts(cursor=0, chain="", data_version="0" * 16), [shard], 1)
         return decoder
 
     def checkpoint(self, step: int) -> Path:

@@ -36,7 +36,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     Path("/proc/self/clear_refs").write_text("5")
     before = high_water()
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
-    held = Held(world.owner, spread.borrowed, spread.names)
+    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     draw_weights(spread.model, recipe, held, RunFolder(Path("nowhere")))
     return {"grown": torch.tensor(high_water() - before)}
 

@@ -47,8 +47,15 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path):
         open_address(str(tmp_path / "step-00000012"))
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/runs/a", "s3://bucket/step-", "s3:///step-x", "S3://b/r/step-1"])
+@pytest.mark.parametrize("address", ["s3://bucket/runs/a", "s3://bucket/step-", "S3://b/r/step-1"])
 def test_what_is_no_address_of_a_checkpoint_is_refused(address):
     with pytest.raises(UsageError, match="is no checkpoint's address") as refused:
         open_address(address)
     assert "step-" in refused.value.hint
+
+
+@pytest.mark.parametrize("address", ["s3:///step-x", "ftp://me:secret@host/x", "s3://me:secret@bucket/r/step-7"])
+def test_what_is_no_store_is_refused_and_no_password_repeated(address):
+    with pytest.raises(UsageError) as refused:
+        open_address(address)
+    assert "secret" not in refused.value.message + (refused.value.hint or "")

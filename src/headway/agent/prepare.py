@@ -41,6 +41,7 @@ __all__ = ["new_run", "recipe_behind", "resolve", "resume_run", "stated_recipe"]
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
 MANIFEST = "manifest.json"
+STORE_PATIENCE_S = 5.0
 OF_NO_SHAPE = {"init", "init_std", "layout"}
 """Fields of a model that do not decide what its tensors look like."""
 
@@ -54,6 +55,7 @@ def new_run(
     origin: str | None = None,
 ) -> Attempt:
     """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state."""
+    store_notes = check_store(recipe)
     recipe = resolve(recipe, root)
     found = devices(recipe.train.device)
     check_axes(recipe, workers or default_workers(found))
@@ -66,6 +68,10 @@ def new_run(
     planned = plan_run(recipe, found, count)
 
     run = create_run(root, recipe.name, name)
+    taken = newest_in_store(run, recipe.checkpoint.store)[1] if recipe.checkpoint.store and not store_notes else []
+    if any("another run of this name" in text for text in taken):
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise RunError(taken[0], hint="another --name, or another checkpoint.store.url")
     try:
         write_json(run.recipe_file, planned.recipe.model_dump())
         if planned.plan is not None:
@@ -77,7 +83,7 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = list(planned.notes)
+    notes = [*store_notes, *planned.notes]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
@@ -103,6 +109,7 @@ def resume_run(
     new, _ = pin_data(with_settings(old, settings))
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
+    check_store(new, ask=False)
     found = devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
@@ -137,6 +144,22 @@ def resume_run(
             )
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
     return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+
+
+def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
+    """See that the recipe's object store can be opened; one that does not answer now may do so when it is needed."""
+    rules = recipe.checkpoint.store
+    if rules is None:
+        return []
+    from headway.state.store import open_store
+
+    store = open_store(rules.url, patience_s=STORE_PATIENCE_S)
+    try:
+        if ask:
+            store.list("headway-asks-whether-you-are-there")
+    except StateError as error:
+        return [f"the object store does not answer yet: {error.message}"]
+    return []
 
 
 def recipe_behind(root: Path, ref: str) -> Recipe:

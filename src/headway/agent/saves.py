@@ -25,7 +25,7 @@ from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.goodput import save_interval
 from headway.recipe import FaultPlan, Recipe
 from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message
-from headway.track import Recorder, RunFolder
+from headway.track import Recorder, RunFolder, run_id
 
 __all__ = ["Saves"]
 
@@ -40,13 +40,18 @@ class Saves:
         self._run, self._recipe = run, recipe
         self.memory = Memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._writer = Writer(run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults), cores)
+        identity = run_id(run) if recipe.checkpoint.store else ""
+        self._writer = Writer(
+            run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults), cores, identity
+        )
         self._lines: dict[int, Line] = {}
         self._plans: dict[int, BufferPlan] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._rhythm = _Rhythm(recipe)
         self.unsaved: StateError | None = None
         """Why the run's last state could not be made durable, if it could not."""
+        self.not_uploaded: StateError | None = None
+        """Why the last state is not in the object store."""
 
     # -- an attempt
 
@@ -182,6 +187,8 @@ class Saves:
     def _complete(self, snapshot: Snapshot) -> None:
         self.memory.complete(snapshot)
         self._rhythm.saved(snapshot.stall_s, durable=len(snapshot.tiers) > 1)
+        if (told := self._rhythm.news(time.monotonic())) is not None:
+            self._recorder.event("rhythm", seconds=told, cost=snapshot.stall_s)
         self._recorder.event("kept", step=snapshot.step, seconds=snapshot.stall_s)
         if len(snapshot.tiers) > 1:
             self._writer.write(snapshot)
@@ -200,6 +207,8 @@ class Saves:
             self._recorder.event("unsaved", step=step, tier=tier, message=done.error.message, hint=done.error.hint)
             if done.snapshot.last and tier == "disk":
                 self.unsaved = done.error
+            elif done.snapshot.last:
+                self.not_uploaded = done.error
         else:
             if done.warning is not None:
                 self._recorder.event("log", message=done.warning)
@@ -230,6 +239,7 @@ class _Rhythm:
         self._began = self._last = time.monotonic()
         self._failures = -1
         self._asking = False
+        self._told: float | None = None
 
     def start(self, workers: int) -> None:
         """An attempt begins; every one after the first means a failure."""
@@ -259,11 +269,21 @@ class _Rhythm:
 
     def is_time(self, now: float) -> bool:
         """Whether a save is due."""
-        if not self._auto or self._cost_s is None or self._asking:
-            return False
+        return self._auto and self._cost_s is not None and not self._asking and now - self._last >= self._interval(now)
+
+    def news(self, now: float) -> float | None:
+        """The interval in seconds, when it has changed by half since it was last told."""
+        if not self._auto:
+            return None
+        interval = self._interval(now)
+        if self._told is not None and self._told / 1.5 < interval < self._told * 1.5:
+            return None
+        self._told = interval
+        return interval
+
+    def _interval(self, now: float) -> float:
         hours = self._rules.hours_between_failures or GPU_HOURS_BETWEEN_FAILURES
-        interval = save_interval(self._cost_s, self._workers, hours, self._failures, now - self._began)
-        return now - self._last >= interval
+        return save_interval(self._cost_s or 0.0, self._workers, hours, self._failures, now - self._began)
 
 
 def _in_memory(content: bytes) -> tuple[int, int, int]:

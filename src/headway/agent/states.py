@@ -11,7 +11,7 @@ from headway.errors import HeadwayError, StateError
 from headway.recipe import Store
 from headway.state import list_checkpoints, open_checkpoint
 from headway.state.address import address_in_store, open_address, store_url
-from headway.track import RunFolder
+from headway.track import RunFolder, run_id
 
 __all__ = ["Saved", "newest_in_store", "newest_on_disk"]
 
@@ -44,12 +44,15 @@ def newest_in_store(
     """The same of the run's object store; one that cannot be asked has nothing to offer, and says why."""
     if rules is None:
         return None, []
-    from headway.state.remote import list_remote
+    from headway.state.remote import claim, list_remote
     from headway.state.store import open_store
 
     url, found = store_url(rules, run.name), list[str]()
     try:
-        steps = [entry.step for entry in list_remote(open_store(url))]
+        store = open_store(url)
+        steps = [entry.step for entry in list_remote(store)]
+        if steps and not claim(store, run_id(run)):
+            return None, [f"{url} has checkpoints of another run of this name, which are left alone"]
     except HeadwayError as error:
         return None, [f"the object store cannot be asked: {error.message}"]
     for step in sorted(steps, reverse=True):

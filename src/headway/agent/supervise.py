@@ -182,6 +182,8 @@ def _live(
             run, attempt.number, watch.codes, watch.first_failure, stops.asked,
             killed_for_memory=for_memory, unsaved=saves.unsaved,
         )  # fmt: skip
+        if saves.not_uploaded is not None and outcome.state != "failed":
+            outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
         died = watch.first_failure is not None and watch.first_failure[1] < 0 and not for_memory
         return _Life(outcome, died=died, damaged=_said_damaged(run, attempt))
     except _StoppedEarly:
@@ -213,7 +215,7 @@ class _Patience:
         elif life.died:
             self._left -= 1
         disk, _ = newest_on_disk(run, self._damaged)
-        asks_store = disk is None and snapshot is None
+        asks_store = life.damaged or (disk is None and snapshot is None)
         store = newest_in_store(run, self._store, self._damaged)[0] if asks_store else None
         self._found = {"disk": disk, "store": store}
         return Situation(

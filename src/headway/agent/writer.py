@@ -84,9 +84,11 @@ class _Upload:
 class Writer:
     """The threads, what they are told and what they tell."""
 
-    def __init__(self, folder: Path, rules: Rules, run: str, memory: Memory, injector: Injector, cores: int) -> None:
+    def __init__(
+        self, folder: Path, rules: Rules, run: str, memory: Memory, injector: Injector, cores: int, identity: str = ""
+    ) -> None:
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
-        self._injector = injector
+        self._injector, self._identity = injector, identity
         # Machines and containers share folders and stores, and process ids do not tell them apart.
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._threads = max(1, min(4, cores // 4))
@@ -238,13 +240,18 @@ class Writer:
 
     def _to_store(self, job: "_Upload") -> "_Written":
         # Only runs that name a store need its library.
-        from headway.state.remote import prune_remote, upload
+        from headway.state.remote import claim, prune_remote, upload
         from headway.state.store import open_store
 
         rules, step, attempt = self._rules.store, job.snapshot.step, job.snapshot.attempt
         assert rules is not None, "no store is named"
         store = open_store(store_url(rules, self._run))
         self._injector.reach("upload", step, attempt)
+        if self._identity and not claim(store, self._identity):
+            raise StateError(
+                f"{store_url(rules, self._run)} has checkpoints of another run of this name",
+                hint="another checkpoint.store.url, or another --name",
+            )
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
         upload(store, step, facts, files, workers, writer=self._name)

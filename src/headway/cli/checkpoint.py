@@ -362,14 +362,16 @@ def _verify(one: Named, quiet: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from headway.cli.checkpoint_view import Counted, progress_bar, size
-    from headway.errors import StateError
+    from headway.errors import DamagedState, StateError
     from headway.state import verify
-    from headway.state.address import open_address
+    from headway.state.address import is_in_store, open_address
 
     try:
         with progress_bar(one.label, quiet=quiet) as progress:
             found = verify(Counted(open_address(one.address).source, progress))
     except StateError as error:
+        if is_in_store(one.address) and not isinstance(error, DamagedState):
+            raise  # there is none, or no answer: that is no damage
         line, result = error.message, {"step": one.step, "ok": False, "damage": error.message}
     else:
         line = f"ok, {found.tensors} tensors, {size(found.bytes)}, digest {found.digest[:16]}"

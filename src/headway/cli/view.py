@@ -77,7 +77,8 @@ class Standing:
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
             case "unsaved":
-                self.notices.append(f"step {event['step']} was not saved: {event['message']}")
+                what = "uploaded" if event["tier"] == "store" else "saved"
+                self.notices.append(f"step {event['step']} was not {what}: {event['message']}")
             case "skipped":
                 self.skipped += 1
                 if self.skipped == 1:

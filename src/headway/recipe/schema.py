@@ -332,7 +332,7 @@ class Eval(_Section):
 class Store(_Section):
     """An object store that checkpoints are also put into."""
 
-    url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*://[^@\s]+$")]
+    url: Annotated[str, Field(min_length=1)]
     """s3://bucket/prefix, gs://, az:// or file://; the run's name is added. Credentials come from the environment."""
     every_steps: NotNegative = 1000
     """Upload after each so many steps; the last step always is. 0: only the last."""

@@ -3,6 +3,7 @@
     step-00000060-<writer>/rank-00000.safetensors    what one writer has put, under a name that no other has
     still/<content>.safetensors                      what does not change: put once, named by many checkpoints
     step-00000060.json                               the manifest: a step is a checkpoint once this is there
+    run                                              which run all of it is of
 
 The manifest is the commit. Who finds one there already has lost, and removes its own files. What a dead writer left
 behind is removed by a later pruning.
@@ -26,12 +27,13 @@ from headway.state.restore import open_checkpoint, verify
 from headway.state.source import MANIFEST, Source
 from headway.state.store import Object, Store
 
-__all__ = ["Remote", "RemoteEntry", "fetch", "list_remote", "prune_remote", "upload"]
+__all__ = ["Remote", "RemoteEntry", "claim", "fetch", "list_remote", "prune_remote", "upload"]
 
 GRACE = timedelta(hours=1)
 """How long files without a manifest are taken for an upload that is under way."""
 
 _STILL = "still"
+_OWNER = "run"
 _MANIFEST_KEY = re.compile(r"step-(\d{8,})\.json")
 _FILE_KEY = re.compile(r"(step-(\d{8,})-[A-Za-z0-9._-]+)/[^/]+")
 _STILL_KEY = re.compile(rf"{_STILL}/[0-9a-f]{{32}}\.safetensors")
@@ -133,6 +135,11 @@ def upload(
         return store.name(_step_name(step))
     with _removing(store, files, always=True):
         return _same_state(store, manifest)
+
+
+def claim(store: Store, identity: str) -> bool:
+    """Take a place for a run, if it is free; False if it is another run's."""
+    return store.create(_OWNER, identity.encode()) or store.get(_OWNER).decode(errors="replace") == identity
 
 
 def list_remote(store: Store) -> list[RemoteEntry]:

@@ -32,6 +32,7 @@ from headway.track.runs import (
     list_runs,
     next_attempt,
     parse_ref,
+    run_id,
     runs_root,
     summarize,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "read_record",
     "read_run",
     "record_path",
+    "run_id",
     "runs_root",
     "summarize",
     "upgrade",

@@ -394,8 +394,13 @@ class _Life:
                 if event["kind"] == "error" and event.get("type") != "PeerFailed":
                     text = f"{who}: {event.get('message', '')}"
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
+                elif event["kind"] == "rhythm":
+                    every, cost = _number(event.get("seconds")), _number(event.get("cost"))
+                    text = f"saves every {every:,.0f} s from here on: one costs the steps {cost:.3f} s"
+                    yield Incident(self._wall(_time(event) or 0), self.number, text)
                 elif event["kind"] == "unsaved":
-                    text = f"step {event.get('step')} was not saved ({event.get('tier')}): {event.get('message')}"
+                    what = "uploaded" if event.get("tier") == "store" else "saved"
+                    text = f"step {event.get('step')} was not {what}: {event.get('message')}"
                     yield Incident(self._wall(_time(event) or 0), self.number, text)
                 elif event["kind"] == "log" and isinstance(event.get("changed"), dict):
                     text = f"{event.get('message')}: {', '.join(map(str, event['changed']))} changed"

@@ -37,6 +37,7 @@ __all__ = [
     "list_runs",
     "next_attempt",
     "parse_ref",
+    "run_id",
     "runs_root",
     "summarize",
 ]
@@ -106,6 +107,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def id_file(self) -> Path:
+        """What tells it from other runs of its name."""
+        return self.path / "id"
+
+    @property
     def lock_file(self) -> Path:
         """Held by the process that runs it."""
         return self.path / "lock"
@@ -114,6 +120,16 @@ class RunFolder:
     def rendezvous(self) -> Path:
         """Folder where the workers of an attempt meet."""
         return self.path / "rendezvous"
+
+
+def run_id(run: RunFolder) -> str:
+    """What tells a run from others of its name, wherever its folder is copied to; made when first asked for."""
+    try:
+        with run.id_file.open("x") as file:
+            file.write(secrets.token_hex(8))
+    except FileExistsError:
+        pass
+    return run.id_file.read_text().strip()
 
 
 def runs_root(option: Path | None = None) -> Path:
