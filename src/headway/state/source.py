@@ -15,7 +15,6 @@ __all__ = ["Folder", "Source"]
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 30
-_AHEAD_BYTES = 8 << 20
 _HINT = "headway checkpoint ls lists what there is; headway checkpoint verify finds the newest that is whole"
 
 
@@ -77,8 +76,6 @@ class Folder(Source):
         """See Source."""
         try:
             descriptor = self._open(file)
-            # The disk goes on reading while the caller takes checksums.
-            os.posix_fadvise(descriptor, begin + len(out), _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             while out:
                 count = os.preadv(descriptor, [out], begin)
                 if count == 0:
