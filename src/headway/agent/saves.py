@@ -110,17 +110,16 @@ class Saves:
         """Whether anything is still being written."""
         return not self._writer.idle
 
-    @property
-    def trouble(self) -> str | None:
-        """Why the last state could not be written so far, while it is tried again."""
-        return self._writer.trouble
-
     def finish(self, pulse: Callable[[], None], given_up: Callable[[], bool], poll_s: float) -> None:
-        """Wait until everything is written, or nobody wants to wait any more."""
+        """Wait until everything is written, or nobody wants to any more; say why, where it has to be tried again."""
+        told = None
         while self.busy and not given_up():
             time.sleep(poll_s)
             pulse()
             self.hear()
+            if self._writer.trouble not in (None, told):
+                told = self._writer.trouble
+                self._recorder.event("retry", message=told)
 
     def rescue(self, durable: Sequence[Entry]) -> None:
         """Have the newest state in memory written, if the disk has none so new."""

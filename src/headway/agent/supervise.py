@@ -106,13 +106,13 @@ def supervise(
                 pulse = _pulse(recorder, lambda: on_tick(stops.asked))
                 life = _live(attempt, stops, zygote, saves, recorder, pulse)
                 recovery = None
-                if life.outcome.state == "failed" and not stops.asked and attempt.trial is None:
+                if life.outcome.state == "failed" and stops.asked < 2 and attempt.trial is None:
                     recovery = recover(patience.situation(run, attempt, life, saves))
-                    if recovery.action == "stop":
+                    if recovery.action == "stop" or stops.asked:
                         # A run that fails for good leaves what it has: a state in memory becomes a checkpoint.
                         saves.rescue(list_checkpoints(run.checkpoints))
-                        saves.finish(pulse, lambda: stops.asked > 0, POLL_S)
-                        if life.died and recipe.train.restarts:
+                        saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
+                        if life.died and recipe.train.restarts and not stops.asked:
                             life = replace(life, outcome=_given_up(life.outcome, recovery))
                         recovery = None
                 way_on: dict[str, Any] = {} if recovery is None else {"recovery": recovery.reason}

@@ -79,6 +79,8 @@ class Standing:
             case "unsaved":
                 what = "uploaded" if event["tier"] == "store" else "saved"
                 self.notices.append(f"step {event['step']} was not {what}: {event['message']}")
+            case "retry":
+                self.notices.append(f"the last state could not be saved yet, trying again: {event['message']}")
             case "skipped":
                 self.skipped += 1
                 if self.skipped == 1:

@@ -11,7 +11,7 @@ Every other line is an event, stamped with the nanoseconds since that moment:
 
     agent   attempt (workers, device, from_step), worker (rank, pid), exit (rank, code), end (outcome, reason)
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
-            skipped (step), unsaved (step, tier, message, hint), rhythm (seconds, cost)
+            skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
     rank 0  resumed (step), eval (step, loss), facts (...)
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
