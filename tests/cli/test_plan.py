@@ -131,6 +131,7 @@ def test_limits_are_faster_and_fp8_is_not_trained() -> None:
     assert low["best"]["precision"] == "fp8"
 
 
+@pytest.mark.slow
 def test_the_best_plan_that_runs_is_named_where_the_best_does_not() -> None:
     """Sequences of 131,072 are shared among devices where that may be."""
     long = ("--set", "data.seq=131072", "--set", "train.batch=64")
@@ -236,6 +237,7 @@ def test_a_clusters_own_network_grows_with_it(tmp_path: Path) -> None:
         assert nodes == 1 or made.levels[-1].oversubscription == 2
 
 
+@pytest.mark.slow
 def test_scaling_is_against_the_first_that_fits() -> None:
     found = document(str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x1", "--sweep", "nodes=1..16")["points"]
     assert [point["nodes"] for point in found] == [1, 2, 4, 8, 16]
