@@ -12,7 +12,7 @@ another; then Headway and DCP's best are run with nothing pinned.
     steps      how much longer those steps take that a save's writing touches; a write may be shorter than a step, and
                "the pace under it" is what that comes to if the write alone is to blame
     load       the state of two shards into two halves of each matrix (tensor = 2) and into one worker, from a cold and
-               from a warm page cache, beside a read of as many bytes into memory that is there
+               from a warm page cache, beside a bare read of the very same bytes into memory that is there
     flipped    one byte of a tensor changed in a copy of the checkpoint
 
 The first save of each run is left out: it finds memory cold. Medians over the others. Linux only.
@@ -39,12 +39,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from headway.agent import new_run, supervise
 from headway.agent.zygote import Zygote
 from headway.data import BuildOptions, build
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.state import verify
+from headway.state import Box, digest_box, verify
+from headway.state.manifest import chunk_checksums
 from headway.track import Record, RunFolder, read_run
 
 LAYERS, HEAD, BYTES_A_PARAMETER = 7, 64, 12
@@ -371,7 +374,18 @@ class Bench:
             for way in ("raw", "headway", "dcp")
         }
         told["first_s"] = max(each["headway"]["first"] for each in found)
+        told |= {key: max(each[key] for each in found) for key in ("read_bytes", "held_bytes")}
         return told | {"in_cache_when_cold": found[0]["in_cache_when_cold"], "flipped": found[0].get("flipped")}
+
+
+def hashing(size: int) -> dict[str, float]:
+    """Seconds that one core takes for the digest and the checksums of so many bytes of float32."""
+    bits = np.arange(size // 4, dtype=np.uint32)
+    begun = time.monotonic()
+    digest_box(bits, bits.shape, Box((0,), bits.shape))
+    between = time.monotonic()
+    chunk_checksums(bits.view(np.uint8).data)
+    return {"digest": between - begun, "checksums": time.monotonic() - between}
 
 
 def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -379,6 +393,7 @@ def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     size, few = bench.mb * 2**20, max(2, bench.repeats // 2 + 1)
     tell("the bare disk")
     raw = bench.raw(size, few)
+    alone = hashing(size)
     tell("DCP, saves by a thread")
     peers = bench.peers(["thread", "kept"], bench.pinned, few, copies=bench.repeats)
     tell("DCP, saves by a process")
@@ -401,7 +416,7 @@ def measure(bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
     for told in (ours, unpinned["headway"], unpinned["kept"], *peers.values()):
         told.pop("checkpoint", None)  # a path of this machine, which is gone by now
     raw = {kind: raw[kind] + again[kind] for kind in raw}
-    return {"raw_write_s": raw, "dcp": peers, "headway": ours, "unpinned": unpinned, "loads": loads}
+    return {"hashing_s": alone, "raw_write_s": raw, "dcp": peers, "headway": ours, "unpinned": unpinned, "loads": loads}
 
 
 # -- told
@@ -502,6 +517,11 @@ def notes(result: dict[str, Any]) -> Iterator[str]:
         f"{ours['durable_at_rest_s']:.2f} s where no step runs meanwhile"
     )
     lost = ", ".join(f"{way} {result['dcp'][way]['lost_s_a_save']:.2f}" for way in WAYS if way in result["dcp"])
+    alone = result["hashing_s"]
+    yield f"on one core the digest of as many bytes takes {alone['digest']:.2f} s, checksums {alone['checksums']:.2f} s"
+    for mesh, told in result["loads"].items():
+        more = told["read_bytes"] / told["held_bytes"]
+        yield f"load, {mesh}: a worker reads {more:.2f} times the bytes that it holds afterwards"
     yield f"steps lose {ours['lost_s_a_save']:.2f} s to a save beside its stall; DCP: {lost}"
     rates = ", ".join(f"{kind} {mb / median(found):.0f} MiB/s" for kind, found in result["raw_write_s"].items())
     cold = max(told["in_cache_when_cold"] for told in result["loads"].values())

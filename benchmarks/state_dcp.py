@@ -38,8 +38,9 @@ from torch.distributed.tensor import DTensor
 from headway.errors import StateError
 from headway.models import empty_decoder
 from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
+from headway.parallel.local import local
 from headway.recipe import Parallel, Recipe
-from headway.state import open_checkpoint
+from headway.state import Folder, Source, open_checkpoint
 from headway.state.tensors import Held, load_state, named_state
 from headway.train.build import build_optimizer
 from state import Trained, drop_from_cache, make_recipe
@@ -232,15 +233,16 @@ def load(job: Job, rank: int) -> dict[str, Any]:
     spread, optimizer, held = make_model(recipe, world)
     ours, peers = Path(job["ours"]), Path(job["dcp"])
     state = named_state(spread.model, optimizer, held)
-    mine = sorted(ours.glob("*.safetensors"))[rank :: job["workers"]]
-    memory = mmap.mmap(-1, READ_BYTES + sum(path.stat().st_size for path in mine), flags=mmap.MAP_PRIVATE)
+    noting = Noting(ours)
+    load_state(open_checkpoint(noting), spread.model, optimizer, held)
+    memory = mmap.mmap(-1, sum(size for _, _, size in noting.reads), flags=mmap.MAP_PRIVATE)
     memory[:] = b"\1" * len(memory)
     ways: dict[str, tuple[Path, Callable[[], Any]]] = {
-        "raw": (ours, lambda: read_raw(mine, memory)),
+        "raw": (ours, lambda: read_raw(ours, noting.reads, memory)),
         "headway": (ours, lambda: load_state(ours, spread.model, optimizer, held)),
         "dcp": (peers, lambda: dcp.load(state, checkpoint_id=str(peers))),
     }
-    found: dict[str, Any] = {"in_cache_when_cold": 0.0}
+    found: dict[str, Any] = {"in_cache_when_cold": 0.0, "read_bytes": len(memory), "held_bytes": held_bytes(state)}
     for name, (folder, way) in ways.items():
         found[name] = {"first": timed(way), "cold": [], "warm": []}  # the moments are new memory for Headway's first
         for _ in range(job["repeats"]):
@@ -267,15 +269,41 @@ def timed(way: Callable[[], Any]) -> float:
     return time.monotonic() - begun
 
 
-def read_raw(paths: list[Path], memory: mmap.mmap) -> None:
-    """Read files one after the other into memory, as fast as one thread can."""
-    place = 0
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            begin = 0
-            while count := os.preadv(file.fileno(), [memoryview(memory)[place : place + READ_BYTES]], begin):
-                begin, place = begin + count, place + count
+class Noting(Source):
+    """A checkpoint's folder that notes what is read of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self.place = Folder(path), str(path)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def manifest(self) -> bytes:
+        return self._folder.manifest()
+
+    def size(self, file: str) -> int:
+        return self._folder.size(file)
+
+    def read(self, file: str, begin: int, out: memoryview) -> None:
+        self.reads.append((file, begin, len(out)))
+        self._folder.read(file, begin, out)
+
+
+def held_bytes(state: dict[str, torch.Tensor]) -> int:
+    """What a rank holds of a state."""
+    return sum(local(tensor).nbytes for tensor in state.values())
+
+
+def read_raw(folder: Path, reads: list[tuple[str, int, int]], memory: mmap.mmap) -> None:
+    """Read the same bytes in the same order into memory, as fast as one thread can."""
+    place, files = 0, {name: os.open(folder / name, os.O_RDONLY) for name in {name for name, _, _ in reads}}
+    for descriptor in files.values():
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    for name, begin, size in reads:
+        done = 0
+        while done < size:
+            done += os.preadv(files[name], [memoryview(memory)[place + done : place + size]], begin + done)
+        place += size
+    for descriptor in files.values():
+        os.close(descriptor)
 
 
 def share_in_cache(folder: Path) -> float:

@@ -98,6 +98,21 @@ class Lived:
         return str(self.events("step")[-1]["chain"])
 
 
+def left_alone(root: Path, make_lab: Callable[[Path], Lab], recipe: Recipe) -> dict[int, Lived]:
+    """Runs of a recipe by one and by two workers that nothing happened to, to hold others against."""
+    found = {}
+    for workers in (1, 2):
+        found[workers] = make_lab(root).train(recipe, workers=workers)
+        assert found[workers].outcome.state == "finished", found[workers].outcome
+    return found
+
+
+def assert_same(lived: Lived, other: Lived) -> None:
+    """A run ended as another did, bit for bit."""
+    assert lived.outcome.state == "finished", lived.outcome
+    assert (lived.chain, lived.digest) == (other.chain, other.digest)
+
+
 @pytest.fixture(scope="session")
 def make_lab(zygote: Zygote) -> Callable[[Path], Lab]:
     """Makes places to run recipes."""

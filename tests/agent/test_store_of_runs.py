@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Lab, Lived
+from conftest import Lab, Lived, assert_same, left_alone
 from headway.agent import new_run, resume_run
 from headway.agent.zygote import Zygote
 from headway.errors import RunError, StateError, UsageError
@@ -84,16 +84,7 @@ def far(tmp_path: Path, own_zygote: Zygote, road: s3.Proxy) -> Lab:
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
     """Runs of one and of two workers without a store."""
-    found = {}
-    for workers in (1, 2):
-        found[workers] = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=workers)
-        assert found[workers].outcome.state == "finished", found[workers].outcome
-    return found
-
-
-def assert_same(lived: Lived, other: Lived) -> None:
-    assert lived.outcome.state == "finished", lived.outcome
-    assert (lived.chain, lived.digest) == (other.chain, other.digest)
+    return left_alone(tmp_path_factory.mktemp("unharmed"), make_lab, recipe(SETTINGS))
 
 
 def store_of(lived: Lived) -> Store:
@@ -220,7 +211,7 @@ def test_another_run_of_the_same_name_and_place_is_refused(tmp_path, lab, make_l
     settings = {"train.steps": 2, "checkpoint.store": {"url": (tmp_path / "store").as_uri(), "every_steps": 1}}
     assert lab.train(recipe(settings), workers=1, name="twin").outcome.state == "finished"
     there = sorted(path.name for path in (tmp_path / "store").rglob("*"))
-    with pytest.raises(RunError, match="has checkpoints of another run of this name"):
+    with pytest.raises(RunError, match="has checkpoints of another run of the name twin"):
         make_lab(tmp_path / "elsewhere").train(recipe(settings | {"seed": 5}), workers=1, name="twin")
     assert not (tmp_path / "elsewhere" / "twin").exists()
     assert sorted(path.name for path in (tmp_path / "store").rglob("*")) == there

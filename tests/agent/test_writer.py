@@ -7,7 +7,8 @@ import pytest
 from headway.agent import writer as writer_module
 from headway.agent.inject import Injector
 from headway.agent.memory import Memory, Snapshot
-from headway.agent.writer import Writer, newest_whole
+from headway.agent.states import newest_on_disk
+from headway.agent.writer import Writer
 from headway.recipe import Checkpoint as Rules
 from headway.recipe import FaultPlan, Store
 from headway.recipe.faults import AGENT
@@ -204,14 +205,14 @@ def test_a_state_that_was_written_before_is_replaced(tmp_path):
 
 
 def test_the_newest_that_looks_whole(tmp_path):
-    assert newest_whole(tmp_path / "nowhere") is None
+    assert newest_on_disk(tmp_path / "nowhere") == (None, [])
     bench = Bench(tmp_path, Rules(keep_last=9))
     bench.save(*[bench.filled(step) for step in (1, 2, 3)])
-    assert newest_whole(tmp_path).manifest.step == 3
+    assert newest_on_disk(tmp_path)[0].step == 3
     (tmp_path / "step-00000003" / "manifest.json").write_bytes(b"{}")
-    assert newest_whole(tmp_path).manifest.step == 2
+    assert newest_on_disk(tmp_path)[0].step == 2
     (tmp_path / "step-00000002" / "rank-00001.safetensors").unlink()
-    assert newest_whole(tmp_path).manifest.step == 1
+    assert newest_on_disk(tmp_path)[0].step == 1
     # and the writer goes on by it
     disk, _ = bench.save(bench.filled(4))
     assert disk.error is None
@@ -221,7 +222,6 @@ def test_the_newest_that_looks_whole(tmp_path):
 
 def test_a_state_goes_to_disk_and_store(tmp_path):
     """A store in a folder; those of a network have tests of their own."""
-    pytest.importorskip("obstore")
     (tmp_path / "store").mkdir()
     rules = Rules(keep_last=9, store=Store(url=f"file://{tmp_path}/store", keep_last=2))
     bench = Bench(tmp_path / "checkpoints", rules)
@@ -244,7 +244,6 @@ def test_a_state_goes_to_disk_and_store(tmp_path):
 
 
 def test_a_store_that_refuses_costs_no_checkpoint_on_disk(tmp_path):
-    pytest.importorskip("obstore")
     (tmp_path / "store").write_text("in the way")
     rules = Rules(store=Store(url=f"file://{tmp_path}/store"))
     bench = Bench(tmp_path / "checkpoints", rules)

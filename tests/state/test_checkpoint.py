@@ -52,7 +52,10 @@ def save(folder, step, shards=None, keep=None, writer="", **options):
     shards = [[piece(seed=step), piece("bias", (4,), (0,), seed=step)]] if shards is None else shards
     begun = begin(folder, step, writer=writer)
     written = [write_shard(begun.partial, shard_name(rank), pieces, **options) for rank, pieces in enumerate(shards)]
-    return commit(begun, FACTS, written, workers=len(shards), keep=keep)
+    path = commit(begun, FACTS, written, workers=len(shards))
+    if keep is not None:
+        prune(folder, *keep, always=step)
+    return path
 
 
 def collect_one(partial, rank):

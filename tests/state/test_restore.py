@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
+from counting import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from headway.errors import DamagedState, StateError
 from headway.state import (
     Box,
     Facts,
-    Folder,
     Piece,
     begin,
     commit,
@@ -68,25 +68,6 @@ def cut(box, dim, at):
     left = tuple(at if d == dim else size for d, size in enumerate(box.shape))
     right = tuple(size - at if d == dim else size for d, size in enumerate(box.shape))
     return Box(box.start, left), Box(tuple(s + at * (d == dim) for d, s in enumerate(box.start)), right)
-
-
-class Counting(Source):
-    """A folder that notes what is read of it."""
-
-    def __init__(self, path):
-        self._folder = Folder(path)
-        self.place = str(path)
-        self.reads = []
-
-    def manifest(self):
-        return self._folder.manifest()
-
-    def size(self, file):
-        return self._folder.size(file)
-
-    def read(self, file, begin, out):
-        self.reads.append((file, begin, begin + len(out)))
-        self._folder.read(file, begin, out)
 
 
 def chunks_needed(tensor, itemsize, chunk, want):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Counting
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,6 @@ from headway.errors import StateError
 from headway.recipe import Train
 from headway.state import (
     Facts,
-    Folder,
     begin,
     collect,
     commit,
@@ -26,7 +26,6 @@ from headway.state import (
     verify,
     write_shard,
 )
-from headway.state.source import Source
 from headway.state.tensors import Held, load_state, named_state, owned, pieces, read_tensors
 from processes import run_ranks
 
@@ -70,25 +69,6 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-class Counting(Source):
-    """A folder that notes what is read of it."""
-
-    def __init__(self, path):
-        self._folder = Folder(path)
-        self.place = str(path)
-        self.reads = []
-
-    def manifest(self):
-        return self._folder.manifest()
-
-    def size(self, file):
-        return self._folder.size(file)
-
-    def read(self, file, begin, out):
-        self.reads.append((file, begin, len(out)))
-        self._folder.read(file, begin, out)
-
-
 def save_together(rank, world, folder, state):
     begun = begin(folder, 1) if rank == 0 else None
     if world > 1:
@@ -120,7 +100,7 @@ def story_train_and_save(rank, world, folder):
     assert all(name == "model/count" or name.endswith("/step") for name in foreign), foreign
     own = sum(t.to_local().nbytes for t in named_state(again, optimizer).values() if isinstance(t, DTensor))
     small = sum(t.nbytes for t in named_state(again, optimizer).values() if not isinstance(t, DTensor))
-    assert sum(size for _, begin, size in source.reads if begin > 0) == own + small
+    assert sum(end - begin for _, begin, end in source.reads if begin > 0) == own + small
 
 
 def story_load_and_save(rank, world, source, folder):

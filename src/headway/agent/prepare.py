@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
-from headway.agent.states import newest_in_store, newest_on_disk
+from headway.agent.states import is_taken, newest_in_store, newest_on_disk
 from headway.agent.supervise import Attempt
 from headway.data import check_version, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, RunError, StateError
@@ -68,10 +68,12 @@ def new_run(
     planned = plan_run(recipe, found, count)
 
     run = create_run(root, recipe.name, name)
-    taken = newest_in_store(run, recipe.checkpoint.store)[1] if recipe.checkpoint.store and not store_notes else []
-    if any("another run of this name" in text for text in taken):
+    if recipe.checkpoint.store and not store_notes and is_taken(run, recipe.checkpoint.store):
         shutil.rmtree(run.path, ignore_errors=True)
-        raise RunError(taken[0], hint="another --name, or another checkpoint.store.url")
+        raise RunError(
+            f"{recipe.checkpoint.store.url} has checkpoints of another run of the name {run.name}",
+            hint="another --name, or another checkpoint.store.url",
+        )
     try:
         write_json(run.recipe_file, planned.recipe.model_dump())
         if planned.plan is not None:
@@ -316,7 +318,7 @@ def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Reci
 
     None if none was ever written; an error if some were and are gone.
     """
-    here, damage = newest_on_disk(run)
+    here, damage = newest_on_disk(run.checkpoints)
     there, trouble = newest_in_store(run, recipe.checkpoint.store)
     if there is not None and (here is None or there.step > here.step):
         return there.address, [*damage, *trouble, f"going on from step {there.step} in the object store"]

@@ -5,6 +5,7 @@ without that one.
 """
 
 from collections.abc import Container
+from pathlib import Path
 from typing import NamedTuple
 
 from headway.errors import HeadwayError, StateError
@@ -13,7 +14,7 @@ from headway.state import list_checkpoints, open_checkpoint
 from headway.state.address import address_in_store, open_address, store_url
 from headway.track import RunFolder, run_id
 
-__all__ = ["Saved", "newest_in_store", "newest_on_disk"]
+__all__ = ["Saved", "is_taken", "newest_in_store", "newest_on_disk"]
 
 
 class Saved(NamedTuple):
@@ -23,10 +24,10 @@ class Saved(NamedTuple):
     address: str
 
 
-def newest_on_disk(run: RunFolder, damaged: Container[str] = ()) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint of a run's folder that looks whole, and what is wrong with newer ones."""
+def newest_on_disk(checkpoints: Path, damaged: Container[str] = ()) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint of a folder that looks whole, and what is wrong with newer ones."""
     found = list[str]()
-    for entry in reversed(list_checkpoints(run.checkpoints)):
+    for entry in reversed(list_checkpoints(checkpoints)):
         if str(entry.path) in damaged:
             continue
         try:
@@ -44,15 +45,11 @@ def newest_in_store(
     """The same of the run's object store; one that cannot be asked has nothing to offer, and says why."""
     if rules is None:
         return None, []
-    from headway.state.remote import claim, list_remote
-    from headway.state.store import open_store
-
     url, found = store_url(rules, run.name), list[str]()
     try:
-        store = open_store(url)
-        steps = [entry.step for entry in list_remote(store)]
-        if steps and not claim(store, run_id(run)):
+        if is_taken(run, rules):
             return None, [f"{url} has checkpoints of another run of this name, which are left alone"]
+        steps = _steps_at(url)
     except HeadwayError as error:
         return None, [f"the object store cannot be asked: {error.message}"]
     for step in sorted(steps, reverse=True):
@@ -66,3 +63,19 @@ def newest_in_store(
             continue
         return Saved(step, address), found
     return None, found
+
+
+def is_taken(run: RunFolder, rules: Store) -> bool:
+    """Whether the run's place in its object store has checkpoints of another run."""
+    from headway.state.remote import claim
+    from headway.state.store import open_store
+
+    url = store_url(rules, run.name)
+    return bool(_steps_at(url)) and not claim(open_store(url), run_id(run))
+
+
+def _steps_at(url: str) -> list[int]:
+    from headway.state.remote import list_remote
+    from headway.state.store import open_store
+
+    return [entry.step for entry in list_remote(open_store(url))]

@@ -110,6 +110,7 @@ def supervise(
                     recovery = recover(patience.situation(run, attempt, life, saves))
                     if recovery.action == "stop" or stops.asked:
                         # A run that fails for good leaves what it has: a state in memory becomes a checkpoint.
+                        saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
                         saves.rescue(list_checkpoints(run.checkpoints))
                         saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
                         if life.died and recipe.train.restarts and not stops.asked:
@@ -214,7 +215,7 @@ class _Patience:
             self._damaged.add(attempt.checkpoint)
         elif life.died:
             self._left -= 1
-        disk, _ = newest_on_disk(run, self._damaged)
+        disk, _ = newest_on_disk(run.checkpoints, self._damaged)
         asks_store = life.damaged or (disk is None and snapshot is None)
         store = newest_in_store(run, self._store, self._damaged)[0] if asks_store else None
         self._found = {"disk": disk, "store": store}

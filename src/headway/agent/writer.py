@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 from headway.agent.inject import Injector
 from headway.agent.memory import MOST, SMALL_BYTES, Memory, Snapshot
+from headway.agent.states import newest_on_disk
 from headway.errors import StateError
 from headway.recipe import Checkpoint as Rules
 from headway.state import (
@@ -28,7 +29,6 @@ from headway.state import (
     begin,
     commit,
     describe_shard,
-    list_checkpoints,
     merge,
     open_checkpoint,
     prune,
@@ -39,7 +39,7 @@ from headway.state.address import store_url
 from headway.state.restore import check_file
 from headway.state.tiers import Tier
 
-__all__ = ["Done", "Writer", "newest_whole"]
+__all__ = ["Done", "Writer"]
 
 NICE = 10
 RETRY_AFTER_S = 2.0
@@ -207,7 +207,7 @@ class Writer:
         )
 
     def _write_files(self, snapshot: Snapshot, partial: Path) -> list[Shard]:
-        before, shards = self._sound(newest_whole(self._folder)), []
+        before, shards = self._sound(), []
         for rank in sorted(snapshot.buffers):
             buffer = self._memory.buffer(snapshot, rank)
             for part in buffer.plan.parts:
@@ -223,10 +223,12 @@ class Writer:
                 )
         return shards
 
-    def _sound(self, before: Checkpoint | None) -> Checkpoint | None:
-        """A checkpoint whose unchanging files may get second names: read once in an agent's life, to be sure."""
-        if before is None:
+    def _sound(self) -> Checkpoint | None:
+        """The newest checkpoint; its unchanging files may get second names, and are read once before, to be sure."""
+        newest, _ = newest_on_disk(self._folder)
+        if newest is None:
             return None
+        before = open_checkpoint(Path(newest.address))
         for name in before.manifest.files:
             inode = Path(before.source.name(name)).stat().st_ino
             if not name.endswith("-still.safetensors") or inode in self._checked:
@@ -298,14 +300,6 @@ def _warning(remove: Callable[[], object]) -> str | None:
         remove()
     except StateError as error:
         return error.message
-    return None
-
-
-def newest_whole(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest and files are as they should be at first sight."""
-    for entry in reversed(list_checkpoints(folder)):
-        with contextlib.suppress(StateError):
-            return open_checkpoint(entry.path)
     return None
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, Manifest, shard_name, stamp_of, write_stamp
 from headway.errors import DataError
+from headway.track import make_durable
 
 __all__ = ["ShardWriter", "dtype_for", "finish_dataset", "install_folder", "new_folder"]
 
@@ -191,7 +192,7 @@ def _remove_abandoned(out: Path) -> None:
 
 def install_folder(folder: Path, out: Path) -> None:
     """Give a finished folder its name, durably; an older one goes only once the new one is in place."""
-    sync_folder(folder)
+    make_durable(folder)
     old = folder.with_name(folder.name + ".old")
     replaced = out.exists()
     if replaced:
@@ -202,15 +203,6 @@ def install_folder(folder: Path, out: Path) -> None:
         if replaced:
             old.rename(out)
         raise
-    sync_folder(out.parent)
+    make_durable(out.parent)
     if replaced:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,11 +6,15 @@ A plan is plain data. It travels to the workers as JSON (`HEADWAY_FAULTS` holds 
 asks at named points of a step which faults are due, and carries them out. Without a plan nothing is asked.
 """
 
+import errno
+import os
+import signal
+import time
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AGENT", "POINTS", "Fault", "FaultPlan", "Mutation"]
+__all__ = ["AGENT", "POINTS", "Fault", "FaultPlan", "Mutation", "carry_out"]
 
 AGENT = -1
 """The agent, where faults count ranks."""
@@ -83,3 +87,18 @@ class FaultPlan(BaseModel):
 
     def _with(self, fault: Fault) -> Self:
         return self.model_copy(update={"faults": (*self.faults, fault)})
+
+
+def carry_out(fault: Fault) -> None:
+    """Break what a fault says, in this process."""
+    match fault.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stall":
+            time.sleep(fault.seconds)
+        case "raise":
+            raise RuntimeError(f"injected at {fault.point} of step {fault.step}")
+        case "full-disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "out-of-memory":
+            raise MemoryError("injected")

@@ -42,6 +42,7 @@ from headway.state.manifest import (
 from headway.state.restore import Checkpoint
 from headway.state.safetensors_file import Image, plan_image, write_file, write_memory
 from headway.state.source import MANIFEST
+from headway.track import make_durable
 
 __all__ = [
     "Entry",
@@ -244,22 +245,18 @@ def collect(partial: Path, workers: int) -> list[Shard]:
     return shards
 
 
-def commit(
-    save: Save, facts: Facts, shards: Sequence[Shard], workers: int, *, keep: tuple[int, int] | None = None
-) -> Path:
-    """Turn what was written into a checkpoint, at one instant; then prune if told what to `keep` (see prune)."""
+def commit(save: Save, facts: Facts, shards: Sequence[Shard], workers: int) -> Path:
+    """Turn what was written into a checkpoint, at one instant."""
     checkpoints, step, partial = save.checkpoints, save.step, save.partial
     failed = f"checkpoint of step {step} could not be committed in {checkpoints}"
     try:
         with _writing(failed, removes=(partial,)):
             _write_durably(partial / MANIFEST, dump_manifest(merge(step, facts, shards, workers)))
-            _sync_folder(partial)
+            make_durable(partial)
             with _locked(checkpoints):
                 path = _rename(checkpoints, partial, step)
     finally:
         os.close(save.lock)
-    if keep is not None:
-        prune(checkpoints, *keep, always=step)
     return path
 
 
@@ -387,7 +384,7 @@ def _rename(checkpoints: Path, partial: Path, step: int) -> Path:
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     partial.rename(path)
-    _sync_folder(checkpoints)
+    make_durable(checkpoints)
     shutil.rmtree(old, ignore_errors=True)
     return path
 
@@ -427,11 +424,6 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    with _opened_folder(path) as descriptor:
-        os.fsync(descriptor)
 
 
 @contextlib.contextmanager

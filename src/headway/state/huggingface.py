@@ -25,6 +25,7 @@ from headway.state.bands import band_bytes, read_bands
 from headway.state.manifest import CHUNK_BYTES
 from headway.state.restore import Checkpoint
 from headway.state.safetensors_file import DTYPES, Image, plan_image, read_image
+from headway.track import make_durable
 
 __all__ = [
     "BLOCK_BYTES",
@@ -32,7 +33,6 @@ __all__ = [
     "TokenizerFile",
     "Weight",
     "check_weights",
-    "make_durable",
     "saved_weights",
     "stored_weights",
     "theirs",
@@ -307,12 +307,3 @@ def _write_json(path: Path, value: Any) -> None:
         file.write(json.dumps(value, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def make_durable(path: Path) -> None:
-    """Make a file or folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,10 +20,10 @@ from headway.recipe import Model, Recipe
 from headway.state.box import Box
 from headway.state.checkpoint import Shard, abandon, begin, commit, shard_name
 from headway.state.digest import MASK, digest_box
-from headway.state.huggingface import Progress, TokenizerFile, Weight, make_durable
+from headway.state.huggingface import Progress, TokenizerFile, Weight
 from headway.state.manifest import CHUNK_BYTES, Facts, FileEntry, PieceEntry, TensorEntry, chunk_checksums
 from headway.state.safetensors_file import Image, bits_dtype, plan_image
-from headway.track import START, Recorder, RunFolder, create_run, record_path, write_json
+from headway.track import START, Recorder, RunFolder, create_run, make_durable, record_path, write_json
 
 __all__ = ["IMPORTED", "NO_DATA", "import_run"]
 

@@ -26,6 +26,7 @@ from headway.state.manifest import Facts, Manifest, dump_manifest, parse_manifes
 from headway.state.restore import open_checkpoint, verify
 from headway.state.source import MANIFEST, Source
 from headway.state.store import Object, Store
+from headway.track import make_durable
 
 __all__ = ["Remote", "RemoteEntry", "claim", "fetch", "list_remote", "prune_remote", "upload"]
 
@@ -188,7 +189,7 @@ def fetch(store: Store, step: int, folder: Path) -> Path:
         _download(source, manifest, save.partial)
         _verify_copy(source, manifest, save)
         save.partial.rename(path)
-        _sync(folder)
+        make_durable(folder)
     except OSError as error:
         abandon(save)
         raise StateError(f"{path} could not be written: {error.strerror or error}", hint="check the disk") from error
@@ -333,7 +334,7 @@ def _download(source: Remote, manifest: Manifest, folder: Path) -> None:
         file.write(dump_manifest(manifest.model_copy(update={"files": files})))
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    make_durable(folder)
 
 
 def _verify_copy(source: Remote, manifest: Manifest, save: Save) -> None:
@@ -345,11 +346,3 @@ def _verify_copy(source: Remote, manifest: Manifest, save: Save) -> None:
         for name in manifest.files:
             message = message.replace(str(save.partial / name), source.name(name))
         raise DamagedState(message.replace(str(save.partial), source.place), hint=_HINT) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ from headway.track.events import (
     record_path,
     upgrade,
 )
-from headway.track.files import read_recipe, write_json
+from headway.track.files import make_durable, read_recipe, write_json
 from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Loss, account, largest_loss
 from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
@@ -71,6 +71,7 @@ __all__ = [
     "kept_until",
     "largest_loss",
     "list_runs",
+    "make_durable",
     "metric_names",
     "next_attempt",
     "parse_ref",

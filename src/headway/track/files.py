@@ -1,5 +1,6 @@
 """Small files of a run: replaced whole or not at all, and named when they are damaged."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from headway.errors import RunError
 from headway.recipe import Recipe
 from headway.track.runs import RunFolder
 
-__all__ = ["read_recipe", "write_json"]
+__all__ = ["make_durable", "read_recipe", "write_json"]
 
 
 def read_recipe(run: RunFolder) -> Recipe:
@@ -35,3 +36,12 @@ def write_json(path: Path, value: Any) -> None:
     beside = path.with_name(f".{path.name}.partial")
     beside.write_bytes(to_json(value, indent=2) + b"\n")
     beside.replace(path)
+
+
+def make_durable(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

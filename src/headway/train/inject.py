@@ -1,15 +1,11 @@
-"""Carries out the faults of a FaultPlan at the named points of a step."""
+"""Carries out the faults of a FaultPlan in a worker, at the named points of a step."""
 
-import errno
-import os
-import signal
-import time
 from dataclasses import dataclass
 
 import torch
 
 from headway.recipe import FaultPlan
-from headway.recipe.faults import Point
+from headway.recipe.faults import WorkerPoint, carry_out
 
 __all__ = ["Injector"]
 
@@ -22,19 +18,9 @@ class Injector:
     rank: int
     attempt: int
 
-    def reach(self, point: Point, step: int) -> None:
-        """Strike if a fault is due here; an empty plan costs one comparison."""
-        if not self.plan.faults:
-            return
+    def reach(self, point: WorkerPoint, step: int) -> None:
+        """Strike if a fault is due here; an empty plan costs one loop over nothing."""
         for fault in self.plan.due(point, step, self.rank, self.attempt):
-            match fault.action:
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "stall":
-                    time.sleep(fault.seconds)
-                case "raise":
-                    raise RuntimeError(f"injected at {point} of step {step}")
-                case "full-disk":
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                case "out-of-memory":
-                    raise torch.OutOfMemoryError("injected")
+            if fault.action == "out-of-memory":
+                raise torch.OutOfMemoryError("injected")
+            carry_out(fault)

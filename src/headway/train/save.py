@@ -67,8 +67,8 @@ class Saves:
         self._asked = False
         self._copy: _Copy | None = None
         self._stream = torch.cuda.Stream() if world.device.type == "cuda" else None
-        told = [[[p.name, p.dtype, p.shape, p.start, p.local_shape] for p in part] for part in _split(shapes, trained)]
-        line.send("pieces", trained=told[0], still=told[1])
+        told = [[piece.name, piece.dtype, piece.shape, piece.start, piece.local_shape] for piece in shapes]
+        line.send("pieces", trained=told[:trained], still=told[trained:])
         if self._stream is not None:
             self._need_buffers()  # page-locking them takes seconds: better before the first step than after
 
@@ -201,10 +201,6 @@ class Saves:
             self._line.send(kind, **fields)
         except LineClosed:
             raise WorkerError("the agent is gone") from None
-
-
-def _split(items: list[Any], at: int) -> tuple[list[Any], list[Any]]:
-    return items[:at], items[at:]
 
 
 def _receive(line: Line, timeout_s: float | None) -> list[Message]:

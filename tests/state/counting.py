@@ -1,0 +1,24 @@
+"""A source that notes what is read of it."""
+
+from pathlib import Path
+
+from headway.state import Folder, Source
+
+
+class Counting(Source):
+    """A checkpoint in a folder; `reads` has the file, first byte and end of each read."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = Folder(path)
+        self.place = str(path)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def manifest(self) -> bytes:
+        return self._folder.manifest()
+
+    def size(self, file: str) -> int:
+        return self._folder.size(file)
+
+    def read(self, file: str, begin: int, out: memoryview) -> None:
+        self.reads.append((file, begin, begin + len(out)))
+        self._folder.read(file, begin, out)
