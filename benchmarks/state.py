@@ -161,7 +161,7 @@ def train_here(job: dict[str, Any]) -> None:
     recipe = make_recipe(job["mb"], {"shard": 2}, Path(job["data"]), steps=job["steps"], save_every=job["every"])
     if job["steps_on"] is not None:
         os.sched_setaffinity(0, {job["steps_on"]})
-    zygote = Zygote(Path(job["folder"]) / "zygote.log", os.environ)
+    zygote = Zygote.start(Path(job["folder"]) / "zygote.log", os.environ)
     if job["saves_on"] is not None:
         os.sched_setaffinity(0, {job["saves_on"]})
     with contextlib.closing(zygote):

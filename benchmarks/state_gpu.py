@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from headway.agent.kept import Kept
 from headway.agent.saves import Saves as AgentSaves
 from headway.recipe import FaultPlan, Recipe
 from headway.state import Line
@@ -49,6 +50,7 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     from headway.parallel import World
     from headway.recipe import Model
     from headway.state.tensors import Held
+    from headway.track.pulse import Beat
     from headway.train.inject import Injector
     from headway.train.save import Saves
 
@@ -93,9 +95,9 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     recorder = Recorder(folder / "worker.jsonl", attempt=1, process="rank-0")
     parts = SimpleNamespace(
         spread=SimpleNamespace(model=decoder), optimizer=optimizer, held=Held(), world=world, recorder=recorder,
-        faults=Injector(FaultPlan(), 0, 1),
+        faults=Injector(FaultPlan(), 0, 1, decoder, folder), beat=Beat(memoryview(bytearray(4096))),
     )  # fmt: skip
-    saves = Saves(line, parts)
+    saves = Saves(line, parts, attempt=1)
     opened_s = time.perf_counter() - started
     state = sum(t.nbytes for own in saves._owned for t in [own.tensor])
 
@@ -151,11 +153,13 @@ def memory(folder: Path, shape: dict) -> dict:
             (descriptor,) = theirs.receive(None)[0].descriptors
             work(Line(socket.socket(fileno=descriptor)), folder, shape)
         os._exit(0)
-    saves = AgentSaves(run, recipe, FaultPlan())
+    saves = AgentSaves(run, recipe, FaultPlan(), Kept())
     recorder = Recorder(folder / "agent.jsonl", attempt=1, process="agent")
-    saves.start(1, 1, recorder, None)
-    with contextlib.closing(saves.open_line(0)) as line:
-        ours.send("line", [line.fileno()])
+    saves.start(1, 1, recorder, recipe)
+    line, end = Line.pair()
+    saves.listen(0, line)
+    with contextlib.closing(end):
+        ours.send("line", [end.fileno()])
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.01)
         saves.hear()

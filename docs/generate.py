@@ -103,6 +103,8 @@ def one_kind(schema: dict[str, Any]) -> str:
     """One kind of value in words."""
     if "enum" in schema:
         return "one of " + ", ".join(toml(value) for value in schema["enum"])
+    if "prefixItems" in schema.get("items", {}):
+        return f"list of [{', '.join(one_kind(part) for part in schema['items']['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list of {one_kind(schema['items'])}s" if "pattern" not in schema["items"] else "list of names"
     bounds = [f"{word} {schema[name]:g}" for name, word in BOUNDS.items() if name in schema]

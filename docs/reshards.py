@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.agent import new_run, supervise
 from headway.agent.check import describe
-from headway.agent.supervise import worker_environment
+from headway.agent.attempt import worker_environment
 from headway.agent.zygote import Zygote
 from headway.cli.mesh import parse_layout
 from headway.data import BuildOptions, build
@@ -145,7 +145,7 @@ def train(data: Path, root: Path) -> list[Saved]:
     """Train and save on every mesh."""
     attempts = [new_run(recipe_on(mesh, data, i), root / "runs", name=f"mesh-{i}") for i, mesh in enumerate(MESHES)]
     attempts = [attempt.model_copy(update={"threads": 1}) for attempt in attempts]
-    zygote = Zygote(root / "zygote.log", worker_environment(attempts[0]))
+    zygote = Zygote.start(root / "zygote.log", worker_environment(attempts[0]))
     found = []
     try:
         for mesh, attempt in zip(MESHES, attempts, strict=True):

@@ -1,19 +1,25 @@
 """From nothing to a trained model and a ledger, with nothing downloaded: what `make demo` runs.
 
 Builds a data set from the Python standard library's own source, trains a small decoder on it with two workers, prints
-what it would write, and shows where the time went. Every line that starts with `$` is a command you can type.
+what it would write, and shows where the time went. Then it trains the same again, kills a worker halfway with
+`kill -9`, and compares: the run goes on by itself and ends with the same bits. Every line that starts with `$` is a
+command you can type.
 """
 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data/python-stdlib"
+HALFWAY = 100
 
 
 def headway(*arguments: str) -> None:
@@ -24,11 +30,27 @@ def headway(*arguments: str) -> None:
         sys.exit(status)
 
 
+def ask(*arguments: str) -> object:
+    """What a command answers, for programs."""
+    command = ["headway", *arguments, "--json"]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
 def losses(run: str) -> list[float]:
     """A run's loss, step by step."""
-    command = ["headway", "metrics", run, "--key", "loss", "--json"]
-    answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return json.loads(answer)["values"]
+    return ask("metrics", run, "--key", "loss")["values"]
+
+
+def kill_a_worker(run: str) -> None:
+    """Wait until a run is halfway, then kill its last worker, as anybody could."""
+    while True:
+        time.sleep(0.5)
+        for one in ask("ps"):
+            if one["run"] == run and one["step"] >= HALFWAY and one["workers"]:
+                worker = one["workers"][-1]
+                print(f"\n$ kill -9 {worker}     (a worker of {run}, after step {one['step']})", flush=True)
+                os.kill(worker, signal.SIGKILL)
+                return
 
 
 def main() -> None:
@@ -37,8 +59,9 @@ def main() -> None:
     sources = [f"{library}/{pattern}" for pattern in ("*.py", "asyncio/*.py", "email/*.py", "json/*.py")]
     headway("data", "build", DATA, *sources, "--vocab-size", "2048")
 
-    run = f"demo-{os.getpid()}"
-    headway("train", "recipes/demo.toml", "--name", run, *([] if has_gpus() else ["--workers", "2"]))
+    run, again = f"demo-{os.getpid()}", f"demo-{os.getpid()}-killed"
+    options = ["--set", "train.deterministic=true"] if has_gpus() else ["--workers", "2"]
+    headway("train", "recipes/demo.toml", "--name", run, *options)
 
     values = losses(run)
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
@@ -47,7 +70,11 @@ def main() -> None:
         sys.exit("error: the loss did not clearly fall; please report this with the run's folder")
 
     headway("sample", run, "--prompt", "def __init__(self, ", "--max-tokens", "60")
-    headway("report", run)
+
+    threading.Thread(target=kill_a_worker, args=(again,), daemon=True).start()
+    headway("train", "recipes/demo.toml", "--name", again, *options)
+    headway("report", again)
+    headway("diff", run, again)
     print(f"\nnext: headway resume {run} --set train.steps=600     (go on where it ended)")
     print("      headway runs, headway metrics last --key loss, headway recipe show recipes/demo.toml")
 

@@ -35,7 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Workers are forked from here, so that a test pays for a run and not for importing torch."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    process = Zygote(tmp_path_factory.mktemp("zygote") / "log", environment)
+    process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass
     yield process

@@ -30,7 +30,8 @@ VERBS = [
     ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
     ["train", "recipes/demo.toml", "--set", "data.path=none"],
-    ["resume", "last"], ["stop", "last"], ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
+    ["resume", "last"], ["stop", "last"], ["ps"], ["stacks", "last"], ["chaos", "none.toml"],
+    ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
 ]  # fmt: skip
 
 

@@ -14,6 +14,9 @@ Each carries a sentence for people and, where there is one, a hint that says wha
 are `assert`s and travel as they are.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = [
     "DamagedState",
     "DataError",
@@ -31,6 +34,8 @@ class HeadwayError(Exception):
     """Something a person can act on: one sentence, and a hint."""
 
     exit_status = 1
+    facts: Mapping[str, Any] = {}
+    """What the record says of it beside the sentence."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)

@@ -53,7 +53,7 @@ def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     (folder / "half.py").write_text(OWN)
     paths = [str(folder), str(Path(__file__).parents[1] / "train")]
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    process = Zygote(folder / "log", os.environ | environment)
+    process = Zygote.start(folder / "log", os.environ | environment)
     yield process
     process.close()
 
@@ -210,12 +210,34 @@ def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(la
     assert_same(lived, unharmed[1])
 
 
-def test_an_error_is_not_tried_again_and_costs_no_state(lab, recipe) -> None:
-    failed = lab.train(recipe(SETTINGS), faults=FaultPlan().fail(4))
+def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(lab, recipe) -> None:
+    """However often the recipe would start again."""
+    faults = FaultPlan().add("raise", step=4, rank=1, always=True)
+    failed = lab.train(recipe(SETTINGS | {"train.restarts": 9}), workers=2, faults=faults)
     assert failed.outcome.state == "failed"
-    assert failed.outcome.reason == "worker 0 failed: RuntimeError: injected at start of step 4"
-    assert resumed(failed) == [0]
+    what = "worker 1 failed: RuntimeError: injected at start of step 4"
+    assert failed.outcome.reason == f"{what}: the same error at the same place a second time"
+    assert f"headway logs {failed.run.name} --rank 1" in failed.outcome.hint
+    assert resumed(failed) == [0, 3]
+    assert ways_on(failed) == [f"{what}; back to step 3, from memory"]
     assert saved_steps(failed) == [3]
+
+
+def test_an_error_that_does_not_come_again_is_overcome(lab, recipe, unharmed) -> None:
+    """And one at another step is not the same."""
+    faults = FaultPlan().fail(4, 1).fail(5, 0, "compute", attempt=2).fail(6, 1, attempt=3)
+    lived = lab.train(recipe(SETTINGS), workers=2, faults=faults)
+    assert_same(lived, unharmed[2])
+    assert resumed(lived) == [0, 3, 4, 5]
+
+
+def test_an_error_before_the_first_step_is_not_tried_again(lab, recipe) -> None:
+    """It is a mistake in what was asked for, as a rule."""
+    failed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().fail(1, 1, "restore"))
+    assert failed.outcome.state == "failed"
+    what = "worker 1 failed: RuntimeError: injected at restore of step 1"
+    assert failed.outcome.reason == what
+    assert len(failed.events("attempt", "agent")) == 1
 
 
 def test_a_branch_goes_back_to_where_it_began_and_then_to_memory(make_lab, recipe, unharmed) -> None:
@@ -245,13 +267,13 @@ def test_dropout_and_frozen_weights_come_back(tmp_path: Path, own_zygote: Zygote
     own = Lab(tmp_path, own_zygote)
     model = {"class": "half:Half", "args": {"vocabulary": 301}}
     rules = {"checkpoint.every_steps": 2, "checkpoint.memory_every_steps": 0, "checkpoint.keep_last": 9}
-    faults = together(killed(4, 1, "save"), FaultPlan().fail(6, 1, "save", attempt=2))
+    faults = together(killed(4, 1, "save"), *[FaultPlan().fail(6, 1, "save", attempt=number) for number in (2, 3)])
     failed = own.train(recipe(SETTINGS | rules | {"train.steps": 6, "model": model}), workers=2, faults=faults)
     assert failed.outcome.state == "failed"
     lived = own.resume(failed.run)
     assert lived.outcome.state == "finished", lived.outcome
-    assert resumed(lived) == [0, 2, 4]
-    assert_done_twice(lived, {1: {3, 4}, 2: {5, 6}})
+    assert resumed(lived) == [0, 2, 4, 4]
+    assert_done_twice(lived, {1: {3, 4}, 2: {5, 6}, 3: {5, 6}})
     assert saved_steps(lived) == [2, 4, 6]
     inodes: dict[str, set[int]] = {}
     for path in lived.run.checkpoints.glob("*/*-still.safetensors"):

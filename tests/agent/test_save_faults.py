@@ -1,4 +1,4 @@
-"""Saves under attack: an agent that is killed, disks that are slow or refuse, checkpoints that were tampered with.
+"""Saves under attack: agent and keeper are killed, disks are slow or refuse, checkpoints were tampered with.
 
 In each case training goes on or stops with a sentence, the newest good checkpoint is intact, and a run that goes on
 from it ends with the chain and the digest of one that nothing happened to.
@@ -23,7 +23,7 @@ from conftest import Lived, assert_same, left_alone
 from headway.agent import resume_run
 from headway.errors import DamagedState
 from headway.recipe import FaultPlan, to_toml
-from headway.recipe.faults import AGENT
+from headway.recipe.faults import AGENT, KEEPER
 from headway.state import list_checkpoints, verify
 from headway.state.address import open_address
 from headway.track import RunFolder, account, read_run
@@ -40,7 +40,7 @@ POINTS = [
     ("upload", 2, 4),
     ("uploaded", 1, 4),
 ]
-"""Where the agent is killed, with how many workers, and the step of the newest checkpoint that there is then."""
+"""Where agent and keeper are killed, with how many workers, and the step of the newest checkpoint there is then."""
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def left_over(run: RunFolder) -> list[str]:
     return [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
 
 
-# -- the agent is killed: the commands run beside the tests of disks, most of what they do is to import torch
+# -- agent and keeper are killed: the commands run beside the tests of disks, most of what they do is to import torch
 
 
 @dataclass(frozen=True)
 class Killed:
-    """A command `headway train` whose agent was killed at a point of a save."""
+    """A command `headway train` that was killed with its agent at a point of a save."""
 
     folder: Path
     status: int
@@ -85,7 +85,8 @@ def train_and_be_killed(folder: Path, recipe: str, point: str, cores: set[int]) 
     process = subprocess.Popen(
         [sys.executable, "-m", "headway.cli.main", *words],
         cwd=folder,
-        env=os.environ | {"HEADWAY_FAULTS": FaultPlan().kill(AT, AGENT, point).model_dump_json()},
+        env=os.environ
+        | {"HEADWAY_FAULTS": FaultPlan().kill(AT, KEEPER, point).kill(AT, AGENT, point).model_dump_json()},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -214,7 +215,7 @@ def make_writable(folder: Path) -> None:
 )
 def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, deed, mend, why: str) -> None:
     """Training goes on to its end; when the folder is as it was, the run goes on from what was saved before."""
-    monkeypatch.setattr("headway.agent.saves.Injector", lambda _: Deed(AT, deed, lab.root))
+    monkeypatch.setattr("headway.agent.saves.Injector", lambda *_: Deed(AT, deed, lab.root))
     try:
         failed = lab.train(recipe(SETTINGS))
     finally:

@@ -1,5 +1,8 @@
+import base64
 import os
 import re
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -7,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headway.agent.kept import Kept
 from headway.agent.memory import Memory, Snapshot, count_buffers, plan_from
+from headway.agent.saves import Saves
 from headway.errors import StateError
-from headway.state import Facts, InMemory, PieceShape, map_files, open_checkpoint, plan_buffer, read_box
+from headway.recipe import FaultPlan
+from headway.recipe.load import parse_recipe
+from headway.state import Buffer, Facts, InMemory, Line, PieceShape, map_files, open_checkpoint, plan_buffer, read_box
+from headway.track import RunFolder
 
 FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2})
 NEVER = 2**64 - 1
@@ -95,9 +103,10 @@ class Bookkeeping(RuleBasedStateMachine):
         assert self.memory.size == 0
 
     def told(self):
-        """Each is told once, and only what nobody needs."""
-        for rank, number in self.memory.freed():
+        """Each is told once, with the step that lies in it, and only what nobody needs."""
+        for rank, number, step in self.memory.freed():
             assert number not in self.free[rank]
+            assert self.lies[step][rank] == number
             self.free[rank].add(number)
 
     @rule(durable=st.booleans(), wide=st.booleans())
@@ -194,12 +203,12 @@ def test_a_writer_that_is_behind_leaves_no_buffer_free():
         assert memory.freed() == []
     assert memory.free(0) == []
     memory.release(snapshots[0])
-    assert memory.freed() == [(0, 0)]
+    assert memory.freed() == [(0, 0, 1)]
     assert memory.freed() == []
     memory.release(snapshots[2])  # the newest stays
     assert memory.freed() == []
     memory.release(snapshots[1])
-    assert memory.freed() == [(0, 1)]
+    assert memory.freed() == [(0, 1, 2)]
     memory.drop()
 
 
@@ -213,7 +222,7 @@ def test_no_state_passes_for_another_that_was_written():
             memory.take(snapshot, 0, memory.free(0)[0])
             memory.complete(snapshot)
         freed = memory.freed()
-        assert not {(0, snapshot.buffers[0]) for snapshot in pair} & set(freed)
+        assert not {snapshot.buffers[0] for snapshot in pair} & {number for _, number, _ in freed}
         for snapshot in pair:
             memory.release(snapshot)
         memory.freed()
@@ -285,3 +294,303 @@ def test_a_restart_finds_what_the_workers_had():
     memory.buffer(snapshot, 1).mark(6, NEVER)  # a worker begins to write over it
     assert memory.restorable() is None
     memory.drop()
+
+
+# -- an agent that dies, over and over
+
+
+class Hand:
+    """A worker's end of saves (train/save.py) without a model: its tensor says by which attempt, at which step."""
+
+    def __init__(self, rank, workers):
+        self.line, self.theirs = Line.pair()
+        self.piece = PieceShape("w", "int32", (2 * workers,), (2 * rank,), (2,))
+        self.plan = plan_buffer([self.piece], [])
+        self.buffers, self.free, self.steps, self.unsent = [], set(), {}, []
+        piece = [self.piece.name, self.piece.dtype, self.piece.shape, self.piece.start, self.piece.local_shape]
+        self.line.send("pieces", trained=[piece], still=[])
+
+    def hear(self):
+        for message in self.line.receive():
+            if message.kind == "buffers":
+                self.buffers = [Buffer(self.plan, descriptor) for descriptor in message.descriptors]
+                self.free = set(message.fields["free"])
+            elif message.kind == "free" and self.is_of(**message.fields):
+                self.free.add(message.fields["buffer"])
+
+    def is_of(self, buffer, step):
+        """Whether what is freed is what lies there: an agent that took over may speak of what was there before."""
+        return self.steps.get(buffer, step) == step
+
+    def fill(self, attempt, step):
+        number = min(self.free)
+        self.free.remove(number)
+        buffer = self.buffers[number]
+        buffer.mark(step, NEVER)
+        rng = base64.b64encode(bytes([attempt, step])).decode()
+        tiers = ["memory"]
+        note = {
+            "cursor": 10 * step,
+            "chain": f"{attempt}-{step}",
+            "tiers": tiers,
+            "last": False,
+            "rng": rng,
+            "mesh": {},
+        }
+        buffer.write_note(note | {"attempt": attempt})
+        self.steps[number] = step
+        buffer.bits(self.plan.parts[0], self.piece)[...] = (attempt, step)
+        buffer.mark(step, step)
+        self.unsent.append({"buffer": number, "step": step, "stall_s": 0.0})
+
+    def deliver(self, count=None):
+        for _ in range(len(self.unsent) if count is None else count):
+            self.line.send("filled", **self.unsent.pop(0))
+
+    def close(self):
+        for buffer in self.buffers:
+            buffer.close()
+        self.line.close()
+        self.theirs.close()
+
+
+class NoWriter:
+    """Nothing here is for more than memory."""
+
+    idle, trouble = True, None
+
+    def __init__(self, *_):
+        pass
+
+    def results(self):
+        return []
+
+    def write(self, _):
+        raise AssertionError("a state for memory alone")
+
+
+class Notebook:
+    """Stands for the agent's record."""
+
+    def __init__(self):
+        self.kept = []
+
+    def event(self, kind, **fields):
+        if kind == "kept":
+            self.kept.append(fields["step"])
+
+
+class Succession(RuleBasedStateMachine):
+    """Workers that save and die, and agents that die, at any moment: what was heard of is lost with each.
+
+    Workers save the same steps, and begin one when all have done with the one before and have room. What a worker says
+    is heard by the agent at once or, if that died before, by the next. The truth is the list of states that all workers
+    have filled.
+    """
+
+    @initialize(workers=st.integers(1, 3), buffers=st.integers(2, 4))
+    def begin(self, workers, buffers):
+        size = workers * plan_buffer([PieceShape("w", "int32", (2 * workers,), (0,), (2,))], []).bytes
+        self.recipe = parse_recipe(
+            {"model": {}, "data": {"path": "x"}, "checkpoint": {"memory_gb": (buffers + 0.5) * size / 1e9}}, {}, "test"
+        )
+        self.workers, self.count = workers, buffers
+        self.kept, self.attempt, self.step = Kept(), 0, 0
+        self.done, self.filling = [], []
+        self.hands = []
+        self.agent = self.new_agent()
+        self.attempt_begins()
+
+    def new_agent(self):
+        self.notebook = Notebook()
+        with mock.patch("headway.agent.saves.Writer", NoWriter):
+            return Saves(RunFolder(Path("/nowhere")), self.recipe, FaultPlan(), self.kept)
+
+    def attempt_begins(self):
+        self.attempt += 1
+        for hand in self.hands:
+            hand.close()
+        self.agent.start(self.attempt, self.workers, self.notebook, self.recipe)
+        self.hands = [Hand(rank, self.workers) for rank in range(self.workers)]
+        for rank, hand in enumerate(self.hands):
+            self.agent.listen(rank, hand.theirs)
+        self.all_is_heard()
+        assert [len(hand.buffers) for hand in self.hands] == [self.count] * self.workers
+
+    def all_is_heard(self):
+        for hand in self.hands:
+            hand.deliver()
+        self.agent.hear()
+        for hand in self.hands:
+            hand.hear()
+
+    @rule()
+    @precondition(lambda self: not self.filling)
+    def save(self):
+        for hand in self.hands:
+            hand.hear()
+        if all(hand.free for hand in self.hands):
+            self.step += 1
+            self.filling = list(range(self.workers))
+
+    @rule(data=st.data(), heard=st.booleans())
+    @precondition(lambda self: self.filling)
+    def fill(self, data, heard):
+        rank = data.draw(st.sampled_from(self.filling))
+        self.filling.remove(rank)
+        self.hands[rank].fill(self.attempt, self.step)
+        if not self.filling:
+            self.done.append((self.attempt, self.step))
+        if heard:
+            self.hands[rank].deliver()
+            self.agent.hear()
+
+    @rule(rank=st.integers(0, 2))
+    def one_is_heard(self, rank):
+        hand = self.hands[rank % self.workers]
+        hand.deliver(min(1, len(hand.unsent)))
+        self.agent.hear()
+
+    @rule(live=st.booleans())
+    def agent_dies(self, live):
+        """And the workers with it, if it had not kept them."""
+        self.agent = self.new_agent()
+        self.agent.start(self.attempt, self.workers, self.notebook, self.recipe)
+        if live:
+            for rank, hand in enumerate(self.hands):
+                self.agent.listen(rank, hand.theirs)
+        self.agent.take_over()
+        if not live:
+            self.agent.end()
+            self.is_the_newest()
+            self.filling = []
+            self.step = self.done[-1][1] if self.done else 0
+            self.attempt_begins()
+
+    @rule()
+    def workers_die(self):
+        for hand in self.hands:
+            hand.deliver()
+        self.agent.end()
+        self.is_the_newest()
+        self.filling = []
+        self.step = self.done[-1][1] if self.done else 0
+        self.attempt_begins()
+
+    @rule()
+    def all_calms_down(self):
+        """Everything but the newest state is free for the next."""
+        while self.filling:
+            self.hands[self.filling[0]].fill(self.attempt, self.step)
+            if not self.filling[1:]:
+                self.done.append((self.attempt, self.step))
+            self.filling.pop(0)
+        self.all_is_heard()
+        self.all_is_heard()
+        self.is_the_newest()
+        for rank, hand in enumerate(self.hands):
+            snapshot = self.agent.memory.restorable()
+            stays = set() if snapshot is None else {snapshot.buffers[rank]}
+            assert hand.free == set(range(self.count)) - stays
+
+    def is_the_newest(self):
+        """What a restart would find: the last state that all have filled, all parts of it of the same attempt."""
+        snapshot = self.agent.memory.restorable()
+        if not self.done:
+            assert snapshot is None
+            return
+        attempt, step = self.done[-1]
+        assert self.agent.memory.step == snapshot.step == step
+        for rank in range(self.workers):
+            buffer = self.agent.memory.buffer(snapshot, rank)
+            (part,) = buffer.plan.parts
+            assert list(buffer.bits(part, part.pieces[0])) == [attempt, step]
+            assert base64.b64decode(snapshot.rng[str(rank)]) == bytes([attempt, step])
+        facts = snapshot.all_facts
+        assert (facts.cursor, facts.chain) == (10 * step, f"{attempt}-{step}")
+
+    @invariant()
+    def it_never_goes_back(self):
+        if hasattr(self, "notebook"):
+            assert self.notebook.kept == sorted(self.notebook.kept)
+
+    def teardown(self):
+        if not hasattr(self, "hands"):
+            return
+        try:
+            self.all_calms_down()
+        finally:
+            for hand in self.hands:
+                hand.close()
+            self.agent.memory.drop()
+            self.hands = self.agent = None  # what is mapped has descriptors
+
+
+Succession.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSuccession = Succession.TestCase
+
+
+def tell(workers, buffers, *deeds):
+    """One story of those above."""
+    told = Succession()
+    told.begin(workers=workers, buffers=buffers)
+    try:
+        for deed in deeds:
+            deed(told)
+            told.it_never_goes_back()
+    finally:
+        told.teardown()
+
+
+def saved(heard):
+    """All workers save a step; the agent hears of some."""
+
+    def deed(told):
+        told.save()
+        assert told.filling, "there is room"
+        for rank in list(told.filling):
+            told.filling.remove(rank)
+            told.hands[rank].fill(told.attempt, told.step)
+            if rank in heard:
+                told.hands[rank].deliver()
+                told.agent.hear()
+        told.done.append((told.attempt, told.step))
+
+    return deed
+
+
+@pytest.mark.parametrize("heard", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("states", [1, 2, 3])
+def test_what_a_dead_agent_heard_of_a_state_or_not_makes_no_difference(heard, states):
+    """Whatever lies unread in the lines when the next one begins."""
+    first = [saved((0, 1)), *[saved(heard)] * states]
+    again = [Succession.all_calms_down, saved((0, 1)), saved((0, 1)), Succession.all_calms_down]
+    tell(2, 4, *first, lambda told: told.agent_dies(live=True), *again)
+    tell(2, 4, *first, lambda told: told.agent_dies(live=True), Succession.workers_die, *again)
+    tell(2, 4, *first, lambda told: told.agent_dies(live=False), *again)
+
+
+def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
+    """Half of a state that all of the next attempt's workers make again, and an agent that dies before or after."""
+
+    def half(rank):
+        def deed(told):
+            told.save()
+            told.filling.remove(rank)
+            told.hands[rank].fill(told.attempt, told.step)
+            told.hands[rank].deliver()
+            told.agent.hear()
+
+        return deed
+
+    dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
+    for rank, other in ((0, 1), (1, 0)):
+        begin = [saved((0, 1)), half(rank), Succession.workers_die]
+        tell(2, 4, *begin, dies, half(other), calm, saved((0, 1)), calm)
+        tell(2, 4, *begin, half(other), dies, calm, saved((0, 1)), calm)
+        tell(2, 4, *begin, saved((other,)), dies, calm, saved((0, 1)), calm)
+
+
+def test_two_buffers_are_enough_for_one_restart_after_the_other():
+    steps = [saved((0,)), Succession.all_calms_down]
+    tell(1, 2, *[deed for _ in range(4) for deed in (*steps, *steps, Succession.workers_die)])

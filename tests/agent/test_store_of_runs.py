@@ -62,7 +62,7 @@ def road(s3_port: int) -> Iterator[s3.Proxy]:
 def own_zygote(road: s3.Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Forks workers that find the way; it imports torch while the first tests run."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    process = Zygote(tmp_path_factory.mktemp("zygote") / "log", environment)
+    process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     yield process
     process.close()
 

@@ -33,7 +33,8 @@ class Bench:
         halves = [PieceShape("w", "float32", SHAPE, (first, 0), (count, 2)) for first, count in rows]
         frozen = PieceShape("frozen", "bfloat16", (5,), (0,), (5,))
         self.memory.make({0: plan_buffer([halves[0]], []), 1: plan_buffer([halves[1]], [frozen])}, 4)
-        self.writer = Writer(folder, rules or Rules(), "run", self.memory, Injector(faults or FaultPlan()), 8)
+        injector = Injector(faults or FaultPlan(), folder.with_name(f"{folder.name}-faults"))
+        self.writer = Writer(folder, rules or Rules(), "run", self.memory, injector, 8)
 
     def filled(self, step, last=False, tiers=("memory", "disk")):
         """A whole state of a step, in buffers of its own."""

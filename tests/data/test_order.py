@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data import Split, count_windows, held_out, order, order_at, split_windows
+from headway.data.order import after_skips
 from headway.errors import DataError
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 99, 100, 101, 1000, 1023, 1025, 4097]
@@ -111,6 +112,46 @@ def test_held_out_does_not_depend_on_the_seed_and_grows_with_the_fraction():
     assert small.held_out == 10
     assert held_out(small).tolist() == held_out(large).tolist()[:10]
     assert set(held_out(small).tolist()) != set(held_out(Split(1000, 10, "another version")).tolist())
+
+
+@st.composite
+def ranges(draw):
+    """Ranges in order, some of which touch."""
+    found, at = [], 0
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=5)):
+        found.append((at + gap, at + gap + length))
+        at += gap + length
+    return found
+
+
+@given(st.integers(0, 60), st.integers(1, 9), ranges())
+def test_a_batch_begins_at_the_first_place_where_it_meets_no_skipped_sample(cursor, batch, skips):
+    skipped = {sample for first, end in skips for sample in range(first, end)}
+    want = cursor
+    while skipped & set(range(want, want + batch)):
+        want += 1
+    assert after_skips(cursor, batch, skips) == want
+
+
+@given(st.integers(1, 8), ranges(), st.integers(0, 10))
+def test_a_run_with_skips_sees_no_skipped_sample_and_none_twice(batch, skips, start):
+    seen, cursor = [], start
+    for _ in range(30):
+        cursor = after_skips(cursor, batch, skips)
+        seen += range(cursor, cursor + batch)
+        cursor += batch
+    assert not set(seen) & {sample for first, end in skips for sample in range(first, end)}
+    assert seen == sorted(set(seen))
+    if not skips:
+        assert seen == list(range(start, start + 30 * batch))
+
+
+def test_skips_worked_by_hand():
+    skips = [(8, 16), (20, 22)]
+    wants = {0: 0, 4: 4, 5: 16, 8: 16, 15: 16, 16: 16, 17: 22, 21: 22, 22: 22}
+    assert {cursor: after_skips(cursor, 4, skips) for cursor in wants} == wants
+    assert after_skips(5, 6, skips) == 22  # behind the first range there is no room for six
+    assert after_skips(7, 4, ()) == 7
 
 
 def chi_square(counts: np.ndarray) -> float:

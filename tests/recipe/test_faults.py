@@ -1,19 +1,126 @@
 """Fault plans."""
 
+import os
+import signal
+import time
+
 import pytest
 from pydantic import ValidationError
 
 from headway.recipe import FaultPlan
+from headway.recipe.faults import AGENT, KEEPER, Fault, carry_out, strike, struck
+
+
+def due(plan: FaultPlan, *where: object, **more: object) -> list[str]:
+    """What would strike, in words."""
+    return [plan.faults[number].action for number in plan.due(*where, **more)]
 
 
 def test_a_plan_strikes_where_it_says_and_travels_as_json() -> None:
     plan = FaultPlan().kill(step=3, rank=1).stall("data", step=5, seconds=2.0)
     again = FaultPlan.model_validate_json(plan.model_dump_json())
     assert again == plan
-    assert [fault.action for fault in again.due("start", 3, 1, 1)] == ["kill"]
+    assert due(again, "start", 3, 1, 1) == ["kill"]
     assert again.due("start", 3, 0, 1) == []
     assert again.due("start", 3, 1, 2) == [], "a resumed run is not struck again"
-    assert [fault.seconds for rank in (0, 1) for fault in again.due("data", 5, rank, 1)] == [2.0, 2.0]
+    assert [again.faults[n].seconds for rank in (0, 1) for n in again.due("data", 5, rank, 1)] == [2.0, 2.0]
+
+
+def test_where_a_fault_is_due() -> None:
+    """Every way in which one can be asked for, against a list made by hand."""
+    plan = (
+        FaultPlan()
+        .add("kill", point="compute", step=4)  # any rank, in the first attempt
+        .add("stop", point="compute", step=4, rank=1, attempt=None)
+        .add("raise", point="compute", step=4, rank=0, always=True)
+        .add("nan", point="compute", step=4, rank=0, attempt=2, cursor=32)
+        .add("exit", point="compute", rank=1, attempt=3)  # at whichever step comes first
+        .add("slow", point="data", step=4, rank=1)
+        .add("hang", point="watch", step=4, rank=AGENT)
+    )
+    assert due(plan, "compute", 4, 0, 1) == ["kill", "raise"]
+    assert due(plan, "compute", 4, 1, 1) == ["kill", "stop"]
+    assert due(plan, "compute", 4, 1, 2) == ["stop"]
+    assert due(plan, "compute", 4, 0, 2) == ["raise"]
+    assert due(plan, "compute", 4, 0, 2, cursor=32) == ["raise", "nan"]
+    assert due(plan, "compute", 4, 0, 2, cursor=24) == ["raise"]
+    assert due(plan, "compute", 4, 0, 9) == ["raise"]
+    assert due(plan, "compute", 5, 0, 1) == due(plan, "compute", 3, 0, 1) == due(plan, "data", 3, 1, 1) == []
+    assert due(plan, "compute", 3, 1, 3) == due(plan, "compute", 5, 1, 3) == ["exit"]
+    assert [due(plan, "data", step, 1, 1) for step in (3, 4, 5, 99)] == [[], ["slow"], ["slow"], ["slow"]]
+    assert [due(plan, "watch", step, AGENT, 1) for step in (3, 4, 9)] == [[], ["hang"], ["hang"]]
+    assert due(plan, "watch", 4, KEEPER, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "again"),
+    [
+        (Fault(action="kill", step=3, attempt=None), False),  # over all attempts once
+        (Fault(action="kill", step=3, attempt=1), True),  # attempts have other numbers
+        (Fault(action="raise", step=3, attempt=None, always=True), True),
+        (Fault(action="slow", step=3, attempt=None), True),  # in every step from there on
+    ],
+    ids=["once", "an attempt's", "always", "slow"],
+)
+def test_what_is_meant_once_strikes_each_rank_once(tmp_path, fault: Fault, again: bool) -> None:
+    folder = tmp_path / "faults"
+    before = time.monotonic_ns()
+    assert strike(folder, 7, fault, 1, 3)
+    assert strike(folder, 7, fault, 0, 4), "each rank for itself"
+    assert strike(folder, 7, fault, 1, 5) is again
+    found = struck(folder)
+    assert [(one.number, one.rank, one.step) for one in found] == [(7, 1, 3), (7, 0, 4)], "the first time counts"
+    assert before <= found[0].at_ns <= found[1].at_ns <= time.monotonic_ns()
+
+
+def test_nothing_has_struck_where_there_is_no_folder(tmp_path) -> None:
+    assert struck(tmp_path / "faults") == []
+
+
+@pytest.mark.parametrize(
+    ("action", "how"), [("kill", -signal.SIGKILL), ("exit", 3), ("raise", RuntimeError), ("full-disk", OSError)]
+)
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_what_is_carried_out(action: str, how: object) -> None:
+    fault = Fault(action=action, point="save", step=3)
+    if not isinstance(how, int):
+        with pytest.raises(how, match=r"injected at save of step 3|No space left on device"):
+            carry_out(fault)
+        return
+    pid = os.fork()
+    if not pid:
+        carry_out(fault)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == how
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_another_process_is_stopped_and_killed() -> None:
+    """As the agent does it to its keeper; neither touches the process that strikes."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    carry_out(Fault(action="stop"), pid=pid)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    carry_out(Fault(action="kill"), pid=pid)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_stall_and_a_slow_step_take_the_time_they_say(monkeypatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for action, seconds in (("stall", 2.0), ("slow", 0.25)):
+        carry_out(Fault(action=action, seconds=seconds))
+    carry_out(Fault(action="hang"))
+    assert slept[:2] == [2.0, 0.25]
+    assert slept[2] > 24 * 3600
+
+
+def test_a_fault_that_cannot_be_is_refused() -> None:
+    for wrong in ({"step": 0}, {"attempt": 0}, {"seconds": -1.0}, {"point": "nowhere"}, {"sttep": 1}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            Fault.model_validate({"action": "kill", **wrong})
 
 
 def test_mutations_travel_with_a_plan_and_unknown_ones_are_refused() -> None:

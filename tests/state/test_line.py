@@ -1,8 +1,12 @@
+import json
 import os
 import select
+import socket
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headway.state import Line, LineClosed
 
@@ -169,6 +173,56 @@ def test_waiting_ends_with_the_next_word(ends):
     timer.start()
     assert [message.kind for message in theirs.receive(None)] == ["word"]
     timer.join()
+
+
+WORDS = [{"n": number, "of": {"list": [1, [2]], "text": 'a "}" and a {'}} for number in range(3)]
+LINES = [json.dumps({"kind": "word", "descriptors": 0, **word}).encode() + b"\n" for word in WORDS]
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, len(LINES[1])))
+def test_a_writer_that_dies_in_the_middle_of_a_word_spoils_no_other(at):
+    """Another process takes its end over, and says the next thing."""
+    mine, other = socket.socketpair()
+    theirs = Line(other)
+    mine.sendall(LINES[0] + LINES[1][:at])
+    again = Line(mine)
+    again.take_over()
+    again.send("word", **WORDS[2])
+    found = [message.fields for message in receive_all(theirs, 2 + (at >= len(LINES[1]) - 1))]
+    assert found == ([WORDS[0], WORDS[1], WORDS[2]] if at >= len(LINES[1]) - 1 else [WORDS[0], WORDS[2]])
+    assert theirs.receive() == []
+    again.close()
+    theirs.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, len(LINES[1])))
+def test_a_reader_that_dies_in_the_middle_of_a_word_spoils_no_other(at):
+    """What it has read is lost with it; the process that takes its end over hears everything from the next word on."""
+    ours, theirs = Line.pair()
+    for word in WORDS:
+        ours.send("word", **word)
+    os.read(theirs.fileno(), len(LINES[0]) + at)
+    found = [message.fields for message in receive_all(theirs, 1 + (at == 0))]
+    assert found == (WORDS[1:] if at == 0 else WORDS[2:])
+    ours.close()
+    theirs.close()
+
+
+def test_descriptors_of_a_word_that_was_cut_off_go_to_no_other(ends):
+    """A writer dies after the descriptors, which go with the first byte, and before the end of the word."""
+    ours, theirs = ends
+    files = [memory(b"of the dead"), memory(b"of the living")]
+    lost = json.dumps({"kind": "lost", "descriptors": 1}).encode()
+    socket.send_fds(ours._socket, [lost[:-1]], files[:1])
+    ours.take_over()
+    ours.send("next", files[1:])
+    (message,) = receive_all(theirs, 1)
+    assert message.kind == "next"
+    assert [content_of(descriptor) for descriptor in message.descriptors] == [b"of the living"]
+    for descriptor in files:
+        os.close(descriptor)
 
 
 def test_it_can_be_waited_for_with_select(ends):

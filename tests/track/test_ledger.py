@@ -181,6 +181,96 @@ def test_a_kill_and_what_it_cost_worked_by_hand():
     assert ledger.attempts[1].resumed_from == 2
 
 
+def hung(*more: dict, **hang: object) -> list[Record]:
+    """Both steps took 2 s; worker 1 stands still from 5 on, which the agent says at 9; they are gone at 9.5 and 10."""
+    agent = record(
+        "agent",
+        ev("attempt", 0, workers=2, device="cpu", from_step=0),
+        ev("hang", 9, rank=1, step=3, phase="data", seconds=4.0, line="", text="worker 1 hangs", ends=True) | hang,
+        ev("exit", 9.5, rank=1, code=-9),
+        ev("exit", 10, rank=0, code=-9),
+        ev("end", 11, outcome="failed", reason="worker 1 hangs"),
+    )
+    steps = [step(n, 2 * n, 0.5, 1.5) for n in (1, 2)]
+    return [agent, record("rank-0", *steps, *more), record("rank-1", *steps)]
+
+
+def test_a_hang_and_how_long_nobody_knew_worked_by_hand():
+    ledger = account(hung())
+    check_balance(ledger)
+    rank0, rank1 = ({n: ns / S for n, ns in w.items() if ns} for w in ledger.attempts[0].workers)
+    # From the end of step 2, at 4, to 9; from there to the end of the attempt it is brought back.
+    assert rank0 == {"data stall": 1, "compute": 3, "detection": 5, "restart": 2}
+    assert rank1 == {"data stall": 1, "compute": 3, "detection": 5, "restart": 2}
+    assert ledger.incidents[0].text == "worker 1 hangs"
+    assert ledger.incidents[0].wall == 1009
+    assert "Timeouts follow the run's own step times" in largest_loss(ledger).advice
+
+
+def test_a_hang_that_ended_nothing_is_only_told():
+    ledger = account(hung(ends=False))
+    assert seconds(ledger) == {"data stall": 2, "compute": 6, "rework": 11.5, "restart": 2.5}
+    assert ledger.incidents[0].text == "worker 1 hangs"
+
+
+def test_what_was_under_way_lasted_until_the_marks_stopped():
+    """An evaluation begun at 4.5 was still going at 5, when everything stood still."""
+    rank0 = account(hung(ev("begin", 4.5, name="evaluation"))).attempts[0].workers[0]
+    assert {n: ns / S for n, ns in rank0.items() if ns} == {
+        "data stall": 1, "compute": 3, "unattributed": 0.5, "evaluation": 0.5, "detection": 4, "restart": 2
+    }  # fmt: skip
+    later = account(hung(ev("begin", 6, name="evaluation"))).attempts[0].workers[0]
+    assert {n: ns / S for n, ns in later.items() if ns} == {
+        "data stall": 1, "compute": 3, "unattributed": 2, "detection": 3, "restart": 2
+    }  # fmt: skip
+
+
+def test_a_worker_that_went_on_while_another_hung():
+    """Its step ended after the hang was told of; that was work, and then it was ended."""
+    rank0 = account(hung(step(3, 9.25, 0.25, 5))).attempts[0].workers[0]
+    assert {n: ns / S for n, ns in rank0.items() if ns} == {
+        "data stall": 1.25, "compute": 8, "restart": 1.75
+    }  # fmt: skip
+
+
+def test_a_hang_before_the_first_step():
+    agent = record(
+        "agent", ev("attempt", 0, workers=1), ev("hang", 8, seconds=5.0, ends=True, text="hangs"),
+        ev("exit", 9, rank=0, code=-9), ev("end", 10, outcome="failed"),
+    )  # fmt: skip
+    assert seconds(account([agent, record("rank-0", ev("begin", 1, name="startup"))])) == {
+        "unattributed": 1, "start-up": 2, "detection": 5, "restart": 2
+    }  # fmt: skip
+
+
+def test_comparing_replicas_is_detection():
+    agent = record("agent", ev("attempt", 0, workers=1), ev("end", 10, outcome="finished"))
+    rank = record("rank-0", step(1, 4, 0, 4), ev("begin", 4, name="compare"), ev("end-span", 6, name="compare"))
+    assert seconds(account([agent, rank])) == {"compute": 4, "detection": 2, "unattributed": 4}
+
+
+def test_what_the_agent_tells_is_an_incident_in_its_words():
+    kinds = ("straggler", "hang", "woken", "adopted", "corrupted", "numbers")
+    told = [ev(kind, n, rank=1, text=f"{kind}: told") for n, kind in enumerate(kinds)]
+    agent = record("agent", ev("attempt", 0, workers=1), *told, ev("hang", 7), ev("end", 10, outcome="finished"))
+    ledger = account([agent, record("rank-0", ev("hang", 8, text="no agent's word"))])
+    assert [(i.text, i.wall) for i in ledger.incidents] == [(f"{k}: told", 1000 + n) for n, k in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("kind", ["BadNumbers", "Corrupted"])
+def test_what_all_workers_raise_is_told_once(kind):
+    def error(rank: int, **facts: object) -> Record:
+        return record(f"rank-{rank}", ev("error", 3 + rank, type=kind, message=f"seen by {rank}", **facts))
+
+    def texts(*more: dict) -> list[str]:
+        agent = record("agent", ev("attempt", 0, workers=3), *more, ev("end", 10, outcome="finished"))
+        return [i.text for i in account([agent, error(0, tensors=[]), error(1, tensors=["w"]), error(2)]).incidents]
+
+    assert texts() == ["seen by 1"]  # who can name what differs is heard first
+    assert texts(ev("corrupted", 5, text="worker 1 is at fault")) == ["worker 1 is at fault"]
+    assert texts(ev("numbers", 5, text="back to 2")) == ["back to 2"]
+
+
 def test_before_it_is_resumed_nothing_but_the_step_under_way_is_rework():
     ledger = account(killed_and_resumed()[:3])
     assert seconds(ledger) == {"start-up": 2, "data stall": 4, "compute": 12, "rework": 2.5, "restart": 1.5}
@@ -321,6 +411,7 @@ NAMES = {
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
+    "compare": "detection",
     "shutdown": "shut-down",
 }
 
@@ -328,7 +419,7 @@ tiny = st.integers(0, 3)
 steps_ = st.tuples(st.just("step"), tiny, tiny, tiny)  # idle, data, compute
 compiled = st.tuples(st.just("compiled"), tiny, tiny, st.integers(1, 3), st.integers(1, 3))
 idles = st.tuples(st.just("idle"), tiny)
-phases = st.sampled_from(["startup", "restore", "compile", "checkpoint", "evaluation"])
+phases = st.sampled_from(["startup", "restore", "compile", "checkpoint", "evaluation", "compare"])
 
 
 def programs(leaf: st.SearchStrategy) -> st.SearchStrategy:
@@ -352,6 +443,7 @@ attempts_ = st.fixed_dictionaries(
         "back": st.integers(0, 4),
         "offset": st.integers(-3, 5),
         "same_boot": st.booleans(),
+        "hang": st.none() | st.tuples(st.integers(0, 40), st.integers(0, 8)),  # when it was told, and seen since
     }
 )
 
@@ -424,6 +516,8 @@ class Life:
         heard += [t + self.offset for worker in self.workers for t, _ in worker.events]
         if plan["exits"]:
             heard += [max(worker.gone + self.offset, 0) for worker in self.workers]
+        if plan["hang"]:
+            heard.append(plan["hang"][0])
         self.end = stop + plan["after"] if self.ended else max(heard)
 
     @property
@@ -442,6 +536,9 @@ class Life:
                 (self.exit_of(worker), {"kind": "exit", "rank": rank, "code": self.plan["code"]})
                 for rank, worker in enumerate(self.workers)
             ]
+        if self.plan["hang"]:
+            told, waited = self.plan["hang"]
+            events.append((told, {"kind": "hang", "ends": True, "seconds": waited / 1000}))
         if self.ended:
             events.append((self.end, {"kind": "end", "outcome": self.plan["outcome"], "reason": ""}))
         header = Header(self.number, "agent", base, zero, "boot")
@@ -463,17 +560,22 @@ class Life:
         upto = self.end if gone is None else min(gone, self.end)
         best = (-1, "")
         last = None
+        told, waited = self.plan["hang"] or (None, 0)
         for begin, end, name, depth, number in worker.truth:
-            begin, end = begin + self.offset, upto if end is None else end + self.offset
+            heard = max(t for t, _ in worker.events) + self.offset
+            stood = upto if told is None else max(min(upto, max(told - waited, heard)), begin + self.offset)
+            begin, end = begin + self.offset, stood if end is None else end + self.offset
             last = end if last is None else max(last, end)
             if begin <= tick < end and depth > best[0]:
                 lost = number is not None and kept is not None and number > kept
                 best = (depth, "rework" if lost else self.name(name))
         if best[1]:
             return best[1]
+        if told is not None and last is not None and tick >= last:
+            return "detection" if tick < told else "restart"
         stepped = any(name == "compute" for _, _, name, _, _ in worker.truth)
         violent = self.plan["exits"] and self.plan["code"] in (1, -9)
-        if (failed or violent) and stepped and tick >= last:
+        if told is None and (failed or violent) and stepped and tick >= last:
             return "rework"
         for begin, end, name, depth, _ in self.agent.truth:
             if begin <= tick < end and depth > best[0]:
@@ -528,6 +630,11 @@ fields = {
     "flops_per_token": st.one_of(times, st.floats()),
     "peak_flops": st.one_of(times, st.floats()),
     "reason": st.one_of(st.none(), st.text(max_size=5)),
+    "ends": st.sampled_from([True, True, False, None, 1]),
+    "seconds": st.one_of(times, st.floats()),
+    "text": st.sampled_from(["x", "", None, 3, ["x"]]),
+    "type": st.sampled_from(["BadNumbers", "Corrupted", "PeerFailed", None, []]),
+    "tensors": st.sampled_from([["w"], [], None, 3]),
 }
 kinds = st.sampled_from(
     [
@@ -542,6 +649,9 @@ kinds = st.sampled_from(
         "facts",
         "error",
         "log",
+        "hang",
+        "numbers",
+        "straggler",
         "other",
     ]
 )

@@ -118,6 +118,40 @@ def test_report_shows_the_ledger_worked_by_hand(tmp_path):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("environment", "compared", "line", "replicas"),
+    [
+        ('{"mesh": {}}', [], "cannot be found on this mesh (no replicas to compare)", [1, 0, None]),
+        ('{"mesh": {"shard": 2}}', [], "cannot be found on this mesh (no replicas to compare)", [1, 0, None]),
+        (
+            '{"mesh": {"replicate": 2}}',
+            [],
+            "replicas have not been compared (health.compare_every_steps)",
+            [2, 0, None],
+        ),
+        ('{"mesh": {"replicate": 2}}', [3], "replicas compared 1 time, last at step 3", [2, 1, 3]),
+        ('{"mesh": {"replicate": 2, "shard": 1}}', [1, 3], "replicas compared 2 times, last at step 3", [2, 2, 3]),
+        ('{"mesh": 3}', [3], None, None),
+        ("torn", [3], None, None),
+        (None, [3], None, None),
+    ],
+)
+def test_report_says_whether_silent_corruption_would_have_been_found(tmp_path, environment, compared, line, replicas):
+    run = make_run(tmp_path, "demo")
+    if environment is not None:
+        run.environment_file.write_text(environment)
+    with Recorder(record_path(run.events, 1, "rank-0"), process="rank-0", attempt=1) as worker:
+        for step in compared:
+            worker.event("replicas", step=step, digest="0" * 16)
+    text = call(tmp_path, "report", "demo").output
+    told = [row.removeprefix("silent corruption: ") for row in text.splitlines() if row.startswith("silent")]
+    assert told == ([] if line is None else [line])
+    document = json.loads(call(tmp_path, "report", "demo", "--json").output)["replicas"]
+    keys = ["copies", "compared", "last_step"]
+    assert document == (None if replicas is None else dict(zip(keys, replicas, strict=True)))
+    assert all(len(row) <= 80 for row in text.splitlines())
+
+
 def make_plan(**changes: object) -> RunPlan:
     """Two H100s, 1.6 s a step of which half is useful."""
     accounts = {"useful": 0.8, "kernels below peak": 0.797, "recomputation": 0.003, "pipeline bubble": 0.0}

@@ -51,7 +51,7 @@ def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Forks workers that find this folder's modules, as those of a user who has set PYTHONPATH."""
     paths = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | paths
-    process = Zygote(tmp_path_factory.mktemp("zygote") / "log", environment)
+    process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass
     yield process

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.agent.attempt import Attempt, worker_environment
 from headway.agent.compare import TOLERANCES, Evidence, Mark, Tolerances, Verdict, compare, merge_marks
 from headway.agent.mesh import count_workers, default_workers
 from headway.agent.outcome import Outcome
 from headway.agent.prepare import new_run, resolve
-from headway.agent.supervise import Attempt, supervise, worker_environment
+from headway.agent.supervise import supervise
 from headway.agent.zygote import Zygote
 from headway.errors import HeadwayError, RunError, UsageError, WorkerError
 from headway.hardware import devices
@@ -201,7 +202,7 @@ def _shared_zygote(folder: Path, attempt: Attempt, warm: Zygote | None) -> Itera
     if warm is not None:
         yield warm
         return
-    zygote = Zygote(folder / "zygote.log", worker_environment(attempt))
+    zygote = Zygote.start(folder / "zygote.log", worker_environment(attempt))
     try:
         yield zygote
     finally:

@@ -1,9 +1,11 @@
-"""Carries out the faults of a FaultPlan in the agent, at the named points of a save."""
+"""Carries out the faults of a FaultPlan in the agent: at the named points of a save, and at a step that it sees."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from headway.recipe import FaultPlan
-from headway.recipe.faults import AGENT, AgentPoint, carry_out
+from headway.recipe.faults import AGENT, KEEPER, AgentPoint, carry_out, strike
 
 __all__ = ["Injector"]
 
@@ -13,8 +15,13 @@ class Injector:
     """The agent's share of a plan."""
 
     plan: FaultPlan
+    folder: Path
+    """Where what has struck is noted."""
 
     def reach(self, point: AgentPoint, step: int, attempt: int) -> None:
-        """Strike if a fault is due here; an empty plan costs one loop over nothing."""
-        for fault in self.plan.due(point, step, AGENT, attempt):
-            carry_out(fault)
+        """Strike if a fault is due here; the keeper is the agent's parent."""
+        for rank in (KEEPER, AGENT) if self.plan.faults else ():
+            for number in self.plan.due(point, step, rank, attempt):
+                fault = self.plan.faults[number]
+                if strike(self.folder, number, fault, rank, step):
+                    carry_out(fault, pid=os.getppid() if rank == KEEPER else None)

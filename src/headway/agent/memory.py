@@ -5,7 +5,7 @@ newest whole state stays where it is until a newer one is whole, if there are tw
 died goes on. Buffers outlive the workers, and are used again by the next ones when these hold the same pieces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,12 +114,44 @@ class Memory:
 
     def make(self, plans: Mapping[int, BufferPlan], count: int) -> None:
         """Have buffers for workers of these plans: those there are if they fit, else `count` new ones each."""
-        there = {rank: buffers[0].plan for rank, buffers in self._buffers.items()}
-        if there == plans:
+        if self.plans() == plans:
             return
         self.drop()
         for rank, plan in plans.items():
             self._buffers[rank] = [Buffer.make(plan) for _ in range(count)]
+
+    def plans(self) -> dict[int, BufferPlan]:
+        """The plan of each worker's buffers."""
+        return {rank: buffers[0].plan for rank, buffers in self._buffers.items()}
+
+    def take_over(self, plans: Mapping[int, BufferPlan], descriptors: Sequence[int]) -> None:
+        """The buffers that another agent had made, all of one worker after all of the one before it."""
+        each = len(descriptors) // max(1, len(plans))
+        for place, (rank, plan) in enumerate(sorted(plans.items())):
+            mine = descriptors[place * each : (place + 1) * each]
+            self._buffers[rank] = [Buffer(plan, descriptor) for descriptor in mine]
+
+    def all_descriptors(self) -> list[int]:
+        """Of all buffers, rank by rank."""
+        return [buffer.descriptor for rank in sorted(self._buffers) for buffer in self._buffers[rank]]
+
+    def note(self, rank: int, number: int) -> dict[str, Any]:
+        """What a worker said of the state that it filled one of its buffers with."""
+        return self._buffers[rank][number].read_note()
+
+    def holds(self, rank: int, number: int, step: int) -> bool:
+        """Whether a buffer is known to be in use for the state of a step."""
+        snapshot = self._in_use.get((rank, number))
+        return snapshot is not None and snapshot.step == step
+
+    def found(self) -> dict[tuple[int, int], dict[int, int]]:
+        """What is in it: the attempt and step of a state, to the buffer of each rank that has all of its part."""
+        states: dict[tuple[int, int], dict[int, int]] = {}
+        for rank, buffers in self._buffers.items():
+            for number, buffer in enumerate(buffers):
+                if buffer.step is not None:
+                    states.setdefault((buffer.read_note()["attempt"], buffer.step), {})[rank] = number
+        return dict(sorted(states.items()))
 
     def drop(self) -> None:
         """Give all memory back."""
@@ -145,12 +177,16 @@ class Memory:
         """Nobody reads a snapshot any more; it stays only if it is the newest and there is room beside it."""
         snapshot.released = True
 
-    def freed(self) -> list[tuple[int, int]]:
-        """Buffers (rank, number) that may be filled again from now on; each is told once."""
+    def freed(self) -> list[tuple[int, int, int]]:
+        """Buffers (rank, number, the step in it) that may be filled again from now on; each is told once."""
         stays = None if self.buffers_each < ENOUGH else self.newest
-        free = [place for place, snapshot in self._in_use.items() if snapshot is not stays and snapshot.released]
-        for place in free:
-            del self._in_use[place]
+        free = [
+            (*place, snapshot.step)
+            for place, snapshot in self._in_use.items()
+            if snapshot is not stays and snapshot.released
+        ]
+        for rank, number, _ in free:
+            del self._in_use[rank, number]
         return free
 
     def forget_unfinished(self) -> None:
@@ -170,6 +206,12 @@ class Memory:
         if snapshot is None or not all(self.buffer(snapshot, rank).holds(snapshot.step) for rank in snapshot.buffers):
             return None
         return snapshot
+
+    @property
+    def step(self) -> int:
+        """That of the newest whole state; -1 if there is none."""
+        snapshot = self.restorable()
+        return -1 if snapshot is None else snapshot.step
 
     def buffer(self, snapshot: Snapshot, rank: int) -> Buffer:
         """Where a worker's part of a snapshot lies."""

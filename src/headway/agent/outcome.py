@@ -2,14 +2,16 @@
 
 import shutil
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headway.agent.zygote import last_lines
 from headway.errors import StateError
 from headway.track import RunFolder, read_record, record_path
+
+if TYPE_CHECKING:
+    from headway.agent.failures import Ended
 
 __all__ = ["Outcome", "explain_exit", "out_of_memory_kills"]
 
@@ -34,25 +36,20 @@ class Outcome:
 
 
 def explain_exit(
-    run: RunFolder,
-    attempt: int,
-    codes: Mapping[int, int],
-    first_failure: tuple[int, int] | None,
-    stops_asked: int,
-    *,
-    killed_for_memory: bool = False,
-    unsaved: StateError | None = None,
+    run: RunFolder, attempt: int, ended: "Ended", stops_asked: int, unsaved: StateError | None = None
 ) -> Outcome:
     """What the workers' exit codes, their last events and their logs say together."""
-    if first_failure is None and unsaved is not None:
+    if ended.first_failure is None and unsaved is not None:
         return Outcome("failed", f"the last state could not be saved: {unsaved.message}", unsaved.hint)
-    if first_failure is None:
-        if Outcome.STOPPED_CODE in codes.values():
+    if ended.first_failure is None:
+        if Outcome.STOPPED_CODE in ended.codes.values():
             return Outcome("stopped", "stopped on request, state saved", f"headway resume {run.name}")
         return Outcome("finished", "all steps done", None)
     if stops_asked >= 2:
         return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
-    rank, code = first_failure
+    if ended.hang is not None:
+        return Outcome("failed", ended.hang.text, f"the stacks of all workers are in {run.stacks}")
+    rank, code, codes = ended.first_failure.rank, ended.first_failure.code, ended.codes
     if code == Outcome.RECORD_LOST_CODE:
         free = shutil.disk_usage(run.path).free
         return Outcome(
@@ -70,7 +67,7 @@ def explain_exit(
                 hint = error["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
                 return Outcome("failed", f"worker {teller} failed: {error['message']}", hint)
     log = run.logs / f"{attempt:04d}-rank-{rank}.log"
-    if code == -signal.SIGKILL and killed_for_memory:
+    if code == -signal.SIGKILL and ended.killed_for_memory:
         return Outcome(
             "failed",
             f"worker {rank} was killed by the kernel: the machine ran out of memory",

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from headway.agent.attempt import Attempt
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.states import is_taken, newest_in_store, newest_on_disk
-from headway.agent.supervise import Attempt
 from headway.data import check_version, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, RunError, StateError
 from headway.hardware import Devices, devices

@@ -1,61 +1,214 @@
-"""Something broke: how a run goes on. Pure; the agent gathers the situation and carries the answer out.
+"""Something broke or stalled: how a run goes on. `recover(situation, now) -> Recovery`, pure.
 
-What is here covers one machine and workers that died: the newest state that can be had, the memory's before the
-disk's, and an end to it when nothing gets better.
+The agent gathers the situation and carries the answer out; chaos tests and simulations ask the same function. The
+cheapest way that is safe, in this order:
+
+    go on             nothing is lost: a worker that was only stopped is woken, one that moves again is left alone,
+                      workers whose agent died are taken over by the next
+    restart           from the newest state there is: the agent's memory, the disk, the object store, the beginning
+    stop              what comes again at the same place will come again; no state is left; patience is used up
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Recovery", "Situation", "recover"]
+__all__ = ["Cause", "Failure", "Recovery", "Rules", "Situation", "States", "recover"]
 
-Cause = Literal["died", "damaged", "other"]
+Cause = Literal[
+    "died", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died", "other"
+]
+"""A worker died; made no mark for too long; was stopped by a signal; raised an error in the middle of training. The
+loss or the gradient's norm was no number; the loss jumped. Replicas differ. The state to go on from is damaged. The
+agent itself died. Anything else, which starting again would not mend: a mistake in the recipe, a disk that is full."""
+
+Source = Literal["memory", "disk", "store", "start"]
+LONGEST_PAUSE_S = 30.0
+FIRST_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happened to an attempt."""
+
+    cause: Cause
+    what: str
+    """In words."""
+    step: int = 0
+    """The step under way."""
+    reached: int = 0
+    """The last step done and recorded, or kept in memory."""
+    place: str = ""
+    """Where in the code, or by what: the same again means the same fault."""
+    rank: int | None = None
+    at: float = 0.0
+    """Seconds, on the clock of `now`."""
+    window: tuple[int, int] | None = None
+    """The samples of the step, for numbers that went wrong: first and end."""
+    usual: float = 0.0
+    spread: float = 0.0
+    """What the loss was held against."""
+    doubt: tuple[int, int, str, int] | None = None
+    """Of replicas that differ: the step, a worker, a tensor and an element that shows it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the recipe says."""
+
+    restarts: int = 3
+    if_not_finite: Literal["stop", "skip", "lower-rate"] = "stop"
+    if_spike: Literal["go-on", "stop", "skip", "lower-rate"] = "go-on"
+    rate_factor: float = 0.5
+
+
+@dataclass(frozen=True)
+class States:
+    """Steps of the newest states that are whole as far as anybody knows; None where there is none."""
+
+    memory: int | None = None
+    disk: int | None = None
+    store: int | None = None
+    start: int | None = 0
+    """Where the first attempt began; None if that is gone."""
+
+    def newest(self) -> tuple[Source, int] | None:
+        """The newest, the nearest of those that are equally new."""
+        found: list[tuple[Source, int | None]] = [
+            ("memory", self.memory), ("disk", self.disk), ("store", self.store), ("start", self.start)
+        ]  # fmt: skip
+        there = [(source, step) for source, step in found if step is not None]
+        return max(there, key=lambda pair: pair[1]) if there else None
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known when an attempt has failed."""
+    """What is known when something has gone wrong."""
 
-    cause: Cause
-    """A worker died of a signal, the state to go on from was damaged, or anything else: an error of the code, say."""
-    what: str
-    """What happened, in words."""
-    restarts_left: int
-    """How often it may still be started again without progress."""
-    memory_step: int | None
-    """Step of the state in the agent's memory, if there is a whole one."""
-    disk_steps: tuple[int, ...]
-    """Steps of the checkpoints that are not known to be damaged."""
-    store_steps: tuple[int, ...] = ()
-    """The same of the object store, where the disk has none."""
-    can_start_over: bool = True
-    """Whether what this agent began from is still there."""
+    failure: Failure
+    before: tuple[Failure, ...] = ()
+    """Earlier ones since somebody started the run, the oldest first."""
+    rules: Rules = field(default_factory=Rules)
+    states: States = field(default_factory=States)
+    workers_live: bool = False
+    """Whether every worker is there and works, or would if it were woken."""
 
 
 @dataclass(frozen=True)
 class Recovery:
     """What to do, and why."""
 
-    action: Literal["stop", "restart"]
-    source: Literal["memory", "disk", "store", "start"]
-    step: int
+    action: Literal["go-on", "restart", "stop"]
     reason: str
+    source: Source = "start"
+    step: int = 0
+    pause_s: float = 0.0
+    """How long to wait before it."""
+    wake: int | None = None
+    """The worker to send SIGCONT to."""
+    skip: tuple[int, int] | None = None
+    """Samples that are passed over from now on."""
+    cut: tuple[int, float] | None = None
+    """From this step on the learning rate is multiplied by this."""
+    judge: tuple[int, float, float] | None = None
+    """The step to hold against these numbers when it is made again."""
+    doubt: tuple[int, int, str, int] | None = None
+    """What to look at again when the replay gets there, so that the replica at fault can be named."""
+    accept: int | None = None
+    """The step whose spike is taken as it is."""
 
 
-def recover(situation: Situation) -> Recovery:
+def recover(situation: Situation, now: float) -> Recovery:
     """The cheapest safe way on."""
-    if situation.cause == "other":
-        return Recovery("stop", "start", 0, f"{situation.what}: starting again would not mend it")
-    if situation.cause == "died" and situation.restarts_left <= 0:
-        return Recovery("stop", "start", 0, f"{situation.what}, and again without any progress")
-    memory = -1 if situation.memory_step is None else situation.memory_step
-    disk, store = max(situation.disk_steps, default=-1), max(situation.store_steps, default=-1)
-    if memory >= 0 and memory >= max(disk, store):
-        return Recovery("restart", "memory", memory, f"{situation.what}; back to step {memory}, from memory")
-    if disk >= 0 and disk >= store:
-        return Recovery("restart", "disk", disk, f"{situation.what}; back to step {disk}, from disk")
-    if store >= 0:
-        return Recovery("restart", "store", store, f"{situation.what}; back to step {store}, from the object store")
-    if situation.can_start_over:
-        return Recovery("restart", "start", 0, f"{situation.what}; nothing was saved since, back to the beginning")
-    return Recovery("stop", "start", 0, f"{situation.what}, and no state is left to go on from")
+    failure, what = situation.failure, situation.failure.what
+    if failure.cause == "agent died":
+        return _after_the_agent(situation, now)
+    if failure.cause in ("stopped", "hung") and situation.workers_live:
+        return _still_there(situation)
+    if failure.cause == "other":
+        return Recovery("stop", f"{what}: starting again would not mend it")
+    if failure.cause == "raised" and _same_again(situation):
+        return Recovery("stop", f"{what}: the same error at the same place a second time")
+    if failure.cause in ("not finite", "spike") and _same_again(situation):
+        return _numbers_again(situation, now)
+    return _restart(situation, now)
+
+
+def _restart(situation: Situation, now: float, **more: object) -> Recovery:
+    failure, what = situation.failure, situation.failure.what
+    tries = _without_progress(situation)
+    if failure.cause != "damaged" and tries >= situation.rules.restarts:
+        again = ", and again without any progress" if situation.rules.restarts else ""
+        return Recovery("stop", f"{what}{again}")
+    newest = situation.states.newest()
+    if newest is None:
+        return Recovery("stop", f"{what}, and no state is left to go on from")
+    source, step = newest
+    where = {"memory": ", from memory", "disk": ", from disk", "store": ", from the object store", "start": ""}[source]
+    back = f"back to step {step}{where}" if step or source != "start" else "nothing was saved since, back to the start"
+    judge = (failure.step, failure.usual, failure.spread) if failure.cause == "spike" else None
+    pause = _pause_s(tries, failure, now)
+    later = f", after {pause:g} s" if pause else ""
+    told = f"{what}; {back}{later}"
+    return Recovery("restart", told, source, step, pause, judge=judge, doubt=failure.doubt, **more)  # type: ignore[arg-type]
+
+
+def _after_the_agent(situation: Situation, now: float) -> Recovery:
+    if situation.workers_live:
+        return Recovery("go-on", f"{situation.failure.what}; its workers go on under the next")
+    return _restart(situation, now)
+
+
+def _still_there(situation: Situation) -> Recovery:
+    failure = situation.failure
+    if failure.cause == "stopped":
+        return Recovery("go-on", f"{failure.what}; woken", wake=failure.rank)
+    return Recovery("go-on", f"{failure.what}; it moves again")
+
+
+def _numbers_again(situation: Situation, now: float) -> Recovery:
+    """The numbers go wrong at the same place after everything was made again: it is no fluke of the machine."""
+    failure, rules = situation.failure, situation.rules
+    way = rules.if_spike if failure.cause == "spike" else rules.if_not_finite
+    told = f"{failure.what}, again after a replay"
+    if way == "stop":
+        key = "health.if_spike" if failure.cause == "spike" else "health.if_not_finite"
+        return Recovery("stop", f"{told}; {key} says to stop")
+    again = _with_words(situation, told)
+    if way == "skip" and failure.window is not None:
+        first, end = failure.window
+        again = _with_words(situation, f"{told}; samples {first} to {end - 1} are passed over")
+        return _restart(again, now, skip=failure.window)
+    if way == "lower-rate":
+        again = _with_words(situation, f"{told}; the learning rate is multiplied by {rules.rate_factor:g}")
+        return _restart(again, now, cut=(failure.step, rules.rate_factor))
+    return _restart(_with_words(situation, f"{told}; taken as it is"), now, accept=failure.step)
+
+
+def _with_words(situation: Situation, what: str) -> Situation:
+    return replace(situation, failure=replace(situation.failure, what=what))
+
+
+def _same_again(situation: Situation) -> bool:
+    """Whether the failure before was the same one: same cause, step and place."""
+    if not situation.before:
+        return False
+    now, last = situation.failure, situation.before[-1]
+    return (now.cause, now.step, now.place, now.window) == (last.cause, last.step, last.place, last.window)
+
+
+def _without_progress(situation: Situation) -> int:
+    """How many failures there were since the run last got further than ever before."""
+    furthest, count = -1, 0
+    for failure in (*situation.before, situation.failure):
+        if failure.reached > furthest:
+            furthest, count = failure.reached, 0
+        else:
+            count += failure.cause != "damaged"
+    return count
+
+
+def _pause_s(tries: int, failure: Failure, now: float) -> float:
+    """Longer and longer as long as nothing gets better, less what has passed since."""
+    if not tries:
+        return 0.0
+    return max(0.0, round(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (tries - 1)) - (now - failure.at), 2))

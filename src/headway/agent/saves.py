@@ -13,18 +13,19 @@ Nothing here waits: the agent calls it whenever a line has something to say, and
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headway.agent.inject import Injector
+from headway.agent.kept import Kept
 from headway.agent.memory import Memory, Snapshot, count_buffers, plan_from
 from headway.agent.writer import Done, Writer
 from headway.errors import StateError
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.goodput import save_interval
 from headway.recipe import FaultPlan, Recipe
-from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message
+from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message, list_checkpoints
 from headway.track import Recorder, RunFolder, run_id
 
 __all__ = ["Saves"]
@@ -36,15 +37,17 @@ FIRST_GUESS_BYTES_S = 2e9
 class Saves:
     """One run's saves on this machine, over all attempts of one agent."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe, faults: FaultPlan) -> None:
+    def __init__(self, run: RunFolder, recipe: Recipe, faults: FaultPlan, kept: Kept) -> None:
         self._run, self._recipe = run, recipe
         self.memory = Memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         identity = run_id(run) if recipe.checkpoint.store else ""
         self._writer = Writer(
-            run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults), cores, identity
+            run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults, run.faults), cores, identity
         )
+        self._kept = kept
         self._lines: dict[int, Line] = {}
+        self._told: dict[int, dict[str, Any]] = {}
         self._plans: dict[int, BufferPlan] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._rhythm = _Rhythm(recipe)
@@ -55,26 +58,35 @@ class Saves:
 
     # -- an attempt
 
-    def start(self, attempt: int, workers: int, recorder: Recorder, restore: Snapshot | None) -> None:
-        """A new attempt begins; `restore` is what its workers go on from, if that is in memory."""
-        self._attempt, self._workers, self._recorder, self._restore = attempt, workers, recorder, restore
-        self._lines, self._plans, self._snapshots = {}, {}, {}
+    def start(self, attempt: int, workers: int, recorder: Recorder, recipe: Recipe) -> None:
+        """A new attempt begins."""
+        self._attempt, self._workers, self._recorder, self._recipe = attempt, workers, recorder, recipe
+        self._lines, self._plans, self._told, self._snapshots, self._found_to = {}, {}, {}, {}, -1
         self._rhythm.start(workers)
 
-    def open_line(self, rank: int) -> Line:
-        """The end of a new line that the worker gets; the caller closes it once the worker has it."""
-        ours, theirs = Line.pair()
-        self._lines[rank] = ours
-        if self._restore is not None:
-            # In memory too: nobody reads the line yet, and it holds little.
-            files = [
-                ("manifest.json", *_in_memory(self.memory.manifest(self._restore))),
-                *self.memory.files(self._restore),
-            ]
-            places = [[name, begin, size] for name, _, begin, size in files]
-            ours.send("restore", [descriptor for _, descriptor, _, _ in files], files=places)
-            os.close(files[0][1])
-        return theirs
+    @contextlib.contextmanager
+    def kept_files(self, wanted: bool) -> Iterator[tuple[list[int], list[tuple[str, int, int]]]]:
+        """The newest whole state as files in memory: descriptors, and the name, place and size of each file."""
+        snapshot = self.memory.restorable()
+        if not wanted:
+            yield [], []
+            return
+        assert snapshot is not None, "asked for only where there is one"
+        manifest, begin, size = _in_memory(self.memory.manifest(snapshot))
+        try:
+            files = [("manifest.json", manifest, begin, size), *self.memory.files(snapshot)]
+            yield [file[1] for file in files], [(name, begin, size) for name, _, begin, size in files]
+        finally:
+            os.close(manifest)
+
+    def listen(self, rank: int, line: Line) -> None:
+        """Hear a worker from now on."""
+        self._lines[rank] = line
+
+    @property
+    def steady(self) -> bool:
+        """Whether every worker of the attempt has memory to save into."""
+        return len(self._plans) == self._workers and self.memory.plans() == self._plans
 
     def lines(self) -> list[Line]:
         """The lines that may have something to say."""
@@ -88,18 +100,15 @@ class Saves:
                     self._take(rank, message)
             except LineClosed:
                 del self._lines[rank]
-                line.close()
         for done in self._writer.results():
             self._settle(done)
-        if self._rhythm.is_time(time.monotonic()):
+        if self.steady and self._rhythm.is_time(time.monotonic()):
             self._rhythm.asked()
             self._say(0, "save")
 
     def end(self) -> None:
         """The attempt's workers are gone."""
         self.hear()
-        for line in self._lines.values():
-            line.close()
         self._lines = {}
         self.memory.forget_unfinished()
 
@@ -130,19 +139,45 @@ class Saves:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._kept.drop("buffers")
         if not self.busy:
             self.memory.drop()
+
+    def take_over(self) -> None:
+        """Go on with the memory of an agent that died: what is whole in it is kept, and written if it has to be.
+
+        What that agent heard last is lost with it, so that the memory itself is asked.
+        """
+        thing = self._kept.take("buffers")
+        if thing is None:
+            return
+        self._told = {int(rank): told for rank, told in thing.fields["pieces"].items()}
+        self._plans = {rank: plan_from(told) for rank, told in self._told.items()}
+        self.memory.take_over(self._plans, thing.descriptors)
+        durable = {entry.step for entry in list_checkpoints(self._run.checkpoints)}
+        found = self.memory.found()
+        newest = max((key for key, buffers in found.items() if len(buffers) == len(self._plans)), default=(0, -1))
+        for (attempt, step), buffers in found.items():
+            comes = attempt == self._attempt and (attempt, step) > newest
+            for rank, number in buffers.items():
+                if len(buffers) == len(self._plans) or comes:
+                    self._fill(rank, {"step": step, "buffer": number, "stall_s": 0.0}, write=step not in durable)
+                else:
+                    self._say(rank, "free", buffer=number, step=step)  # the rest of it is gone, or never came
+        self._found_to = newest[1] if newest[0] == self._attempt else -1
 
     # -- messages
 
     def _take(self, rank: int, message: Message) -> None:
         match message.kind:
             case "pieces":
+                self._told[rank] = message.fields
                 self._plans[rank] = plan_from(message.fields)
                 if len(self._plans) == self._workers:
                     self._give_buffers()
             case "filled":
-                self._fill(rank, message.fields)
+                if message.fields["step"] > self._found_to:  # else it was found when this agent took over
+                    self._fill(rank, message.fields)
             case "skipped":
                 if rank == 0:
                     self._recorder.event("skipped", step=message.fields["step"])
@@ -157,26 +192,28 @@ class Saves:
             for rank in self._plans:
                 self._say(rank, "refused", message=error.message, hint=error.hint)
             return
+        self._kept.put("buffers", self.memory.all_descriptors(), pieces=self._told)
         self._rhythm.guess(size / FIRST_GUESS_BYTES_S)
         self._recorder.event("memory", bytes=self.memory.size, buffers=self.memory.buffers_each)
         for rank in self._plans:
             self._say(rank, "buffers", self.memory.descriptors(rank), free=self.memory.free(rank))
 
-    def _fill(self, rank: int, fields: dict[str, Any]) -> None:
-        step = fields["step"]
+    def _fill(self, rank: int, fields: dict[str, Any], write: bool = True) -> None:
+        step, note = fields["step"], self.memory.note(rank, fields["buffer"])
+        if self.memory.holds(rank, fields["buffer"], step):
+            return  # found there already, when this agent took over
         if step not in self._snapshots:
             facts = Facts(
-                cursor=fields["cursor"],
-                chain=fields["chain"],
+                cursor=note["cursor"],
+                chain=note["chain"],
                 data_version=self._recipe.data.version or "",
                 recipe=self._recipe.model_dump(mode="json"),
-                mesh=fields["mesh"],
+                mesh=note["mesh"],
             )
-            self._snapshots[step] = Snapshot(
-                step, self._attempt, self._workers, tuple(fields["tiers"]), facts, fields["last"]
-            )
+            tiers = tuple(note["tiers"]) if write else ("memory",)
+            self._snapshots[step] = Snapshot(step, note["attempt"], self._workers, tiers, facts, note["last"])
         snapshot = self._snapshots[step]
-        snapshot.rng[str(rank)] = fields["rng"]
+        snapshot.rng[str(rank)] = note["rng"]
         snapshot.stall_s = max(snapshot.stall_s, fields["stall_s"])
         self.memory.take(snapshot, rank, fields["buffer"])
         if snapshot.whole:
@@ -217,8 +254,8 @@ class Saves:
                 self.unsaved = None
 
     def _free(self) -> None:
-        for rank, number in self.memory.freed():
-            self._say(rank, "free", buffer=number)
+        for rank, number, step in self.memory.freed():
+            self._say(rank, "free", buffer=number, step=step)
 
     def _say(self, rank: int, kind: str, descriptors: list[int] | None = None, **fields: Any) -> None:
         line = self._lines.get(rank)

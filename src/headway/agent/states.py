@@ -4,17 +4,20 @@ A look is at manifests and sizes. What only reading all of it would find, worker
 without that one.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from headway.agent.attempt import Attempt
+from headway.agent.recover import Failure, Recovery, Source, States
 from headway.errors import HeadwayError, StateError
-from headway.recipe import Store
+from headway.recipe import Doubt, Judge, Recipe, Store
 from headway.state import list_checkpoints, open_checkpoint
 from headway.state.address import address_in_store, open_address, store_url
 from headway.track import RunFolder, run_id
 
-__all__ = ["Saved", "is_taken", "newest_in_store", "newest_on_disk"]
+__all__ = ["Saved", "Way", "Ways", "is_taken", "newest_in_store", "newest_on_disk", "ways"]
 
 
 class Saved(NamedTuple):
@@ -79,3 +82,62 @@ def _steps_at(url: str) -> list[int]:
     from headway.state.store import open_store
 
     return [entry.step for entry in list_remote(open_store(url))]
+
+
+# -- for a way on
+
+
+@dataclass(frozen=True)
+class Way:
+    """A recovery, and the address of the state that it takes; None where that is in memory or nowhere."""
+
+    recovery: Recovery
+    address: str | None
+
+    @property
+    def judge(self) -> Judge | None:
+        """What to hold the doubtful step against."""
+        if self.recovery.judge is None:
+            return None
+        step, usual, spread = self.recovery.judge
+        return Judge(step=step, usual=usual, spread=spread)
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """What differed between replicas."""
+        if self.recovery.doubt is None:
+            return None
+        step, rank, tensor, index = self.recovery.doubt
+        return Doubt(step=step, rank=rank, tensor=tensor, index=index)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The states that a run could go on from."""
+
+    states: States
+    addresses: dict[Source, str | None]
+
+    def take(self, recovery: Recovery) -> Way:
+        """The way that a recovery asks for."""
+        return Way(recovery, self.addresses.get(recovery.source))
+
+
+def ways(run: RunFolder, recipe: Recipe, first: Attempt, failures: Sequence[Failure], memory_step: int | None) -> Ways:
+    """Look for states, without those that were found damaged; `first` is the attempt that somebody started.
+
+    The object store is asked where nothing nearer is whole: that can take long.
+    """
+    damaged = {failure.place for failure in failures if failure.cause == "damaged"}
+    disk, _ = newest_on_disk(run.checkpoints, damaged)
+    asks_store = failures[-1].cause == "damaged" or (disk is None and memory_step is None)
+    store = newest_in_store(run, recipe.checkpoint.store, damaged)[0] if asks_store else None
+    states = States(
+        memory=None if "memory" in damaged else memory_step,
+        disk=None if disk is None else disk.step,
+        store=None if store is None else store.step,
+        start=None if first.checkpoint in damaged else first.from_step,
+    )
+    there: dict[Source, str | None] = {"start": first.checkpoint}
+    there |= {} if disk is None else {"disk": disk.address}
+    return Ways(states, there | ({} if store is None else {"store": store.address}))

@@ -1,150 +1,267 @@
-"""A run on this machine from here to its end: start the workers, watch them, start again when one has died.
+"""A run on this machine from here to its end: start the workers, watch them, find the way on when something breaks.
 
 `supervise` is the whole life in the order it happens, `_live` that of one attempt. They never touch a tensor: workers
-are forked by the zygote, tell their story in the run's event files, leave their state in the agent's memory, and are
-told to stop by a signal.
+are forked by the zygote, tell their story in the run's event files, mark where they are in shared memory, leave their
+state in the agent's memory, and are told to stop by a signal. What goes wrong is gathered here, decided in recover.py.
 """
 
 import contextlib
-import os
 import select
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from headway.agent.memory import Snapshot
+from headway.agent.attempt import Attempt, assignment, worker_environment
+from headway.agent.crew import Crew
+from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step
+from headway.agent.kept import Kept
+from headway.agent.lookout import Lookout
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
-from headway.agent.recover import Recovery, Situation, recover
+from headway.agent.recover import Failure, Rules, Situation, recover
 from headway.agent.saves import Saves
-from headway.agent.states import Saved, newest_in_store, newest_on_disk
+from headway.agent.states import Way, ways
+from headway.agent.wishes import Wishes, listen
 from headway.agent.zygote import Zygote, last_lines
 from headway.errors import HeadwayError, WorkerError
-from headway.recipe import Assignment, FaultPlan, Recipe, Trial
-from headway.state import Message, list_checkpoints
-from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path
+from headway.recipe import Recipe
+from headway.state import list_checkpoints
+from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path, write_json
 
-__all__ = ["Attempt", "supervise", "worker_environment"]
+__all__ = ["supervise"]
 
 POLL_S = 0.1
 SIGN_OF_LIFE_S = 1.0
+STOOD_STILL_S = 2.0
+"""An agent that was stopped, or held up, for so long says so."""
 LAST_WORDS_S = 1.0
 """How long the others may still report after the first worker failed."""
-
-
-class Attempt(BaseModel):
-    """What to start: everything decided beforehand, as plain data that can be handed to another process."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run: Path
-    number: int
-    workers: int
-    device: Literal["cpu", "cuda"]
-    threads: int
-    checkpoint: str | None = None
-    """The checkpoint to go on from: a folder, or the address of one in an object store."""
-    from_memory: bool = False
-    """Whether to go on from the state in the agent's memory."""
-    from_step: int = 0
-    recipe_changes: dict[str, Any] = {}
-    source: Literal["memory", "disk", "store", "start"] | None = None
-    """Where the agent itself took the state from, after an attempt that failed."""
-    notes: list[str] = []
-    """What the user should know before it starts."""
-    faults: FaultPlan = FaultPlan()
-    trial: Trial | None = None
-    """What workers do instead of training."""
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder, by its parts."""
-        return RunFolder(self.run)
-
-
-@dataclass
-class _Watch:
-    """What the agent knows of its workers."""
-
-    pids: dict[int, int] = field(default_factory=dict)
-    codes: dict[int, int] = field(default_factory=dict)
-    first_failure: tuple[int, int] | None = None
-    stops_passed_on: int = 0
 
 
 class _StoppedEarly(Exception):
     """A stop was asked for before there was a worker to tell."""
 
 
+@dataclass
+class _Agent:
+    """What an agent has from its beginning to its end."""
+
+    wishes: Wishes
+    crew: Crew
+    saves: Saves
+    lookout: Lookout
+    kept: Kept
+    tick: Callable[[], None]
+    recorder: Recorder
+    """Of the attempt under way."""
+    _last: float = field(default_factory=time.monotonic)
+    _signed: float = 0.0
+
+    def pulse(self) -> None:
+        """Called again and again; writes a sign of life now and then, so that a killed agent's time is not lost."""
+        now = time.monotonic()
+        if now - self._last > STOOD_STILL_S:
+            self.recorder.event("woken", text=f"the agent stood still for {now - self._last:.1f} s; the run went on")
+        if now - self._signed >= SIGN_OF_LIFE_S:
+            self._signed = now
+            self.recorder.event("alive")
+        self._last = now
+        self.tick()
+
+
 def supervise(
     attempt: Attempt,
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
     warm: Zygote | None = None,
+    kept: Kept | None = None,
 ) -> Outcome:
     """Run to the end, over as many attempts as it takes; `on_tick` is called a few times a second for a live view.
 
     The first SIGINT or SIGTERM has the workers save and stop, the second stops them at once. Workers are forked
-    from `warm` if there is such a zygote, which is left running; else from one of the run's own.
+    from `warm` if there is such a zygote, which is left running; else from one of the run's own. `kept` is what an
+    agent that died has left with its keeper.
     """
-    run = attempt.folder
-    recipe = read_recipe(run)
-    patience = _Patience(recipe, attempt)
+    run, kept = attempt.folder, kept or Kept()
+    recipe, first, orphaned = read_recipe(run), attempt, kept.take("attempt")
+    if orphaned is not None:
+        first, attempt = (Attempt.model_validate(orphaned.fields[which]) for which in ("first", "now"))
     with (
         hold(run),
-        _signals() as stops,
-        contextlib.closing(Saves(run, recipe, attempt.faults)) as saves,
-        _zygote(attempt, warm) as zygote,
+        listen() as wishes,
+        contextlib.closing(Saves(run, recipe, attempt.faults, kept)) as saves,
+        _zygote(attempt, warm, kept) as zygote,
+        contextlib.closing(Lookout(run, recipe, attempt.workers, attempt.faults, kept)) as lookout,
+        contextlib.closing(Crew(zygote, kept)) as crew,
     ):
-        recovery: Recovery | None = Recovery("restart", "start", 0, "")
-        while recovery is not None:
-            with contextlib.closing(_recorder(attempt)) as recorder:
-                pulse = _pulse(recorder, lambda: on_tick(stops.asked))
-                life = _live(attempt, stops, zygote, saves, recorder, pulse)
-                recovery = None
-                if life.outcome.state == "failed" and stops.asked < 2 and attempt.trial is None:
-                    recovery = recover(patience.situation(run, attempt, life, saves))
-                    if recovery.action == "stop" or stops.asked:
-                        # A run that fails for good leaves what it has: a state in memory becomes a checkpoint.
-                        saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
-                        saves.rescue(list_checkpoints(run.checkpoints))
-                        saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
-                        if life.died and recipe.train.restarts and not stops.asked:
-                            life = replace(life, outcome=_given_up(life.outcome, recovery))
-                        recovery = None
-                way_on: dict[str, Any] = {} if recovery is None else {"recovery": recovery.reason}
-                recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **way_on)
-            if recovery is not None:
-                attempt = patience.again(attempt, recovery)
-        on_tick(stops.asked)
+        agent = _Agent(wishes, crew, saves, lookout, kept, lambda: on_tick(wishes.asked), _recorder(attempt))
+        while True:
+            kept.put("attempt", first=first.model_dump(mode="json"), now=attempt.model_dump(mode="json"))
+            with contextlib.closing(agent.recorder):
+                life = None if orphaned is None else _inherit(attempt, agent)
+                life, way, orphaned = life or _live(attempt, agent), None, None
+                if life.outcome.state == "failed" and wishes.asked < 2 and attempt.trial is None:
+                    life, way = _find_a_way(attempt, first, life, agent)
+                told: dict[str, Any] = {} if life.failure is None else {"failure": as_fields(life.failure)}
+                told |= {} if way is None else {"recovery": way.recovery.reason}
+                agent.recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **told)
+            if way is None:
+                break
+            attempt = _again(attempt, way)
+            agent.recorder = _recorder(attempt)
+        on_tick(wishes.asked)
     return life.outcome
 
 
-@dataclass
-class _Stops:
-    """How often somebody has asked the run to stop."""
-
-    asked: int = 0
+# -- the way on
 
 
 @dataclass(frozen=True)
 class _Life:
-    """How an attempt ended, and the signal that took its first worker, if it was one."""
+    """How an attempt ended."""
 
     outcome: Outcome
-    died: bool = False
-    damaged: bool = False
+    ended: Ended
+    failure: Failure | None = None
 
 
-def _live(
-    attempt: Attempt, stops: _Stops, zygote: Zygote, saves: Saves, recorder: Recorder, pulse: Callable[[], None]
-) -> _Life:
+def _find_a_way(attempt: Attempt, first: Attempt, life: _Life, agent: _Agent) -> tuple[_Life, Way | None]:
+    """After an attempt that failed: gather the situation, decide, and leave what there is if it is over."""
+    run, saves = attempt.folder, agent.saves
+    failure = life.failure or failure_of(attempt, life.ended, life.outcome, saves.memory.step)
+    life, way = replace(life, failure=failure), _decide(attempt, first, failure, agent)
+    recovery = way.recovery
+    if recovery.action == "restart" and not agent.wishes.asked and _pause(recovery.pause_s, agent):
+        return life, way
+    _rescue(run, agent)
+    if failure.cause != "other" and read_recipe(run).train.restarts and not agent.wishes.asked:
+        reason = recovery.reason + life.outcome.reason.removeprefix(failure.what)
+        life = replace(life, outcome=replace(life.outcome, reason=reason))
+    return life, None
+
+
+def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: _Agent) -> Way:
+    """Gather the situation and ask recover."""
+    run, recipe, memory = attempt.folder, read_recipe(attempt.folder), agent.saves.memory.step
+    before = failures_before(run, attempt.number)
+    known = ways(run, recipe, first, (*before, failure), None if memory < 0 else memory)
+    return known.take(recover(Situation(failure, before, rules_of(recipe), known.states), time.time()))
+
+
+def _inherit(attempt: Attempt, agent: _Agent) -> _Life | None:
+    """This agent follows one that died: it takes over the memory, and the workers if they were well under way.
+
+    If they were not, the attempt has failed.
+    """
+    saves, recorder = agent.saves, agent.recorder
+    saves.start(attempt.number, attempt.workers, recorder, read_recipe(attempt.folder))
+    agent.crew.take_over()
+    for rank, line in agent.crew.lines().items():
+        saves.listen(rank, line)
+    saves.take_over()
+    reached = max(saves.memory.step, last_step(attempt.folder, attempt))
+    failure = Failure("agent died", "the agent died", reached + 1, reached, at=time.time())
+    if agent.crew.empty:
+        saves.end()
+        return _Life(Outcome("failed", failure.what, f"headway resume {attempt.run.name}"), Ended(), failure)
+    recorder.event("adopted", text=recover(Situation(failure, workers_live=True), time.time()).reason)
+    return None
+
+
+def _rescue(run: RunFolder, agent: _Agent) -> None:
+    """A run that fails for good leaves what it has: a state in memory becomes a checkpoint."""
+    agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
+    agent.saves.rescue(list_checkpoints(run.checkpoints))
+    agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
+
+
+def rules_of(recipe: Recipe) -> Rules:
+    """What a recipe says of failures."""
+    health = recipe.health
+    return Rules(recipe.train.restarts, health.if_not_finite, health.if_spike, health.rate_factor)
+
+
+def _pause(seconds: float, agent: _Agent) -> bool:
+    """Wait before another try; False when somebody wants it to stop meanwhile."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not agent.wishes.asked:
+        time.sleep(POLL_S)
+        agent.pulse()
+    return not agent.wishes.asked
+
+
+def _again(attempt: Attempt, way: Way) -> Attempt:
+    """The attempt that carries a recovery out, with the recipe that it needs."""
+    recovery, run = way.recovery, attempt.folder
+    recipe = read_recipe(run)
+    changed: dict[str, Any] = {}
+    if recovery.skip is not None:
+        skip = tuple(sorted((*recipe.data.skip, recovery.skip)))
+        changed["data.skip"] = [recipe.data.skip, skip]
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"skip": skip})})
+    if recovery.cut is not None:
+        cuts = (*recipe.train.rate_cuts, recovery.cut)
+        changed["train.rate_cuts"] = [recipe.train.rate_cuts, cuts]
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"rate_cuts": cuts})})
+    if changed:
+        write_json(run.recipe_file, recipe.model_dump())
+    return attempt.model_copy(
+        update={
+            "number": attempt.number + 1,
+            "checkpoint": way.address,
+            "from_memory": recovery.source == "memory",
+            "source": recovery.source,
+            "from_step": recovery.step,
+            "recipe_changes": changed,
+            "judge": way.judge,
+            "doubt": way.doubt,
+            "accept": (*attempt.accept, *([] if recovery.accept is None else [recovery.accept])),
+            "notes": [recovery.reason],
+        }
+    )
+
+
+# -- one attempt
+
+
+def _live(attempt: Attempt, agent: _Agent) -> _Life:
     """One attempt, from the first process to the last word about it."""
-    run, watch = attempt.folder, _Watch()
+    run, saves, recorder, wishes = attempt.folder, agent.saves, agent.recorder, agent.wishes
+    ended = Ended()
+    kills_before = out_of_memory_kills()
+    try:
+        if agent.crew.empty:
+            _start(attempt, agent)
+        # 3 watch them to the end
+        _watch_workers(attempt, agent, ended)
+        recorder.event("begin", name="shutdown")
+        saves.end()
+        agent.kept.drop("crew")
+        # 4 make the last state durable
+        if ended.first_failure is None:
+            with recorder.span("checkpoint"):
+                saves.finish(agent.pulse, lambda: wishes.asked >= 2, POLL_S)
+        # 5 say how it ended
+        ended.killed_for_memory = out_of_memory_kills() > kills_before
+        outcome = explain_exit(run, attempt.number, ended, wishes.asked, saves.unsaved)
+        if saves.not_uploaded is not None and outcome.state != "failed":
+            outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
+        return _Life(outcome, ended)
+    except _StoppedEarly:
+        hint = f"headway resume {run.name}"
+        return _Life(Outcome("stopped", "stopped on request before the first step", hint), ended)
+    except HeadwayError as error:
+        return _Life(Outcome("failed", error.message, error.hint), ended)
+    finally:
+        agent.crew.dismiss()
+        shutil.rmtree(run.rendezvous, ignore_errors=True)
+
+
+def _start(attempt: Attempt, agent: _Agent) -> None:
+    """Have workers, and tell each what to do."""
+    run, crew, saves, recorder = attempt.folder, agent.crew, agent.saves, agent.recorder
+    saves.start(attempt.number, attempt.workers, recorder, read_recipe(run))
     recorder.event(
         "attempt",
         workers=attempt.workers,
@@ -153,161 +270,90 @@ def _live(
         recipe_changes=attempt.recipe_changes,
         source=attempt.source,
     )
-    kills_before = out_of_memory_kills()
     run.rendezvous.mkdir(exist_ok=True)
-    saves.start(attempt.number, attempt.workers, recorder, _restored(attempt, saves))
-    try:
-        # 1 import torch once
-        with recorder.span("startup"):
-            while not zygote.ready(POLL_S):
-                pulse()
-                if stops.asked:
-                    raise _StoppedEarly
-            # 2 fork the workers; those of a class of the user's own need its first weights
-            if _needs_drawing(run):
-                _draw(zygote, attempt, stops, pulse)
+    # 1 import torch once
+    with recorder.span("startup"):
+        while not crew.zygote.ready(POLL_S):
+            agent.pulse()
+            if agent.wishes.asked:
+                raise _StoppedEarly
+        crew.zygote.keep(agent.kept)
+        # 2 fork the workers; those of a class of the user's own need its first weights
+        if _needs_drawing(run):
+            _draw(attempt, agent)
+        crew.fork(attempt.workers)
+        agent.lookout.begin()
+        with saves.kept_files(attempt.from_memory) as (memory, files):
             for rank in range(attempt.workers):
-                with contextlib.closing(saves.open_line(rank)) as line:
-                    zygote.fork(_assignment(attempt, rank), line)
-        # 3 watch them to the end
-        _watch_workers(zygote, attempt, watch, stops, saves, recorder, pulse)
-        recorder.event("begin", name="shutdown")
-        saves.end()
-        # 4 make the last state durable
-        if watch.first_failure is None:
-            with recorder.span("checkpoint"):
-                saves.finish(pulse, lambda: stops.asked >= 2, POLL_S)
-        # 5 say how it ended
-        for_memory = out_of_memory_kills() > kills_before
-        outcome = explain_exit(
-            run, attempt.number, watch.codes, watch.first_failure, stops.asked,
-            killed_for_memory=for_memory, unsaved=saves.unsaved,
-        )  # fmt: skip
-        if saves.not_uploaded is not None and outcome.state != "failed":
-            outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
-        died = watch.first_failure is not None and watch.first_failure[1] < 0 and not for_memory
-        return _Life(outcome, died=died, damaged=_said_damaged(run, attempt))
-    except _StoppedEarly:
-        return _Life(Outcome("stopped", "stopped on request before the first step", f"headway resume {run.name}"))
-    except HeadwayError as error:
-        return _Life(Outcome("failed", error.message, error.hint))
-    finally:
-        shutil.rmtree(run.rendezvous, ignore_errors=True)
+                descriptors = [agent.lookout.pulses.descriptor, *memory]
+                line = crew.assign(assignment(attempt, rank), descriptors, files=files)
+                saves.listen(rank, line)
 
 
-class _Patience:
-    """How often a run may still be started again, and from which states."""
-
-    def __init__(self, recipe: Recipe, first: Attempt) -> None:
-        self._most = self._left = recipe.train.restarts
-        self._store, self._first, self._furthest = recipe.checkpoint.store, first, first.from_step
-        self._damaged = set[str]()
-        self._found: dict[str, Saved | None] = {}
-
-    def situation(self, run: RunFolder, attempt: Attempt, life: _Life, saves: Saves) -> Situation:
-        """What recover needs to know, after an attempt that failed."""
-        snapshot = saves.memory.restorable()
-        step = max(_last_step(run, attempt), -1 if snapshot is None else snapshot.step)
-        if step > self._furthest:
-            self._furthest, self._left = step, self._most
-        left = self._left
-        if life.damaged and attempt.checkpoint is not None:
-            self._damaged.add(attempt.checkpoint)
-        elif life.died:
-            self._left -= 1
-        disk, _ = newest_on_disk(run.checkpoints, self._damaged)
-        asks_store = life.damaged or (disk is None and snapshot is None)
-        store = newest_in_store(run, self._store, self._damaged)[0] if asks_store else None
-        self._found = {"disk": disk, "store": store}
-        return Situation(
-            cause="damaged" if life.damaged else "died" if life.died else "other",
-            what=_what(life.outcome),
-            restarts_left=left,
-            memory_step=None if snapshot is None else snapshot.step,
-            disk_steps=() if disk is None else (disk.step,),
-            store_steps=() if store is None else (store.step,),
-            can_start_over=self._first.checkpoint not in self._damaged,
-        )
-
-    def again(self, attempt: Attempt, recovery: Recovery) -> Attempt:
-        """The attempt that carries a recovery out; the beginning is where this agent's first attempt began."""
-        start = Saved(self._first.from_step, self._first.checkpoint) if self._first.checkpoint else None
-        saved = self._found.get(recovery.source) if recovery.source in self._found else start
-        from_memory = recovery.source == "memory"
-        return attempt.model_copy(
-            update={
-                "number": attempt.number + 1,
-                "checkpoint": None if from_memory or saved is None else saved.address,
-                "from_memory": from_memory,
-                "source": recovery.source,
-                "from_step": recovery.step if from_memory else saved.step if saved else 0,
-                "recipe_changes": {},
-                "notes": [recovery.reason],
-            }
-        )
+def _watch_workers(attempt: Attempt, agent: _Agent, ended: Ended) -> None:
+    """Until every worker has ended: hear exits and saves, pass stops on, look for hangs, end all when one failed."""
+    crew, saves, deadline, passed_on, held = agent.crew, agent.saves, None, 0, False
+    known = dict[int, int]()
+    while len(ended.exits) < attempt.workers:
+        select.select([crew.zygote.fileno(), *(line.fileno() for line in saves.lines())], [], [], POLL_S)
+        for one in crew.hear():
+            ended.exits.append(one)
+            agent.recorder.event("exit", rank=one.rank, code=one.code)
+        for rank, pid in crew.pids().items():
+            if known.get(rank) != pid:
+                known[rank] = pid
+                agent.recorder.event("worker", rank=rank, pid=pid)
+        saves.hear()
+        if not held and saves.steady and len(known) == attempt.workers and not ended.exits:
+            held = True
+            crew.keep()
+            crew.fork(attempt.workers)  # spares, for a restart
+        agent.pulse()
+        passed_on = _pass_stops_on(attempt, agent, passed_on)
+        hang = None if ended.exits else agent.lookout.look(attempt, crew.pids(), agent.recorder)
+        if hang is not None:
+            ended.hang = hang
+            crew.signal(signal.SIGKILL)
+        if ended.first_failure and deadline is None:
+            deadline = time.monotonic() + LAST_WORDS_S
+        if deadline is not None and time.monotonic() > deadline:
+            crew.signal(signal.SIGKILL)
 
 
-def _what(outcome: Outcome) -> str:
-    """What happened, without the end of a log."""
-    return outcome.reason.partition("; the end of its log")[0]
+def _pass_stops_on(attempt: Attempt, agent: _Agent, passed_on: int) -> int:
+    """A stop asked for before all workers exist waits for the last of them."""
+    asked = agent.wishes.asked
+    if asked == passed_on:
+        return passed_on
+    if asked >= 2:
+        agent.crew.signal(signal.SIGKILL)
+        return passed_on
+    if len(agent.crew.pids()) < attempt.workers:
+        return passed_on
+    agent.crew.signal(signal.SIGTERM)
+    return asked
 
 
-def _given_up(outcome: Outcome, recovery: Recovery) -> Outcome:
-    """The outcome of a run that is not started again, which says so."""
-    return replace(outcome, reason=recovery.reason + outcome.reason.removeprefix(_what(outcome)))
-
-
-def _restored(attempt: Attempt, saves: Saves) -> Snapshot | None:
-    return saves.memory.restorable() if attempt.from_memory else None
-
-
-def _last_step(run: RunFolder, attempt: Attempt) -> int:
-    """The last step that an attempt recorded."""
-    path = record_path(run.events, attempt.number, "rank-0")
-    events = read_record(path).events if path.exists() else []
-    return next((event["step"] for event in reversed(events) if event["kind"] == "step"), attempt.from_step)
-
-
-def _said_damaged(run: RunFolder, attempt: Attempt) -> bool:
-    """Whether a worker found the state to go on from damaged."""
-    for rank in range(attempt.workers):
-        path = record_path(run.events, attempt.number, f"rank-{rank}")
-        events = read_record(path).events if path.exists() else []
-        if any(event["kind"] == "error" and event["type"] == "DamagedState" for event in events):
-            return True
-    return False
-
-
-def _pulse(recorder: Recorder, tick: Callable[[], None]) -> Callable[[], None]:
-    """Called again and again; writes a sign of life now and then, so that a killed agent's time is not lost."""
-    last = time.monotonic()
-
-    def pulse() -> None:
-        nonlocal last
-        if time.monotonic() - last >= SIGN_OF_LIFE_S:
-            last = time.monotonic()
-            recorder.event("alive")
-        tick()
-
-    return pulse
+# -- the first weights of a class of the user's own
 
 
 def _needs_drawing(run: RunFolder) -> bool:
     return read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial)
 
 
-def _draw(zygote: Zygote, attempt: Attempt, stops: _Stops, pulse: Callable[[], None]) -> None:
+def _draw(attempt: Attempt, agent: _Agent) -> None:
     """Have a process of its own make the first weights, before there are workers; raises what it could not."""
-    zygote.fork(_assignment(attempt, 0, draw=True))
-    pid, code = 0, None
+    crew, asked = agent.crew, agent.wishes
+    crew.fork(1)
+    crew.assign(assignment(attempt, 0, draw=True), [])
+    code = None
     while code is None:
-        for message in zygote.messages(POLL_S):
-            pid, code = message.fields["pid"], message.fields.get("code")
-        pulse()
-        if stops.asked and pid and code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it leaves nothing or all
-    if stops.asked:
+        select.select([crew.zygote.fileno()], [], [], POLL_S)
+        code = next((one.code for one in crew.hear()), None)
+        agent.pulse()
+        if asked.asked:
+            crew.signal(signal.SIGKILL)  # it leaves nothing or all
+    if asked.asked:
         raise _StoppedEarly
     if code:
         raise _why_not_drawn(attempt.folder, attempt.number, code)
@@ -324,128 +370,26 @@ def _why_not_drawn(run: RunFolder, attempt: int, code: int) -> WorkerError:
     return WorkerError(f"the process that draws the weights {how}; the end of its log: {last_lines(log, 3)}", hint=hint)
 
 
-def _watch_workers(
-    zygote: Zygote,
-    attempt: Attempt,
-    watch: _Watch,
-    stops: _Stops,
-    saves: Saves,
-    recorder: Recorder,
-    pulse: Callable[[], None],
-) -> None:
-    """Until every worker has ended: hear exits and saves, pass stops on, end the others when one has failed."""
-    deadline: float | None = None
-    while len(watch.codes) < attempt.workers:
-        select.select([zygote.fileno(), *(line.fileno() for line in saves.lines())], [], [], POLL_S)
-        for message in zygote.messages(0.0):
-            _hear(message, watch, recorder)
-        saves.hear()
-        pulse()
-        _pass_stops_on(attempt, watch, stops)
-        if watch.first_failure and deadline is None:
-            deadline = time.monotonic() + LAST_WORDS_S
-        if deadline is not None and time.monotonic() > deadline:
-            _signal_workers(watch, signal.SIGKILL)
-
-
-def _hear(message: Message, watch: _Watch, recorder: Recorder) -> None:
-    rank, pid, code = (message.fields.get(key, -1) for key in ("rank", "pid", "code"))
-    if message.kind == "forked":
-        watch.pids[rank] = pid
-        recorder.event("worker", rank=rank, pid=pid)
-    elif message.kind == "exit":
-        del watch.pids[rank]
-        watch.codes[rank] = code
-        recorder.event("exit", rank=rank, code=code)
-        if code not in (0, Outcome.STOPPED_CODE) and watch.first_failure is None:
-            watch.first_failure = (rank, code)
-
-
-def _pass_stops_on(attempt: Attempt, watch: _Watch, stops: _Stops) -> None:
-    """A stop asked for before all workers exist waits for the last of them."""
-    if stops.asked == watch.stops_passed_on:
-        return
-    if stops.asked >= 2:
-        _signal_workers(watch, signal.SIGKILL)
-    elif len(watch.pids) + len(watch.codes) == attempt.workers:
-        _signal_workers(watch, signal.SIGTERM)
-        watch.stops_passed_on = stops.asked
-
-
-def _signal_workers(watch: _Watch, number: signal.Signals) -> None:
-    for pid in watch.pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+# -- what an agent needs
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Stops]:
-    """Count SIGINT, SIGTERM and SIGHUP (a terminal that closes) instead of dying of them."""
-    stops = _Stops()
-
-    def count(*_: object) -> None:
-        stops.asked += 1
-
-    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _zygote(attempt: Attempt, warm: Zygote | None) -> Iterator[Zygote]:
+def _zygote(attempt: Attempt, warm: Zygote | None, kept: Kept) -> Iterator[Zygote]:
     if warm is not None:
         yield warm
         return
-    attempt.folder.logs.mkdir(exist_ok=True)
-    zygote = Zygote(attempt.folder.logs / f"{attempt.number:04d}-zygote.log", worker_environment(attempt))
+    thing = kept.take("zygote")
+    if thing is not None:
+        zygote = Zygote.take_over(thing.descriptors[0], **thing.fields)
+    else:
+        attempt.folder.logs.mkdir(exist_ok=True)
+        log = attempt.folder.logs / f"{attempt.number:04d}-zygote.log"
+        zygote = Zygote.start(log, worker_environment(attempt))
     try:
         yield zygote
     finally:
+        kept.drop("zygote")
         zygote.close()
-
-
-def worker_environment(attempt: Attempt) -> dict[str, str]:
-    """Workers talk to each other over loopback only, with a thread count that is part of the exactness promise."""
-    threads = str(attempt.threads)
-    return os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-        # Workers import what is installed or what the user put onto PYTHONPATH, and not whatever lies about here.
-        "PYTHONSAFEPATH": "1",
-        # With deterministic = true cuBLAS needs this before its first call; it costs nothing otherwise.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-
-
-def _assignment(attempt: Attempt, rank: int, draw: bool = False) -> Assignment:
-    process = "draw" if draw else f"rank-{rank}"
-    return Assignment(
-        run=str(attempt.run),
-        attempt=attempt.number,
-        rank=rank,
-        workers=attempt.workers,
-        device=attempt.device,
-        threads=attempt.threads,
-        log=str(attempt.folder.logs / f"{attempt.number:04d}-{process}.log"),
-        rendezvous=_rendezvous(attempt),
-        asked_ns=time.monotonic_ns(),
-        checkpoint=attempt.checkpoint,
-        from_memory=attempt.from_memory,
-        draw=draw,
-        trial=attempt.trial,
-        faults=attempt.faults,
-    )
-
-
-def _rendezvous(attempt: Attempt) -> str:
-    """A new file for every attempt: workers that found a former attempt's addresses would hang."""
-    return str(attempt.folder.rendezvous / f"{attempt.number:04d}")
 
 
 def _recorder(attempt: Attempt) -> Recorder:

@@ -1,31 +1,40 @@
 """The agent's end of the zygote: a process that has imported torch and forks workers on request.
 
 The other end is `headway.train.zygote`. They speak over a line (state/line.py); when this end closes, for whatever
-reason, the zygote kills its workers and goes.
+reason, the zygote kills its workers and goes. A keeper that holds this end too has them outlive an agent.
 """
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from headway.agent.kept import Kept
 from headway.errors import WorkerError
-from headway.recipe import Assignment
 from headway.state import Line, LineClosed, Message
 
-__all__ = ["Zygote"]
+__all__ = ["Zygote", "last_lines"]
+
+CLOSE_S = 10.0
 
 
 class Zygote:
-    """Starts the zygote process and talks to it."""
+    """Talks to the zygote process; `start` starts one, another agent may take it over."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, line: Line, pid: int, log: Path, ready: bool = False) -> None:
+        self._line, self.pid, self._log, self._ready = line, pid, log, ready
+
+    @classmethod
+    def start(cls, log: Path, environment: Mapping[str, str]) -> "Zygote":
+        """A new one, in a session of its own: Ctrl-C on the terminal reaches the agent alone, which stops workers."""
         ours, theirs = Line.pair()
         with contextlib.closing(theirs), log.open("ab") as output:
-            # A session of its own: Ctrl-C on the terminal reaches the agent alone, which then stops the workers.
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "headway.train.zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -34,9 +43,19 @@ class Zygote:
                 env=dict(environment),
                 start_new_session=True,
             )
-        self._log = log
-        self._line = ours
-        self._ready = False
+        process.returncode = 0  # it is waited for by its id, by whichever agent has it then
+        return cls(ours, process.pid, log)
+
+    @classmethod
+    def take_over(cls, descriptor: int, pid: int, log: str) -> "Zygote":
+        """That of an agent that died."""
+        line = Line(socket.socket(fileno=descriptor))
+        line.take_over()
+        return cls(line, pid, Path(log), ready=True)
+
+    def keep(self, kept: Kept) -> None:
+        """Have the keeper hold it too."""
+        kept.put("zygote", [self._line.fileno()], pid=self.pid, log=str(self._log))
 
     def fileno(self) -> int:
         """For select."""
@@ -48,16 +67,20 @@ class Zygote:
             self._ready = any(message.kind == "ready" for message in self.messages(timeout_s))
         return self._ready
 
-    def fork(self, assignment: Assignment, line: Line | None = None) -> None:
-        """Ask for one worker, which gets the line; a `forked` message with its rank and pid answers."""
-        self._line.send("fork", [] if line is None else [line.fileno()], assignment=assignment.model_dump(mode="json"))
+    def fork(self, number: int, line: Line) -> None:
+        """Ask for one worker, which gets the line; a `forked` message with this id and its pid answers."""
+        self._line.send("fork", [line.fileno()], id=number)
+
+    def ask(self) -> None:
+        """Have it tell again who lives and who has ended."""
+        self._line.send("list")
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """What the zygote has to say by then: `ready`, `forked` (rank, pid), `exit` (rank, pid, code)."""
+        """What the zygote has to say by then: `ready`, `forked` (id, pid), `exit` (pid, code), `listed` (living)."""
         try:
             return self._line.receive(timeout_s)
         except LineClosed:
-            code = self._process.wait()
+            code = _wait_for(self.pid, None)
             raise WorkerError(
                 f"the process that starts workers ended with status {code}: {last_lines(self._log, 3)}",
                 hint=f"its log is {self._log}",
@@ -65,18 +88,33 @@ class Zygote:
 
     def kill(self) -> None:
         """End it at once, in the middle of an import if need be; workers die with it."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the zygote and whatever workers it still has, in the middle of its imports if need be."""
         self._line.close()
         if not self._ready:
             self.kill()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
+        if _wait_for(self.pid, CLOSE_S) is None:
             self.kill()
-            self._process.wait()
+            _wait_for(self.pid, None)
+
+
+def _wait_for(pid: int, timeout_s: float | None) -> int | None:
+    """The status a process ended with, whether it is this one's child or that of an agent that died (then 0)."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            if not Path(f"/proc/{pid}").exists():
+                return 0
+        if deadline is not None and time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
 
 
 def last_lines(log: Path, count: int) -> str:

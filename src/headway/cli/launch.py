@@ -3,14 +3,15 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from headway.agent import Attempt, supervise
+from headway.agent import Attempt, keep
 from headway.cli.text import print_json
 from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
 from headway.track import holder, read_plan, read_recipe, summarize
 
-__all__ = ["launch"]
+__all__ = ["launch", "start_keeper"]
 
 DETACH_TIMEOUT_S = 20.0
 
@@ -24,7 +25,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     if detach:
         for note in attempt.notes:
             tell(f"note: {note}")
-        pid = start_agent(attempt)
+        pid = wait_for_agent(attempt, start_keeper(attempt))
         if json:
             print_json({"run": name, "agent": pid, "plan": planned})
         else:
@@ -35,7 +36,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
             )
         return
     with open_view(attempt, quiet=json) as view:
-        outcome = supervise(attempt, on_tick=view.tick)
+        outcome = keep(attempt, on_tick=view.tick)
     if outcome.state == "failed":
         raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint)
     summary = summarize(attempt.folder)
@@ -51,19 +52,18 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
 
 
 def main() -> int:
-    """The agent as a process of its own: supervises the attempt given as JSON on standard input."""
+    """A keeper without a terminal: has the attempt that comes as JSON on standard input run to its end."""
     attempt = Attempt.model_validate_json(sys.stdin.read())
     with open_view(attempt, quiet=False) as view:
-        outcome = supervise(attempt, on_tick=view.tick)
+        outcome = keep(attempt, on_tick=view.tick)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 
 
-def start_agent(attempt: Attempt) -> int:
-    """An agent in a session of its own; returns its process id once it holds the run."""
+def start_keeper(attempt: Attempt) -> "subprocess.Popen[bytes]":
+    """A keeper in a session of its own, which runs the attempt to the run's end."""
     attempt.folder.logs.mkdir(exist_ok=True)
-    log = attempt.folder.logs / f"{attempt.number:04d}-agent.log"
-    with log.open("ab") as output:
+    with keeper_log(attempt).open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.cli.launch"],
             stdin=subprocess.PIPE,
@@ -74,12 +74,23 @@ def start_agent(attempt: Attempt) -> int:
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(attempt.model_dump_json().encode())
+    return process
+
+
+def keeper_log(attempt: Attempt) -> Path:
+    """Where it prints what a terminal would show."""
+    return attempt.folder.logs / f"{attempt.number:04d}-keeper.log"
+
+
+def wait_for_agent(attempt: Attempt, keeper: "subprocess.Popen[bytes]") -> int:
+    """The process id of a keeper's agent, once that holds the run."""
     deadline = time.monotonic() + DETACH_TIMEOUT_S
-    while holder(attempt.folder) != process.pid:
-        if process.poll() is not None or time.monotonic() > deadline:
+    while (pid := holder(attempt.folder)) is None:
+        if keeper.poll() is not None or time.monotonic() > deadline:
+            log = keeper_log(attempt)
             raise RunError(f"the agent of {attempt.run.name} did not start", hint=f"its log is {log}")
         time.sleep(0.02)
-    return process.pid
+    return pid
 
 
 if __name__ == "__main__":

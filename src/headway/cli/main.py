@@ -9,6 +9,7 @@ import typer
 
 from headway import __version__
 from headway.cli import (
+    chaos,
     check,
     checkpoint,
     data,
@@ -17,11 +18,13 @@ from headway.cli import (
     logs,
     metrics,
     plan,
+    ps,
     recipe,
     report,
     resume,
     runs,
     sample,
+    stacks,
     stop,
     train,
 )
@@ -46,11 +49,14 @@ app.command()(train.train)
 app.command()(resume.resume)
 app.command()(stop.stop)
 app.command()(runs.runs)
+app.command()(ps.ps)
 app.command()(report.report)
 app.command()(metrics.metrics)
 app.command()(logs.logs)
+app.command()(stacks.stacks)
 app.command()(diff.diff)
 app.command()(check.check)
+app.command()(chaos.chaos)
 app.command()(sample.sample)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")

@@ -25,14 +25,16 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
     plan = read_plan(folder)
-    foretold = _foretold(plan, records)
+    foretold, replicas = _foretold(plan, records), _replicas(folder, records)
     if json:
-        print_json(_document(folder, summarize(folder), ledger, exact) | {"plan": _plan_document(foretold, ledger)})
+        more = {"plan": _plan_document(foretold, ledger), "replicas": None if replicas is None else replicas._asdict()}
+        print_json(_document(folder, summarize(folder), ledger, exact) | more)
     else:
         if plan is not None and plan.assumed:
             foretold = None  # a CPU's speed is assumed: nothing to hold a measurement against
         peak = _facts(records).get("peak_source") or "the device's peak"
-        print("\n".join(_text(summarize(folder), ledger, foretold, exact, str(peak), _damage(records))))
+        below = [*_damage(records), *_corruption(replicas)]
+        print("\n".join(_text(summarize(folder), ledger, foretold, exact, str(peak), below)))
 
 
 class _Foretold(NamedTuple):
@@ -56,14 +58,14 @@ def _text(
     foretold: _Foretold | None,
     exact: dict[str, Any],
     peak: str,
-    damage: list[str],
+    below: list[str],
 ) -> list[str]:
     lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(foretold, ledger)), ""]
     lines += [*_useful(ledger, peak), *_plan(foretold, ledger), *_loss(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
         lines += [f"  {_clock(incident.wall)}  {incident.text}" for incident in ledger.incidents]
-    lines += damage
+    lines += below
     if exact["chain"]:
         lines.append(f"exact: chain {exact['chain']} at step {exact['step']}")
     if exact["digest"]:
@@ -82,6 +84,41 @@ def _damage(records: "list[Record]") -> list[str]:
         for record in records
         if record.skipped
     ]
+
+
+class _Replicas(NamedTuple):
+    """How often a run's replicas were compared."""
+
+    copies: int
+    """Replicas on the mesh that it ran on last."""
+    compared: int
+    last_step: int | None
+    """The last step after which they were, and were equal."""
+
+
+def _replicas(folder: "RunFolder", records: "list[Record]") -> _Replicas | None:
+    """What is known of a run's replicas; None where it never got as far as to a mesh."""
+    from pydantic_core import from_json
+
+    try:
+        copies = int(from_json(folder.environment_file.read_bytes())["mesh"].get("replicate", 1))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    leaders = [record for record in records if record.header.rank == 0]
+    steps = [event.get("step") for record in leaders for event in record.events if event["kind"] == "replicas"]
+    return _Replicas(copies, len(steps), steps[-1] if steps else None)
+
+
+def _corruption(replicas: _Replicas | None) -> list[str]:
+    """Whether silent corruption would have been found."""
+    if replicas is None:
+        return []
+    if replicas.copies < 2:
+        return ["silent corruption: cannot be found on this mesh (no replicas to compare)"]
+    if not replicas.compared:
+        return ["silent corruption: replicas have not been compared (health.compare_every_steps)"]
+    times = f"{replicas.compared:,} time{'s' * (replicas.compared != 1)}"
+    return [f"silent corruption: replicas compared {times}, last at step {replicas.last_step}"]
 
 
 def _wrap(line: str) -> list[str]:

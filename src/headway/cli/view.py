@@ -32,7 +32,9 @@ GIB = 2**30
 """Data sheets call so many bytes a "GB" of device memory."""
 ACCOUNTS = {
     "startup": "start-up",
+    "context": "start-up",
     "restore": "start-up",
+    "buffers": "start-up",
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",

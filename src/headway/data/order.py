@@ -4,14 +4,14 @@ A shard is cut into disjoint windows of seq + 1 tokens, numbered over all shards
 by the data version alone, puts some windows aside for evaluation; each epoch then goes through the others
 in an order keyed by (version, seed, epoch). Sample n of a run is position n % training of epoch n //
 training. The place in the run, its cursor, is the number of samples seen so far; ranks and workers only
-choose rows of a step.
+choose rows of a step. Samples that a recipe passes over (`data.skip`) are jumped by the cursor.
 
 The permutations are Feistel networks over a grid a little larger than the number of windows: each sample
 costs a few multiplications, and no index is ever stored.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headway.errors import DataError
 
-__all__ = ["Split", "count_windows", "held_out", "order", "order_at", "split_windows"]
+__all__ = ["Split", "after_skips", "count_windows", "held_out", "order", "order_at", "split_windows"]
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -87,6 +87,18 @@ def order_at(split: Split, seed: int, first: int, offsets: Ids) -> Ids:
         needed, which = np.unique(later, return_inverse=True)
         keys = np.concatenate([_keys(split.key, "epoch", seed, epoch + int(e)) for e in needed], axis=1)[:, which]
     return _divide(split, _permute(position, split.training, keys) + split.held_out)
+
+
+def after_skips(cursor: int, batch: int, skips: Iterable[tuple[int, int]]) -> int:
+    """Where a step's batch begins that would begin at `cursor`, if no sample of `skips` may be in it.
+
+    A batch is consecutive samples: if it would touch a range [first, end), it begins at its end. The ranges are in
+    order and disjoint, so that one look at each is enough.
+    """
+    for first, end in skips:
+        if cursor < end and first < cursor + batch:
+            cursor = end
+    return cursor
 
 
 def held_out(split: Split) -> Ids:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.recipe.faults import FaultPlan
 
-__all__ = ["Assignment", "Trial"]
+__all__ = ["Assignment", "Doubt", "Judge", "Trial"]
 
 
 class Trial(BaseModel):
@@ -18,6 +18,32 @@ class Trial(BaseModel):
     """Where to write losses, gradients and parameters."""
     steps: int
     """How many steps of plain gradient descent to make."""
+
+
+class Judge(BaseModel):
+    """What a step's loss is held against, when it is made again after a spike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    usual: float
+    """The median of the losses before it."""
+    spread: float
+    """Their robust standard deviation."""
+
+
+class Doubt(BaseModel):
+    """A parameter's element that differed between replicas in an attempt before this one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """After which it differed: replicas are compared then in any case."""
+    rank: int
+    """A worker that holds it."""
+    tensor: str
+    index: int
+    """Its number in that worker's part of the tensor, in the order of its memory."""
 
 
 class Assignment(BaseModel):
@@ -47,6 +73,12 @@ class Assignment(BaseModel):
     """The checkpoint to go on from, a folder or an address in an object store; None starts at step 0."""
     from_memory: bool = False
     """Go on from the state in the agent's memory, which comes over the line."""
+    judge: Judge | None = None
+    """A step whose loss was a spike before: what to hold it against now that it comes again."""
+    doubt: Doubt | None = None
+    """What differed between replicas before: the record says what it is this time."""
+    accept: tuple[int, ...] = ()
+    """Steps whose spikes came again and are taken as they are."""
     draw: bool = False
     """Only make the first weights of a class of the user's own, and leave them in the run's folder."""
     trial: Trial | None = None

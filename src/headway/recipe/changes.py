@@ -4,7 +4,7 @@ from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.schema import Checkpoint, Layout, Parallel, Recipe, Store
+from headway.recipe.schema import Checkpoint, Health, Layout, Parallel, Recipe, Store
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
 
@@ -20,6 +20,7 @@ CHANGEABLE = {
     "train.device": "same state on another kind of device",
     "train.restarts": "patience only",
     "train.timeout_s": "patience only",
+    "train.rate_cuts": "the steps from the cut on take smaller strides; those before it stay as they were",
     **{
         f"parallel.{key}": "other workers take the state over exactly; same gradients up to rounding"
         for key in Parallel.model_fields
@@ -29,10 +30,12 @@ CHANGEABLE = {
         for key in Layout.model_fields
     },
     "data.path": "the folder may move; its version must stay",
+    "data.skip": "steps that are still to come see other samples; those before stay as they were",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
+    **{f"health.{key}": "watching only; what it does to the run is recorded" for key in Health.model_fields},
 }
 """Dotted key to why it is safe to change in the middle of a run."""
 

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Checkpoint", "Data", "Eval", "Layout", "Model", "Parallel", "Recipe", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Health", "Layout", "Model", "Parallel", "Recipe", "Train"]
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -190,6 +190,18 @@ def _of_one_kind(values: dict[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in given.items() if v is not None or (_belongs(key, own) and key != "args")}
 
 
+def _in_order(skip: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Ranges of samples that follow each other."""
+    before = 0
+    for first, end in skip:
+        if first >= end:
+            raise ValueError(f"[{first}, {end}] holds no sample: the second number is the first sample after the range")
+        if first < before:
+            raise ValueError(f"[{first}, {end}] begins before the range ahead of it ends, at {before}")
+        before = end
+    return skip
+
+
 class Data(_Section):
     """Which tokens to train on, and how they are cut into sequences."""
 
@@ -203,6 +215,9 @@ class Data(_Section):
     """Share of the windows kept out of training for evaluation; the same windows whatever the seed."""
     mask_boundaries: bool = False
     """Leave out of the loss each token that would be predicted from another document's end."""
+    skip: Annotated[tuple[tuple[NotNegative, Positive], ...], AfterValidator(_in_order)] = ()
+    """Samples of the order that are passed over, as [first, end) by their number in the run. A step whose batch would
+    touch some of them begins after them."""
 
 
 def _renamed(train: Any) -> Any:
@@ -231,6 +246,8 @@ class Train(_Section):
     """Steps over which the learning rate rises from zero; by default a tenth of the steps, 100 at most."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
+    rate_cuts: tuple[tuple[Positive, Annotated[float, Field(gt=0, le=1)]], ...] = ()
+    """(step, factor): from this step on the learning rate is multiplied by the factor."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Decoupled weight decay, on matrices only."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -367,6 +384,25 @@ class Checkpoint(_Section):
     """An object store that checkpoints are also put into."""
 
 
+class Health(_Section):
+    """What counts as numbers gone wrong, how often copies are compared, and what is done when going back does not
+    help."""
+
+    spike_z: Annotated[float, Field(ge=0)] = 50.0
+    """How far above the last losses, in robust standard deviations, a loss is a spike; 0 looks for none."""
+    spike_window: Positive = 64
+    """Losses to compare with; as many must be there first."""
+    if_not_finite: Literal["stop", "skip", "lower-rate"] = "stop"
+    """What to do when a loss or gradient norm that is no number comes again after going back and replaying: stop, pass
+    over the step's samples, or lower the learning rate from that step on."""
+    if_spike: Literal["go-on", "stop", "skip", "lower-rate"] = "go-on"
+    """What to do when a spike comes again after going back and replaying; going on takes it as it is."""
+    rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What "lower-rate" multiplies the learning rate by."""
+    compare_every_steps: NotNegative = 100
+    """Compare the parameters of replicas bit for bit every so many steps, and before every save; 0 never."""
+
+
 class Recipe(_Section):
     """What to train: one complete object, from TOML or from Python."""
 
@@ -386,3 +422,5 @@ class Recipe(_Section):
     """When to measure the loss on held-out windows."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """When to make the state durable, and what to keep."""
+    health: Health = Field(default_factory=Health)
+    """What counts as numbers gone wrong, and what to do then."""

@@ -2,18 +2,21 @@
 
 One buffer takes one worker's state at one step:
 
-    the file of what it trains | the file of what stays as it is | a page of marks
+    the file of what it trains | the file of what stays as it is | marks and a note
 
 each beginning at a page. Both sides plan it from the same pieces, so that nothing but bytes is shared. The memory has
 no name: it is gone when the last process that has it is. The marks say which step is being copied and which one is
-whole; a worker that dies in the middle leaves them different.
+whole; a worker that dies in the middle leaves them different. The note is what else belongs to the state of that step
+(cursor, chain, random state), so that memory alone is enough to go on from.
 """
 
+import json
 import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +30,10 @@ __all__ = ["Buffer", "BufferPlan", "FilePlan", "InMemory", "map_files", "plan_bu
 
 PAGE = 4096
 _MARKS = struct.Struct("<QQ")
-_NEVER = 2**64 - 1
+_LENGTH = struct.Struct("<Q")
+NEVER = 2**64 - 1
+NOTE_BYTES = 16 * PAGE
+"""For the marks and the note; the random state of a CPU and a GPU takes a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class BufferPlan:
     @property
     def bytes(self) -> int:
         """Size of the buffer."""
-        return self.marks + PAGE
+        return self.marks + NOTE_BYTES
 
 
 class Buffer:
@@ -80,7 +86,7 @@ class Buffer:
                 f"no memory for a saved state of {plan.bytes / 1e9:.1f} GB: {error.strerror}",
                 hint="more workers hold less each; checkpoint.memory_gb bounds what is kept",
             ) from error
-        buffer.mark(_NEVER, _NEVER)
+        buffer.mark(NEVER, NEVER)
         for part in plan.parts:
             buffer.memory[part.begin : part.begin + len(part.image.header)] = part.image.header
         return buffer
@@ -89,9 +95,30 @@ class Buffer:
         """Note which step is being copied, and which one is whole."""
         _MARKS.pack_into(self.memory, self.plan.marks, begun, done)
 
+    def write_note(self, note: Mapping[str, Any]) -> None:
+        """Say what else belongs to the state that is being copied."""
+        text = json.dumps(note).encode()
+        begin = self.plan.marks + _MARKS.size + _LENGTH.size
+        assert begin + len(text) <= self.plan.bytes, "a note that does not fit"
+        _LENGTH.pack_into(self.memory, self.plan.marks + _MARKS.size, len(text))
+        self.memory[begin : begin + len(text)] = text
+
+    def read_note(self) -> dict[str, Any]:
+        """What was said of the state in it."""
+        begin = self.plan.marks + _MARKS.size + _LENGTH.size
+        (length,) = _LENGTH.unpack_from(self.memory, self.plan.marks + _MARKS.size)
+        note: dict[str, Any] = json.loads(self.memory[begin : begin + length])
+        return note
+
+    @property
+    def step(self) -> int | None:
+        """The step whose whole state is in it."""
+        begun, done = _MARKS.unpack_from(self.memory, self.plan.marks)
+        return int(done) if begun == done != NEVER else None
+
     def holds(self, step: int) -> bool:
         """Whether the whole state of this step is in it."""
-        return _MARKS.unpack_from(self.memory, self.plan.marks) == (step, step)
+        return self.step == step
 
     def pieces(self, part: FilePlan) -> list[Piece]:
         """The pieces of one of its files, as they lie in memory."""

@@ -1,9 +1,13 @@
 """The line between a worker and its agent: JSON lines over a socket pair, with descriptors beside them.
 
-Both ends use this class. Nothing waits unless asked to: a step looks at what has come, and goes on.
+Both ends use this class. Nothing waits unless asked to: a step looks at what has come, and goes on. An end can be taken
+over by another process: a message that was cut in two by that is passed over.
 """
 
+import contextlib
 import json
+import os
+import re
 import select
 import socket
 from collections import deque
@@ -37,7 +41,6 @@ class Line:
         self._socket = end
         self._unread = b""
         self._descriptors = deque[int]()
-        self._put_back: list[Message] = []
 
     @classmethod
     def pair(cls) -> tuple["Line", "Line"]:
@@ -63,7 +66,7 @@ class Line:
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
         """What has been said by then; None waits for the next word."""
-        messages, self._put_back = self._put_back, []
+        messages = list[Message]()
         while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
@@ -75,18 +78,26 @@ class Line:
                     return messages  # the next call tells
                 raise LineClosed
             *lines, self._unread = (self._unread + received).split(b"\n")
-            messages += [self._message(line) for line in lines]
+            messages += [message for line in lines if (message := self._message(line)) is not None]
         return messages
 
-    def put_back(self, messages: Sequence[Message]) -> None:
-        """Leave messages for whoever receives next."""
-        self._put_back = [*messages, *self._put_back]
+    def take_over(self) -> None:
+        """Begin anew after another process had this end: it may have died in the middle of a word."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next word tells
+            self._socket.sendall(b"\n")
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
-    def _message(self, line: bytes) -> Message:
-        fields = json.loads(line)
+    def _message(self, line: bytes) -> Message | None:
+        """A message; None of half of one, whose other half a dead process has sent or read."""
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            told = re.search(rb'^{"kind": "[^"]*", "descriptors": (\d+)', line)
+            for _ in range(int(told[1]) if told else 0):
+                os.close(self._descriptors.popleft())
+            return None
         descriptors = [self._descriptors.popleft() for _ in range(fields.pop("descriptors"))]
         return Message(fields.pop("kind"), fields, descriptors)

@@ -12,13 +12,16 @@ Every other line is an event, stamped with the nanoseconds since that moment:
     agent   attempt (workers, device, from_step), worker (rank, pid), exit (rank, code), end (outcome, reason)
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
             skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
+            hang (rank, step, phase, seconds, limit, line, stacks, ends), woken, adopted, straggler, each with a `text`;
+            an end that failed has its `failure`, and `recovery` where the run goes on
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
-    rank 0  resumed (step), eval (step, loss), facts (...)
+            doubt (step, value): what a replay found where replicas differed before
+    rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
 
 A step ended at `t`; its compute took the `compute` ns before that, and its wait for data the `data` ns before
-those; of its compute it may have waited `checkpoint` ns for a save's copy. Spans (startup, restore, compile,
-checkpoint, evaluation, shutdown) nest; the innermost one counts.
+those; of its compute it may have waited `checkpoint` ns for a save's copy. Spans (startup, context, restore, buffers,
+compile, checkpoint, evaluation, compare, shutdown) nest; the innermost one counts.
 """
 
 import operator

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from headway.track.events import Event, Header, Record, clock_offset, kept_until
+from headway.track.replicas import at_fault
 
 __all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "Loss", "account", "largest_loss"]
 
@@ -22,6 +23,7 @@ ACCOUNTS = (
     "compute",
     "checkpoint stall",
     "evaluation",
+    "detection",
     "restart",
     "rework",
     "shut-down",
@@ -31,10 +33,13 @@ ACCOUNTS = (
 
 _SPANS = {
     "startup": "start-up",
+    "context": "start-up",
     "restore": "start-up",
+    "buffers": "start-up",
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
+    "compare": "detection",
     "shutdown": "shut-down",
 }
 
@@ -44,6 +49,8 @@ _ADVICE = {
     "data stall": "Put the data folder on a faster disk, or leave the loader a free core.",
     "checkpoint stall": "Save less often: raise checkpoint.every_steps.",
     "evaluation": "Evaluate less often (eval.every_steps) or on fewer windows (eval.windows).",
+    "detection": "Timeouts follow the run's own step times; the first steps of a run have none yet. Comparing replicas "
+    "counts here too (health.compare_every_steps).",
     "restart": "The incidents say why it was started again; longer attempts make it vanish.",
     "rework": "Save more often: lower checkpoint.every_steps, so that a failure throws fewer steps away.",
     "shut-down": "Look at the last lines of the workers' logs: something holds them up at the end.",
@@ -54,6 +61,10 @@ _ADVICE = {
 _LONGEST = 1 << 62  # nanoseconds; a larger number in a record is damage
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped as asked: worth resuming
+_TOLD = ("adopted", "corrupted", "hang", "numbers", "straggler", "woken")
+"""What an agent records for people, in its own words."""
+_ALIKE = ("BadNumbers", "Corrupted")
+"""Errors that all workers raise together."""
 
 
 class Incident(NamedTuple):
@@ -302,13 +313,15 @@ class _Life:
         self.end = next((e for e in self.agent.events if e["kind"] == "end"), {})
         exits = [e for e in self.agent.events if e["kind"] == "exit" and _time(e) is not None]
         self.exits = {rank: e for e in exits if (rank := _time(e, "rank")) is not None}
+        self.hang = next((e for e in self.agent.events if e["kind"] == "hang" and e.get("ends") is True), None)
         self.begin_t = _time(self.start) or 0
         self.end_t = max(self._end_time(), self.begin_t)
         outcome = self.end.get("outcome")
         self.outcome = outcome if isinstance(outcome, str) else None
         # An attempt that another one followed without a word of its end was cut off with its agent.
         self.failed = self.outcome == "failed" or (self.outcome is None and superseded)
-        self.spans = _SPANS | ({"startup": "restart", "restore": "restart"} if number > 1 else {})
+        again = {name: "restart" for name, account in _SPANS.items() if account == "start-up"}
+        self.spans = _SPANS | (again if number > 1 else {})
 
     @property
     def leader(self) -> _Story:
@@ -340,12 +353,18 @@ class _Life:
         gone = self.exits.get(rank)
         exit_t = self.end_t if gone is None else min(max(_time(gone) or 0, self.begin_t), self.end_t)
         story = self.ranks.get(rank, _NO_STORY)
-        spans = _span_intervals(story.rest, self.spans, exit_t)
+        hang_t = self._hang_time()
+        open_until = exit_t if hang_t is None else min(exit_t, self._hung_since(hang_t, story))
+        spans = _span_intervals(story.rest, self.spans, open_until)
         steps = _step_intervals(story.steps, story.offset, self.kept)
+        last = max((end for _, end, _ in (*spans, *steps)), default=None)
         cut_off = self.failed or _is_violent(gone)
-        if cut_off and steps and not any(name == "shut-down" for _, _, name in spans):
+        if hang_t is not None and last is not None:
+            # Nobody knew that it hung until the agent said so; then it was ended.
+            steps += [(last, hang_t, "detection"), (max(last, hang_t), exit_t, "restart")]
+        elif cut_off and steps and last is not None and not any(name == "shut-down" for _, _, name in spans):
             # The step under way when it went down is lost: from its last interval to its exit.
-            steps.append((max(end for _, end, _ in (*spans, *steps)), exit_t, "rework"))
+            steps.append((last, exit_t, "rework"))
         above = _flatten([*spans, *steps], self.begin_t, exit_t)
         if exit_t < self.end_t:
             above.append((exit_t, self.end_t, "restart" if self.failed else "shut-down"))
@@ -353,6 +372,21 @@ class _Life:
         for begin, end, name in _overlay(above, below):
             accounts[name or "unattributed"] += end - begin
         return accounts
+
+    def _hang_time(self) -> int | None:
+        """Return when the agent ended the attempt for a hang; None if it did not."""
+        told = None if self.hang is None else _time(self.hang)
+        return None if told is None else max(told, self.begin_t)
+
+    def _hung_since(self, hang_t: int, story: _Story) -> int:
+        """Return when the marks stopped that the agent waited for, or a worker's last event came, if that was later.
+
+        What was under way then is taken to have lasted until then.
+        """
+        waited_s = _number((self.hang or {}).get("seconds"))
+        since = hang_t - round(min(waited_s * 1e9, _LONGEST))
+        heard = (_latest(story.rest), _latest(story.steps, story.offset))
+        return max(since, *(since if t is None else t for t in heard))
 
     def _end_time(self) -> int:
         """Return when the allocation ended: as the agent says, else at the latest event of any process."""
@@ -376,7 +410,7 @@ class _Life:
         """Tell what went wrong, and where the attempt took over from the one before."""
         for rank, event in self.exits.items():
             code, t = _time(event, "code") or 0, _time(event) or 0
-            if _is_violent(event):
+            if _is_violent(event) and not self._follows_another(rank, t):
                 how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
                 yield Incident(self._wall(t), self.number, f"worker {rank} {how} {self._where(rank)}")
         if self.outcome == "failed" and not any(_is_violent(event) for event in self.exits.values()):
@@ -391,25 +425,52 @@ class _Life:
         told = {"agent": self.agent.events} | {f"worker {rank}": story.rest for rank, story in self.ranks.items()}
         for who, events in told.items():
             for event in events:
-                if event["kind"] == "error" and event.get("type") != "PeerFailed":
-                    text = f"{who}: {event.get('message', '')}"
-                    yield Incident(self._wall(_time(event) or 0), self.number, text)
-                elif event["kind"] == "rhythm":
-                    every, cost = _number(event.get("seconds")), _number(event.get("cost"))
-                    text = f"saves every {every:,.0f} s from here on: one costs the steps {cost:.3f} s"
-                    yield Incident(self._wall(_time(event) or 0), self.number, text)
-                elif event["kind"] == "unsaved":
-                    what = "uploaded" if event.get("tier") == "store" else "saved"
-                    text = f"step {event.get('step')} was not {what}: {event.get('message')}"
-                    yield Incident(self._wall(_time(event) or 0), self.number, text)
-                elif event["kind"] == "log" and isinstance(event.get("changed"), dict):
-                    text = f"{event.get('message')}: {', '.join(map(str, event['changed']))} changed"
-                    yield Incident(self._wall(_time(event) or 0), self.number, text)
-                elif event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
-                    text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"
-                    text += "".join(f"; {key} {_change(pair)}" for key, pair in self._changes().items())
-                    text += self._took(self._wall(_time(event) or 0), before)
-                    yield Incident(self._wall(_time(event) or 0), self.number, text)
+                words = _in_words(event, who)
+                if event["kind"] == "resumed" and self.number > 1 and who == "worker 0":
+                    words = self._resumed(event, lost, before)
+                if words is not None:
+                    yield Incident(self._wall(_time(event) or 0), self.number, words)
+        yield from self._raised_by_all()
+        yield from self._named_replica(before)
+
+    def _follows_another(self, rank: int, t: int) -> bool:
+        """Whether a worker went only because of another: it lost the connection, or was ended with one that hung."""
+        raised = [event for event in self.ranks.get(rank, _NO_STORY).rest if event["kind"] == "error"]
+        if raised and raised[-1].get("type") == "PeerFailed":
+            return True
+        hangs = [event for event in self.agent.events if event["kind"] == "hang" and event.get("ends")]
+        return any((_time(event) or 0) <= t for event in hangs)
+
+    def _named_replica(self, before: "_Life | None") -> Iterable[Incident]:
+        """Tell which replica was at fault, once this attempt has made the doubtful step again."""
+        doubts = [event for story in self.ranks.values() for event in story.rest if event["kind"] == "doubt"]
+        errors = {} if before is None else before.errors("Corrupted")
+        words = at_fault(errors, doubts) if errors else None
+        if words is not None:
+            t = _time(doubts[0]) if doubts else self.begin_t
+            yield Incident(self._wall(t or 0), self.number, words)
+
+    def errors(self, kind: str) -> dict[int, Event]:
+        """What workers raised of a kind, by rank."""
+        return {
+            rank: event
+            for rank, story in self.ranks.items()
+            for event in story.rest
+            if event["kind"] == "error" and event.get("type") == kind
+        }
+
+    def _raised_by_all(self) -> Iterable[Incident]:
+        """Tell an error that all workers raise together once, if the agent has not told of it; a name is worth more."""
+        rest = (event for story in self.ranks.values() for event in story.rest)
+        raised = [event for event in rest if event["kind"] == "error" and event.get("type") in _ALIKE]
+        if raised and not any(event["kind"] in ("corrupted", "numbers") for event in self.agent.events):
+            event = max(raised, key=lambda event: bool(event.get("tensors")))
+            yield Incident(self._wall(_time(event) or 0), self.number, str(event.get("message", "")))
+
+    def _resumed(self, event: Event, lost: int, before: "_Life | None") -> str:
+        text = f"resumed after step {event.get('step')}, {lost} step{'s' * (lost != 1)} to redo"
+        text += "".join(f"; {key} {_change(pair)}" for key, pair in self._changes().items())
+        return text + self._took(self._wall(_time(event) or 0), before)
 
     def _took(self, wall: float, before: "_Life | None") -> str:
         """Where an agent that started again by itself took the state from, and how long that took."""
@@ -426,6 +487,24 @@ class _Life:
     def _where(self, rank: int) -> str:
         steps = self.ranks.get(rank, _NO_STORY).steps
         return f"after step {steps[-1].get('step')}" if steps else "before its first step"
+
+
+def _in_words(event: Event, who: str) -> str | None:
+    """Return what an event says to people; None for those that say nothing by themselves."""
+    match event["kind"]:
+        case "error" if event.get("type") not in ("PeerFailed", *_ALIKE):
+            return f"{who}: {event.get('message', '')}"
+        case kind if kind in _TOLD and who == "agent" and event.get("text"):
+            return str(event["text"])
+        case "rhythm":
+            every, cost = _number(event.get("seconds")), _number(event.get("cost"))
+            return f"saves every {every:,.0f} s from here on: one costs the steps {cost:.3f} s"
+        case "unsaved":
+            what = "uploaded" if event.get("tier") == "store" else "saved"
+            return f"step {event.get('step')} was not {what}: {event.get('message')}"
+        case "log" if isinstance(event.get("changed"), dict):
+            return f"{event.get('message')}: {', '.join(map(str, event['changed']))} changed"
+    return None
 
 
 def _change(pair: object) -> str:

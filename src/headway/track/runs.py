@@ -117,6 +117,16 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def faults(self) -> Path:
+        """Which faults on purpose have struck it, and when."""
+        return self.path / "faults"
+
+    @property
+    def stacks(self) -> Path:
+        """What its workers were doing when one hung, or when somebody asked."""
+        return self.path / "stacks"
+
+    @property
     def rendezvous(self) -> Path:
         """Folder where the workers of an attempt meet."""
         return self.path / "rendezvous"

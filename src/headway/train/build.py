@@ -15,16 +15,18 @@ from headway.models.own import build_own
 from headway.parallel import Spread, World, apply
 from headway.parallel.layout import blocks_of, layout_of
 from headway.recipe import Assignment, Layout, Model, Recipe, Train
-from headway.state import Line
+from headway.state import Checkpoint
 from headway.state.address import open_address
 from headway.state.tensors import Held, fill, load_weights
 from headway.track import Recorder, RunFolder, chain
+from headway.track.pulse import Beat
 from headway.train.draw import initial_weights, load_buffers
 from headway.train.feed import Feed
 from headway.train.inject import Injector
+from headway.train.marks import mark_blocks
 from headway.train.meter import Meter, make_meter
 from headway.train.offload import OffloadedAdamW
-from headway.train.restore import open_state, restore
+from headway.train.restore import restore
 from headway.train.stop import StopRequest
 from headway.train.together import together
 
@@ -62,12 +64,19 @@ class Parts:
     recorder: Recorder
     meter: Meter
     faults: Injector
+    beat: Beat
     stop: StopRequest
     start: Progress
 
 
 def build(
-    assignment: Assignment, recipe: Recipe, world: World, recorder: Recorder, stop: StopRequest, line: Line
+    assignment: Assignment,
+    recipe: Recipe,
+    world: World,
+    recorder: Recorder,
+    stop: StopRequest,
+    beat: Beat,
+    state: Checkpoint | None,
 ) -> Parts:
     """Model, optimizer and data of one worker, brought to where the run stands."""
     data = world.data
@@ -86,15 +95,17 @@ def build(
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     spread = apply(model, recipe, world, assignment.faults.mutations)
+    if not recipe.train.compile:
+        mark_blocks(spread, beat)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     if recipe.model.class_ is not None:
         load_buffers(run, spread.model)
-    state = open_state(assignment, line)
     if state is None:
         draw_weights(spread.model, recipe, held, run)
     optimizer = build_optimizer(spread.model, recipe.train)
     start = Progress(0, 0, chain.START)
     if state is not None:
+        beat.enter("restore")
         with recorder.span("restore"), together(world, "read the checkpoint"):
             start = Progress(*restore(state, spread.model, optimizer, held, world))
     return Parts(
@@ -110,7 +121,8 @@ def build(
         data_version=dataset.version,
         recorder=recorder,
         meter=make_meter(world.device),
-        faults=Injector(assignment.faults, world.rank, assignment.attempt),
+        faults=Injector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults),
+        beat=beat,
         stop=stop,
         start=start,
     )

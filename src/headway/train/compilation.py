@@ -5,18 +5,23 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 
 from headway.track import Recorder
+from headway.track.pulse import Beat, Phase
 
 __all__ = ["record_compilation"]
 
 
-def record_compilation(recorder: Recorder) -> None:
-    """Write a `compile` span around each compilation, forward and backward, first and again."""
+def record_compilation(recorder: Recorder, beat: Beat) -> None:
+    """Write a `compile` span around each compilation, forward and backward, first and again; it is a phase too."""
+    during: list[Phase] = []
 
     def begin(_: Any) -> None:
         recorder.event("begin", name="compile")
+        during.append(beat.phase)
+        beat.enter("compile")
 
     def end(_: Any) -> None:
         recorder.event("end-span", name="compile")
+        beat.enter(during.pop())
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)

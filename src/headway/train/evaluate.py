@@ -30,6 +30,7 @@ def evaluate(parts: Parts, step: int) -> float:
             labels[len(mine) :] = MASKED
             inputs = torch.from_numpy(batch.inputs).to(world.device)
             loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device))
+            parts.beat.mark()
             totals += torch.stack([loss.double(), torch.tensor((labels != MASKED).sum(), device=world.device)])
         spread.rest()
         totals[0] *= world.axis("tensor").rank == 0

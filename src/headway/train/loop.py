@@ -3,34 +3,48 @@
 The loss of a step is the sum over the unmasked tokens of the global batch divided by their count over the global
 batch: every worker divides its own sums by that same count, and gradients are added up, so that no split into
 microbatches or workers changes what is computed. The host never waits for the device to learn a loss: results come
-back through the meter, and only then extend the chain and the record.
+back through the meter, and only then extend the chain and the record. Nothing is saved before the numbers of every step
+up to it have come back and are fine.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
+from headway.data.order import after_skips
 from headway.parallel import finish_gradients, total_norm
+from headway.recipe.assignment import Doubt
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
 from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
 from headway.train.meter import Measured
+from headway.train.numbers import BadNumbers, Watch
+from headway.train.replicas import Replicas
 from headway.train.save import Saves
 from headway.train.schedule import learning_rate
 
 __all__ = ["train"]
 
 
-def train(parts: Parts, saves: Saves) -> bool:
-    """Train from where the parts stand; True when all steps are done, False when stopped before."""
+def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt | None = None) -> bool:
+    """Train from where the parts stand; True when all steps are done, False when stopped before.
+
+    `watch` looks at the numbers of every step; what `doubt` names is put into the record when its step has come.
+    """
     recipe, world, spread, optimizer, meter = parts.recipe, parts.world, parts.spread, parts.optimizer, parts.meter
+    beat = parts.beat
     parameters = dict(spread.model.named_parameters())
     recorded, wanted = parts.start, Wanted()
     step, cursor, durable = recorded.step, recorded.cursor, recorded.step
+    watch = watch or Watch(recipe.health)
+    every, copies = recipe.health.compare_every_steps, world.axis("replicate").size
+    replicas = Replicas(parameters, world, every, step, doubt) if every and copies > 1 else None
+    parts.faults.reach("restore", step + 1)
 
     while step < recipe.train.steps and not wanted.stop:
         step += 1
+        beat.step(step)
         parts.faults.reach("start", step)
         if parts.recorder.failed:
             raise RecordLost(parts.recorder.failed)
@@ -38,6 +52,7 @@ def train(parts: Parts, saves: Saves) -> bool:
         # the batch: this worker's rows of the samples that the cursor points at
         meter.begin()
         parts.faults.reach("data", step)
+        cursor = after_skips(cursor, recipe.train.batch, recipe.data.skip)
         inputs, labels, trained = parts.feed.read(cursor)
         cursor += recipe.train.batch
         if parts.feed.masks:
@@ -47,8 +62,11 @@ def train(parts: Parts, saves: Saves) -> bool:
         meter.compute()
 
         # forward and backward, a microbatch at a time or as a pipeline's stages take turns
+        beat.ready()
         parts.faults.reach("compute", step)
         loss = spread.passes(inputs, labels, 1 / max(1, trained))
+        parts.faults.reach("collective", step, cursor - recipe.train.batch)
+        loss = parts.faults.spoil(loss, step)
         finish_gradients(parameters, spread.missing)
 
         # clip, step
@@ -58,29 +76,38 @@ def train(parts: Parts, saves: Saves) -> bool:
         rate = learning_rate(recipe.train, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        beat.enter("optimizer")
+        parts.faults.reach("optimizer", step)
         waited = saves.fence()  # for a copy of what the next line changes
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
         # record what has come back; wishes to stop and to save travel with the loss, so that all workers agree on them
+        beat.enter("record")
         mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         wishes = [parts.stop.asked, saves.take_wish(), saves.full()]
         totals = world.sum(torch.cat([mine.reshape(1), torch.tensor(wishes, dtype=torch.float64, device=world.device)]))
         note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
-            recorded, wanted = record(parts, recorded, result, wanted)
+            recorded, wanted = record(parts, watch, recorded, result, wanted)
         saves.tick()
 
-        # once in a while: evaluate, save
+        # once in a while: compare replicas, evaluate, save
         evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
         tiers = tiers_at(recipe.checkpoint, step, asked=wanted.save)
-        if evaluation or tiers or wanted.stop:
+        compared = replicas is not None and replicas.due(step)
+        if evaluation or tiers or compared or wanted.stop:
             for result in meter.drain():
-                recorded, wanted = record(parts, recorded, result, wanted)
+                recorded, wanted = record(parts, watch, recorded, result, wanted)
+        saving = bool(tiers) and not wanted.stop and step < recipe.train.steps
+        if replicas is not None and (compared or (saving and not wanted.full)):
+            compare(parts, replicas, step)
         if evaluation:
+            beat.enter("evaluate")
             evaluate(parts, step)
-        if tiers and not wanted.stop and step < recipe.train.steps:
+        if saving:
             wanted = replace(wanted, save=False)
+            beat.enter("save")
             if wanted.full:
                 saves.skip(step)
             else:
@@ -88,10 +115,14 @@ def train(parts: Parts, saves: Saves) -> bool:
                 durable = step if "disk" in tiers else durable
 
     for result in meter.drain():
-        recorded, wanted = record(parts, recorded, result, wanted)
+        recorded, wanted = record(parts, watch, recorded, result, wanted)
+    beat.enter("save")
     if recorded.step > durable:
+        if replicas is not None and replicas.agreed < recorded.step:
+            compare(parts, replicas, recorded.step)
         saves.save(recorded.step, recorded.cursor, recorded.chain, tiers_at_end(recipe.checkpoint), last=True)
     saves.finish()
+    beat.enter("end")
     return recorded.step >= recipe.train.steps
 
 
@@ -105,8 +136,8 @@ class Wanted:
     """Whether some worker had no buffer free at that step."""
 
 
-def record(parts: Parts, before: Progress, result: Measured, wanted: Wanted) -> tuple[Progress, Wanted]:
-    """Write one step's event; extend the chain; say what any worker has asked for."""
+def record(parts: Parts, watch: Watch, before: Progress, result: Measured, wanted: Wanted) -> tuple[Progress, Wanted]:
+    """Write one step's event; extend the chain; say what any worker has asked for. BadNumbers if they are."""
     loss, stop, save, full, norm = result.values
     step, cursor = result.note["step"], result.note["cursor"]
     after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
@@ -120,7 +151,22 @@ def record(parts: Parts, before: Progress, result: Measured, wanted: Wanted) -> 
         parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
     else:
         parts.recorder.event("step", **times)
+    # Recorded all the same: people want to see it. A later attempt starts before it, and it counts no more.
+    bad = watch.look(step, loss, norm)
+    if bad is not None:
+        raise BadNumbers(bad, cursor - parts.recipe.train.batch, parts.recipe.train.batch)
     return after, Wanted(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
+
+
+def compare(parts: Parts, replicas: Replicas, step: int) -> None:
+    """Hold replicas against each other, and leave their common digest in the record. Corrupted if there is none."""
+    with parts.recorder.span("compare"):
+        digest = replicas.compare(step)
+    if parts.world.first:
+        parts.recorder.event("replicas", step=step, digest=digest)
+    doubted = replicas.doubted(step)
+    if doubted is not None:
+        parts.recorder.event("doubt", step=step, value=doubted)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -1,12 +1,13 @@
 """Bringing a worker to where a run stands: from a checkpoint, or from what the agent has kept in memory."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from headway.errors import WorkerError
 from headway.parallel import World
 from headway.recipe import Assignment
-from headway.state import Checkpoint, InMemory, Line, LineClosed, map_files, open_checkpoint
+from headway.state import Checkpoint, InMemory, map_files, open_checkpoint
 from headway.state.address import open_address
 from headway.state.tensors import Held, load_state
 from headway.train.rng import restore_rng
@@ -14,10 +15,12 @@ from headway.train.rng import restore_rng
 __all__ = ["open_state", "restore"]
 
 
-def open_state(assignment: Assignment, line: Line) -> Checkpoint | None:
-    """The state that a worker goes on from; None starts at step 0."""
+def open_state(
+    assignment: Assignment, descriptors: Sequence[int], files: Sequence[tuple[str, int, int]]
+) -> Checkpoint | None:
+    """The state that a worker goes on from; None starts at step 0. What the agent has kept came with the assignment."""
     if assignment.from_memory:
-        return _kept(line)
+        return open_checkpoint(InMemory(map_files(descriptors, files)))
     return None if assignment.checkpoint is None else open_address(assignment.checkpoint)
 
 
@@ -29,15 +32,3 @@ def restore(
     manifest = state.manifest
     restore_rng(world, manifest.rng, manifest.workers)
     return manifest.step, manifest.cursor, manifest.chain
-
-
-def _kept(line: Line) -> Checkpoint:
-    """What the agent has kept, which is the first thing it says."""
-    try:
-        message, *others = line.receive(None)
-    except LineClosed:
-        raise WorkerError("the agent is gone") from None
-    assert message.kind == "restore", f"the agent said {message.kind} first"
-    line.put_back(others)
-    files = map_files(message.descriptors, message.fields["files"])
-    return open_checkpoint(InMemory(files))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.errors import StateError, WorkerError
 from headway.state import Buffer, BufferPlan, Line, LineClosed, Message, plan_buffer
+from headway.state.buffer import NEVER
 from headway.state.tensors import Owned, as_tensor, named_state, owned, still_names
 from headway.state.tiers import Tier
 from headway.train.build import Parts
@@ -23,8 +24,8 @@ from headway.train.rng import rng_state
 
 __all__ = ["Saves"]
 
-NEVER = 2**64 - 1
 FLUSH_S = 1.0
+WORD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class _Copy:
 
     buffer: int
     step: int
-    fields: dict[str, Any]
     host_s: float
     """What the host spent on starting it."""
     done: torch.cuda.Event
@@ -49,10 +49,11 @@ class _Copy:
 class Saves:
     """The line to the agent, and the buffers that came over it."""
 
-    def __init__(self, line: Line, parts: Parts) -> None:
+    def __init__(self, line: Line, parts: Parts, attempt: int) -> None:
+        self._attempt = attempt
         model, held, world = parts.spread.model, parts.held, parts.world
         self._line, self._model, self._held, self._world = line, model, held, world
-        self._recorder, self._faults = parts.recorder, parts.faults
+        self._recorder, self._faults, self._beat = parts.recorder, parts.faults, parts.beat
         still = still_names(model, held)
         mine = owned(named_state(model, parts.optimizer, held), held)
         self._owned = [own for own in mine if own.piece.name not in still]
@@ -64,13 +65,15 @@ class Saves:
         self._buffers: list[Buffer] = []
         self._targets: list[list[Tensor]] = []
         self._free = set[int]()
+        self._steps = dict[int, int]()
         self._asked = False
         self._copy: _Copy | None = None
         self._stream = torch.cuda.Stream() if world.device.type == "cuda" else None
         told = [[piece.name, piece.dtype, piece.shape, piece.start, piece.local_shape] for piece in shapes]
         line.send("pieces", trained=told[:trained], still=told[trained:])
         if self._stream is not None:
-            self._need_buffers()  # page-locking them takes seconds: better before the first step than after
+            with parts.recorder.span("buffers"):  # page-locking takes seconds: better before the first step than after
+                self._need_buffers()
 
     # -- what the loop asks and says
 
@@ -98,20 +101,23 @@ class Saves:
             self._need_buffers()
             self.finish()
             while not self._free:
-                self._hear(None)
+                self._wait()
             number = min(self._free)
             self._free.remove(number)
             rng = base64.b64encode(rng_state(self._world).numpy().tobytes()).decode()
             mesh = {name: axis.size for name, axis in self._world.axes.items()}
-            fields = {"cursor": cursor, "chain": chain, "tiers": tiers, "last": last, "rng": rng, "mesh": mesh}
+            note = {"attempt": self._attempt, "cursor": cursor, "chain": chain, "rng": rng, "mesh": mesh}
+            note |= {"tiers": tiers, "last": last}
             self._buffers[number].mark(step, NEVER)
+            self._buffers[number].write_note(note)
+            self._steps[number] = step
             self._refresh()
             if self._stream is None:
                 for target, own in zip(self._targets[number], self._owned, strict=True):
                     target.copy_(own.tensor)
-                self._tell(number, step, fields, time.monotonic() - started)
+                self._tell(number, step, time.monotonic() - started)
             else:
-                self._copy = self._start_copy(number, step, fields)
+                self._copy = self._start_copy(number, step)
                 if last:
                     self.finish()
 
@@ -138,11 +144,11 @@ class Saves:
             copy, self._copy = self._copy, None
             copy.done.synchronize()
             waited_s = copy.waited_s if copy.reached.query() and copy.reached.cuda_event else 0.0
-            self._tell(copy.buffer, copy.step, copy.fields, copy.host_s + waited_s)
+            self._tell(copy.buffer, copy.step, copy.host_s + waited_s)
 
     # -- copies
 
-    def _start_copy(self, number: int, step: int, fields: dict[str, Any]) -> _Copy:
+    def _start_copy(self, number: int, step: int) -> _Copy:
         assert self._stream is not None
         begun = time.monotonic()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -151,14 +157,14 @@ class Saves:
                 target.copy_(own.tensor, non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record()
-        return _Copy(number, step, fields, time.monotonic() - begun, done, torch.cuda.Event(enable_timing=True))
+        return _Copy(number, step, time.monotonic() - begun, done, torch.cuda.Event(enable_timing=True))
 
-    def _tell(self, number: int, step: int, fields: dict[str, Any], stall_s: float) -> None:
+    def _tell(self, number: int, step: int, stall_s: float) -> None:
         self._faults.reach("saved", step)
         # A state must not outlive the record of its steps: a restart from it would leave a gap.
         self._recorder.flush(FLUSH_S)
         self._buffers[number].mark(step, step)
-        self._say("filled", buffer=number, step=step, stall_s=stall_s, **fields)
+        self._say("filled", buffer=number, step=step, stall_s=stall_s)
 
     def _refresh(self) -> None:
         """A module may have put another tensor in a buffer's place; parameters and optimizer states stay put."""
@@ -173,7 +179,12 @@ class Saves:
 
     def _need_buffers(self) -> None:
         while not self._buffers:
-            self._hear(None)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for a word of the agent's; that is no hang, however slow its disk."""
+        self._hear(WORD_S)
+        self._beat.mark()
 
     def _hear(self, timeout_s: float | None) -> None:
         for message in _receive(self._line, timeout_s):
@@ -182,7 +193,9 @@ class Saves:
                     self._take_buffers(message.descriptors)
                     self._free = set(message.fields["free"])
                 case "free":
-                    self._free.add(message.fields["buffer"])
+                    number, step = message.fields["buffer"], message.fields["step"]
+                    if self._steps.get(number, step) == step:  # else it is filled again: who took over cannot know
+                        self._free.add(number)
                 case "save":
                     self._asked = True
                 case "refused":

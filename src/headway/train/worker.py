@@ -1,5 +1,7 @@
 """One worker process: joins the others, builds the parts, trains, and tells how it ended."""
 
+import contextlib
+import os
 import traceback
 from pathlib import Path
 
@@ -8,13 +10,17 @@ import torch
 from headway.errors import HeadwayError, RunError, WorkerError
 from headway.parallel import join, leave
 from headway.recipe import Assignment, Parallel, Recipe
-from headway.state import Line
+from headway.state import Line, LineClosed, Message
 from headway.track import Recorder, RunFolder, read_recipe, record_path
+from headway.track.pulse import Beat, Pulses
+from headway.train import stacks
 from headway.train.build import Parts, RecordLost, build
 from headway.train.compilation import record_compilation
 from headway.train.draw import draw
 from headway.train.environment import record_environment, record_facts
 from headway.train.loop import train
+from headway.train.numbers import Watch
+from headway.train.restore import open_state
 from headway.train.save import Saves
 from headway.train.stop import StopRequest
 from headway.train.together import PeerFailed
@@ -25,13 +31,20 @@ __all__ = ["main"]
 FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
-def main(assignment: Assignment, line: Line | None = None) -> int:
-    """Work as one rank of an attempt, or make the first weights for all; returns the exit status."""
+def main(line: Line) -> int:
+    """Wait for an assignment, then work as one rank of an attempt; returns the exit status."""
+    _be_called("hw-spare")
+    told = _wait(line)
+    if told is None:
+        return FINISHED
+    assignment = Assignment.model_validate(told.fields["assignment"])
+    _print_into(Path(assignment.log))
     run = RunFolder(Path(assignment.run))
     name = "draw" if assignment.draw else f"rank-{assignment.rank}"
-    number = assignment.attempt
+    _be_called(f"hw {run.name[-5:]} {name}")
+    stacks.listen(run.stacks, assignment.attempt, assignment.rank)
     try:
-        recorder = Recorder(record_path(run.events, number, name), attempt=number, process=name)
+        recorder = Recorder(record_path(run.events, assignment.attempt, name), attempt=assignment.attempt, process=name)
     except RunError:
         return RECORD_LOST
     recipe = read_recipe(run)
@@ -43,30 +56,81 @@ def main(assignment: Assignment, line: Line | None = None) -> int:
         if assignment.draw:
             draw(run, recipe, assignment.workers)
             return FINISHED
-        assert line is not None, "a worker that trains has a line to its agent"
-        world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
-        parts = build(assignment, recipe, world, recorder, stop, line)
-        tell_beginning(parts, assignment)
-        recorder.event("end-span", name="startup")
-        finished = train(parts, Saves(line, parts)) if assignment.trial is None else trial(parts, assignment.trial)
-        recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
-        leave(world)
-        return FINISHED if finished else STOPPED
+        return FINISHED if work(assignment, recipe, recorder, stop, line, told) else STOPPED
     except RecordLost:
         return RECORD_LOST  # a status, since words could not be written either
     except Exception as error:
         traceback.print_exc()
-        told = explain(error, recipe)
-        recorder.event("error", type=type(told).__name__, message=told.message, hint=told.hint)
+        told_error = explain(error, recipe)
+        recorder.event(
+            "error", type=type(told_error).__name__, message=told_error.message, hint=told_error.hint,
+            place=place_of(error), **told_error.facts,
+        )  # fmt: skip
         return FAILED
     finally:
         recorder.close()
 
 
+def work(
+    assignment: Assignment, recipe: Recipe, recorder: Recorder, stop: StopRequest, line: Line, told: Message
+) -> bool:
+    """Join the others, build the parts, train; True when all steps are done, False when stopped before."""
+    pulse, *files = told.descriptors
+    beat = Beat(Pulses(assignment.workers, pulse).page(assignment.rank))
+    beat.enter("join")
+    if assignment.device == "cuda":
+        with recorder.span("context"):  # apart, for nothing makes it shorter
+            torch.cuda.set_device(assignment.rank)
+            torch.cuda.synchronize()
+    world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
+    beat.enter("build")
+    state = open_state(assignment, files, told.fields.get("files", []))
+    parts = build(assignment, recipe, world, recorder, stop, beat, state)
+    tell_beginning(parts, assignment)
+    saves = Saves(line, parts, assignment.attempt) if assignment.trial is None else None
+    recorder.event("end-span", name="startup")
+    if saves is not None:
+        watch = Watch(recipe.health, assignment.judge, assignment.accept)
+        finished = train(parts, saves, watch, assignment.doubt)
+    else:
+        assert assignment.trial is not None
+        finished = trial(parts, assignment.trial)
+    recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
+    leave(world)
+    return finished
+
+
+def _wait(line: Line) -> Message | None:
+    """What the agent says first, soon or after a long time as a spare; None when it is not needed after all."""
+    try:
+        return next(message for message in line.receive(None))
+    except LineClosed:
+        return None
+
+
+def _print_into(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+
+
+def _be_called(name: str) -> None:
+    """Show this name in lists of processes (Linux; 15 characters at most)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:15])
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error came from: the innermost place, so that the same one is known when it comes again."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
 def tell_beginning(parts: Parts, assignment: Assignment) -> None:
     """Record where this attempt starts, on what, and what a token costs."""
     if parts.recipe.train.compile:
-        record_compilation(parts.recorder)
+        record_compilation(parts.recorder, parts.beat)
     record_facts(parts)
     if parts.world.first:
         record_environment(parts, assignment)

@@ -1,8 +1,10 @@
 """The zygote: imports torch and the modules of a step once, then forks workers that need not.
 
 It runs no operation and touches no device, so that nothing a fork cannot carry over (threads, a CUDA context)
-exists yet. Requests (`recipe.Assignment`, and a line of the worker's own) come over the line whose descriptor is the
-first argument; `ready`, `forked` and `exit` messages go back. When the agent's end closes, the workers are killed.
+exists yet. Requests come over the line whose descriptor is the first argument: `fork` (id, and a line of the worker's
+own, over which it is told what to do, now or later), `list`. `ready`, `forked` (id, pid) and `exit` (pid, code) go
+back; a list is told as if it all happened now, and ends with `listed` (living). When the agent's end closes, the
+workers are killed.
 """
 
 import contextlib
@@ -16,14 +18,17 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
-from headway.recipe import Assignment
 from headway.state import Line, LineClosed, Message
 
 __all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1
+REMEMBERED = 1000
+"""Ends that are told again to a new agent."""
 
 
 def main(descriptor: int) -> None:
@@ -41,35 +46,45 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
-    ranks = dict[int, int]()  # pid to rank
+    family = _Family()
     _send(agent, kind="ready", import_s=time.monotonic() - started)
     while True:
         readable, _, _ = select.select([agent, wake_read], [], [])
         if wake_read in readable:
             os.read(wake_read, 4096)
-            _report_exits(agent, ranks)
+            _report_exits(agent, family)
         if agent in readable:
             try:
                 requests = agent.receive()
             except LineClosed:
                 break
             for request in requests:
-                _fork(agent, ranks, request, worker.main, (wake_read, wake_write))
-    for pid in ranks:
+                if request.kind == "list":
+                    _list(agent, family)
+                else:
+                    _fork(agent, family, request, worker.main, (wake_read, wake_write))
+    for pid in family.living:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)  # taking torch apart politely would cost the run a third of a second
 
 
-def _fork(agent: Line, ranks: dict[int, int], request: Message, work: Any, ours: tuple[int, int]) -> None:
-    assignment = Assignment.model_validate(request.fields["assignment"])
+@dataclass(frozen=True)
+class _Family:
+    living: dict[int, int] = field(default_factory=dict)
+    """Their ids, by pid."""
+    ended: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """The last pids and codes."""
+
+
+def _fork(agent: Line, family: _Family, request: Message, work: Any, ours: tuple[int, int]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid:
         for fd in request.descriptors:
             os.close(fd)
-        ranks[pid] = assignment.rank
-        _send(agent, kind="forked", rank=assignment.rank, pid=pid)
+        family.living[pid] = request.fields["id"]
+        _send(agent, kind="forked", id=request.fields["id"], pid=pid)
         return
     code = 1
     try:
@@ -79,11 +94,8 @@ def _fork(agent: Line, ranks: dict[int, int], request: Message, work: Any, ours:
             os.close(fd)
         agent.close()
         _die_with(parent)
-        log = os.open(assignment.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        code = work(assignment, *(Line(socket.socket(fileno=fd)) for fd in request.descriptors))
+        (descriptor,) = request.descriptors
+        code = work(Line(socket.socket(fileno=descriptor)))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -102,12 +114,23 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _report_exits(agent: Line, ranks: dict[int, int]) -> None:
-    while ranks:
+def _list(agent: Line, family: _Family) -> None:
+    """Tell a new agent what the one before may have heard and taken with it."""
+    for pid, number in family.living.items():
+        _send(agent, kind="forked", id=number, pid=pid)
+    for pid, code in family.ended:
+        _send(agent, kind="exit", pid=pid, code=code)
+    _send(agent, kind="listed", living=len(family.living))
+
+
+def _report_exits(agent: Line, family: _Family) -> None:
+    while family.living:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        _send(agent, kind="exit", rank=ranks.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
+        del family.living[pid]
+        family.ended.append((pid, os.waitstatus_to_exitcode(status)))
+        _send(agent, kind="exit", pid=pid, code=family.ended[-1][1])
 
 
 def _send(agent: Line, kind: str, **fields: Any) -> None:

@@ -1,0 +1,138 @@
+"""Lets runs live under faults: starts a keeper for each, strikes from outside where a row says so, resumes, cleans up.
+
+Runs are real: `headway train` starts the same processes. This one starts them, waits for their end, and looks for what
+they leave behind.
+"""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import Signals
+
+from headway.agent.attempt import Attempt
+from headway.agent.chaos.offspring import Belongings, Offspring, belongings
+from headway.agent.prepare import new_run, resume_run
+from headway.recipe import FaultPlan, Recipe
+from headway.recipe.faults import struck
+from headway.track import Record, RunFolder, Tail, read_run, record_path
+
+__all__ = ["Blow", "Lived", "Stage", "Start", "live"]
+
+POLL_S = 0.01
+LEAVE_S = 10.0
+"""How long processes may take to go once their keeper is gone."""
+
+Start = Callable[[Attempt], "subprocess.Popen[bytes]"]
+"""Starts a keeper that has an attempt run to its end."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where runs live, and by what means."""
+
+    root: Path
+    """Folder of their runs."""
+    workers: int
+    start: Start
+    offspring: Offspring
+    patience_s: float = 600.0
+    """How long a run may take before it is given up."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal for the keeper, when the run gets to a step."""
+
+    signal: Signals
+    step: int
+
+
+@dataclass
+class Lived:
+    """A run that has ended."""
+
+    run: RunFolder
+    struck: list[int] = field(default_factory=list)
+    """Moments (monotonic ns) at which something struck."""
+    statuses: list[int | None] = field(default_factory=list)
+    """What its keepers ended with; None is no end in time."""
+    seen_ns: int | None = None
+    """When its first processes were gone, where somebody had to resume it."""
+    left: list[str] = field(default_factory=list)
+    """What it left behind, in words."""
+    seconds: float = 0.0
+    """From its first process to its last."""
+
+    def records(self) -> list[Record]:
+        """What its processes wrote."""
+        return read_run(self.run)
+
+
+def live(
+    stage: Stage, recipe: Recipe, name: str, faults: FaultPlan | None = None, *, blow: Blow | None = None,
+    resumes: bool = False,
+) -> Lived:  # fmt: skip
+    """Have a run of a recipe live through faults to its end, and once more where it has to be resumed."""
+    before, began = belongings(), time.monotonic()
+    attempt = new_run(recipe, stage.root, name=name, workers=stage.workers)
+    lived = Lived(attempt.folder)
+    blows = _watch_over(stage, attempt.model_copy(update={"faults": faults or FaultPlan()}), lived, blow)
+    if resumes:
+        lived.left += _still_there(stage)
+        lived.seen_ns = time.monotonic_ns()
+        if lived.statuses[-1] not in (0, None):
+            again = resume_run(attempt.folder, [], workers=stage.workers)
+            _watch_over(stage, again.model_copy(update={"faults": FaultPlan()}), lived)
+    lived.seconds = time.monotonic() - began
+    lived.struck = sorted([*blows, *(one.at_ns for one in struck(attempt.folder.faults))])
+    lived.left += [*_still_there(stage), *_left_behind(before)]
+    return lived
+
+
+def _watch_over(stage: Stage, attempt: Attempt, lived: Lived, blow: Blow | None = None) -> list[int]:
+    """Start a keeper and wait for its end; the moments at which it was struck from here."""
+    process = stage.start(attempt)
+    stage.offspring.own(process.pid)
+    deadline, blows = time.monotonic() + stage.patience_s, list[int]()
+    steps = Tail(record_path(attempt.folder.events, attempt.number, "rank-0"))
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            stage.offspring.end()
+            process.wait()
+            lived.statuses.append(None)
+            return blows
+        if blow is not None and not blows and _reached(steps, blow.step):
+            blows.append(time.monotonic_ns())
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, blow.signal)
+        time.sleep(POLL_S)
+    lived.statuses.append(process.returncode)
+    return blows
+
+
+def _reached(steps: Tail, step: int) -> bool:
+    return any(event["kind"] == "step" and event["step"] >= step for event in steps.poll())
+
+
+def _still_there(stage: Stage) -> list[str]:
+    """Processes that do not go by themselves; they are ended."""
+    found = stage.offspring.wait(LEAVE_S)
+    stage.offspring.end()
+    return [f"process {pid} ({command})" for pid, command in found.items()]
+
+
+def _left_behind(before: Belongings) -> list[str]:
+    """What this process and this machine have more than before; others may use shared memory for a moment."""
+    deadline = time.monotonic() + LEAVE_S
+    while True:
+        now = belongings()
+        more = [f"shared memory {name}" for name in sorted(now.shared - before.shared)]
+        if now.descriptors > before.descriptors:
+            more.append(f"{now.descriptors - before.descriptors} descriptors")
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(POLL_S)

@@ -1,0 +1,206 @@
+"""The fault matrix: the unfaulted run first, then one run a row, each held against the truth that is its own.
+
+truth     a run of the same recipe that nothing happens to; rows that need another recipe have a truth of their own
+try       one run that a row's faults strike: figures, sentences, and what is not as it must be
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from headway.agent.chaos.chance import length, plan
+from headway.agent.chaos.drive import Blow, Lived, Stage, live
+from headway.agent.chaos.measure import Figures, complaints, lost_s, measure, median_step_s, parted, said
+from headway.agent.chaos.rows import Row, scene_of
+from headway.errors import RunError
+from headway.recipe import FaultPlan, Recipe, with_settings
+from headway.recipe.faults import struck
+from headway.track import RunFolder, compare, read_recipe, summarize
+
+__all__ = ["Long", "Matrix", "Result", "Try", "chaos", "long_run"]
+
+RESTARTS = 3
+"""A recipe that wants fewer has as many here: what is tried out is going on."""
+PATIENCE = 20.0
+"""How many times as long as the unfaulted run a faulted one may take, beside LEAST_PATIENCE_S."""
+LEAST_PATIENCE_S = 120.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Try:
+    """One run that a row's faults struck."""
+
+    figures: Figures | None
+    """None when nothing struck."""
+    said: tuple[str, ...]
+    complaints: tuple[str, ...]
+    """What is not as it must be; nothing where the oracle is met."""
+    left: tuple[str, ...]
+    """What it left behind."""
+    seconds: float
+    """The whole run took."""
+
+    @property
+    def met(self) -> bool:
+        """Whether all is as it must be."""
+        return not self.complaints and not self.left
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row and its tries."""
+
+    row: Row
+    tries: tuple[Try, ...]
+
+    @property
+    def met(self) -> int:
+        """Tries in which all was as it must be."""
+        return sum(one.met for one in self.tries)
+
+    def median(self, figure: Callable[[Figures], float | None]) -> float | None:
+        """Of a figure, over the tries that have it."""
+        found = [value for one in self.tries if one.figures and (value := figure(one.figures)) is not None]
+        return statistics.median(found) if found else None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """All rows."""
+
+    recipe: str
+    workers: int
+    steps: int
+    step_s: float
+    """Median step of the unfaulted run."""
+    results: tuple[Result, ...]
+    truth: RunFolder
+    """The unfaulted run."""
+
+    @property
+    def met(self) -> bool:
+        """Whether every try of every row met its oracle."""
+        return all(result.met == len(result.tries) for result in self.results)
+
+
+@dataclass(frozen=True)
+class Long:
+    """One run that many faults struck."""
+
+    seed: int
+    faults: FaultPlan
+    struck: tuple[int, ...]
+    """The numbers of those that did."""
+    steps: int
+    attempts: int
+    lost_s: float
+    """Of all workers, on noticing, starting again and redoing."""
+    complaints: tuple[str, ...]
+    left: tuple[str, ...]
+    seconds: float
+    """The whole run took."""
+
+    @property
+    def met(self) -> bool:
+        """Whether all struck, it ended as if nothing had happened, and left nothing behind."""
+        return not self.complaints and not self.left and len(self.struck) == len(self.faults.faults)
+
+
+class _Truths:
+    """Unfaulted runs, each made when it is first asked for."""
+
+    def __init__(self, stage: Stage, tell: Tell) -> None:
+        self._stage, self._tell = stage, tell
+        self._made: list[tuple[Recipe, Lived]] = []
+
+    def of(self, recipe: Recipe) -> Lived:
+        """The run of a recipe that nothing happens to."""
+        for other, lived in self._made:
+            if other == recipe:
+                return lived
+        self._tell("the unfaulted run" + (f" of {recipe.train.steps} steps" if self._made else ""))
+        lived = live(self._stage, recipe, f"truth-{len(self._made) + 1}")
+        if lived.statuses != [0] or lived.left:
+            why = lived.left[0] + " was left behind" if lived.left else summarize(lived.run).reason
+            raise RunError(
+                f"the unfaulted run failed: {why}", hint="headway train shows whether the recipe runs at all"
+            )
+        self._made.append((recipe, lived))
+        return lived
+
+
+def chaos(stage: Stage, recipe: Recipe, rows: Sequence[Row], repeat: int, tell: Tell) -> Matrix:
+    """Strike a recipe's runs with every row, so often."""
+    recipe, truths = _with_restarts(recipe), _Truths(stage, tell)
+    truth = truths.of(recipe)
+    stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * truth.seconds)
+    step_s = median_step_s(truth.records())
+    results = []
+    for number, row in enumerate(rows, start=1):
+        tries = []
+        for turn in range(1, repeat + 1):
+            tell(f"{row.name}, {number} of {len(rows)}" + (f", try {turn} of {repeat}" if repeat > 1 else ""))
+            tries.append(_try(stage, recipe, row, step_s, truths, f"{row.name}-{turn}"))
+        results.append(Result(row, tuple(tries)))
+    return Matrix(recipe.name, stage.workers, recipe.train.steps, step_s, tuple(results), truth.run)
+
+
+def _with_restarts(recipe: Recipe) -> Recipe:
+    return with_settings(recipe, [f"train.restarts={max(RESTARTS, recipe.train.restarts)}"])
+
+
+def _try(stage: Stage, recipe: Recipe, row: Row, step_s: float, truths: _Truths, name: str) -> Try:
+    """One run under a row's faults, and what came of it."""
+    recipe = with_settings(recipe, row.settings(scene_of(recipe, stage.workers, step_s)))
+    scene = scene_of(recipe, stage.workers, step_s)
+    blow = None if row.signal is None else Blow(row.signal, scene.step)
+    lived = live(stage, recipe, name, row.plan(scene), blow=blow, resumes=row.way == "resumed")
+    if not lived.struck:
+        return Try(None, (), ("the fault never struck",), tuple(lived.left), lived.seconds)
+    truth = None if row.way == "refused" else truths.of(_same_skips(recipe, lived) if row.skips else recipe)
+    records, moment = lived.records(), lived.struck[0]
+    found = complaints(
+        row, records, statuses=lived.statuses, struck_ns=moment, rank=scene.last, steps=recipe.train.steps,
+        against=None if truth is None else compare(truth.run, lived.run),
+    )  # fmt: skip
+    figures = measure(records, moment, row.way, row.signs, lived.seen_ns)
+    usual = 0.0 if truth is None else lost_s(truth.records())
+    figures = replace(figures, lost_s=max(0.0, figures.lost_s - usual))
+    return Try(figures, tuple(said(records, moment)), tuple(found), tuple(lived.left), lived.seconds)
+
+
+def _same_skips(recipe: Recipe, lived: Lived) -> Recipe:
+    """The recipe with the samples passed over that a run came to pass over."""
+    skip = [list(samples) for samples in read_recipe(lived.run).data.skip]
+    return with_settings(recipe, [f"data.skip={skip}"])
+
+
+def long_run(stage: Stage, recipe: Recipe, count: int, seed: int, tell: Tell) -> Long:
+    """One run into which faults strike one after the other, as the seed has it."""
+    scene = scene_of(recipe, stage.workers)
+    faults = plan(
+        seed, count, stage.workers, saved_every=scene.memory_every or scene.disk_every, disk_every=scene.disk_every,
+        replicas=recipe.parallel is not None and recipe.parallel.replicate > 1,
+    )  # fmt: skip
+    recipe = with_settings(_with_restarts(recipe), [f"train.steps={length(faults)}"])
+    truth = _Truths(stage, tell).of(recipe)
+    tell(f"{count} faults in {recipe.train.steps} steps")
+    stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * (truth.seconds + count))
+    lived = live(stage, recipe, f"random-{seed}", faults)
+    records, met = lived.records(), {one.number for one in struck(lived.run.faults)}
+    found = parted(records, recipe.train.steps, compare(truth.run, lived.run))
+    if lived.statuses != [0]:
+        found = [f"it ended with status {lived.statuses[0]}: {summarize(lived.run).reason}", *found]
+    return Long(
+        seed=seed,
+        faults=faults,
+        struck=tuple(sorted(met)),
+        steps=recipe.train.steps,
+        attempts=max(record.header.attempt for record in records),
+        lost_s=lost_s(records),
+        complaints=tuple(found),
+        left=tuple(lived.left),
+        seconds=lived.seconds,
+    )

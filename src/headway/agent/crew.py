@@ -1,0 +1,169 @@
+"""The processes of a run on this machine: forked ahead, given a place in an attempt, heard of when they end.
+
+A process that has no place yet is a spare: forked by the zygote, waiting on its line. Spares make a restart shorter,
+and take a device only when they get a place.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headway.agent.kept import Kept
+from headway.agent.zygote import Zygote
+from headway.errors import WorkerError
+from headway.recipe import Assignment
+from headway.state import Line, LineClosed
+
+__all__ = ["Crew", "Exit"]
+
+LEAVE_S = 2.0
+
+
+@dataclass
+class _Process:
+    number: int
+    line: Line
+    pid: int | None = None
+    """None until the zygote has told."""
+    rank: int | None = None
+    """Its place; None is a spare."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker ended."""
+
+    rank: int
+    pid: int
+    code: int
+
+
+@dataclass
+class Crew:
+    """Workers and spares."""
+
+    zygote: Zygote
+    kept: Kept
+    _processes: dict[int, _Process] = field(default_factory=dict)
+    _lines_of_the_dead: list[Line] = field(default_factory=list)
+    _next: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
+
+    def fork(self, count: int) -> None:
+        """Have so many spares."""
+        for _ in range(count - sum(process.rank is None for process in self._processes.values())):
+            ours, theirs = Line.pair()
+            with contextlib.closing(theirs):
+                self.zygote.fork(self._next, theirs)
+            self._processes[self._next] = _Process(self._next, ours)
+            self._next += 1
+
+    def assign(self, assignment: Assignment, descriptors: Sequence[int], **fields: object) -> Line:
+        """Give a place to a spare; returns the line to it."""
+        for process in [process for process in self._processes.values() if process.rank is None]:
+            try:
+                told = assignment.model_dump(mode="json")
+                process.line.send("assign", descriptors, assignment=told, **fields)
+            except LineClosed:  # killed while it waited; the zygote tells of it
+                self._forget(process)
+                continue
+            process.rank = assignment.rank
+            return process.line
+        raise WorkerError("no process could be started for a worker", hint="the machine may be out of processes")
+
+    def hear(self) -> list[Exit]:
+        """Learn who is there; returns the workers that have ended."""
+        ended = list[Exit]()
+        for message in self.zygote.messages(0.0):
+            pid = message.fields.get("pid", 0)
+            if message.kind == "forked":
+                self._born(message.fields["id"], pid)
+            elif message.kind == "exit" and (process := self._of(pid)) is not None:
+                if process.rank is not None:
+                    ended.append(Exit(process.rank, pid, message.fields["code"]))
+                self._forget(process)
+        return ended
+
+    def close(self) -> None:
+        """End everybody, and see that nobody is left; a zygote that is gone has taken them along."""
+        self.dismiss()
+        deadline, left = time.monotonic() + LEAVE_S, True
+        with contextlib.suppress(WorkerError, LineClosed):
+            while left and self.zygote.ready(0.0) and time.monotonic() < deadline:
+                self.zygote.ask()
+                told = [message for message in self.zygote.messages(0.05) if message.kind == "listed"]
+                left = not any(message.fields["living"] == 0 for message in told)
+
+    def pids(self) -> dict[int, int]:
+        """Workers that live, by rank."""
+        return {
+            process.rank: process.pid
+            for process in self._processes.values()
+            if process.rank is not None and process.pid is not None
+        }
+
+    def lines(self) -> dict[int, Line]:
+        """The lines to workers, by rank."""
+        return {process.rank: process.line for process in self._processes.values() if process.rank is not None}
+
+    def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to workers, all or some."""
+        for rank, pid in self.pids().items():
+            if ranks is None or rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def dismiss(self) -> None:
+        """End everybody at once."""
+        for process in list(self._processes.values()):
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            self._forget(process)
+        for line in self._lines_of_the_dead:
+            line.close()
+        self._lines_of_the_dead = []
+
+    def _born(self, number: int, pid: int) -> None:
+        """A process is there; one that nobody here asked for was another agent's, and is ended."""
+        process = self._processes.get(number)
+        if process is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            process.pid = pid
+
+    def _of(self, pid: int) -> _Process | None:
+        return next((process for process in self._processes.values() if process.pid == pid), None)
+
+    def _forget(self, process: _Process) -> None:
+        """It has ended; what it said last may still have to be heard."""
+        self._processes.pop(process.number, None)
+        self._lines_of_the_dead.append(process.line)
+
+    # -- over the death of an agent
+
+    def keep(self) -> None:
+        """Have the keeper hold what another agent needs to go on with these workers."""
+        workers = [process for process in self._processes.values() if process.rank is not None]
+        told = [[process.number, process.pid, process.rank] for process in workers]
+        self.kept.put("crew", [process.line.fileno() for process in workers], workers=told, next=self._next)
+
+    def take_over(self) -> None:
+        """Go on with the workers of an agent that died; whoever is not known is ended when the zygote tells of it."""
+        self.zygote.ask()
+        thing = self.kept.take("crew")
+        if thing is None:
+            return
+        for (number, pid, rank), descriptor in zip(thing.fields["workers"], thing.descriptors, strict=True):
+            line = Line(socket.socket(fileno=descriptor))
+            line.take_over()
+            self._processes[number] = _Process(number, line, pid, rank)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no worker."""
+        return all(process.rank is None for process in self._processes.values())

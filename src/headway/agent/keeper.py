@@ -1,0 +1,212 @@
+"""The keeper: a small process that starts the agent, holds what must not be lost with it, starts another if it dies.
+
+    keeper (what the user started: shows the view, takes Ctrl-C)
+      agent (`python -m headway.agent`: watches, saves, recovers)
+        zygote
+          workers
+
+The keeper knows nothing of training. It has a second descriptor of every piece of memory and of every line that the
+agent has (kept.py), so that neither workers nor states notice when the agent is gone, and hands them to the next one.
+An agent that was stopped is woken; one that says nothing for long is ended. If the keeper dies, the agent has the run
+save and stop; if both die, the zygote finds its line closed and ends the workers.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from headway.agent.attempt import Attempt
+from headway.agent.kept import Parts, Thing, send_in_parts
+from headway.agent.outcome import Outcome
+from headway.agent.watch import process_state
+from headway.agent.wishes import Wishes, listen
+from headway.state import Line, LineClosed, Message
+from headway.track import RunFolder
+
+__all__ = ["keep"]
+
+POLL_S = 0.1
+STOPPED_S = 2.0
+"""An agent that is stopped by a signal for so long is woken."""
+SILENT_S = 120.0
+"""One that does not say anything for so long hangs. It may be busy making memory of many gigabytes ready."""
+LIVES, WITHIN_S = 5, 20.0
+"""So many agents that die within so many seconds are not killed by somebody: another would die too."""
+LAST_S = 10.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Agent:
+    """An agent as its keeper knows it."""
+
+    pid: int
+    line: Line
+    heard: float
+    spoke: bool = False
+    outcome: Outcome | None = None
+    parts: Parts = field(default_factory=Parts)
+
+
+def keep(attempt: Attempt, on_tick: Callable[[int], None] = lambda _stops_asked: None) -> Outcome:
+    """Have an agent run an attempt to the run's end, and another when it dies; `on_tick` as in `supervise`."""
+    things = dict[str, Thing]()
+    with listen() as wishes, _all_children() as reap:
+        agent = _start(attempt, things)
+        try:
+            return _keep(attempt, agent, things, wishes, reap, lambda: on_tick(wishes.asked))
+        finally:
+            for name in list(things):
+                _drop(things, name)
+
+
+def _keep(
+    attempt: Attempt,
+    agent: _Agent,
+    things: dict[str, Thing],
+    wishes: Wishes,
+    reap: Callable[[], dict[int, int]],
+    tick: Callable[[], None],
+) -> Outcome:
+    passed_on, deaths = 0, deque[float](maxlen=LIVES)
+    while True:
+        # 1 what the agent says, and whether it is there
+        select.select([agent.line.fileno()], [], [], POLL_S)
+        ends = reap()  # before the last words are heard, which are said before the end
+        alive = _hear(agent, things)
+        if agent.outcome is not None and agent.pid in ends:
+            agent.line.close()
+            tick()
+            return agent.outcome
+        # 2 another one where it is not
+        if agent.outcome is None and (agent.pid in ends or not alive):
+            deaths.append(time.monotonic())
+            _end(agent)
+            if wishes.asked >= 2 or (len(deaths) == LIVES and deaths[-1] - deaths[0] < WITHIN_S):
+                return _give_up(attempt.folder, reap().get(agent.pid), wishes.asked)
+            agent, passed_on = _start(attempt, things), 0
+        # 3 pass on what people ask; before it has spoken it would die of the signal
+        if wishes.asked > passed_on and agent.spoke:
+            _signal(agent.pid, signal.SIGTERM)
+            passed_on += 1
+        _rouse(agent)
+        tick()
+
+
+def _start(attempt: Attempt, things: dict[str, Thing]) -> _Agent:
+    """An agent in a session of its own, with everything that the one before has left."""
+    run = attempt.folder
+    ours, theirs = Line.pair()
+    run.logs.mkdir(exist_ok=True)
+    with contextlib.closing(theirs), (run.logs / f"{attempt.number:04d}-agent.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headway.agent", str(theirs.fileno()), str(run.path)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    process.returncode = 0  # its end is heard of with that of all other children
+    with contextlib.suppress(LineClosed):
+        for name, thing in things.items():
+            send_in_parts(ours, "keep", thing.descriptors, name=name, fields=thing.fields)
+        ours.send("go", attempt=attempt.model_dump(mode="json"))
+    return _Agent(process.pid, ours, time.monotonic())
+
+
+def _hear(agent: _Agent, things: dict[str, Thing]) -> bool:
+    """Take in what the agent says; False when it has hung up."""
+    try:
+        messages = agent.line.receive()
+    except LineClosed:
+        return False
+    for message in messages:
+        agent.heard, agent.spoke = time.monotonic(), True
+        whole = agent.parts.join(message)
+        if whole is not None:
+            _take(agent, whole, things)
+    return True
+
+
+def _take(agent: _Agent, message: Message, things: dict[str, Thing]) -> None:
+    match message.kind:
+        case "keep":
+            _drop(things, message.fields["name"])
+            things[message.fields["name"]] = Thing(message.fields["fields"], tuple(message.descriptors))
+        case "drop":
+            _drop(things, message.fields["name"])
+        case "outcome":
+            agent.outcome = Outcome(**message.fields)
+
+
+def _drop(things: dict[str, Thing], name: str) -> None:
+    thing = things.pop(name, None)
+    for descriptor in thing.descriptors if thing else ():
+        os.close(descriptor)
+
+
+def _rouse(agent: _Agent) -> None:
+    """An agent that is silent: wake it if it was stopped, end it if it hangs."""
+    silent = time.monotonic() - agent.heard
+    if silent > STOPPED_S and process_state(agent.pid) == "T":
+        _signal(agent.pid, signal.SIGCONT)
+    elif silent > SILENT_S:
+        _signal(agent.pid, signal.SIGKILL)
+
+
+def _end(agent: _Agent) -> None:
+    _signal(agent.pid, signal.SIGKILL)
+    agent.line.close()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _give_up(run: RunFolder, status: int | None, asked: int) -> Outcome:
+    if asked:
+        return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
+    how = "" if status is None else f" (status {status})"
+    return Outcome(
+        "failed", f"the agent of {run.name} died {LIVES} times in {WITHIN_S:g} s{how}", f"its log is in {run.logs}"
+    )
+
+
+@contextlib.contextmanager
+def _all_children() -> Iterator[Callable[[], dict[int, int]]]:
+    """Be the parent of whatever a dead agent leaves; gives a function that tells who has ended, and with what."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ended = dict[int, int]()
+
+    def reap() -> dict[int, int]:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+        return ended
+
+    try:
+        yield reap
+    finally:
+        deadline = time.monotonic() + LAST_S
+        while _has_children() and time.monotonic() < deadline:
+            reap()
+            time.sleep(0.01)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True

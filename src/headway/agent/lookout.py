@@ -1,0 +1,143 @@
+"""Keeps an eye on a run's workers: hangs, workers that were stopped, stragglers. Names who before anything is done."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headway.agent.attempt import Attempt
+from headway.agent.inject import Injector
+from headway.agent.kept import Kept
+from headway.agent.recover import Failure, Situation, recover
+from headway.agent.stacks import collect, its_line
+from headway.agent.watch import LEAST_S, Sight, Stall, Watcher, process_state
+from headway.recipe import FaultPlan, Recipe
+from headway.track import Recorder, RunFolder
+from headway.track.pulse import Pulses
+from headway.track.stragglers import straggler
+
+__all__ = ["Lookout", "Lost"]
+
+STRAGGLERS_EVERY_S = 5.0
+WAKES = 3
+"""How often a worker that somebody stops is woken before it is taken for lost."""
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped by a signal", "Z": "dead"}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that will not come back, and a sentence that says which and where."""
+
+    stall: Stall
+    text: str
+
+
+class Lookout:
+    """What the agent sees of its workers beside their exits."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe, workers: int, faults: FaultPlan, kept: Kept) -> None:
+        self._run, self._faults, self._kept = run, Injector(faults, run.faults), kept
+        self._watcher = Watcher(recipe.train.timeout_s)
+        self._stages = recipe.parallel.pipeline if recipe.parallel else 1
+        thing = kept.take("pulses")
+        self.pulses = Pulses(workers, None if thing is None else thing.descriptors[0])
+        """Where workers mark what they are doing."""
+        kept.put("pulses", [self.pulses.descriptor])
+        self._named: Lost | None = None
+        self._woken = dict[int, int]()
+        self._slow: int | None = None
+        self._straggling = time.monotonic() + STRAGGLERS_EVERY_S
+
+    def begin(self) -> None:
+        """Another attempt begins."""
+        self.pulses.clear()
+        self._watcher.begin()
+        self._named, self._slow = None, None
+
+    def close(self) -> None:
+        """Give the shared memory up."""
+        self._kept.drop("pulses")
+        self.pulses.close()
+
+    def look(self, attempt: Attempt, pids: Mapping[int, int], recorder: Recorder) -> Lost | None:
+        """Look at all workers once; the one for which they have to be ended, if there is one."""
+        sights = self._watcher.look(self.pulses, list(pids))
+        if attempt.trial is not None or len(sights) < attempt.workers:
+            return None
+        self._faults.reach("watch", max(sight.pulse.step for sight in sights), attempt.number)
+        self._look_for_stragglers(attempt, recorder)
+        if self._wake(attempt, [sight for sight in sights if sight.silent_s > LEAST_S], pids, recorder):
+            return None
+        stall = self._watcher.stalled(sights)
+        if stall is None:
+            if self._named is not None:
+                self._go_on("hung", self._named, recorder)
+            self._named = None
+            return None
+        state = process_state(pids[stall.rank])
+        if state in ("t", "Z", ""):  # somebody debugs it; or the zygote tells of its end
+            return None
+        if self._named is None or self._named.stall.rank != stall.rank:
+            self._named = self._name(attempt, stall, state, pids, recorder)
+        if not stall.certain:
+            return None
+        collect(pids, self._run.stacks, attempt.number)  # once more, with what lies below Python: it may take seconds
+        self._tell(recorder, stall, "", ends=True)
+        return self._named
+
+    def _wake(self, attempt: Attempt, silent: Sequence[Sight], pids: Mapping[int, int], recorder: Recorder) -> bool:
+        """Wake workers that somebody stopped, whatever they were doing, be it for the first time; whether any was."""
+        woken = False
+        for sight in silent:
+            pid, times = pids[sight.rank], self._woken.get(sight.rank, 0)
+            if times >= WAKES or process_state(pid) != "T":
+                continue
+            self._woken[sight.rank] = times + 1
+            collect(pids, self._run.stacks, attempt.number, native=False)
+            pulse = sight.pulse
+            stall = Stall(sight.rank, pulse.step, pulse.phase, pulse.module, sight.silent_s, LEAST_S, alone=True)
+            text = f"worker {sight.rank} was stopped by a signal {stall.where}"
+            self._go_on("stopped", Lost(stall, text), recorder, pid)
+            woken = True
+        return woken
+
+    def _name(self, attempt: Attempt, stall: Stall, state: str, pids: Mapping[int, int], recorder: Recorder) -> Lost:
+        """Take everybody's stacks, and say in one sentence who holds the others up and where."""
+        stacks = collect(pids, self._run.stacks, attempt.number, native=False)
+        seen = next(one for one in stacks.seen if one.rank == stall.rank)
+        sure = stall.alone or attempt.workers == 1
+        who = f"worker {stall.rank}" if sure else f"worker {stall.rank} (or one beside it)"
+        line = its_line(seen)
+        text = f"{who} hangs {stall.where} ({STATES.get(state, state)})" + (f": {line}" if line else "")
+        self._tell(recorder, stall, text, line=line, stacks=str(stacks.path or ""))
+        return Lost(stall, text)
+
+    def _go_on(self, cause: Literal["stopped", "hung"], lost: Lost, recorder: Recorder, pid: int | None = None) -> None:
+        """Nothing has to be restarted: say so, and wake the worker that was stopped."""
+        failure = Failure(cause, lost.text, rank=lost.stall.rank)
+        recovery = recover(Situation(failure, workers_live=True), time.time())
+        if recovery.wake is not None and pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        recorder.event("woken", rank=lost.stall.rank, text=recovery.reason)
+
+    def _tell(self, recorder: Recorder, stall: Stall, text: str, ends: bool = False, **more: Any) -> None:
+        recorder.event(
+            "hang", rank=stall.rank, step=stall.step, phase=stall.phase, seconds=stall.silent_s, limit=stall.limit_s,
+            text=text, ends=ends, **more,
+        )  # fmt: skip
+
+    def _look_for_stragglers(self, attempt: Attempt, recorder: Recorder) -> None:
+        if attempt.workers < 2 or time.monotonic() < self._straggling:
+            return
+        self._straggling = time.monotonic() + STRAGGLERS_EVERY_S
+        arrivals = {rank: self.pulses.arrivals(rank) for rank in range(attempt.workers)}
+        found = straggler(arrivals, stages=self._stages)
+        rank = None if found is None else found.rank
+        if found is not None and rank != self._slow:
+            text = f"worker {rank} holds the others up: its {found.what} takes {found.share:.0%} of a step longer"
+            recorder.event("straggler", rank=rank, share=found.share, what=found.what, text=text)
+        self._slow = rank

@@ -1,0 +1,177 @@
+"""What a fault matrix looks like: a table and what was said for people, an object for programs."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from headway.agent.chaos import Long, Matrix, Peer, Result, Try
+from headway.agent.chaos.chance import kinds
+from headway.cli.text import short_seconds
+
+__all__ = ["long_lines", "long_object", "matrix_lines", "matrix_object"]
+
+WIDTH = 80
+NAME = 22
+MISSED = 3
+"""Faults that did not strike to name: one that ends a run keeps all later ones from it."""
+
+
+def matrix_lines(matrix: Matrix, peers: Sequence[Peer] = ()) -> list[str]:
+    """A matrix as people read it, and how torchrun took the same."""
+    below = [*_beside(peers), ""] if peers else []
+    return [*_head(matrix), *_table(matrix), "", *below, *_said(matrix), *_trouble(matrix), _end(matrix)]
+
+
+def _head(matrix: Matrix) -> list[str]:
+    tries = max((len(result.tries) for result in matrix.results), default=1)
+    often = f", medians of {tries} tries" if tries > 1 else ""
+    step = f"{1e3 * matrix.step_s:.0f} ms"
+    return [f"{matrix.recipe}: {matrix.workers} workers, {matrix.steps} steps of {step}{often}", ""]
+
+
+def _table(matrix: Matrix) -> Iterator[str]:
+    yield f"  {'fault':<{NAME}}  {'noticed':>8}  {'stepping':>8}  {'redone':>6}  {'lost':>8}  oracle"
+    for result in matrix.results:
+        noticed = _seconds(result.median(lambda figures: figures.noticed_s))
+        stepping = _seconds(result.median(lambda figures: figures.stepping_s))
+        redone, lost = result.median(lambda figures: figures.redone), result.median(lambda figures: figures.lost_s)
+        yield (
+            f"  {result.row.name:<{NAME}}  {noticed:>8}  {stepping:>8}  {'-' if redone is None else f'{redone:g}':>6}"
+            f"  {_seconds(lost):>8}  {_verdict(result)}"
+        )
+
+
+def _verdict(result: Result) -> str:
+    if len(result.tries) > 1:
+        return f"met {result.met} of {len(result.tries)}"
+    if result.met:
+        return "refused" if result.row.way == "refused" else "equal"
+    return "NOT MET"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else short_seconds(value)
+
+
+def _beside(peers: Sequence[Peer]) -> Iterator[str]:
+    yield f"  {'under torchrun':<{NAME}}  {'restarts':>8}  {'stepping':>8}  {'recovered':>9}"
+    for peer in peers:
+        restarted = _seconds(peer.median(lambda one: one.restarted_s))
+        stepping = _seconds(peer.median(lambda one: one.stepping_s))
+        row = f"  {peer.row.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {f'{peer.recovered} of {len(peer.tries)}':>9}"
+        yield f"{row}{_otherwise(peer)}"
+
+
+def _otherwise(peer: Peer) -> str:
+    """What became of the tries that did not step on."""
+    found = Counter(one.outcome for one in peer.tries if one.outcome != "recovered")
+    words = [f"{count} {outcome}" if len(peer.tries) > 1 else outcome for outcome, count in found.items()]
+    return f"  ({', '.join(words)})" if words else ""
+
+
+def _said(matrix: Matrix) -> Iterator[str]:
+    """What the agent said, of the first try of each row."""
+    yield "what the agent said:"
+    for result in matrix.results:
+        words = result.tries[0].said
+        if words:
+            yield from _wrapped(f"{result.row.name}: {'; then: '.join(words)}")
+    yield ""
+
+
+def _trouble(matrix: Matrix) -> Iterator[str]:
+    """What is not as it must be."""
+    for result in matrix.results:
+        for number, one in enumerate(result.tries, start=1):
+            which = f", try {number}" if len(result.tries) > 1 else ""
+            for text in _complaints(one):
+                yield from _wrapped(f"{result.row.name}{which}: {text}")
+
+
+def _complaints(one: Try) -> list[str]:
+    return [*one.complaints, *(f"left behind: {thing}" for thing in one.left)]
+
+
+def _end(matrix: Matrix) -> str:
+    met = sum(result.met == len(result.tries) for result in matrix.results)
+    return f"{met} of {len(matrix.results)} faults ended as they must."
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=True)
+
+
+def matrix_object(matrix: Matrix, peers: Sequence[Peer] = ()) -> dict[str, Any]:
+    """A matrix for programs."""
+    return {
+        "recipe": matrix.recipe,
+        "workers": matrix.workers,
+        "steps": matrix.steps,
+        "step_s": matrix.step_s,
+        "met": matrix.met,
+        "faults": [_object(result) for result in matrix.results],
+        "beside": [_peer_object(peer) for peer in peers],
+    }
+
+
+def _object(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.row.name,
+        "what": result.row.what,
+        "way": result.row.way,
+        "met": result.met,
+        "noticed_s": result.median(lambda figures: figures.noticed_s),
+        "stepping_s": result.median(lambda figures: figures.stepping_s),
+        "redone": result.median(lambda figures: figures.redone),
+        "lost_s": result.median(lambda figures: figures.lost_s),
+        "tries": [asdict(one) | {"met": one.met} for one in result.tries],
+    }
+
+
+def _peer_object(peer: Peer) -> dict[str, Any]:
+    return {
+        "name": peer.row.name,
+        "recovered": peer.recovered,
+        "restarted_s": peer.median(lambda one: one.restarted_s),
+        "stepping_s": peer.median(lambda one: one.stepping_s),
+        "tries": [asdict(one) for one in peer.tries],
+    }
+
+
+# -- one long run
+
+
+def long_lines(long: Long) -> list[str]:
+    """A long run as people read it."""
+    count = len(long.faults.faults)
+    lines = [
+        f"{len(long.struck)} of {count} faults struck in {long.steps} steps (seed {long.seed}), {long.seconds:.0f} s:",
+        *(f"  {number:>4}  {name}" for name, number in kinds(long.faults).items()),
+        f"{long.attempts} attempts; {long.lost_s:.1f} worker-seconds lost",
+    ]
+    if long.met:
+        return [*lines, "equal: chain and digest are the unfaulted run's; nothing was left behind."]
+    wrong = [*long.complaints, *(f"left behind: {thing}" for thing in long.left)]
+    missed = [f"fault {number} never struck" for number in range(count) if number not in long.struck][:MISSED]
+    return [*lines, *(line for text in [*wrong, *missed] for line in _wrapped(text)), "NOT as it must be."]
+
+
+def long_object(long: Long, recipe: str, workers: int) -> dict[str, Any]:
+    """A long run for programs."""
+    return {
+        "recipe": recipe,
+        "workers": workers,
+        "seed": long.seed,
+        "steps": long.steps,
+        "attempts": long.attempts,
+        "met": long.met,
+        "kinds": kinds(long.faults),
+        "faults": len(long.faults.faults),
+        "struck": len(long.struck),
+        "lost_s": long.lost_s,
+        "seconds": long.seconds,
+        "complaints": list(long.complaints),
+        "left": list(long.left),
+    }

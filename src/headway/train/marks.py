@@ -1,0 +1,34 @@
+"""Marks at every block that a pass enters and leaves: which of them a worker hangs in, and which worker is behind."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from headway.parallel import Spread
+from headway.track.pulse import Beat
+
+__all__ = ["mark_blocks"]
+
+
+def mark_blocks(spread: Spread, beat: Beat) -> None:
+    """Have each block of a worker's part say when a pass enters it, forward and backward.
+
+    Not for compiled blocks: a hook would be compiled with them, or break their graph.
+    """
+    blocks = [block for stage in spread.stages for block in stage.blocks]
+    for number, block in enumerate(blocks, start=1):
+        _mark(block, number, beat, last=number == len(blocks))
+
+
+def _mark(block: nn.Module, number: int, beat: Beat, last: bool) -> None:
+    def enter(*_: Any) -> None:
+        beat.mark(number)
+
+    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if last:
+            beat.forward()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(enter)
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)

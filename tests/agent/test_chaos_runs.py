@@ -1,0 +1,170 @@
+"""Faults in real runs: a short part of the matrix, with keepers, agents and workers of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from headway.agent import Attempt
+from headway.agent.chaos import Matrix, Result, Stage, chaos, choose, drive, offspring
+from headway.agent.chaos.drive import Lived, live
+from headway.cli.chaos_view import matrix_lines
+from headway.cli.launch import start_keeper
+from headway.errors import RunError
+from headway.recipe import Recipe
+
+NAMES = ("kill-worker", "kill-agent", "stop-worker", "nan-once", "same-error")
+SETTINGS = {"train.steps": 60, "checkpoint.every_steps": 10, "checkpoint.memory_every_steps": 1}
+
+
+class Struck(NamedTuple):
+    """The part of the matrix that was run, where, and what was said meanwhile."""
+
+    matrix: Matrix
+    root: Path
+    told: list[str]
+
+    def result(self, name: str) -> Result:
+        return next(result for result in self.matrix.results if result.row.name == name)
+
+    def events(self, run: str, process: str) -> list[dict[str, Any]]:
+        """What a process wrote over all attempts, without Headway's own reading of it."""
+        paths = sorted((self.root / run / "events").glob(f"*-{process}.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def struck(recipe: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Struck:
+    root, told = tmp_path_factory.mktemp("chaos"), list[str]()
+    with offspring() as family:
+        stage = Stage(root, 2, start_keeper, family)
+        matrix = chaos(stage, recipe(SETTINGS), choose(",".join(NAMES), 2), 1, told.append)
+    return Struck(matrix, root, told)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_is_lived_through(struck: Struck, name: str) -> None:
+    (one,) = struck.result(name).tries
+    assert one.complaints == ()
+    assert one.left == ()
+    assert one.figures is not None
+    assert one.figures.noticed_s is not None
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "same-error"])
+def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) -> None:
+    ends = []
+    for run in ("truth-1", f"{name}-1"):
+        last = [event for event in struck.events(run, "rank-0") if event["kind"] == "step"][-1]
+        manifest = struck.root / run / "checkpoints" / "step-00000060" / "manifest.json"
+        ends.append((last["step"], last["chain"], json.loads(manifest.read_bytes())["digest"]))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 60
+    (mark,) = {path.name[:4] for path in (struck.root / f"{name}-1" / "faults").glob("*.json")}
+    assert mark == "0000", "and it was struck, by the one fault of its plan"
+
+
+def test_what_was_done_about_each(struck: Struck) -> None:
+    killed, agent, woken = (struck.result(name).tries[0] for name in ("kill-worker", "kill-agent", "stop-worker"))
+    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 19, from memory",)
+    assert killed.figures is not None
+    assert killed.figures.redone == 0
+    assert killed.figures.stepping_s > killed.figures.noticed_s > 0
+    assert killed.figures.lost_s > 0
+    assert agent.said == ("the agent died; its workers go on under the next",)
+    assert not [event for event in struck.events("kill-agent-1", "agent") if event["kind"] == "end-span"][2:]
+    assert any("woken" in words for words in woken.said)
+    refused = struck.result("same-error").tries[0]
+    assert "a second time" in refused.said[-1]
+    assert refused.figures is not None
+    assert refused.figures.stepping_s is None
+
+
+def test_nothing_of_it_is_left(struck: Struck) -> None:
+    mine = []
+    for process in psutil.process_iter():
+        try:
+            if str(struck.root) in " ".join(
+                [process.cwd(), *process.cmdline(), *(f.path for f in process.open_files())]
+            ):
+                mine.append(process)
+        except psutil.Error:
+            continue
+    assert mine == []
+
+
+def test_it_tells_how_far_it_is_and_shows_it_in_80_columns(struck: Struck) -> None:
+    rows = [f"{name}, {number} of {len(NAMES)}" for number, name in enumerate(NAMES, start=1)]
+    assert struck.told == ["the unfaulted run", *rows]
+    lines = matrix_lines(struck.matrix)
+    assert max(map(len, lines)) <= 80
+    assert struck.matrix.met
+    assert lines[-1] == "5 of 5 faults ended as they must."
+
+
+# -- the driver, with keepers that only pretend
+
+
+@pytest.fixture
+def pretend(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Lived]]:
+    """Has a run live whose keeper is a line of shell."""
+    monkeypatch.setattr(drive, "LEAVE_S", 0.5)
+    with offspring() as family:
+
+        def pretend(shell: str, patience_s: float = 60.0) -> Lived:
+            def start(_: Attempt) -> "subprocess.Popen[bytes]":
+                return subprocess.Popen(["sh", "-c", shell], start_new_session=True)
+
+            return live(Stage(tmp_path, 1, start, family, patience_s), recipe(SETTINGS), "pretends")
+
+        yield pretend
+        assert family.living() == {}, "whatever was left has been ended"
+
+
+def test_a_run_that_leaves_a_process_behind_is_told_of(pretend: Callable[[str], Lived]) -> None:
+    lived = pretend("sleep 300 & exit 0")
+    assert lived.statuses == [0]
+    (left,) = lived.left
+    assert left.startswith("process ")
+    assert left.endswith("(sleep: sleep 300)")
+
+
+def test_a_run_that_does_not_end_is_given_up(pretend: Callable[..., Lived]) -> None:
+    lived = pretend("sleep 300", patience_s=0.5)
+    assert lived.statuses == [None]
+    assert lived.left == []
+
+
+def test_a_run_that_leaves_shared_memory_behind_is_told_of(pretend: Callable[[str], Lived], tmp_path: Path) -> None:
+    segment = Path("/dev/shm") / f"headway-{tmp_path.parent.name}-{tmp_path.name}"
+    try:
+        assert f"shared memory {segment.name}" in pretend(f"touch {segment}").left
+    finally:
+        segment.unlink()
+
+
+def test_a_fault_that_never_strikes_proves_nothing(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    def start(_: Attempt) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["true"])
+
+    with offspring() as family:
+        matrix = chaos(Stage(tmp_path, 2, start, family), recipe(SETTINGS), choose("kill-worker", 2), 2, lambda _: None)
+    assert [one.complaints for one in matrix.results[0].tries] == [("the fault never struck",)] * 2
+    assert not matrix.met
+
+
+def test_without_a_truth_there_is_nothing_to_hold_anything_against(
+    recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    def start(_: Attempt) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+
+    with offspring() as family, pytest.raises(RunError, match="the unfaulted run failed"):
+        chaos(Stage(tmp_path, 2, start, family), recipe(SETTINGS), choose("kill-worker", 2), 1, lambda _: None)

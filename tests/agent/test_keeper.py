@@ -1,0 +1,308 @@
+"""The keeper and its agents. Most agents here are short scripts, so that they can die in every way; the last are real.
+
+A script is run where `python -m headway.agent` would be. It knows which life of the run's agent it is, leaves files in
+the run's folder, and speaks as an agent does.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headway.agent import Attempt, keeper
+
+PATIENCE_S = 60
+SCRIPT = """#!{python} -IS
+import json, os, signal, socket, sys, time
+
+run, line = sys.argv[4], socket.socket(fileno=int(sys.argv[3]))
+life = sum(name.startswith("life-") for name in os.listdir(run)) + 1
+
+
+def note(name, content=""):
+    with open(f"{{run}}/making-{{os.getpid()}}", "w") as file:
+        file.write(str(content))
+    os.rename(f"{{run}}/making-{{os.getpid()}}", f"{{run}}/{{name}}")
+
+
+def tell(kind, **fields):
+    line.sendall(json.dumps({{"kind": kind, "descriptors": 0, **fields}}).encode() + b"\\n")
+
+
+def say(state="finished", reason="all done", hint=None):
+    tell("outcome", state=state, reason=reason, hint=hint)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+note(f"life-{{life}}", os.getpid())
+{body}
+"""
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork, where threads were started
+
+
+class Kept:
+    """A keeper at work, and what its agents leave in the run's folder."""
+
+    def __init__(self, run: Path, pid: int) -> None:
+        self.run, self.pid = run, pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait_for(self, name: str) -> None:
+        """Until some agent makes a file of this name."""
+        wait_until((self.run / name).exists)
+
+    def end(self) -> dict[str, Any]:
+        """What it comes to."""
+        wait_until(lambda: not is_alive(self.pid))
+        found: dict[str, Any] = json.loads((self.run / "ended").read_text())
+        return found
+
+    @property
+    def lives(self) -> int:
+        """How many agents there were."""
+        return len(list(self.run.glob("life-*")))
+
+
+def keep_alone(attempt: Attempt, script: Path, settings: dict[str, float]) -> None:
+    """What a process does that is a keeper and nothing else."""
+    for name, value in settings.items():
+        setattr(keeper, name, value)
+    sys.executable = str(script)
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  (a Path would keep one open)
+    outcome = keeper.keep(attempt)
+    gc.collect()
+    left = set(os.listdir("/proc/self/fd")) - before  # noqa: PTH208
+    told = {"outcome": asdict(outcome), "status": outcome.exit_status, "left": len(left)}
+    (attempt.run / "ended").write_text(json.dumps(told))
+
+
+def wait_until(there: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+    """Starts a keeper whose agents do what a script says; in the end nothing of it is left."""
+    made = list[Kept]()
+
+    def start(body: str, **settings: float) -> Kept:
+        run, script = tmp_path / "run", tmp_path / "agent"
+        run.mkdir()
+        script.write_text(SCRIPT.format(python=sys.executable, body=body))
+        script.chmod(0o755)
+        attempt = Attempt(run=run, number=1, workers=1, device="cpu", threads=1)
+        pid = os.fork()
+        if not pid:
+            try:
+                keep_alone(attempt, script, settings)
+            except BaseException as error:
+                (run / "ended").write_text(json.dumps({"raised": repr(error)}))
+            os._exit(0)
+        made.append(Kept(run, pid))
+        return made[-1]
+
+    yield start
+    for kept in made:
+        kept.signal(signal.SIGKILL)
+        os.waitpid(kept.pid, 0)
+        pids = [int(path.read_text()) for path in kept.run.glob("life-*")]
+        wait_until(lambda pids=pids: not any(is_alive(pid) for pid in pids))
+
+
+# -- an agent that dies
+
+
+HEIRS = """
+line.detach()
+sys.path[:0] = {paths}
+from headway.agent.__main__ import _handed_over
+from headway.agent.kept import Kept
+from headway.state import Line
+
+line = Line(socket.socket(fileno=int(sys.argv[3])))
+things, attempt = _handed_over(line)
+kept = Kept(line, things)
+
+
+def memory(content):
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(descriptor, content.encode())
+    return descriptor
+
+
+def lies(thing):
+    return [os.pread(descriptor, 100, 0).decode() for descriptor in thing.descriptors]
+
+
+note(f"found-{life}", json.dumps({name: [thing.fields, lies(thing)] for name, thing in kept.things.items()}))
+if life == 1:
+    kept.put("few", [memory("a"), memory("b")], n=1)
+    kept.put("many", [memory(str(number)) for number in range(403)], n=2)
+    kept.put("none", text="é" * 50_000)
+    kept.put("gone", [memory("x")])
+    kept.drop("gone")
+    die()
+if life == 2:
+    kept.put("few", [memory("c")], n=3)
+    kept.drop("none")
+    die()
+line.send("outcome", state="finished", reason="", hint=None)
+"""
+
+
+def test_the_next_agent_has_all_that_the_last_one_put_aside(keep) -> None:
+    """Content and all, and more descriptors than a message carries; nothing of it stays with the keeper."""
+    one = keep(HEIRS.replace("{paths}", repr([path for path in sys.path if path])))
+    ended = one.end()
+    assert (ended["status"], one.lives, ended["left"]) == (0, 3, 0)
+    many = [{"n": 2}, [str(number) for number in range(403)]]
+    assert [json.loads((one.run / f"found-{life}").read_text()) for life in (1, 2, 3)] == [
+        {},
+        {"few": [{"n": 1}, ["a", "b"]], "many": many, "none": [{"text": "é" * 50_000}, []]},
+        {"few": [{"n": 3}, ["c"]], "many": many},
+    ]
+
+
+def test_agents_that_die_as_they_start_are_given_up(keep) -> None:
+    one = keep("sys.exit(3)")
+    ended = one.end()
+    assert (ended["status"], ended["outcome"]["state"], one.lives, ended["left"]) == (1, "failed", 5, 0)
+    assert "died 5 times" in ended["outcome"]["reason"]
+    assert str(one.run / "logs") in ended["outcome"]["hint"]
+
+
+def test_what_an_agent_says_last_counts_though_it_dies_of_it(keep) -> None:
+    """A run that is over is not begun again: the last word and the end come at once."""
+    one = keep('say("stopped", "as asked", "resume"); die()')
+    ended = one.end()
+    assert ended["outcome"] == {"state": "stopped", "reason": "as asked", "hint": "resume"}
+    assert (ended["status"], one.lives, ended["left"]) == (75, 1, 0)
+
+
+ORPHANS = """
+if life == 1:
+    for _ in range(3):
+        pid = os.fork()
+        if not pid:
+            time.sleep(0.7)
+            os._exit(0)
+        note(f"child-{pid}", pid)
+    die()
+say()
+"""
+
+
+def test_what_a_dead_agent_leaves_behind_is_waited_for(keep) -> None:
+    """Its children become the keeper's, and none is a zombie or left when that is gone."""
+    one = keep(ORPHANS)
+    assert (one.end()["status"], one.lives) == (0, 2)
+    children = [int(path.read_text()) for path in one.run.glob("child-*")]
+    assert len(children) == 3
+    assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+# -- an agent that is silent
+
+
+def test_a_stopped_agent_is_woken(keep) -> None:
+    one = keep("tell('alive'); os.kill(os.getpid(), signal.SIGSTOP); say()")
+    assert (one.end()["status"], one.lives) == (0, 1)
+
+
+def test_an_agent_that_hangs_is_followed_by_another(keep) -> None:
+    one = keep("tell('alive')\nif life < 3: time.sleep(600)\nsay()", SILENT_S=1.0)
+    ended = one.end()
+    assert (ended["status"], one.lives, ended["left"]) == (0, 3, 0)
+
+
+# -- what is asked of it
+
+
+LISTENER = """
+asked = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: asked.append(number))
+tell("alive")
+note(f"listens-{life}")
+while not asked:
+    time.sleep(0.01)
+    tell("alive")
+note("asked")
+time.sleep(0.5)
+say("stopped", f"asked {len(asked)}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "asked"),
+    [
+        ([signal.SIGTERM], 1),
+        ([signal.SIGINT, signal.SIGHUP], 2),
+        ([signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1], 1),
+        ([signal.SIGUSR1, signal.SIGTERM], 2),
+    ],
+    ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else "",
+)
+def test_stops_travel(keep, numbers: list[signal.Signals], asked: int) -> None:
+    """A batch system's warning never hurries a run, however often it comes."""
+    one = keep(LISTENER)
+    one.wait_for("listens-1")
+    for number in numbers:
+        one.signal(number)
+        one.wait_for("asked")
+    ended = one.end()
+    assert (ended["outcome"]["reason"], ended["status"], one.lives) == (f"asked {asked}", 75, 1)
+
+
+@pytest.mark.parametrize("early", ["", "time.sleep(0.5)"], ids=["at once", "slowly"])
+def test_a_stop_that_comes_before_the_agent_listens_waits_for_it(keep, early: str) -> None:
+    """It would die of the signal, and the next one too."""
+    one = keep(f"note('starts')\n{early}\n{LISTENER}")
+    one.wait_for("starts")
+    one.signal(signal.SIGTERM)
+    ended = one.end()
+    assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 1)
+
+
+def test_a_stop_that_the_dead_agent_heard_is_told_to_the_next(keep) -> None:
+    one = keep(LISTENER.replace('note("asked")', "if life < 3: die()"))
+    one.wait_for("listens-1")
+    one.signal(signal.SIGTERM)
+    ended = one.end()
+    assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 3)
+
+
+def test_two_stops_end_a_run_whose_agent_dies(keep) -> None:
+    one = keep(LISTENER.replace('note("asked")', 'note("asked"); time.sleep(0.5); die()'))
+    one.wait_for("listens-1")
+    one.signal(signal.SIGTERM)
+    one.wait_for("asked")
+    one.signal(signal.SIGTERM)
+    ended = one.end()
+    assert (ended["outcome"]["state"], ended["status"], one.lives) == ("stopped", 75, 1)
+    assert "at once" in ended["outcome"]["reason"]

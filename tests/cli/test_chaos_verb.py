@@ -1,0 +1,179 @@
+"""`headway chaos` as a person types it, and what it prints."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headway.agent.chaos import Long, Matrix, Peer, PeerTry, Result, Try
+from headway.agent.chaos.chance import plan
+from headway.agent.chaos.measure import Figures
+from headway.agent.chaos.rows import ROWS
+from headway.cli.chaos import chaos
+from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
+from headway.recipe import to_toml
+from headway.track import RunFolder
+
+BY_NAME = {row.name: row for row in ROWS}
+LONG = "worker 1 (or one beside it) hangs in step 20, compute: " + "torch/distributed/distributed_c10d.py:4394 " * 5
+
+
+@pytest.fixture
+def desk(tmp_path: Path, recipe) -> Path:
+    """A folder with a recipe in it."""
+    settings = {"train.steps": 60, "checkpoint.every_steps": 10, "checkpoint.memory_every_steps": 1}
+    (tmp_path / "tiny.toml").write_text(to_toml(recipe(settings)))
+    (tmp_path / "temporary").mkdir()
+    return tmp_path
+
+
+def start(desk: Path, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "headway.cli.main", "chaos", *words],
+        cwd=desk,
+        env=os.environ | {"TMPDIR": str(desk / "temporary")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def typed(desk: Path, *words: str) -> tuple[int, str, str]:
+    process = start(desk, *words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["none.toml"], 2, "none.toml: no such recipe"),
+        (["tiny.toml", "--faults", "kill-everybody"], 2, "there is no fault 'kill-everybody'"),
+        (["tiny.toml", "--faults", "slow-rank", "--workers", "1"], 2, "slow-rank needs 2 workers or more, not 1"),
+        (["tiny.toml", "--random", "3", "--faults", "all"], 2, "--random draws its own faults"),
+        (["tiny.toml", "--random", "3", "--beside", "torchrun"], 2, "--random draws its own faults"),
+        (["tiny.toml", "--runs", "."], 2, ". has something in it"),
+        (["tiny.toml", "--set", "train.steps=3"], 2, "a run of 3 steps is over before a fault can strike"),
+        (["tiny.toml", "--set", "checkpoint.every_steps=auto"], 2, "faults strike at known steps"),
+        (["tiny.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_a_hint(desk: Path, words: list[str], status: int, message: str) -> None:
+    code, out, err = typed(desk, *words)
+    assert (code, out) == (status, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert "hint: " in err
+    if "nowhere" in message:
+        assert "headway data build" in err
+    assert list((desk / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_what_was_started_and_removes_its_folder(desk: Path, number: signal.Signals) -> None:
+    process = start(desk, "tiny.toml", "--faults", "kill-worker")
+    family = list[psutil.Process]()
+    deadline = time.monotonic() + 60
+    while not any("headway.agent" in one.cmdline() for one in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        family = [one for one in psutil.Process(process.pid).children(recursive=True) if one.is_running()]
+    assert list((desk / "temporary").iterdir())
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    assert list((desk / "temporary").iterdir()) == []
+
+
+# -- what it prints
+
+
+def tried(*, figures: Figures | None = None, **more: Any) -> Try:
+    return Try(**{"figures": figures, "said": (), "complaints": (), "left": (), "seconds": 9.0} | more)
+
+
+FIGURES = [Figures(0.02, stepping, 1, 2.5) for stepping in (1.0, 9.0, 2.0)]
+GOOD = Result(BY_NAME["kill-worker"], tuple(tried(figures=one, said=("back to step 3",)) for one in FIGURES))
+BAD = Result(
+    BY_NAME["kill-agent-and-keeper"],
+    (
+        tried(figures=FIGURES[0], said=(LONG, "and then this")),
+        tried(figures=FIGURES[1], left=("process 7 (sleep)",)),
+        tried(complaints=("the fault never struck",)),
+    ),
+)
+PEERS = [
+    Peer(
+        BY_NAME["kill-worker"], (PeerTry("recovered", 0.5, 6.0), PeerTry("recovered", 0.7, 18.0), PeerTry("job lost"))
+    ),
+    Peer(BY_NAME["stop-worker"], (PeerTry("not in time"),) * 3),
+]
+
+
+def matrix(*results: Result) -> Matrix:
+    return Matrix("tiny", 2, 60, 0.0214, results, RunFolder(Path("runs/truth-1")))
+
+
+def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
+    lines = matrix_lines(matrix(GOOD, BAD), PEERS)
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "tiny: 2 workers, 60 steps of 21 ms, medians of 3 tries"
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
+    assert "  kill-worker             0.0200 s    2.00 s       1    2.50 s  met 3 of 3" in lines
+    assert rows["kill-agent-and-keeper,"][0] == "kill-agent-and-keeper,"
+    assert "  kill-agent-and-keeper, try 2: left behind: process 7 (sleep)" in lines
+    assert "  kill-agent-and-keeper, try 3: the fault never struck" in lines
+    assert "  kill-worker              0.600 s    12.0 s     2 of 3  (1 job lost)" in lines
+    assert "  stop-worker                    -         -     0 of 3  (3 not in time)" in lines
+    assert lines[-1] == "1 of 2 faults ended as they must."
+    assert not matrix(GOOD, BAD).met
+    assert matrix(GOOD).met
+
+
+def test_one_try_is_told_in_a_word() -> None:
+    refused = Result(BY_NAME["same-error"], (tried(figures=Figures(0.02, None, 0, 3.0)),))
+    lines = matrix_lines(matrix(Result(GOOD.row, GOOD.tries[:1]), Result(BAD.row, BAD.tries[2:]), refused))
+    assert any(line.startswith("  kill-worker") and line.endswith("  equal") for line in lines)
+    assert any(line.startswith("  kill-agent-and-keeper") and line.endswith("-  NOT MET") for line in lines)
+    assert any(line.startswith("  same-error") and line.endswith("  refused") for line in lines)
+
+
+def long(**more: Any) -> Long:
+    faults = plan(1, 30, 2, saved_every=1, disk_every=25)
+    facts = {"seed": 1, "faults": faults, "struck": tuple(range(30)), "steps": 500, "attempts": 20, "lost_s": 31.2}
+    return Long(**facts | {"complaints": (), "left": (), "seconds": 99.0} | more)
+
+
+def test_a_long_run_is_told() -> None:
+    assert long().met
+    lines = long_lines(long())
+    assert lines[0] == "30 of 30 faults struck in 500 steps (seed 1), 99 s:"
+    assert sum(int(line.split()[0]) for line in lines[1:-2]) == 30
+    assert lines[-1].startswith("equal: ")
+    for wrong in (long(struck=(1, 2)), long(complaints=("they part at step 4",)), long(left=("process 7",))):
+        assert not wrong.met
+        assert not long_lines(wrong)[-1].startswith("equal")
+        assert max(map(len, long_lines(wrong))) <= 80
+
+
+def test_json_has_what_the_help_says() -> None:
+    text = re.sub(r"\s+", " ", chaos.__doc__ or "")
+    both = text.partition("Keys of --json: ")[2].partition(" With --random: ")
+    rows, drawn = re.findall(r"\w+", both[0]), re.split(r"[,.] ?| and ", both[2])
+    document = json.loads(json.dumps(matrix_object(matrix(GOOD, BAD), PEERS)))
+    assert set(document) | set(document["faults"][0]) <= set(rows)
+    assert {word.strip() for word in drawn if word} == set(long_object(long(), "tiny", 2))
+    worker = document["faults"][0]
+    assert (worker["name"], worker["met"], worker["stepping_s"], worker["redone"]) == ("kill-worker", 3, 2.0, 1)
+    assert document["beside"][0] | {"tries": None} == {
+        "name": "kill-worker", "recovered": 2, "restarted_s": 0.6, "stepping_s": 12.0, "tries": None
+    }  # fmt: skip
+    assert document["faults"][1]["tries"][1]["left"] == ["process 7 (sleep)"]
