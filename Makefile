@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-gpu lint bench bench-state clean
+.PHONY: demo test test-slow test-gpu lint bench bench-state bench-agent chaos clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
@@ -31,6 +31,17 @@ bench: $(INSTALLED)
 
 bench-state: $(INSTALLED)
 	@$(BIN)/python benchmarks/state.py
+
+bench-agent: $(INSTALLED)
+	@$(BIN)/python benchmarks/watching.py
+
+# Every fault there is, then two hundred of them in a row: half an hour on two cores.
+chaos: $(INSTALLED) data/python-stdlib
+	@$(BIN)/headway chaos recipes/chaos.toml
+	@$(BIN)/headway chaos recipes/chaos.toml --random 200
+
+data/python-stdlib:
+	@$(BIN)/headway data build $@ "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/*.py" --vocab-size 2048
 
 # Reinstalls only when the lock or the package's own description changes.
 $(INSTALLED): requirements.lock pyproject.toml

@@ -139,6 +139,8 @@ def test_chance_is_the_same_for_a_seed_and_stays_within_its_bounds(draw: dict[st
     steps = [fault.step or 0 for fault in drawn.faults]
     assert all(later - earlier >= 4 for earlier, later in pairwise(steps))
     assert all(8 < step < length(drawn) for step in steps)
+    deaths = [place for place, fault in enumerate(drawn.faults) if (fault.action, fault.rank) == ("kill", AGENT)]
+    assert all(later - earlier > 4 for earlier, later in pairwise(deaths)), "keepers are not driven to despair"
     for fault in drawn.faults:
         assert fault.attempt is None, "each strikes once, whatever attempt it is"
         assert not fault.always
@@ -324,15 +326,14 @@ def test_how_a_try_under_torchrun_is_judged() -> None:
 
 # -- what is left behind
 
-PARENT = "import subprocess, sys; subprocess.Popen(['sleep', '300']); {then}"
+PARENT = "import subprocess, sys; subprocess.Popen(['sleep', '300']); sys.exit(7)"
 
 
 def test_orphans_are_found_and_ended_and_nobody_else(tmp_path: Path) -> None:
     elder = subprocess.Popen(["sleep", "300"])
     try:
         with offspring() as family:
-            code = PARENT.format(then="sys.exit(7)")
-            parent = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+            parent = subprocess.Popen([sys.executable, "-c", PARENT], start_new_session=True)
             family.own(parent.pid)
             deadline = time.monotonic() + 20
             while list(family.living().values()) != ["sleep: sleep 300"] and time.monotonic() < deadline:

@@ -180,6 +180,9 @@ def test_an_error_of_the_code_is_tried_once_more():
     assert found(situation(**error, before=[first], restarts=99))[0] == "stop", "patience does not matter"
     for other in ({"step": 42}, {"place": "loop.py:71"}, {"cause": "died"}):
         assert found(situation(**(error | other), before=[first]))[0] == "restart", other
+    between = failed("died", step=41)
+    assert found(situation(**error, before=[first, between]))[0] == "restart", "it is the last time that counts"
+    assert found(situation(**error, before=[between, first]))[0] == "stop"
 
 
 WINDOW = (320, 328)

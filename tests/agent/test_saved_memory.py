@@ -103,10 +103,10 @@ class Bookkeeping(RuleBasedStateMachine):
         assert self.memory.size == 0
 
     def told(self):
-        """Each is told once, with the step that lies in it, and only what nobody needs."""
-        for rank, number, step in self.memory.freed():
+        """Each is told once, with the state that lies in it, and only what nobody needs."""
+        for rank, number, snapshot in self.memory.freed():
             assert number not in self.free[rank]
-            assert self.lies[step][rank] == number
+            assert self.lies[snapshot.step][rank] == number
             self.free[rank].add(number)
 
     @rule(durable=st.booleans(), wide=st.booleans())
@@ -203,12 +203,12 @@ def test_a_writer_that_is_behind_leaves_no_buffer_free():
         assert memory.freed() == []
     assert memory.free(0) == []
     memory.release(snapshots[0])
-    assert memory.freed() == [(0, 0, 1)]
+    assert memory.freed() == [(0, 0, snapshots[0])]
     assert memory.freed() == []
     memory.release(snapshots[2])  # the newest stays
     assert memory.freed() == []
     memory.release(snapshots[1])
-    assert memory.freed() == [(0, 1, 2)]
+    assert memory.freed() == [(0, 1, snapshots[1])]
     memory.drop()
 
 
@@ -318,9 +318,9 @@ class Hand:
             elif message.kind == "free" and self.is_of(**message.fields):
                 self.free.add(message.fields["buffer"])
 
-    def is_of(self, buffer, step):
+    def is_of(self, buffer, step, attempt):
         """Whether what is freed is what lies there: an agent that took over may speak of what was there before."""
-        return self.steps.get(buffer, step) == step
+        return buffer not in self.steps or self.steps[buffer] == (attempt, step)
 
     def fill(self, attempt, step):
         number = min(self.free)
@@ -338,7 +338,7 @@ class Hand:
             "mesh": {},
         }
         buffer.write_note(note | {"attempt": attempt})
-        self.steps[number] = step
+        self.steps[number] = attempt, step
         buffer.bits(self.plan.parts[0], self.piece)[...] = (attempt, step)
         buffer.mark(step, step)
         self.unsent.append({"buffer": number, "step": step, "stall_s": 0.0})

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headway.agent.chaos.measure import Figures
 from headway.agent.chaos.rows import ROWS
 from headway.cli.chaos import chaos
 from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
+from headway.cli.main import main
 from headway.recipe import to_toml
 from headway.track import RunFolder
 
@@ -46,12 +48,6 @@ def start(desk: Path, *words: str) -> "subprocess.Popen[str]":
     )
 
 
-def typed(desk: Path, *words: str) -> tuple[int, str, str]:
-    process = start(desk, *words)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -66,11 +62,17 @@ def typed(desk: Path, *words: str) -> tuple[int, str, str]:
         (["tiny.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
     ],
 )
-def test_bad_input_is_one_sentence_and_a_hint(desk: Path, words: list[str], status: int, message: str) -> None:
-    code, out, err = typed(desk, *words)
-    assert (code, out) == (status, "")
+def test_bad_input_is_one_sentence_and_a_hint(
+    desk: Path, words: list[str], status: int, message: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(tempfile, "tempdir", str(desk / "temporary"))
+    monkeypatch.setattr(sys, "argv", ["headway", "chaos", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (status, "")
     assert message in err
-    assert "Traceback" not in err
     assert "hint: " in err
     if "nowhere" in message:
         assert "headway data build" in err
@@ -85,12 +87,12 @@ def test_ctrl_c_ends_what_was_started_and_removes_its_folder(desk: Path, number:
     while not any("headway.agent" in one.cmdline() for one in family) and time.monotonic() < deadline:
         time.sleep(0.05)
         family = [one for one in psutil.Process(process.pid).children(recursive=True) if one.is_running()]
-    assert list((desk / "temporary").iterdir())
+    assert list((desk / "temporary").glob("headway-chaos-*"))
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
-    assert list((desk / "temporary").iterdir()) == []
+    assert list((desk / "temporary").glob("headway-chaos-*")) == []
 
 
 # -- what it prints

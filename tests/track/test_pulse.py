@@ -183,9 +183,12 @@ def test_arrivals_are_those_of_the_last_steps(clock: Clock) -> None:
     pulses = Pulses(1)
     beat = Beat(pulses.page(0))
     for step in range(1, 200):
-        for now, deed in ((1000 * step, lambda: beat.step(step)), (1000 * step + 7, beat.ready)):  # noqa: B023
-            clock.now = now
-            deed()
+        clock.now = 1000 * step
+        beat.step(step)
+        assert pulses.arrivals(0)[-1] == Arrival(step, 0, 0)
+        clock.now += 7
+        beat.ready()
+        assert pulses.arrivals(0)[-1] == Arrival(step, clock.now, 0)
         for late in (50, 60 + step):
             clock.now = 1000 * step + late
             beat.forward()
@@ -222,13 +225,13 @@ class Visit:
     windows: int = 0
 
 
-DEEDS = ("mark", "enter", "step", "ready", "forward")
+DEEDS = ("mark", "enter", "step", "ready", "forward", "steps")
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(DEEDS), st.sampled_from(PHASES), st.integers(0, 1000)), max_size=60),
-    st.integers(0, 1000),
+    st.sampled_from([0, 100, WINDOW - 3, WINDOW - 1, WINDOW, 5 * WINDOW - 2]),
 )
 def test_gaps_are_those_of_a_list_of_all_phases(deeds: list[tuple[str, str, int]], first: int) -> None:
     """The truth: every stay in a phase with its gaps, and how many windows have ended since it did."""
@@ -238,10 +241,19 @@ def test_gaps_are_those_of_a_list_of_all_phases(deeds: list[tuple[str, str, int]
         beat = Beat(pulses.page(0))
         visits, last, step = [Visit("join")], 5, first
         for deed, other, gap in deeds:
+            for _ in range(60 if deed == "steps" else 0):
+                step += 1
+                visits[-1].gaps.append(0)
+                beat.step(step)
+                for visit in visits if step % WINDOW == 0 else ():
+                    visit.windows += 1
+                visits.append(Visit("data"))
             clock.now += gap
             visits[-1].gaps.append(clock.now - last)
             last = clock.now
             match deed:
+                case "steps":
+                    beat.mark()
                 case "mark":
                     beat.mark(3)
                 case "enter":

@@ -21,6 +21,8 @@ from headway.state import Line, LineClosed
 __all__ = ["Crew", "Exit"]
 
 LEAVE_S = 2.0
+TRIES = 20
+"""Spares that may be found dead before one is not."""
 
 
 @dataclass
@@ -63,16 +65,18 @@ class Crew:
 
     def assign(self, assignment: Assignment, descriptors: Sequence[int], **fields: object) -> Line:
         """Give a place to a spare; returns the line to it."""
-        for process in [process for process in self._processes.values() if process.rank is None]:
+        told = assignment.model_dump(mode="json")
+        for _ in range(TRIES):
+            self.fork(1)
+            process = next(process for process in self._processes.values() if process.rank is None)
             try:
-                told = assignment.model_dump(mode="json")
                 process.line.send("assign", descriptors, assignment=told, **fields)
             except LineClosed:  # killed while it waited; the zygote tells of it
                 self._forget(process)
                 continue
             process.rank = assignment.rank
             return process.line
-        raise WorkerError("no process could be started for a worker", hint="the machine may be out of processes")
+        raise WorkerError("no process could be started for a worker", hint="something ends them as they start")
 
     def hear(self) -> list[Exit]:
         """Learn who is there; returns the workers that have ended."""
@@ -89,6 +93,8 @@ class Crew:
 
     def close(self) -> None:
         """End everybody, and see that nobody is left; a zygote that is gone has taken them along."""
+        for process in list(self._processes.values()):
+            self._end(process)
         self.dismiss()
         deadline, left = time.monotonic() + LEAVE_S, True
         with contextlib.suppress(WorkerError, LineClosed):
@@ -117,15 +123,18 @@ class Crew:
                     os.kill(pid, number)
 
     def dismiss(self) -> None:
-        """End everybody at once."""
-        for process in list(self._processes.values()):
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            self._forget(process)
+        """End all workers at once; spares stay."""
+        for process in [process for process in self._processes.values() if process.rank is not None]:
+            self._end(process)
         for line in self._lines_of_the_dead:
             line.close()
         self._lines_of_the_dead = []
+
+    def _end(self, process: _Process) -> None:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self._forget(process)
 
     def _born(self, number: int, pid: int) -> None:
         """A process is there; one that nobody here asked for was another agent's, and is ended."""

@@ -66,9 +66,11 @@ def failure_of(attempt: Attempt, ended: Ended, outcome: Outcome, kept_step: int)
                 )
     errors = [error for error in told if error["type"] != "PeerFailed"]
     first = ended.first_failure
+    if _error(run, attempt, first.rank) is None:
+        errors = []  # whoever died first says nothing, and what the others raised came of it
     if errors and errors[0]["type"] == MENDABLE and errors[0]["message"] != OUT_OF_MEMORY:
         began = reached > attempt.from_step or attempt.source is not None
-        where = {"place": errors[0].get("place", ""), "rank": first.rank}
+        where = {"place": errors[0].get("place", ""), "rank": errors[0]["rank"]}
         return Failure("raised" if began else "other", **common | where)
     if errors or first.code == Outcome.RECORD_LOST_CODE:
         return Failure("other", **common)

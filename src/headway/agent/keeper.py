@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ from headway.agent.outcome import Outcome
 from headway.agent.watch import process_state
 from headway.agent.wishes import Wishes, listen
 from headway.state import Line, LineClosed, Message
-from headway.track import RunFolder
+from headway.track import Recorder, RunFolder, next_attempt, record_path
 
 __all__ = ["keep"]
 
@@ -38,8 +37,8 @@ STOPPED_S = 2.0
 """An agent that is stopped by a signal for so long is woken."""
 SILENT_S = 120.0
 """One that does not say anything for so long hangs. It may be busy making memory of many gigabytes ready."""
-LIVES, WITHIN_S = 5, 20.0
-"""So many agents that die within so many seconds are not killed by somebody: another would die too."""
+LIVES, WELL_S = 5, 3.0
+"""So many agents in a row that die within so many seconds of their first word: another would die too."""
 LAST_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -50,6 +49,7 @@ class _Agent:
 
     pid: int
     line: Line
+    began: float
     heard: float
     spoke: bool = False
     outcome: Outcome | None = None
@@ -76,7 +76,7 @@ def _keep(
     reap: Callable[[], dict[int, int]],
     tick: Callable[[], None],
 ) -> Outcome:
-    passed_on, deaths = 0, deque[float](maxlen=LIVES)
+    passed_on = deaths = 0
     while True:
         # 1 what the agent says, and whether it is there
         select.select([agent.line.fileno()], [], [], POLL_S)
@@ -88,9 +88,9 @@ def _keep(
             return agent.outcome
         # 2 another one where it is not
         if agent.outcome is None and (agent.pid in ends or not alive):
-            deaths.append(time.monotonic())
+            deaths = 0 if time.monotonic() - agent.began > WELL_S else deaths + 1
             _end(agent)
-            if wishes.asked >= 2 or (len(deaths) == LIVES and deaths[-1] - deaths[0] < WITHIN_S):
+            if wishes.asked >= 2 or deaths == LIVES:
                 return _give_up(attempt.folder, reap().get(agent.pid), wishes.asked)
             agent, passed_on = _start(attempt, things), 0
         # 3 pass on what people ask; before it has spoken it would die of the signal
@@ -120,7 +120,7 @@ def _start(attempt: Attempt, things: dict[str, Thing]) -> _Agent:
         for name, thing in things.items():
             send_in_parts(ours, "keep", thing.descriptors, name=name, fields=thing.fields)
         ours.send("go", attempt=attempt.model_dump(mode="json"))
-    return _Agent(process.pid, ours, time.monotonic())
+    return _Agent(process.pid, ours, time.monotonic(), time.monotonic())
 
 
 def _hear(agent: _Agent, things: dict[str, Thing]) -> bool:
@@ -130,7 +130,9 @@ def _hear(agent: _Agent, things: dict[str, Thing]) -> bool:
     except LineClosed:
         return False
     for message in messages:
-        agent.heard, agent.spoke = time.monotonic(), True
+        agent.heard = time.monotonic()
+        if not agent.spoke:
+            agent.began, agent.spoke = agent.heard, True
         whole = agent.parts.join(message)
         if whole is not None:
             _take(agent, whole, things)
@@ -174,12 +176,15 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _give_up(run: RunFolder, status: int | None, asked: int) -> Outcome:
-    if asked:
-        return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
+    """No other agent is started; the record says so, for nobody else will."""
     how = "" if status is None else f" (status {status})"
-    return Outcome(
-        "failed", f"the agent of {run.name} died {LIVES} times in {WITHIN_S:g} s{how}", f"its log is in {run.logs}"
-    )
+    outcome = Outcome("failed", f"the agent died {LIVES} times as it began{how}", f"its log is in {run.logs}")
+    if asked:
+        outcome = Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
+    attempt = max(1, next_attempt(run) - 1)
+    with Recorder(record_path(run.events, attempt, "agent"), attempt=attempt, process="agent") as recorder:
+        recorder.event("end", outcome=outcome.state, reason=outcome.reason)
+    return outcome
 
 
 @contextlib.contextmanager

@@ -177,11 +177,11 @@ class Memory:
         """Nobody reads a snapshot any more; it stays only if it is the newest and there is room beside it."""
         snapshot.released = True
 
-    def freed(self) -> list[tuple[int, int, int]]:
-        """Buffers (rank, number, the step in it) that may be filled again from now on; each is told once."""
+    def freed(self) -> list[tuple[int, int, Snapshot]]:
+        """Buffers (rank, number, what was in it) that may be filled again from now on; each is told once."""
         stays = None if self.buffers_each < ENOUGH else self.newest
         free = [
-            (*place, snapshot.step)
+            (*place, snapshot)
             for place, snapshot in self._in_use.items()
             if snapshot is not stays and snapshot.released
         ]

@@ -163,7 +163,7 @@ class Saves:
                 if len(buffers) == len(self._plans) or comes:
                     self._fill(rank, {"step": step, "buffer": number, "stall_s": 0.0}, write=step not in durable)
                 else:
-                    self._say(rank, "free", buffer=number, step=step)  # the rest of it is gone, or never came
+                    self._say(rank, "free", buffer=number, step=step, attempt=attempt)  # its rest will never come
         self._found_to = newest[1] if newest[0] == self._attempt else -1
 
     # -- messages
@@ -254,8 +254,8 @@ class Saves:
                 self.unsaved = None
 
     def _free(self) -> None:
-        for rank, number, step in self.memory.freed():
-            self._say(rank, "free", buffer=number, step=step)
+        for rank, number, snapshot in self.memory.freed():
+            self._say(rank, "free", buffer=number, step=snapshot.step, attempt=snapshot.attempt)
 
     def _say(self, rank: int, kind: str, descriptors: list[int] | None = None, **fields: Any) -> None:
         line = self._lines.get(rank)

@@ -65,6 +65,7 @@ def chaos(
     from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
     from headway.cli.launch import start_keeper
     from headway.errors import UsageError
+    from headway.hardware import devices
     from headway.recipe import load_recipe
     from headway.track import read_recipe
 
@@ -72,10 +73,12 @@ def chaos(
         raise UsageError("--random draws its own faults", hint="leave --faults, --repeat and --beside out")
     wanted = load_recipe(recipe, settings or ())
     count = workers or _workers(wanted)
+    if beside is not None and devices(wanted.train.device).kind == "cuda":
+        raise UsageError("the loop under torchrun trains on CPUs", hint="--set train.device=cpu")
     rows = choose(faults or "all", count)
     result: Any
     with _ended_politely(), _folder(runs) as root, offspring() as family, _progress() as tell:
-        stage = Stage(root, count, start_keeper, family)
+        stage = Stage(root, count, start_keeper, family, keep=runs is not None)
         if random is not None:
             result = long_run(stage, wanted, random, seed, tell)
             lines, document = long_lines(result), long_object(result, wanted.name, count)

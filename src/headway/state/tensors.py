@@ -47,7 +47,7 @@ _WRAPPERS = (
 )  # put into names by activation checkpointing and compile
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STAGING_BYTES = 32 << 20
-_READERS = 4
+_READERS = 8
 """Threads that read, at most as many as a worker has for its arithmetic."""
 _FILES = -1
 """The files of a checkpoint, as a holder of a layout."""

@@ -67,6 +67,7 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
         loss = spread.passes(inputs, labels, 1 / max(1, trained))
         parts.faults.reach("collective", step, cursor - recipe.train.batch)
         loss = parts.faults.spoil(loss, step)
+        beat.mark()
         finish_gradients(parameters, spread.missing)
 
         # clip, step

@@ -193,9 +193,9 @@ class Saves:
                     self._take_buffers(message.descriptors)
                     self._free = set(message.fields["free"])
                 case "free":
-                    number, step = message.fields["buffer"], message.fields["step"]
-                    if self._steps.get(number, step) == step:  # else it is filled again: who took over cannot know
-                        self._free.add(number)
+                    number, told = message.fields["buffer"], (message.fields["attempt"], message.fields["step"])
+                    if (self._attempt, self._steps.get(number)) in (told, (self._attempt, None)):
+                        self._free.add(number)  # else it is filled again: an agent that took over cannot know
                 case "save":
                     self._asked = True
                 case "refused":

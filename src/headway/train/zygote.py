@@ -58,11 +58,13 @@ def main(descriptor: int) -> None:
                 requests = agent.receive()
             except LineClosed:
                 break
-            for request in requests:
+            while requests:
+                request = requests.pop(0)
                 if request.kind == "list":
                     _list(agent, family)
                 else:
-                    _fork(agent, family, request, worker.main, (wake_read, wake_write))
+                    others = [descriptor for later in requests for descriptor in later.descriptors]
+                    _fork(agent, family, request, worker.main, [wake_read, wake_write, *others])
     for pid in family.living:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -77,7 +79,7 @@ class _Family:
     """The last pids and codes."""
 
 
-def _fork(agent: Line, family: _Family, request: Message, work: Any, ours: tuple[int, int]) -> None:
+def _fork(agent: Line, family: _Family, request: Message, work: Any, ours: list[int]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid:

@@ -18,6 +18,8 @@ FIRST, LAST = 8, 12
 """Steps before the first fault, which show how long things take, and after the last."""
 APART = (4, 9)
 """Steps to the next fault, fewest and most."""
+REST = 4
+"""Other faults between two deaths of agents: a keeper takes many in a few seconds for a mistake in the agent."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class _Kind:
     """Steps that it can strike in: any, those that are saved, those that go to disk."""
     replicas: bool = False
     """Whether it is found on meshes with replicas only."""
+    rests: bool = False
+    """Whether some others come before the next of its kind."""
 
 
 def _once(action: str, point: str) -> Callable[[int, int | None], Fault]:
@@ -49,7 +53,7 @@ KINDS = (
     _Kind("kill a worker in the forward pass", 10, _once("kill", "compute")),
     _Kind("kill a worker before the update", 10, _once("kill", "optimizer")),
     _Kind("kill all workers", 10, _once("kill", "start"), all_workers=True),
-    _Kind("kill the agent", 10, _once("kill", "watch"), agent=True, lasts=50),
+    _Kind("kill the agent", 10, _once("kill", "watch"), agent=True, lasts=50, rests=True),
     _Kind("stop a worker", 4, _once("stop", "compute")),
     _Kind("stop the agent", 2, _once("stop", "watch"), agent=True, lasts=120),
     _Kind("an exception", 12, _once("raise", "compute")),
@@ -70,9 +74,11 @@ def plan(
     """So many faults one after the other. Saves are made every so many steps (0: never), at all and to disk."""
     chance = random.Random(f"headway chaos {seed}")
     possible = [kind for kind in KINDS if _possible(kind, saved_every, disk_every, replicas)]
-    faults, step = list[Fault](), FIRST
+    drawn, faults, step = list[_Kind](), list[Fault](), FIRST
     for _ in range(count):
-        kind = chance.choices(possible, [kind.weight for kind in possible])[0]
+        now = [kind for kind in possible if not (kind.rests and kind in drawn[-REST:])]
+        kind = chance.choices(now, [kind.weight for kind in now])[0]
+        drawn.append(kind)
         step += chance.randint(*APART)
         step = _not_before(step, {"saved": saved_every, "disk": disk_every}.get(kind.at, 1))
         rank = AGENT if kind.agent else None if kind.all_workers else chance.randrange(workers)

@@ -5,7 +5,9 @@ they leave behind.
 """
 
 import contextlib
+import math
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,11 +18,13 @@ from signal import Signals
 from headway.agent.attempt import Attempt
 from headway.agent.chaos.offspring import Belongings, Offspring, belongings
 from headway.agent.prepare import new_run, resume_run
+from headway.agent.zygote import last_lines
+from headway.errors import HeadwayError
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import struck
-from headway.track import Record, RunFolder, Tail, read_run, record_path
+from headway.track import Record, RunFolder, Tail, read_run, record_path, summarize
 
-__all__ = ["Blow", "Lived", "Stage", "Start", "live"]
+__all__ = ["Blow", "Lived", "Stage", "Start", "forget", "live"]
 
 POLL_S = 0.01
 LEAVE_S = 10.0
@@ -39,8 +43,10 @@ class Stage:
     workers: int
     start: Start
     offspring: Offspring
-    patience_s: float = 600.0
+    patience_s: float = math.inf
     """How long a run may take before it is given up."""
+    keep: bool = True
+    """Whether the folders of runs are kept once they have been looked at."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,14 @@ class Lived:
     """What it left behind, in words."""
     seconds: float = 0.0
     """From its first process to its last."""
+    not_resumed: str | None = None
+    """Why it could not be resumed, where it had to be."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: in its agent's words, else in its keeper's."""
+        logs = sorted(self.run.logs.glob("*-keeper.log"))
+        return summarize(self.run).reason or (last_lines(logs[-1], 1) if logs else "it did not start")
 
     def records(self) -> list[Record]:
         """What its processes wrote."""
@@ -84,13 +98,26 @@ def live(
     if resumes:
         lived.left += _still_there(stage)
         lived.seen_ns = time.monotonic_ns()
-        if lived.statuses[-1] not in (0, None):
-            again = resume_run(attempt.folder, [], workers=stage.workers)
-            _watch_over(stage, again.model_copy(update={"faults": FaultPlan()}), lived)
+        _resume(stage, lived)
     lived.seconds = time.monotonic() - began
     lived.struck = sorted([*blows, *(one.at_ns for one in struck(attempt.folder.faults))])
     lived.left += [*_still_there(stage), *_left_behind(before)]
     return lived
+
+
+def _resume(stage: Stage, lived: Lived) -> None:
+    try:
+        again = resume_run(lived.run, [], workers=stage.workers)
+    except HeadwayError as error:
+        lived.not_resumed = error.message
+        return
+    _watch_over(stage, again.model_copy(update={"faults": FaultPlan()}), lived)
+
+
+def forget(stage: Stage, lived: Lived) -> None:
+    """Remove a run's folder, unless it is to be kept."""
+    if not stage.keep:
+        shutil.rmtree(lived.run.path, ignore_errors=True)
 
 
 def _watch_over(stage: Stage, attempt: Attempt, lived: Lived, blow: Blow | None = None) -> list[int]:

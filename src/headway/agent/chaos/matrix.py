@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headway.agent.chaos.chance import length, plan
-from headway.agent.chaos.drive import Blow, Lived, Stage, live
-from headway.agent.chaos.measure import Figures, complaints, lost_s, measure, median_step_s, parted, said
+from headway.agent.chaos.drive import Blow, Lived, Stage, forget, live
+from headway.agent.chaos.measure import Figures, complaints, in_words, lost_s, measure, median_step_s, parted, said
 from headway.agent.chaos.rows import Row, scene_of
 from headway.errors import RunError
 from headway.recipe import FaultPlan, Recipe, with_settings
 from headway.recipe.faults import struck
-from headway.track import RunFolder, compare, read_recipe, summarize
+from headway.track import RunFolder, compare, read_recipe
 
 __all__ = ["Long", "Matrix", "Result", "Try", "chaos", "long_run"]
 
@@ -123,7 +123,7 @@ class _Truths:
         self._tell("the unfaulted run" + (f" of {recipe.train.steps} steps" if self._made else ""))
         lived = live(self._stage, recipe, f"truth-{len(self._made) + 1}")
         if lived.statuses != [0] or lived.left:
-            why = lived.left[0] + " was left behind" if lived.left else summarize(lived.run).reason
+            why = lived.left[0] + " was left behind" if lived.left else lived.reason
             raise RunError(
                 f"the unfaulted run failed: {why}", hint="headway train shows whether the recipe runs at all"
             )
@@ -134,6 +134,8 @@ class _Truths:
 def chaos(stage: Stage, recipe: Recipe, rows: Sequence[Row], repeat: int, tell: Tell) -> Matrix:
     """Strike a recipe's runs with every row, so often."""
     recipe, truths = _with_restarts(recipe), _Truths(stage, tell)
+    for row in rows:  # what cannot be planned is told before anything runs
+        row.plan(scene_of(recipe, stage.workers))
     truth = truths.of(recipe)
     stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * truth.seconds)
     step_s = median_step_s(truth.records())
@@ -168,6 +170,9 @@ def _try(stage: Stage, recipe: Recipe, row: Row, step_s: float, truths: _Truths,
     figures = measure(records, moment, row.way, row.signs, lived.seen_ns)
     usual = 0.0 if truth is None else lost_s(truth.records())
     figures = replace(figures, lost_s=max(0.0, figures.lost_s - usual))
+    if lived.not_resumed is not None:
+        found.append(f"it could not be resumed: {lived.not_resumed}")
+    forget(stage, lived)
     return Try(figures, tuple(said(records, moment)), tuple(found), tuple(lived.left), lived.seconds)
 
 
@@ -192,7 +197,7 @@ def long_run(stage: Stage, recipe: Recipe, count: int, seed: int, tell: Tell) ->
     records, met = lived.records(), {one.number for one in struck(lived.run.faults)}
     found = parted(records, recipe.train.steps, compare(truth.run, lived.run))
     if lived.statuses != [0]:
-        found = [f"it ended with status {lived.statuses[0]}: {summarize(lived.run).reason}", *found]
+        found = [f"it ended with {in_words(lived.statuses)}: {lived.reason}", *found]
     return Long(
         seed=seed,
         faults=faults,

@@ -12,7 +12,7 @@ from headway.agent.chaos.rows import Row, Way
 from headway.track import Comparison, Event, Record, account, checkpoint_digests
 from headway.track.metrics import history
 
-__all__ = ["Figures", "Told", "complaints", "lost_s", "measure", "median_step_s", "parted", "said", "told"]
+__all__ = ["Figures", "Told", "complaints", "in_words", "lost_s", "measure", "median_step_s", "parted", "said", "told"]
 
 LOST = ("detection", "restart", "rework")
 """Accounts of the ledger that a fault fills."""
@@ -151,7 +151,7 @@ def complaints(
     """
     found = list[str]()
     if tuple(statuses) != row.statuses:
-        found.append(f"its keepers ended with {_words(statuses)}, not {_words(row.statuses)}")
+        found.append(f"its keepers ended with {in_words(statuses)}, not {in_words(row.statuses)}")
     attempts = max((record.header.attempt for record in records), default=0)
     if attempts != row.attempts:
         found.append(f"{attempts} attempts, not {row.attempts}")
@@ -184,5 +184,6 @@ def parted(records: Sequence[Record], steps: int, against: Comparison | None) ->
     return found
 
 
-def _words(statuses: Sequence[int | None]) -> str:
+def in_words(statuses: Sequence[int | None]) -> str:
+    """What keepers ended with."""
     return ", then ".join("no end in time" if status is None else f"status {status}" for status in statuses)
