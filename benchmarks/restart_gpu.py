@@ -2,10 +2,10 @@
 
     python benchmarks/restart_gpu.py [--kills 5] [--json FILE] [--small]
 
-A real `headway train` of a 1B decoder (Llama-3.2-1B's shape, float32 state of 15 GB) on one GPU, with the state of every
-few steps in the agent's memory. Its worker kills itself at chosen steps; each time the run goes on from memory. Told
-apart, from its own record: until the agent has noticed and another process has begun, the device's context, the model,
-the state's way from the host's memory to the device, page-locking the memory it saves into, and the first step.
+A real `headway train` of a 1B decoder (Llama-3.2-1B's shape, float32 state of 15 GB) on one GPU, with the state of
+every few steps in the agent's memory. Its worker kills itself at chosen steps; each time the run goes on from memory.
+Told apart, from its own record: until the agent has noticed and another process has begun, the device's context, the
+model, the state's way from the host's memory to the device, page-locking the memory it saves into, and the first step.
 """
 
 import argparse

@@ -136,7 +136,8 @@ def main() -> None:
     print(f"  {told['marks']} marks of {told['mark_s'] * 1e9:.0f} ns: {told['share']:.3%} of a step")
     print(f"  a look at its numbers {look * 1e6:.1f} us: {look / told['without_s']:.3%}")
     busy = result["agent"]
-    print(f"agent {busy['agent_core']:.2%} of a core, keeper {busy['keeper_core']:.2%}: {busy['share']:.3%} of two workers")
+    cores = f"agent {busy['agent_core']:.2%} of a core, keeper {busy['keeper_core']:.2%}"
+    print(f"{cores}: {busy['share']:.3%} of two workers")
     result["all"] = told["share"] + look / told["without_s"] + busy["share"]
     print(f"all of it: {result['all']:.3%} of a step (goal 0.5 %); {os.cpu_count()} cores, torch {torch.__version__}")
     if options.out:

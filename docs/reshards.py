@@ -30,8 +30,8 @@ from safetensors.numpy import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from headway.agent import new_run, supervise
-from headway.agent.check import describe
 from headway.agent.attempt import worker_environment
+from headway.agent.check import describe
 from headway.agent.zygote import Zygote
 from headway.cli.mesh import parse_layout
 from headway.data import BuildOptions, build

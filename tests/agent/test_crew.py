@@ -323,6 +323,7 @@ def test_workers_go_on_under_the_next_agent(crew: Crew, zygote: Zygote) -> None:
     spares(crew, zygote, 2)
     crew.keep()
     crew.lines()[1].send("say", said="heard by the next")
+    os.write(crew.lines()[0].fileno(), b'{"kind": "say", "said": "cut o')  # it dies in the middle of a word
     following, its_zygote = succeed(crew, zygote)
     assert following.pids() == pids
     assert not following.empty

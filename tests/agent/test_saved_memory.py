@@ -570,24 +570,41 @@ def test_what_a_dead_agent_heard_of_a_state_or_not_makes_no_difference(heard, st
     tell(2, 4, *first, lambda told: told.agent_dies(live=False), *again)
 
 
-def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
-    """Half of a state that all of the next attempt's workers make again, and an agent that dies before or after."""
+def filled(rank, heard):
+    """One worker's part of a save."""
 
-    def half(rank):
-        def deed(told):
+    def deed(told):
+        if not told.filling:
             told.save()
-            told.filling.remove(rank)
-            told.hands[rank].fill(told.attempt, told.step)
+        told.filling.remove(rank)
+        told.hands[rank].fill(told.attempt, told.step)
+        if not told.filling:
+            told.done.append((told.attempt, told.step))
+        if heard:
             told.hands[rank].deliver()
             told.agent.hear()
 
-        return deed
+    return deed
+
+
+@pytest.mark.parametrize("heard", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_that_is_half_there_when_an_agent_dies_becomes_whole_under_the_next(first, heard):
+    dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
+    story = [saved((0, 1)), filled(first, heard[0]), dies, filled(1 - first, heard[1])]
+    tell(2, 2, *story, calm, saved((0, 1)), calm, saved((0, 1)), calm)
+    tell(2, 2, *story, dies, calm, saved((0, 1)), calm)
+    tell(2, 2, *story, Succession.workers_die, saved((0, 1)), calm)
+
+
+def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
+    """Half of a state that all of the next attempt's workers make again, and an agent that dies before or after."""
 
     dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
     for rank, other in ((0, 1), (1, 0)):
-        begin = [saved((0, 1)), half(rank), Succession.workers_die]
-        tell(2, 4, *begin, dies, half(other), calm, saved((0, 1)), calm)
-        tell(2, 4, *begin, half(other), dies, calm, saved((0, 1)), calm)
+        begin = [saved((0, 1)), filled(rank, True), Succession.workers_die]
+        tell(2, 4, *begin, dies, filled(other, True), calm, saved((0, 1)), calm)
+        tell(2, 4, *begin, filled(other, True), dies, calm, saved((0, 1)), calm)
         tell(2, 4, *begin, saved((other,)), dies, calm, saved((0, 1)), calm)
 
 

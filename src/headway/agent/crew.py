@@ -130,6 +130,12 @@ class Crew:
             line.close()
         self._lines_of_the_dead = []
 
+    def forget_all(self) -> None:
+        """The zygote is gone, and everybody with it."""
+        for process in list(self._processes.values()):
+            self._forget(process)
+        self.dismiss()
+
     def _end(self, process: _Process) -> None:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -29,6 +29,7 @@ class Ended:
     hang: Lost | None = None
     """The hang for which they were ended."""
     killed_for_memory: bool = False
+    zygote_died: bool = False
 
     @property
     def codes(self) -> dict[int, int]:
@@ -51,6 +52,8 @@ def failure_of(attempt: Attempt, ended: Ended, outcome: Outcome, kept_step: int)
     if ended.hang is not None:
         stall = ended.hang.stall
         return Failure("hung", **common | {"rank": stall.rank, "place": stall.phase})
+    if ended.zygote_died:
+        return Failure("died", **common | {"place": "zygote"})
     if ended.first_failure is None or ended.killed_for_memory:
         return Failure("other", **common)
     for error in told:

@@ -24,7 +24,7 @@ from headway.agent.recover import Failure, Rules, Situation, recover
 from headway.agent.saves import Saves
 from headway.agent.states import Way, ways
 from headway.agent.wishes import Wishes, listen
-from headway.agent.zygote import Zygote, last_lines
+from headway.agent.zygote import Zygote, ZygoteDied, last_lines
 from headway.errors import HeadwayError, WorkerError
 from headway.recipe import Recipe
 from headway.state import list_checkpoints
@@ -93,6 +93,7 @@ def supervise(
         contextlib.closing(Saves(run, recipe, attempt.faults, kept)) as saves,
         _zygote(attempt, warm, kept) as zygote,
         contextlib.closing(Lookout(run, recipe, attempt.workers, attempt.faults, kept)) as lookout,
+        contextlib.ExitStack() as later,
         contextlib.closing(Crew(zygote, kept)) as crew,
     ):
         agent = _Agent(wishes, crew, saves, lookout, kept, lambda: on_tick(wishes.asked), _recorder(attempt))
@@ -110,6 +111,9 @@ def supervise(
                 break
             attempt = _again(attempt, way)
             agent.recorder = _recorder(attempt)
+            if life.ended.zygote_died:
+                crew.forget_all()
+                crew.zygote = later.enter_context(_zygote(attempt, None, Kept()))
         on_tick(wishes.asked)
     return life.outcome
 
@@ -252,6 +256,8 @@ def _live(attempt: Attempt, agent: _Agent) -> _Life:
         hint = f"headway resume {run.name}"
         return _Life(Outcome("stopped", "stopped on request before the first step", hint), ended)
     except HeadwayError as error:
+        ended.zygote_died = isinstance(error, ZygoteDied)
+        saves.end()
         return _Life(Outcome("failed", error.message, error.hint), ended)
     finally:
         agent.crew.dismiss()

@@ -18,9 +18,13 @@ from headway.agent.kept import Kept
 from headway.errors import WorkerError
 from headway.state import Line, LineClosed, Message
 
-__all__ = ["Zygote", "last_lines"]
+__all__ = ["Zygote", "ZygoteDied", "last_lines"]
 
 CLOSE_S = 10.0
+
+
+class ZygoteDied(WorkerError):
+    """It had started well, and is gone now: another may do better. Its workers are gone with it."""
 
 
 class Zygote:
@@ -81,7 +85,8 @@ class Zygote:
             return self._line.receive(timeout_s)
         except LineClosed:
             code = _wait_for(self.pid, None)
-            raise WorkerError(
+            kind = ZygoteDied if self._ready else WorkerError
+            raise kind(
                 f"the process that starts workers ended with status {code}: {last_lines(self._log, 3)}",
                 hint=f"its log is {self._log}",
             ) from None

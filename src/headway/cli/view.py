@@ -78,6 +78,8 @@ class Standing:
                 self.recent.clear()
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
+            case "hang" | "woken" | "adopted" | "straggler" if event.get("text"):
+                self.notices.append(event["text"])
             case "unsaved":
                 what = "uploaded" if event["tier"] == "store" else "saved"
                 self.notices.append(f"step {event['step']} was not {what}: {event['message']}")
