@@ -97,7 +97,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 @pytest.fixture
 def zygote(shared: Zygote) -> Zygote:
-    """Without any child of the test before."""
+    """Without any child of the test before, if that left some."""
+    for pid in children(shared):
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not shared.messages(0.0) and not children(shared))
     return shared
 
@@ -141,17 +143,16 @@ def children(zygote: Zygote) -> set[int]:
 
 
 def spares(crew: Crew, zygote: Zygote, count: int) -> set[int]:
-    """Have so many spares, and wait until they are there."""
+    """Have so many spares, and wait until they are there; those that are new."""
     before = children(zygote)
     crew.fork(count)
-    wait_until(lambda: len(children(zygote) - before) == count)
+    wait_until(lambda: len(children(zygote)) == len(crew._processes))
     return children(zygote) - before
 
 
 def hear_from(line: Line, count: int = 1) -> list[Any]:
     found = list[Any]()
-    while len(found) < count:
-        found += line.receive(PATIENCE_S)
+    wait_until(lambda: found.extend(line.receive(1.0)) or len(found) >= count)
     return found
 
 
@@ -271,10 +272,11 @@ def test_all_go_in_the_end(crew: Crew, zygote: Zygote) -> None:
     there = spares(crew, zygote, 3)
     hear_from(crew.assign(place(0), [], more=0))
     wait_until(lambda: crew.hear() == [] and crew.pids())
+    there |= spares(crew, zygote, 4)  # of two of which it has not heard
     for pid in there:
         os.kill(pid, signal.SIGSTOP)
-    crew.fork(4)  # of which it never hears
     crew.close()
+    assert children(zygote) == set()
     assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     following = Crew(zygote, Kept())

@@ -1,11 +1,8 @@
 """The agent as a process of its own: `python -m headway.agent DESCRIPTOR RUN`, started by its keeper (keeper.py)."""
 
 import contextlib
-import os
-import signal
 import socket
 import sys
-import time
 from dataclasses import asdict
 
 from headway.agent.attempt import Attempt
@@ -17,27 +14,13 @@ from headway.state import Line, LineClosed
 
 __all__ = ["main"]
 
-SAY_S = 0.5
-
 
 def main(descriptor: int) -> int:
     """Take what the keeper hands over, supervise, say how it ended."""
     line = Line(socket.socket(fileno=descriptor))
     things, attempt = _handed_over(line)
-    said, alone = 0.0, False
-
-    def tick(_: int) -> None:
-        nonlocal said, alone
-        if not alone and time.monotonic() - said > SAY_S:
-            said = time.monotonic()
-            try:
-                line.send("alive")
-            except LineClosed:  # whoever killed the keeper wanted an end: save and stop
-                alone = True
-                os.kill(os.getpid(), signal.SIGTERM)
-
     try:
-        outcome = supervise(attempt, on_tick=tick, kept=Kept(line, things))
+        outcome = supervise(attempt, kept=Kept(line, things))
     except HeadwayError as error:
         outcome = Outcome("failed", error.message, error.hint)
     with contextlib.suppress(LineClosed):

@@ -96,12 +96,22 @@ class Crew:
         for process in list(self._processes.values()):
             self._end(process)
         self.dismiss()
-        deadline, left = time.monotonic() + LEAVE_S, True
         with contextlib.suppress(WorkerError, LineClosed):
-            while left and self.zygote.ready(0.0) and time.monotonic() < deadline:
-                self.zygote.ask()
-                told = [message for message in self.zygote.messages(0.05) if message.kind == "listed"]
-                left = not any(message.fields["living"] == 0 for message in told)
+            if self.zygote.ready(0.0):
+                self._see_them_off(time.monotonic() + LEAVE_S)
+
+    def _see_them_off(self, deadline: float) -> None:
+        """Ask who is left until nobody is; one question at a time, or both ends would wait for the other to read."""
+        self.zygote.ask()
+        while time.monotonic() < deadline:
+            for message in self.zygote.messages(0.05):
+                if message.kind == "forked":
+                    self._born(message.fields["id"], message.fields["pid"])
+                elif message.kind == "listed" and message.fields["living"] == 0:
+                    return
+                elif message.kind == "listed":
+                    time.sleep(0.005)
+                    self.zygote.ask()
 
     def pids(self) -> dict[int, int]:
         """Workers that live, by rank."""

@@ -5,6 +5,7 @@ memory that states are saved into, the lines to the zygote and the workers, who 
 tests, in a program of one's own) they are simply remembered.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from headway.state import Line, LineClosed, Message
 
 __all__ = ["Kept", "Thing"]
 
+SAY_S = 0.5
 HOW_MANY_AT_ONCE = 200
 """Descriptors in one message; the kernel passes at most 253."""
 
@@ -29,7 +31,7 @@ class Kept:
     """Things by name, the same at both ends of the line between agent and keeper."""
 
     def __init__(self, line: Line | None = None, things: Mapping[str, Thing] | None = None) -> None:
-        self._line = line
+        self._line, self._was_kept, self._said = line, line is not None, 0.0
         self.things = dict(things or {})
         """What there is. Descriptors that came over the line belong to this process."""
 
@@ -46,6 +48,15 @@ class Kept:
     def take(self, name: str) -> Thing | None:
         """What is kept under a name."""
         return self.things.get(name)
+
+    def alive(self) -> bool:
+        """Say that this agent is there, now and then; False when nobody keeps it any more."""
+        if self._line is None:
+            return not self._was_kept
+        if time.monotonic() - self._said > SAY_S:
+            self._said = time.monotonic()
+            self._send("alive")
+        return True
 
     def _send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
         if self._line is None:

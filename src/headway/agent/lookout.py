@@ -5,14 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headway.agent.attempt import Attempt
 from headway.agent.inject import Injector
 from headway.agent.kept import Kept
 from headway.agent.recover import Failure, Situation, recover
-from headway.agent.stacks import collect, its_line
+from headway.agent.stacks import collect, holds_up, its_line
 from headway.agent.watch import LEAST_S, Sight, Stall, Watcher, process_state
 from headway.recipe import FaultPlan, Recipe
 from headway.track import Recorder, RunFolder
@@ -80,8 +80,9 @@ class Lookout:
         state = process_state(pids[stall.rank])
         if state in ("t", "Z", ""):  # somebody debugs it; or the zygote tells of its end
             return None
-        if self._named is None or self._named.stall.rank != stall.rank:
-            self._named = self._name(attempt, stall, state, pids, recorder)
+        if self._named is None or (self._named.stall.step, self._named.stall.phase) != (stall.step, stall.phase):
+            alike = [sight.rank for sight in sights if sight.silent_s > 0]
+            self._named = self._name(attempt, stall, alike, pids, recorder)
         if not stall.certain:
             return None
         collect(pids, self._run.stacks, attempt.number)  # once more, with what lies below Python: it may take seconds
@@ -104,11 +105,19 @@ class Lookout:
             woken = True
         return woken
 
-    def _name(self, attempt: Attempt, stall: Stall, state: str, pids: Mapping[int, int], recorder: Recorder) -> Lost:
-        """Take everybody's stacks, and say in one sentence who holds the others up and where."""
+    def _name(
+        self, attempt: Attempt, stall: Stall, alike: Sequence[int], pids: Mapping[int, int], recorder: Recorder
+    ) -> Lost:
+        """Take everybody's stacks, and say in one sentence who holds the others up and where.
+
+        Where several are equally far behind, their collectives and stacks tell which of them the others wait for.
+        """
         stacks = collect(pids, self._run.stacks, attempt.number, native=False)
+        found = holds_up([one for one in stacks.seen if one.rank in alike]) if len(alike) > 1 else None
+        if found is not None:
+            stall = replace(stall, rank=found)
         seen = next(one for one in stacks.seen if one.rank == stall.rank)
-        sure = stall.alone or attempt.workers == 1
+        state, sure = seen.state, len(alike) == 1 or found is not None
         who = f"worker {stall.rank}" if sure else f"worker {stall.rank} (or one beside it)"
         line = its_line(seen)
         text = f"{who} hangs {stall.where} ({STATES.get(state, state)})" + (f": {line}" if line else "")

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "explain_exit", "out_of_memory_kills"]
 
 
+ALL_TOGETHER = ("BadNumbers", "Corrupted")
+"""Errors that all workers come to at the same step: none of them is to blame."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of an attempt."""
@@ -65,7 +69,8 @@ def explain_exit(
         for teller, error in told.items():
             if error is not None and error["type"] != "PeerFailed":
                 hint = error["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
-                return Outcome("failed", f"worker {teller} failed: {error['message']}", hint)
+                who = "" if error["type"] in ALL_TOGETHER else f"worker {teller} failed: "
+                return Outcome("failed", f"{who}{error['message']}", hint)
     log = run.logs / f"{attempt:04d}-rank-{rank}.log"
     if code == -signal.SIGKILL and ended.killed_for_memory:
         return Outcome(

@@ -9,12 +9,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from headway.agent.attempt import Attempt
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.states import is_taken, newest_in_store, newest_on_disk
 from headway.data import check_version, open_dataset, split_dataset
-from headway.errors import ModelError, RecipeError, RunError, StateError
+from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
@@ -66,6 +68,7 @@ def new_run(
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
     planned = plan_run(recipe, found, count)
+    _faults()
 
     run = create_run(root, recipe.name, name)
     if recipe.checkpoint.store and not store_notes and is_taken(run, recipe.checkpoint.store):
@@ -207,8 +210,22 @@ def attempt_of(
         from_step=step,
         recipe_changes=recipe_changes or {},
         notes=notes or [],
-        faults=FaultPlan.model_validate_json(os.environ.get(FAULTS_VARIABLE, "{}")),
+        faults=_faults(),
     )
+
+
+def _faults() -> FaultPlan:
+    """Faults on purpose that the environment asks for."""
+    text = os.environ.get(FAULTS_VARIABLE, "{}")
+    try:
+        return FaultPlan.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UsageError(
+            f"{FAULTS_VARIABLE} is no plan of faults: {where}: {first['msg']}",
+            hint='for example {"faults": [{"action": "kill", "step": 45, "rank": 1}]}',
+        ) from None
 
 
 def resolve(recipe: Recipe, root: Path) -> Recipe:

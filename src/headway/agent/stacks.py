@@ -150,6 +150,41 @@ def its_collective(seen: Seen) -> str:
     return f"{name}, number {number} of group {group}, {'ended' if ended else 'not ended'}"
 
 
+def holds_up(seen: Sequence[Seen]) -> int | None:
+    """The one worker that the others wait for, by its collectives or its stack; None where these do not tell.
+
+    Workers number the collectives of a group alike: whoever has begun fewer than another is awaited. Where all have
+    begun as many, those that stand in PyTorch's exchanges wait, and one that does not is what they wait for.
+    """
+    begun = {one.rank: _begun(one) for one in seen}
+    behind = {
+        rank
+        for rank, groups in begun.items()
+        for others in begun.values()
+        if any(others.get(group, 0) > number for group, number in groups.items())
+    }
+    if not behind:
+        behind = {one.rank for one in seen if one.frames and not _exchanges(one)}
+    return behind.pop() if len(behind) == 1 else None
+
+
+def _begun(seen: Seen) -> dict[str, int]:
+    """The last collective that a worker has begun, by group."""
+    found: dict[str, int] = {}
+    for recorder in (seen.collectives or {}).values():
+        for entry in recorder["entries"]:
+            if not entry.get("is_p2p"):
+                group = str((entry.get("process_group") or [""])[0])
+                found[group] = max(found.get(group, 0), int(entry.get("collective_seq_id", 0)))
+    return found
+
+
+def _exchanges(seen: Seen) -> bool:
+    """Whether a worker's main thread stands in an exchange, or in a backward pass, where other threads make them."""
+    inner = seen.frames[:4]
+    return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in inner)
+
+
 def state_in_words(seen: Seen) -> str:
     """What a process's state means."""
     return STATES.get(seen.state, f"in state {seen.state}")

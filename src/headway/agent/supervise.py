@@ -68,6 +68,10 @@ class _Agent:
             self._signed = now
             self.recorder.event("alive")
         self._last = now
+        if not self.kept.alive() and not self.wishes.asked:
+            # Whoever killed the keeper wanted an end.
+            self.wishes.asked = 1
+            self.recorder.event("alone", text="the command that runs it was killed: saving and stopping")
         self.tick()
 
 
@@ -175,9 +179,10 @@ def _inherit(attempt: Attempt, agent: _Agent) -> _Life | None:
 
 def _rescue(run: RunFolder, agent: _Agent) -> None:
     """A run that fails for good leaves what it has: a state in memory becomes a checkpoint."""
-    agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
-    agent.saves.rescue(list_checkpoints(run.checkpoints))
-    agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
+    with agent.recorder.span("checkpoint"):
+        agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
+        agent.saves.rescue(list_checkpoints(run.checkpoints))
+        agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
 
 
 def rules_of(recipe: Recipe) -> Rules:

@@ -61,7 +61,7 @@ _ADVICE = {
 _LONGEST = 1 << 62  # nanoseconds; a larger number in a record is damage
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped as asked: worth resuming
-_TOLD = ("adopted", "corrupted", "hang", "numbers", "straggler", "woken")
+_TOLD = ("adopted", "alone", "corrupted", "hang", "numbers", "straggler", "woken")
 """What an agent records for people, in its own words."""
 _ALIKE = ("BadNumbers", "Corrupted")
 """Errors that all workers raise together."""
@@ -366,8 +366,11 @@ class _Life:
             # The step under way when it went down is lost: from its last interval to its exit.
             steps.append((last, exit_t, "rework"))
         above = _flatten([*spans, *steps], self.begin_t, exit_t)
-        if exit_t < self.end_t:
-            above.append((exit_t, self.end_t, "restart" if self.failed else "shut-down"))
+        # When a worker is gone its device waits: for the last save, for the next start, for the end.
+        waits = "restart" if self.failed else "shut-down"
+        for begin, end, name in below:
+            if end > exit_t:
+                above.append((max(begin, exit_t), end, name if name == "checkpoint stall" else waits))
         accounts = dict.fromkeys(ACCOUNTS, 0)
         for begin, end, name in _overlay(above, below):
             accounts[name or "unattributed"] += end - begin

@@ -15,9 +15,15 @@ def mark_blocks(spread: Spread, beat: Beat) -> None:
 
     Not for compiled blocks: a hook would be compiled with them, or break their graph.
     """
-    blocks = [block for stage in spread.stages for block in stage.blocks]
+    blocks = [block for stage in spread.stages for block in stage.blocks] or _parts(spread.model)
     for number, block in enumerate(blocks, start=1):
         _mark(block, number, beat, last=number == len(blocks))
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What a model without blocks that are known consists of, two levels deep."""
+    parts = [(name, part) for name, part in model.named_modules() if name and name.count(".") <= 1]
+    return [part for _, part in parts if not isinstance(part, nn.ModuleList | nn.ModuleDict)]
 
 
 def _mark(block: nn.Module, number: int, beat: Beat, last: bool) -> None:

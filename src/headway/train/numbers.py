@@ -53,7 +53,9 @@ class BadNumbers(HeadwayError):
         if bad.kind == "spike":
             told += f", far above the {bad.usual:.4g} of the steps before it (z = {bad.z:.3g})"
         key = "health.if_spike" if bad.kind == "spike" else "health.if_not_finite"
-        super().__init__(told, hint=f"{key} says what to do when it comes again after a replay")
+        super().__init__(
+            told, hint=f"when it comes again after a replay, {key} decides: headway resume RUN --set {key}=skip"
+        )
         self.kind, self.step, self.value, self.cursor = bad.kind, bad.step, bad.value, cursor
         self.usual, self.spread = bad.usual, bad.spread
         window = (cursor, cursor + batch)

@@ -27,7 +27,7 @@ from headway.state import Line, LineClosed, Message
 __all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1
-REMEMBERED = 1000
+REMEMBERED = 256
 """Ends that are told again to a new agent."""
 
 
