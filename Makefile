@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
