@@ -110,6 +110,7 @@ ASLEEP = f"headway/recipe/faults.py:{line_of(faults.carry_out, 'time.sleep(FOR_E
 @pytest.mark.parametrize(
     ("point", "rank", "phase", "line"),
     [("data", 0, "data", ASLEEP), ("optimizer", 1, "optimizer", ASLEEP), ("collective", 1, "compute", "inject.py")],
+    ids=["data", "optimizer", "collective"],
 )
 def test_a_worker_that_hangs_is_named_with_its_line(lab, recipe, unharmed, point, rank, phase, line) -> None:
     """Then all go back to what memory has, and nothing of it shows in the end."""

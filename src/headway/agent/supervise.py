@@ -321,7 +321,7 @@ def _watch_workers(attempt: Attempt, agent: _Agent, ended: Ended) -> None:
             crew.fork(attempt.workers)  # spares, for a restart
         agent.pulse()
         passed_on = _pass_stops_on(attempt, agent, passed_on)
-        hang = None if ended.exits else agent.lookout.look(attempt, crew.pids(), agent.recorder)
+        hang = None if ended.exits or ended.hang else agent.lookout.look(attempt, crew.pids(), agent.recorder)
         if hang is not None:
             ended.hang = hang
             crew.signal(signal.SIGKILL)
