@@ -90,7 +90,7 @@ def test_a_failed_rename_leaves_the_old_folder(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "file").write_text("old")
-    monkeypatch.setattr("headway.data.writer.sync_folder", lambda path: None)
+    monkeypatch.setattr("headway.data.writer.make_durable", lambda path: None)
     with pytest.raises(FileNotFoundError):
         install_folder(tmp_path / ".out.new", out)
     assert (out / "file").read_text() == "old"

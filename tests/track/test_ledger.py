@@ -556,6 +556,9 @@ class Life:
         worker = self.workers[rank]
         gone = self.exit_of(worker)
         if gone is not None and tick >= gone:
+            there = [(depth, name) for begin, end, name, depth, _ in self.agent.truth if begin <= tick < end]
+            if failed and there and max(there)[1] == "checkpoint":
+                return "checkpoint stall"
             return "restart" if failed else "shut-down"
         upto = self.end if gone is None else min(gone, self.end)
         best = (-1, "")

@@ -152,7 +152,7 @@ def _find_a_way(attempt: Attempt, first: Attempt, life: _Life, agent: _Agent) ->
 def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: _Agent) -> Way:
     """Gather the situation and ask recover."""
     run, recipe, memory = attempt.folder, read_recipe(attempt.folder), agent.saves.memory.step
-    before = failures_before(run, attempt.number)
+    before = () if attempt.source is None else failures_before(run, attempt.number)
     known = ways(run, recipe, first, (*before, failure), None if memory < 0 else memory)
     return known.take(recover(Situation(failure, before, rules_of(recipe), known.states), time.time()))
 

@@ -366,11 +366,12 @@ class _Life:
             # The step under way when it went down is lost: from its last interval to its exit.
             steps.append((last, exit_t, "rework"))
         above = _flatten([*spans, *steps], self.begin_t, exit_t)
-        # When a worker is gone its device waits: for the last save, for the next start, for the end.
-        waits = "restart" if self.failed else "shut-down"
+        # When a worker is gone its device waits: for the next start or the end; where that failed, perhaps for a save.
         for begin, end, name in below:
             if end > exit_t:
-                above.append((max(begin, exit_t), end, name if name == "checkpoint stall" else waits))
+                saves = self.failed and name == "checkpoint stall"
+                waits = name if saves else "restart" if self.failed else "shut-down"
+                above.append((max(begin, exit_t), end, waits))
         accounts = dict.fromkeys(ACCOUNTS, 0)
         for begin, end, name in _overlay(above, below):
             accounts[name or "unattributed"] += end - begin
