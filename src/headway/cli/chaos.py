@@ -92,8 +92,9 @@ def chaos(
         print_json(document)
     else:
         print("\n".join(lines))
-        if runs is not None:
-            print(f"next: headway runs --runs {runs}")
+        look = "--runs DIR keeps the runs, to look at" if runs is None else f"headway runs --runs {runs}"
+        on = f"headway chaos {recipe} --random 200"
+        print(f"next: {on if result.met and random is None else look}")
     if not result.met:
         raise typer.Exit(1)
 
