@@ -9,7 +9,7 @@ import pytest
 
 from headway.agent import Attempt, Outcome
 from headway.agent.crew import Exit
-from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step
+from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step, left_behind
 from headway.agent.lookout import Lost
 from headway.agent.outcome import explain_exit
 from headway.agent.recover import Failure
@@ -45,6 +45,7 @@ def attempt_in(run: Path, **more: Any) -> Attempt:
 def named(run: Path, ended: Ended, kept: int = -1, stops: int = 0, **more: Any) -> Failure:
     """What the agent makes of an end: as it does it."""
     attempt = attempt_in(run, **more)
+    ended.bystanders |= left_behind(attempt)
     outcome = explain_exit(RunFolder(run), attempt.number, ended, stops)
     return failure_of(attempt, ended, outcome, kept)
 
@@ -79,6 +80,22 @@ def test_a_worker_that_left_without_a_word(tmp_path: Path) -> None:
     write(tmp_path, 2, "rank-0", *steps(8), PEER)
     found = named(tmp_path, exits((1, 3), (0, 1)))
     assert (found.cause, found.what, found.place) == ("died", "worker 1 exited with status 3", "status 3")
+
+
+@pytest.mark.parametrize(("code", "how"), [(-9, "was killed by signal 9 (SIGKILL)"), (3, "exited with status 3")])
+def test_whoever_was_left_behind_is_not_blamed_though_heard_of_first(tmp_path: Path, code: int, how: str) -> None:
+    write(tmp_path, 2, "rank-0", *steps(8), PEER)
+    write(tmp_path, 2, "rank-1", *steps(8))
+    found = named(tmp_path, exits((0, 1), (1, code)))
+    assert (found.cause, found.what, found.rank) == ("died", f"worker 1 {how}", 1)
+
+
+def test_whom_the_agent_ended_is_not_blamed(tmp_path: Path) -> None:
+    """A connection broke by itself: there is only the worker that says so."""
+    write(tmp_path, 2, "rank-0", *steps(8), PEER)
+    write(tmp_path, 2, "rank-1", *steps(8))
+    found = named(tmp_path, exits((0, 1), (1, -9), bystanders={1}))
+    assert (found.cause, found.what, found.rank) == ("died", "worker 0 exited with status 1", 0)
 
 
 @pytest.mark.parametrize("first", [0, 1])

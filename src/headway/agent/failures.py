@@ -13,7 +13,7 @@ from headway.agent.outcome import Outcome
 from headway.agent.recover import Failure
 from headway.track import RunFolder, read_record, record_path
 
-__all__ = ["Ended", "as_fields", "failure_of", "failures_before", "last_step"]
+__all__ = ["Ended", "as_fields", "failure_of", "failures_before", "last_step", "left_behind"]
 
 MENDABLE = "WorkerError"
 """How workers call errors of the code that they run; all others are known, and come again."""
@@ -28,6 +28,8 @@ class Ended:
     """In the order in which they were heard of."""
     hang: Lost | None = None
     """The hang for which they were ended."""
+    bystanders: set[int] = field(default_factory=set)
+    """Ranks that the agent ended, or that went because another had gone."""
     killed_for_memory: bool = False
     zygote_died: bool = False
 
@@ -38,8 +40,9 @@ class Ended:
 
     @property
     def first_failure(self) -> Exit | None:
-        """The first that neither finished nor stopped as asked."""
-        return next((one for one in self.exits if one.code not in (0, Outcome.STOPPED_CODE)), None)
+        """The first that neither finished nor stopped as asked; a bystander only where there is nobody else to name."""
+        failed = [one for one in self.exits if one.code not in (0, Outcome.STOPPED_CODE)]
+        return min(failed, key=lambda one: one.rank in self.bystanders, default=None)
 
 
 def failure_of(attempt: Attempt, ended: Ended, outcome: Outcome, kept_step: int) -> Failure:
@@ -87,6 +90,12 @@ def _doubt(errors: Sequence[dict[str, Any]]) -> tuple[int, int, str, int] | None
         if error["type"] == "Corrupted" and error["tensors"] and error["index"] is not None:
             return error["step"], error["rank"], error["tensors"][0], error["index"]
     return None
+
+
+def left_behind(attempt: Attempt) -> set[int]:
+    """Ranks that say that they went because a peer had gone: two ends in one instant are heard of in any order."""
+    told = [_error(attempt.folder, attempt, rank) for rank in range(attempt.workers)]
+    return {error["rank"] for error in told if error is not None and error["type"] == "PeerFailed"}
 
 
 def failures_before(run: RunFolder, number: int) -> tuple[Failure, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.agent.attempt import Attempt, assignment, worker_environment
 from headway.agent.crew import Crew
-from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step
+from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step, left_behind
 from headway.agent.kept import Kept
 from headway.agent.lookout import Lookout
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
@@ -244,6 +244,7 @@ def _live(attempt: Attempt, agent: _Agent) -> _Life:
             _start(attempt, agent)
         # 3 watch them to the end
         _watch_workers(attempt, agent, ended)
+        ended.bystanders |= left_behind(attempt)
         recorder.event("begin", name="shutdown")
         saves.end()
         agent.kept.drop("crew")
@@ -324,11 +325,17 @@ def _watch_workers(attempt: Attempt, agent: _Agent, ended: Ended) -> None:
         hang = None if ended.exits or ended.hang else agent.lookout.look(attempt, crew.pids(), agent.recorder)
         if hang is not None:
             ended.hang = hang
-            crew.signal(signal.SIGKILL)
+            _end(crew, ended)
         if ended.first_failure and deadline is None:
             deadline = time.monotonic() + LAST_WORDS_S
         if deadline is not None and time.monotonic() > deadline:
-            crew.signal(signal.SIGKILL)
+            _end(crew, ended)
+
+
+def _end(crew: Crew, ended: Ended) -> None:
+    """End all workers that are left; nothing of it is their fault."""
+    ended.bystanders |= set(crew.pids())
+    crew.signal(signal.SIGKILL)
 
 
 def _pass_stops_on(attempt: Attempt, agent: _Agent, passed_on: int) -> int:
