@@ -230,7 +230,7 @@ def choose(names: str, workers: int) -> list[Row]:
     """The rows that were asked for: `all` of those that so many workers can show, or some by name."""
     if names == "all":
         return [row for row in ROWS if _fits(row, workers)]
-    return [_named(name.strip(), workers) for name in names.split(",") if name.strip()]
+    return [_named(name.strip(), workers) for name in names.split(",")]
 
 
 def _named(name: str, workers: int) -> Row:
