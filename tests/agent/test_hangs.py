@@ -75,10 +75,10 @@ def test_a_worker_that_somebody_stopped_is_woken_and_nothing_is_redone(lab, reci
     assert_same(lived, unharmed)
     assert steps(lived) == list(range(1, STEPS + 1))
     assert attempts(lived) == [0]
-    woken = lived.events("woken", "agent")
+    # On a busy machine others may be slow enough to be named, too; they go on by themselves.
+    woken = [event for event in lived.events("woken", "agent") if event["text"].endswith("; woken")]
     assert [event["rank"] for event in woken] == [1]
     assert "worker 1" in woken[0]["text"]
-    assert woken[0]["text"].endswith("; woken")
     assert not [event for event in lived.events("hang", "agent") if event["ends"]]
     assert any("woken" in incident.text for incident in account(read_run(lived.run)).incidents)
 
