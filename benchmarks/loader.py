@@ -38,13 +38,14 @@ from headway.data import (
 from headway.train.feed import Feed
 
 END_OF_TEXT = 0
-NUMPY, TENSORS, MASKS, BARE = (
+NUMPY, TENSORS, MASKS, DOCUMENTS, BARE = (
     "headway",
     "headway, as torch tensors",
     "headway, boundaries masked",
+    "headway, documents numbered",
     "bare row copy",
 )
-GIVE_ARRAYS = {NUMPY, MASKS, BARE}
+GIVE_ARRAYS = {NUMPY, MASKS, DOCUMENTS, BARE}
 """These hand out NumPy arrays; all others are compared with Headway's torch tensors."""
 
 
@@ -75,10 +76,10 @@ class Windows(TorchDataset):
 
 
 def headway(
-    folder: Path, seq: int, batch: int, tensors: bool = False, mask_boundaries: bool = False
+    folder: Path, seq: int, batch: int, tensors: bool = False, mask_boundaries: bool = False, documents: bool = False
 ) -> Iterator[object]:
     dataset = open_dataset(folder)
-    reader = WindowReader(dataset, seq, mask_boundaries)
+    reader = WindowReader(dataset, seq, mask_boundaries, documents=documents)
     loader = Loader(reader, split_windows(reader.windows, 0.01, dataset.version), seed=0, batch=batch)
     source = Feed(loader, torch.device("cpu")) if tensors else loader
     cursor = 0
@@ -192,6 +193,7 @@ def measure(folder: Path, seq: int, batch: int, batches: int, repeats: int) -> d
     enter(NUMPY, headway)
     enter(TENSORS, headway, tensors=True)
     enter(MASKS, headway, 0.5, mask_boundaries=True)
+    enter(DOCUMENTS, headway, 0.5, documents=True)
     enter(BARE, bare_copy)
     enter("nanoGPT-style, as written", nanogpt_style, 0.25, tuned=False)
     enter("nanoGPT-style, tuned", nanogpt_style, 0.5, tuned=True)

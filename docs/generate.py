@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer.main
 
 from headway.cli.main import app
-from headway.recipe import CHANGEABLE, Recipe
+from headway.recipe import CHANGEABLE
+from headway.recipe.documentation import recipe_schema
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 WIDTH = 110
@@ -51,35 +52,98 @@ def pages() -> dict[str, str]:
 
 # -- recipe.md
 
+MODEL = "The decoder to train, of a family and in plain numbers; or a class of your own. Keys of a family that are not \
+listed with it are the common ones; defaults are the first family's where families differ."
+
 
 def recipe_page() -> Iterator[str]:
     """Every key of a recipe, section by section, and what resume may change."""
-    schema = Recipe.model_json_schema()
+    schema = recipe_schema()
     yield from ("# Recipe", "", NOTE, "", schema["description"], "")
-    sections = {name: ref for name, field in schema["properties"].items() if (ref := reference(field))}
+    sections = {name: field for name, field in schema["properties"].items() if reference(field) or "oneOf" in field}
     plain = {name: field for name, field in schema["properties"].items() if name not in sections}
     yield from keys("", plain, schema)
-    for name, ref in sections.items():
-        yield from section_of(name, ref, schema, "##")
+    for name, field in sections.items():
+        ref = reference(field)
+        yield from families(name, field, schema) if ref is None else section_of(name, ref, schema, "##")
     yield from ("", "## What may change when a run is resumed", "")
     for key, why in CHANGEABLE.items():
         yield from item(f"`{key}`: {why}.")
 
 
-def section_of(name: str, ref: str, schema: dict[str, Any], mark: str) -> Iterator[str]:
+def section_of(name: str, ref: str, schema: dict[str, Any], mark: str, title: str = "") -> Iterator[str]:
     """One section, its keys, and the sections inside it."""
-    section = schema["$defs"][ref.rsplit("/", 1)[1]]
-    inner = {key: ref for key, field in section["properties"].items() if (ref := reference(field))}
-    yield from ("", f"{mark} [{name}]", "", *textwrap.wrap(" ".join(section["description"].split()), WIDTH), "")
+    section = definition(ref, schema)
+    inner = {key: field for key, field in section["properties"].items() if reference(field)}
+    yield from heading(f"{mark} {title or f'[{name}]'}", section)
     plain = {key: field for key, field in section["properties"].items() if key not in inner}
     yield from keys(f"{name}.", plain, section)
-    for key, deeper in inner.items():
-        yield from section_of(f"{name}.{key}", deeper, schema, f"{mark}#")
+    for key, field in inner.items():
+        inside, shown = f"{name}.{key}", f"[{name}.{key}]"
+        if any("items" in option for option in field.get("anyOf", [field])):
+            shown = f"[[{name}.{key}]]"
+        elif any("additionalProperties" in option for option in field.get("anyOf", [field])):
+            inside, shown = f"{inside}.NAME", f"[{name}.{key}.NAME]"
+        yield from section_of(inside, reference(field) or "", schema, f"{mark}#", shown)
+
+
+def families(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+    """A section of one of several kinds: what all of them have, then what is each one's own."""
+    found = {option["$ref"]: definition(option["$ref"], schema) for option in field["oneOf"]}
+    decoders = {ref: one for ref, one in found.items() if family_of(one) != "own"}
+    common = common_keys(list(decoders.values()))
+    first = next(iter(decoders.values()))
+    yield from ("", f"## [{name}]", "", *textwrap.wrap(MODEL, WIDTH), "")
+    names = ", ".join(toml(family_of(one)) for one in decoders.values())
+    yield from item(f'`{name}.family` (one of {names}, default "llama"): Which family of decoders it is of.')
+    shared = {key: value for key, value in first["properties"].items() if key in common}
+    yield from keys(f"{name}.", {key: value for key, value in shared.items() if not reference(value)}, first)
+    for one in decoders.values():
+        yield from heading(f'### family = "{family_of(one)}"', one)
+        own = {key: value for key, value in one["properties"].items() if key not in common and key != "family"}
+        yield from keys(f"{name}.", {key: value for key, value in own.items() if not reference(value)}, one)
+    scaling = next(ref for one in decoders.values() if (ref := reference(one["properties"].get("rope_scaling", {}))))
+    yield from section_of(f"{name}.rope_scaling", scaling, schema, "###")
+    layout = reference(shared["layout"])
+    assert layout is not None, "a class of the user's own has a layout"
+    yield from section_of(f"{name}.layout", layout, schema, "###")
+
+
+def common_keys(sections: list[dict[str, Any]]) -> set[str]:
+    """Keys that mean the same in all sections; a default may be another."""
+    kept = set(sections[0]["properties"]) - {"family"}
+    for one in sections[1:]:
+        kept &= {
+            key
+            for key, value in one["properties"].items()
+            if key in kept and value["description"] == sections[0]["properties"][key]["description"]
+        }
+    return kept
+
+
+def family_of(section: dict[str, Any]) -> str:
+    """The name that a recipe has for it."""
+    return str(section["properties"]["family"]["const"])
+
+
+def heading(title: str, section: dict[str, Any]) -> Iterator[str]:
+    """A title and what stands below it."""
+    yield from ("", title, "", *textwrap.wrap(" ".join(section["description"].split()), WIDTH), "")
+
+
+def definition(ref: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """What a reference refers to."""
+    found: dict[str, Any] = schema["$defs"][ref.rsplit("/", 1)[1]]
+    return found
 
 
 def reference(field: dict[str, Any]) -> str | None:
-    """The definition that a section's field refers to, whether it may be left out or not; None for a plain key."""
-    return next((option["$ref"] for option in field.get("anyOf", [field]) if "$ref" in option), None)
+    """The definition that a section's field, or a list or table of them, refers to; None for a plain key."""
+    for option in field.get("anyOf", [field]):
+        for place in (option, option.get("items"), option.get("additionalProperties")):
+            if isinstance(place, dict) and "$ref" in place:
+                return str(place["$ref"])
+    return None
 
 
 def keys(prefix: str, fields: dict[str, Any], section: dict[str, Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
+    "mixture.py": "step 24: loss ",
     "plan_from_python.py": "shard 4 tensor 8: ",
     "read_checkpoint.py": "20 weights, 60 tensors of the optimizer",
     "survive_a_kill.py": "equal: 20 common steps, 2 common checkpoints",

@@ -31,6 +31,7 @@ VERBS = [
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
     ["train", "recipes/demo.toml", "--set", "data.path=none"],
     ["resume", "last"], ["stop", "last"], ["ps"], ["stacks", "last"], ["chaos", "none.toml"],
+    ["model", "show", "recipes/demo.toml"], ["model", "show", "none"], ["model", "diff", "recipes/demo.toml", "none"],
     ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
 ]  # fmt: skip
 

@@ -125,3 +125,16 @@ def test_a_terminal_gets_a_bar_and_clean_stdout(texts):
     assert json.loads(made.stdout)["documents"] == 2
     assert "encoding" in drawn
     assert "\x1b[" in drawn
+
+
+def test_the_library_that_encodes_is_chosen_and_told(texts):
+    status, shown, _ = run(
+        "build", texts / "one", f"{texts}/*.txt", "--vocab-size", 300, "--tokenizer-engine", "tokenizers"
+    )
+    assert status == 0
+    assert re.search(r"^encoder    tokenizers \d", shown, re.MULTILINE)
+    pytest.importorskip("tiktoken")
+    arguments = ("--vocab-size", 300, "--tokenizer-engine", "tiktoken", "--json")
+    built = json.loads(run("build", texts / "two", f"{texts}/*.txt", *arguments)[1])
+    assert built["engine"].startswith("tiktoken ")
+    assert built["version"] == open_dataset(texts / "one").version

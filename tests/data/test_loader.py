@@ -97,6 +97,35 @@ def test_windows_and_masks_are_those_made_by_hand(
     assert reader.masks == (boundaries or any(prompt for prompt, _ in documents))
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=8, max_size=60),
+    shard_tokens=st.integers(20, 300),
+    seq=st.sampled_from([1, 2, 7, 40, 150]),
+    masks=st.booleans(),
+    given_arrays=st.booleans(),
+)
+def test_each_token_has_the_number_of_its_document_in_its_row(
+    tmp_path_factory, lengths, shard_tokens, seq, masks, given_arrays
+):
+    documents = [(0, [7] * length) for length in (*lengths, 160)]
+    dataset = write_dataset(tmp_path_factory.mktemp("set"), documents, shard_tokens)
+    want = []
+    for tokens, _, begins in lay_out(dataset, documents):
+        document_of = np.cumsum(begins)
+        for start in range(0, len(tokens) - seq, seq + 1):
+            row = document_of[start : start + seq]
+            want.append([list(dict.fromkeys(row)).index(one) for one in row])
+    reader = WindowReader(dataset, seq, mask_boundaries=masks, documents=True)
+    places = reader.places(np.arange(reader.windows))
+    arrays = (np.full((len(want), seq + 1), -1), np.full((len(want), seq), -1, np.int32)) if given_arrays else ()
+    batch = reader.read_places(places, *arrays)
+    assert batch.documents.tolist() == want
+    assert batch.documents.dtype == np.int32
+    assert not given_arrays or batch.documents is arrays[1]
+    assert WindowReader(dataset, seq, mask_boundaries=masks).read([0]).documents is None
+
+
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
     """Every token says where it is: position in the whole, end-of-text tokens aside."""
@@ -151,14 +180,14 @@ def test_a_loader_reads_what_order_says_at_any_cursor_in_any_order(numbered, mon
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 12])
 def test_ranks_together_read_the_same_batch(numbered, ranks):
-    reader = WindowReader(numbered, SEQ, mask_boundaries=True)
+    reader = WindowReader(numbered, SEQ, mask_boundaries=True, documents=True)
     split = split_dataset(numbered, SEQ, 0.1)
     whole = Loader(reader, split, 1, 12)
     share = 12 // ranks
     parts = [Loader(reader, split, 1, 12, rows=(r * share, (r + 1) * share)) for r in range(ranks)]
     for cursor in (0, 12, 24, 12 * 10**8, 5):
         together = [part.read(cursor) for part in parts]
-        for field in ("inputs", "labels"):
+        for field in ("inputs", "labels", "documents"):
             assert np.array_equal(
                 np.concatenate([getattr(b, field) for b in together]), getattr(whole.read(cursor), field)
             )

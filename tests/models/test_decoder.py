@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from headway.models import Decoder, decoder, empty_cache, empty_decoder, init_weights, initial_weight
-from headway.plan import parameter_shapes
+from headway.models import Decoder, empty_cache, empty_decoder, init_weights, initial_weight
+from headway.models.layers import RMSNorm
+from headway.models.loss import CHUNK_ELEMENTS, summed_cross_entropy
+from headway.models.rotary import rotary_table, rotate
 from headway.recipe import Model
 
 # A CPU without bfloat16 instructions says so, once, and computes all the same.
@@ -43,15 +45,15 @@ def gradients(made: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
 def test_names_and_shapes_are_the_plan_s(model: Model) -> None:
-    found = {name: tuple(p.shape) for name, p in Decoder(model).named_parameters()}
-    assert list(found.items()) == list(parameter_shapes(model).items())
-    assert set(Decoder(model).state_dict()) == set(found)  # no buffers
+    found = {name: tuple(p.shape) for name, p in empty_decoder(model).named_parameters()}
+    assert list(found.items()) == list(model.tensors().items())
+    assert set(empty_decoder(model).state_dict()) == set(found)  # no buffers
 
 
 @pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("elements", [1, 97 * 5, 2**20])
 def test_loss_and_gradients_equal_torch_s(model: Model, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(decoder.CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", elements)
     tokens, labels = batch()
     labels[0, :5] = -100
     ours, truth = build(model), build(model)
@@ -78,9 +80,9 @@ def test_summed_cross_entropy_against_float64(tokens: int, vocab: int, elements:
     labels[torch.rand(tokens, generator=draw) < 0.3] = -100
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(decoder.CHUNK_ELEMENTS, "cpu", elements)
+        patch.setitem(CHUNK_ELEMENTS, "cpu", elements)
         ours = [t.clone().requires_grad_() for t in (x, weight)]
-        loss = decoder.summed_cross_entropy(*ours, labels)
+        loss = summed_cross_entropy(*ours, labels)
         loss.backward()
     exact = [t.double().requires_grad_() for t in (x, weight)]
     expected = functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum", ignore_index=-100)
@@ -132,10 +134,10 @@ def test_the_future_does_not_matter() -> None:
 def test_positions_are_relative() -> None:
     """A rotary embedding's inner products depend on distances alone."""
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
-    table = decoder.rotary_table(0, 500, SMALL, torch.device("cpu"))
+    table = rotary_table(0, 500, SMALL.head_dim, 10_000.0, torch.device("cpu"))
 
     def product(i: int, j: int) -> float:
-        return (decoder.rotate(q, table[:, i : i + 1]) * decoder.rotate(k, table[:, j : j + 1])).sum().item()
+        return (rotate(q, table[:, i : i + 1]) * rotate(k, table[:, j : j + 1])).sum().item()
 
     assert product(5, 3) == pytest.approx(product(402, 400), abs=1e-4)
     assert product(0, 0) == pytest.approx((q * k).sum().item(), abs=1e-6)
@@ -162,8 +164,8 @@ def test_cache_gives_the_same_logits(model: Model) -> None:
     with torch.no_grad():
         want = made(tokens)
         cache = empty_cache(made, capacity=13, batch=2)
-        got = [made.logits(made.hidden(tokens[:, :4], cache))]
-        got += [made.logits(made.hidden(tokens[:, i : i + 1], cache)) for i in range(4, 13)]
+        got = [made.logits(made.hidden(tokens[:, :4], cache=cache))]
+        got += [made.logits(made.hidden(tokens[:, i : i + 1], cache=cache)) for i in range(4, 13)]
     torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=1e-4, atol=1e-5)
 
 
@@ -205,7 +207,7 @@ def test_a_fresh_model_knows_nothing() -> None:
 
 
 def test_norm_statistics_are_float32() -> None:
-    norm = decoder.RMSNorm(4096, 1e-5).bfloat16()
+    norm = RMSNorm(4096, 1e-5).bfloat16()
     x = (torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)) * 3 + 1).bfloat16()
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     # Half a unit in the last place of bfloat16: only the result is rounded, not the sums.
@@ -273,10 +275,10 @@ def test_mixed_precision_leaves_positions_exact(mesh: object) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded = shard(build(SMALL), mesh, mp_policy=policy)
     seen: list[Tensor] = []
-    sharded.layers[1].attention.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    sharded.layers[1].attention.register_forward_pre_hook(lambda _, args: seen.append(args[1].tables[0]))
     expected, loss = plain(*batch()), sharded(*batch())
     (loss / 26).backward()
-    assert torch.equal(seen[0], decoder.rotary_table(0, 13, SMALL, torch.device("cpu")))
+    assert torch.equal(seen[0], rotary_table(0, 13, SMALL.head_dim, 10_000.0, torch.device("cpu")))
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0)
     assert all(grad.dtype == torch.float32 for grad in gradients(sharded).values())

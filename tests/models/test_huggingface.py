@@ -18,7 +18,6 @@ from headway.cli.checkpoint import app
 from headway.errors import ModelError, RunError
 from headway.inference.sample import Request, sample
 from headway.models import Decoder, empty_decoder, init_weights, load_into, read_weights, write_folder
-from headway.plan import parameter_shapes
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state.tensors import load_weights
@@ -263,7 +262,7 @@ def refused(folder: Path, *words: str) -> ModelError:
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     folder = folder_of(fresh(), tmp_path / "f")
     edit(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-    refused(folder, "lacks", "layers.1.mlp.up.weight")
+    refused(folder, "lacks", "layers.1.mlp.up_proj.weight")
 
 
 def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_a_decoder_of_another_shape_is_left_alone(tmp_path: Path) -> None:
     other = empty_decoder(Model(vocab_size=131, layers=2, dim=32, heads=4, kv_heads=4, hidden=48))
     init_weights(other, seed=1)
     before = {name: p.clone() for name, p in other.named_parameters()}
-    with pytest.raises(ModelError, match=r"layers.0.attention.k.weight of shape \(16, 32\)"):
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.k_proj.weight of shape \(16, 32\)"):
         load_into(other, folder)
     assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
 
@@ -296,7 +295,7 @@ def test_derived_and_tied_tensors_are_passed_over(tmp_path: Path) -> None:
         "lm_head.weight": torch.zeros(131, 32),
     }
     edit(folder, lambda weights: weights.update(derived))
-    assert sorted(read_weights(folder)) == sorted(parameter_shapes(made.model))
+    assert sorted(read_weights(folder)) == sorted(made.model.tensors())
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 
 from headway.cli.checkpoint import app
 from headway.errors import HeadwayError, ModelError
-from headway.plan import parameter_shapes
 from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import config_from_model
 from headway.state import Facts, Piece, begin, commit, open_checkpoint, shard_name, spread, write_shard
-from headway.state.huggingface import Weight, saved_weights, theirs, write_folder
+from headway.state.huggingface import Weight, saved_weights, write_folder
 from headway.state.importing import import_run
 from headway.state.safetensors_file import plan_image
 from headway.track import RunFolder, read_recipe, summarize
@@ -52,8 +51,7 @@ def hf_folder(
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        theirs(name): torch.randn(shape, generator=generator).to(dtype)
-        for name, shape in parameter_shapes(model).items()
+        SMALL.theirs(name): torch.randn(shape, generator=generator).to(dtype) for name, shape in model.tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 128) | config))
@@ -94,7 +92,7 @@ def test_there_and_back(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     assert error is None
     assert f"m: {len(tensors)} tensors" in text
     saved = load_file(tmp_path / "runs/m/checkpoints/step-00000000/rank-00000.safetensors")
-    names = {f"model/{name}": theirs(name) for name in parameter_shapes(model)}
+    names = {f"model/{name}": SMALL.theirs(name) for name in model.tensors()}
     assert same({names[name]: tensor for name, tensor in saved.items()}, tensors)
     assert call("verify", "m", runs=tmp_path / "runs")[1] is None
     assert call("export", "m", tmp_path / "out", runs=tmp_path / "runs")[1] is None
@@ -153,22 +151,22 @@ def cut_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 @pytest.mark.parametrize("band", [100, 32 << 20])
 def test_pieces_become_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     monkeypatch.setattr("headway.state.bands.BAND_BYTES", band)
-    tensors = {name: torch.randn(shape).bfloat16() for name, shape in parameter_shapes(SMALL).items()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in SMALL.tensors().items()}
     checkpoint = cut_checkpoint(tmp_path / "checkpoints", tensors)
     text, error = call("export", checkpoint, tmp_path / "out", runs=tmp_path / "none")
     assert error is None
     assert f"{len(tensors)} tensors" in text
-    assert same(stored(tmp_path / "out"), {theirs(name): tensor for name, tensor in tensors.items()})
+    assert same(stored(tmp_path / "out"), {SMALL.theirs(name): tensor for name, tensor in tensors.items()})
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 77
 
 
 def test_large_models_are_written_as_several_files(tmp_path: Path) -> None:
-    tensors = {name: torch.randn(shape).bfloat16() for name, shape in parameter_shapes(SMALL).items()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in SMALL.tensors().items()}
     checkpoint = open_checkpoint(cut_checkpoint(tmp_path / "checkpoints", tensors))
     told: list[tuple[int, int]] = []
-    weights = saved_weights(checkpoint, parameter_shapes(SMALL))
+    weights = saved_weights(checkpoint, SMALL.tensors())
     write_folder(tmp_path / "out", SMALL, weights, shard_bytes=9_000, progress=lambda *now: told.append(now))
-    truth = {theirs(name): tensor for name, tensor in tensors.items()}
+    truth = {SMALL.theirs(name): tensor for name, tensor in tensors.items()}
     assert same(stored(tmp_path / "out"), truth)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -201,7 +199,7 @@ def test_folders_that_cannot_be_imported_are_told_apart(tmp_path: Path) -> None:
     assert "model.safetensors is damaged: its tensors have" in import_of(folder, runs).message
     missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
     save_file(missing, file)
-    assert import_of(folder, runs).message == f"{folder} lacks norm.weight"
+    assert import_of(folder, runs).message == f"{folder} lacks model.norm.weight"
     save_file(tensors | {"model.norm.weight": torch.zeros(33)}, file)
     assert "norm.weight of shape (33,), the model's is (32,)" in import_of(folder, runs).message
     save_file(tensors | {"what.weight": torch.zeros(33)}, file)
@@ -210,8 +208,8 @@ def test_folders_that_cannot_be_imported_are_told_apart(tmp_path: Path) -> None:
     assert "never opened" in import_of(folder, runs).message
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     assert "gone.safetensors is missing" in import_of(folder, runs).message
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert "not of the Llama family" in import_of(folder, runs).message
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "a family that is not known" in import_of(folder, runs).message
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_an_import_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
         yield memoryview(bytes(4))
         raise ModelError("the file is gone")
 
-    weights = {name: Weight("float32", shape, blocks) for name, shape in parameter_shapes(SMALL).items()}
+    weights = {name: Weight("float32", shape, blocks) for name, shape in SMALL.tensors().items()}
     with pytest.raises(ModelError, match="is gone"):
         import_run(runs, "m", SMALL, weights, source="x", seq=8)
     assert [path.name for path in runs.iterdir()] == [".import-alive"]
@@ -271,7 +269,7 @@ def big_folder(folder: Path) -> None:
     model = Model(vocab_size=150_000, layers=9, dim=1024, heads=8, hidden=4096)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 256)))
-    image = plan_image((theirs(name), "bfloat16", shape) for name, shape in parameter_shapes(model).items())
+    image = plan_image((SMALL.theirs(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(image.header)

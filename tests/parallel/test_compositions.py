@@ -21,6 +21,7 @@ from processes import run_ranks
 
 ROWS, SEQ, VOCABULARY, STEPS, RATE = 8, 16, 99, 2, 0.5
 DECODER = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab_size": VOCABULARY}
+MISTRAL = {"family": "mistral", "window": 5}
 EVERYTHING = {"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -47,10 +48,10 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
     "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),
     "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
-    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, {}, {}),
+    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, MISTRAL, {}),
     "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {}),
     "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
-    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, {}, {"recompute": "selective"}),
+    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, MISTRAL, {"recompute": "selective"}),
     "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
 }
 LARGER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -80,23 +81,28 @@ def make_recipe(mesh: dict[str, Any], model: dict[str, Any], train: dict[str, An
     return parse_recipe(values, {}, "test")
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with masked labels here and there, so that rows count for different numbers of tokens."""
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows with masked labels here and there, so that rows count for different numbers of tokens; most are packed of
+    several documents."""
     tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].clone()
     labels[torch.arange(ROWS), torch.arange(ROWS)] = -100
     labels[0, 4:] = -100
-    return tokens[:, :-1], labels
+    ends = torch.rand((ROWS, SEQ), generator=torch.Generator().manual_seed(2)) < 0.15
+    documents = ends.int().cumsum(dim=1).int()
+    documents[3] = 0
+    return tokens[:, :-1], labels, documents
 
 
 def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Plain PyTorch."""
     model = empty_decoder(recipe.model)
     init_weights(model, seed=0)
-    inputs, labels = batch()
+    inputs, labels, documents = batch()
     found = {}
     for step in range(STEPS):
-        loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        logits = model(inputs, documents=documents).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
         loss.backward()
         found[f"{step}/loss"] = loss.detach()
         squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
@@ -105,7 +111,7 @@ def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
             found[f"{step}/{name}"] = parameter.grad.clone()
             parameter.data -= RATE * parameter.grad
             parameter.grad = None
-    return found | {"evaluation": model(inputs, labels).detach()}
+    return found | {"evaluation": model(inputs, labels, documents).detach()}
 
 
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -114,13 +120,13 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
-    inputs, labels = batch()
+    inputs, labels, documents = batch()
     trained = int((labels != -100).sum())
     data, each = world.data, ROWS // world.data.size
     mine = slice(each * data.rank, each * (data.rank + 1))
     found = {}
     for step in range(STEPS):
-        loss = spread.passes(inputs[mine], labels[mine], 1 / trained)
+        loss = spread.passes(inputs[mine], labels[mine], 1 / trained, documents[mine])
         parameters = dict(spread.model.named_parameters())
         finish_gradients(parameters, spread.missing)
         found[f"{step}/loss"] = total(world, loss)
@@ -134,7 +140,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
                 parameter -= RATE * parameter.grad
                 parameter.grad = None
     with torch.no_grad():
-        found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine]))
+        found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))
         spread.rest()
     return found
 

@@ -1,21 +1,24 @@
 """Counts against published models, and against what torch itself counts while a decoder trains."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.models import Decoder, empty_decoder, init_weights
+from headway.models import empty_decoder, init_weights
 from headway.plan import (
     architecture_of,
     flops_per_token,
     flops_per_token_full_attention,
     matmul_parameters,
-    parameter_shapes,
     parameters,
 )
+from headway.plan.flops import seen_share
 from headway.recipe import Model
+from headway.recipe.architecture import Architecture
 
 LLAMA3_8B = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)
 LLAMA32_1B = Model(vocab_size=128_256, layers=16, dim=2048, heads=32, kv_heads=8, hidden=8192)
@@ -67,9 +70,9 @@ def small_models(draw: st.DrawFn) -> Model:
 @given(small_models())
 def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
     with torch.device("meta"):
-        decoder = Decoder(model)
+        decoder = empty_decoder(model)
     found = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    assert list(parameter_shapes(model).items()) == list(found.items())
+    assert list(model.tensors().items()) == list(found.items())
     assert parameters(architecture_of(model)) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
@@ -93,3 +96,16 @@ def test_attention_is_counted_as_the_half_it_is() -> None:
     exact = 3 * 2 * (2 * model.layers * model.heads * scores * model.head_dim)
     counted = (flops_per_token(architecture_of(model), seq) - 6 * matmul_parameters(architecture_of(model))) * seq
     assert counted == pytest.approx(exact, rel=2 / seq)
+
+
+@pytest.mark.parametrize(("window", "seq"), [(1, 7), (3, 7), (7, 7), (50, 7), (4, 64)])
+def test_windows_see_what_they_see(window: int, seq: int) -> None:
+    """Pairs counted one by one, in a model of which three layers of five look through a window."""
+    pairs = sum(1 for i in range(seq) for j in range(seq) if 0 <= i - j < window)
+    arch = Architecture(5, 32, 4, 2, 8, 64, 100, window=window, windowed_layers=3)
+    assert seen_share(arch, seq) == pytest.approx((2 + 3 * pairs / (seq * (seq + 1) / 2)) / 5)
+    plain = replace(arch, window=None, windowed_layers=0)
+    share = (flops_per_token(arch, seq) - 6 * matmul_parameters(arch)) / (
+        flops_per_token(plain, seq) - 6 * matmul_parameters(plain)
+    )
+    assert share == pytest.approx(seen_share(arch, seq), rel=0.01)

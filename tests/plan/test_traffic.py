@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from headway.hardware import parse_on
-from headway.plan import parameter_shapes
 from headway.plan.architecture import Architecture, architecture_of
 from headway.plan.costs import make_costs
 from headway.plan.estimate import estimate
@@ -45,7 +44,7 @@ def bytes_of(model: Model, settings: Settings, rank: int = 0) -> dict[tuple[str,
 @pytest.mark.parametrize("model", [SMALL, ODD])
 def test_a_worker_alone_holds_every_parameter(model: Model) -> None:
     arch = architecture_of(model)
-    total = sum(prod(shape) for shape in parameter_shapes(model).values())
+    total = sum(prod(shape) for shape in model.tensors().values())
     assert model.layers * block_parameters(arch, 1) + rest_parameters(arch, way(Mesh()), 0) == total
 
 
@@ -60,7 +59,7 @@ def whole_names(model: Model, tensor: int) -> set[str]:
 @pytest.mark.parametrize("model", [SMALL, ODD])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_tensor_axis_splits_all_but_norms_biases_of_sums_and_few_keys(model: Model, tensor: int) -> None:
-    shapes = {name: prod(s) for name, s in parameter_shapes(model).items() if name.startswith("layers.0.")}
+    shapes = {name: prod(s) for name, s in model.tensors().items() if name.startswith("layers.0.")}
     names = whole_names(model, tensor)
     whole = sum(count for name, count in shapes.items() if any(part in name for part in names))
     split = sum(shapes.values()) - whole

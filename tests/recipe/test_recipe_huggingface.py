@@ -121,22 +121,16 @@ def test_every_layout_of_rotary_settings(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        (LLAMA2 | {"rope_scaling": LLAMA3_SCALING}, "llama3"),
-        (LLAMA2 | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 5e5}}, "llama3"),
-        (LLAMA2 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        (LLAMA2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "each kind of layer"),
         (LLAMA2 | {"rope_scaling": "yarn"}, "yarn"),
         (LLAMA2 | {"partial_rotary_factor": 0.5}, "0.5"),
         (LLAMA2 | {"hidden_act": "gelu"}, "gelu"),
-        (LLAMA2 | {"model_type": "gpt2"}, "gpt2"),
-        (LLAMA2 | {"model_type": "mixtral"}, "experts"),
-        (LLAMA2 | {"model_type": "qwen3_moe"}, "experts"),
+        (LLAMA2 | {"model_type": "mamba"}, "mamba"),
         (LLAMA2 | {"num_local_experts": 8}, "experts"),
         (LLAMA2 | {"model_type": ["llama"]}, "model_type"),
         ({}, "model_type"),
         (LLAMA2 | {"quantization_config": {"bits": 4}}, "quantized"),
-        (MISTRAL_V03 | {"sliding_window": 4096}, "4096"),
-        ({k: v for k, v in MISTRAL_V03.items() if k != "sliding_window"}, "sliding window"),
         (QWEN25 | {"use_sliding_window": True, "max_window_layers": 12, "sliding_window": 999}, "999"),
         (QWEN3 | {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"] * 14}, "512"),
         (LLAMA2 | {"hidden_size": None}, "hidden_size"),
@@ -162,7 +156,24 @@ def test_what_the_decoder_cannot_do_is_named(config: dict[str, Any], word: str) 
     ],
 )
 def test_windows_nobody_looks_through_are_fine(config: dict[str, Any]) -> None:
-    model_from_config(config)
+    assert model_from_config(config).family == "llama"
+
+
+@pytest.mark.parametrize("said", [{"sliding_window": 4096}, {}])
+def test_a_window_makes_a_mistral(said: dict[str, Any]) -> None:
+    """Which means 4096 where it says nothing."""
+    config = {key: value for key, value in MISTRAL_V03.items() if key != "sliding_window"} | said
+    model = model_from_config(config)
+    assert (model.family, model.window_of(3)) == ("mistral", 4096)
+
+
+def test_an_unknown_family_is_refused_with_the_nearest_and_what_differs() -> None:
+    config = LLAMA2 | {"model_type": "cohere", "logit_scale": 0.0625, "use_qk_norm": True, "use_cache": True}
+    with pytest.raises(ModelError, match="'cohere'") as caught:
+        model_from_config(config)
+    assert caught.value.hint is not None
+    assert "known: llama, mistral, qwen2, qwen3" in caught.value.hint
+    assert "the nearest is llama, which has no logit_scale, use_qk_norm" in caught.value.hint
 
 
 # qk_norm, qkv_bias, output_bias, mlp_bias

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from headway.cli import checkpoint_view
 from headway.cli.checkpoint import app
 from headway.errors import HeadwayError, ModelError, StateError, UsageError
-from headway.plan import parameter_shapes
 from headway.recipe import Recipe
 from headway.state import (
     Facts,
@@ -29,7 +28,6 @@ from headway.state import (
     verify,
     write_shard,
 )
-from headway.state.huggingface import theirs
 
 RECIPE = Recipe.model_validate(
     {
@@ -38,7 +36,7 @@ RECIPE = Recipe.model_validate(
         "model": {"vocab_size": 64, "layers": 1, "dim": 16, "heads": 2, "tie_embeddings": False},
     }
 )
-SHAPES = parameter_shapes(RECIPE.model)
+SHAPES = RECIPE.model.tensors()
 MOMENT = "optimizer/layers.0.attention.q.weight/exp_avg"
 
 
@@ -322,9 +320,9 @@ def test_export(run: Path, tmp_path: Path) -> None:
     assert error is None
     assert text.startswith(f"{tmp_path / 'out'}: step 10 of demo-1a2b, {len(SHAPES)} tensors\nnext: transformers.")
     written = load_file(tmp_path / "out/model.safetensors")
-    assert written.keys() == {theirs(name) for name in SHAPES}
+    assert written.keys() == {RECIPE.model.theirs(name) for name in SHAPES}
     for name in SHAPES:
-        np.testing.assert_array_equal(written[theirs(name)], arrays(10)[f"model/{name}"])
+        np.testing.assert_array_equal(written[RECIPE.model.theirs(name)], arrays(10)[f"model/{name}"])
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16
     found = json.loads(call(run, "export", "demo", tmp_path / "more", "--json")[0])
     assert (found["step"], found["tensors"]) == (20, len(SHAPES))

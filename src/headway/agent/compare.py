@@ -41,6 +41,10 @@ QUIET = 1e-4
 but for rounding (a key's bias behind a softmax) would else differ by all of their norm. One that is wrong altogether is
 still found down to `tolerance * QUIET`, 1e-8 of all in float32, which is about what rounding leaves of such a sum."""
 
+SMALL = 0.01
+"""After AdamW a tensor is as large as its elements would be if they were all of this size, if it is not larger: what
+began at zero (Gemma's norms) is nothing but one update, in which gradients count by their sign."""
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -228,12 +232,14 @@ def _tensors(
     """Each tensor's difference; with `slopes`, over the elements whose gradients there stand out from noise."""
     measured = list[tuple[str, float, float, str]]()
     for name in names:
+        least = 0.0
         ours, theirs = single.get(name), mesh.get(name)
         off, norm, note = math.inf, 0.0, _mismatch(ours, theirs)
         if ours is not None and theirs is not None and not note:
             chosen = None if slopes is None or name not in slopes else _chosen(slopes[name], tolerances.noise)
             off, norm = _distance(ours, theirs, chosen)
-        measured.append((name, off, norm, note))
+            least = SMALL * math.sqrt(ours.size) if kind == "adamw" else 0.0
+        measured.append((name, off, max(norm, least), note))
     total = math.sqrt(sum(norm**2 for _, _, norm, _ in measured if math.isfinite(norm)))
     for name, off, norm, note in measured:
         yield Finding(kind, name, step, _relative(off, max(norm, QUIET * total)), tolerances.of(kind), note)

@@ -1,13 +1,13 @@
 """How many workers a recipe's mesh takes, and whether it can run: one sentence, with the numbers, when it cannot."""
 
 from headway.agent.planned import plain_settings
-from headway.agent.runnable import old_torch, runnable
+from headway.agent.runnable import old_torch
 from headway.errors import RecipeError, RunError, UsageError
 from headway.hardware import Devices, default_cluster, known_chip
 from headway.plan.architecture import architecture_of
 from headway.plan.checks import check, divisors
 from headway.plan.pipeline import check_schedule
-from headway.plan.settings import AXES, Settings
+from headway.plan.settings import AXES, Mesh, Settings
 from headway.plan.task import RUNNABLE, pipeline_clash
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import Layout, Parallel, Recipe
@@ -25,6 +25,11 @@ def check_axes(recipe: Recipe, workers: int) -> None:
     parallel = recipe.parallel or Parallel()
     wanted = {axis: size for axis in AXES if (size := getattr(parallel, axis)) not in (None, 1)}
     for axis, size in wanted.items():
+        if axis == "tensor" and recipe.model.UNCUT:
+            raise RecipeError(
+                f"parallel.tensor is {size}, and no tensor axis cuts {recipe.model.family}: {recipe.model.UNCUT}",
+                hint="shard, replicate and pipeline axes run it",
+            )
         if axis not in RUNNABLE.axes:
             runs = other_axes(parallel) * parallel.shard if parallel.shard else workers
             mesh = ",".join(f"{axis}={size}" for axis, size in wanted.items())
@@ -37,6 +42,12 @@ def check_axes(recipe: Recipe, workers: int) -> None:
 
 def check_mesh(recipe: Recipe, workers: int) -> None:
     """Refuse a mesh that the model, its sequences or the batch cannot be shared out over, before any process starts."""
+    longest = recipe.model.longest
+    if longest is not None and recipe.data.seq > longest:
+        raise RecipeError(
+            f"data.seq is {recipe.data.seq}, and {recipe.model.family} has positions for {longest} tokens",
+            hint=f"--set data.seq={longest}",
+        )
     if recipe.model.class_ is not None:
         check_stated_layout(recipe, workers)
         return
@@ -103,7 +114,7 @@ def check_share(settings: Settings) -> None:
 
 def check_order(settings: Settings) -> None:
     """What the trainer's schedules ask of a pipeline."""
-    if settings.mesh.pipeline > 1 and settings.schedule not in runnable().schedules:
+    if settings.mesh.pipeline > 1 and settings.schedule == "zero-bubble" and old_torch() is not None:
         raise RecipeError(
             f"parallel.schedule is {settings.schedule}, which PyTorch {old_torch()} does not run with this trainer",
             hint="use --set parallel.schedule=1f1b or interleaved, or a newer PyTorch",
@@ -151,7 +162,6 @@ def count_workers(recipe: Recipe, asked: int | None, default: int) -> int:
 
 def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
     """The batch must share out evenly over the data ranks, and every worker needs a device."""
-    batch = recipe.train.batch
     if workers < 1:
         raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more")
     if found.kind == "cuda" and workers > found.count:
@@ -159,12 +169,29 @@ def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
             f"{workers} workers, but there are {found.count} GPUs ({found.name})",
             hint=f"--workers {found.count}, or --set train.device=cpu",
         )
-    ranks = stated_mesh(recipe.parallel, workers).data
-    if batch % ranks:
-        below, above = batch - batch % ranks, batch - batch % ranks + ranks
-        nearest = " or ".join(str(value) for value in (below, above) if value > 0)
-        who = f"{workers} workers" if ranks == workers else f"{ranks} data ranks of {workers} workers"
-        raise RecipeError(
-            f"train.batch is {batch} sequences, which {who} cannot share evenly",
-            hint=f"--set train.batch={nearest}, or another number of workers",
-        )
+    mesh = stated_mesh(recipe.parallel, workers)
+    who = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"
+    for batch in recipe.train.batches:
+        if batch % mesh.data:
+            below = batch - batch % mesh.data
+            nearest = " or ".join(str(value) for value in (below, below + mesh.data) if value > 0)
+            key = "train.batch" if batch == recipe.train.batch else "a batch of train.batch_ramp"
+            raise RecipeError(
+                f"{key} is {batch} sequences, which {who} cannot share evenly",
+                hint=f"--set train.batch={nearest}, or another number of workers"
+                if batch == recipe.train.batch
+                else f"{nearest} could be shared; or another number of workers",
+            )
+    if mesh.pipeline > 1 and recipe.train.batch_ramp:
+        _check_ramp(recipe, mesh)
+
+
+def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:
+    """A pipeline's microbatches are of one size in all steps, and enough of them in each."""
+    parallel, size = recipe.parallel or Parallel(), default_microbatch(recipe, mesh)
+    software = trainer_software(recipe, known_chip("cpu"))
+    for batch in recipe.train.batches:
+        settings = Settings(mesh, recipe.data.seq, size, batch, software=software)
+        settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
+        check_share(settings)
+        check_order(settings)

@@ -153,13 +153,13 @@ def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster, any_mesh: bool) -
 
 
 def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
-    choices = Choices(mesh=mesh, limits=runnable())
+    choices = Choices(mesh=mesh, limits=runnable(recipe.model))
     return plan(recipe, cluster, fidelity=_fidelity(cluster), choices=choices, keep=1).best.estimate
 
 
 def _smallest(recipe: Recipe, plain: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     """What needs least of all that the recipe leaves open; a prediction may be off by what is missing."""
-    choices = fixed(recipe, cluster, Choices(mesh=mesh, limits=runnable()))
+    choices = fixed(recipe, cluster, Choices(mesh=mesh, limits=runnable(recipe.model)))
     if recipe.train.recompute is None:
         choices = replace(choices, recompute=("full",))
     arch, ways = plain.architecture, candidates(make_task(recipe, cluster), cluster, choices)

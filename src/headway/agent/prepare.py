@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from headway.agent.attempt import Attempt
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.states import is_taken, newest_in_store, newest_on_disk
-from headway.data import check_version, open_dataset, split_dataset
+from headway.data import open_corpus
 from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
-from headway.recipe import FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
+from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
+from headway.recipe.stored import stored_recipe
 from headway.state import find_checkpoint
 from headway.state.address import is_in_store, open_address
 from headway.state.importing import NO_DATA
@@ -81,8 +83,7 @@ def new_run(
         write_json(run.recipe_file, planned.recipe.model_dump())
         if planned.plan is not None:
             write_plan(run, planned.plan)
-        shutil.copyfile(Path(recipe.data.path) / "tokenizer.json", run.tokenizer_file)
-        shutil.copyfile(Path(recipe.data.path) / MANIFEST, run.data_file)
+        _keep_data_facts(run, recipe.data)
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(
@@ -106,7 +107,7 @@ def resume_run(
             hint=f"headway stop {run.name} ends it; headway runs shows what is running",
         )
     old = read_recipe(run)
-    if Path(old.data.path).name == NO_DATA:
+    if NO_DATA in old.data.parts:
         raise RunError(
             f"run {run.name} was imported: it has weights, but neither data nor an optimizer's state",
             hint=f'start a run from it: model.init = "{run.name}" in a recipe',
@@ -239,7 +240,7 @@ def resolve(recipe: Recipe, root: Path) -> Recipe:
         model = model.model_copy(update={"vocab_size": rounded})
     elif model.vocab_size < vocabulary:
         raise RecipeError(
-            f"model.vocab_size is {model.vocab_size}, but {recipe.data.path} was built with {vocabulary} tokens",
+            f"model.vocab_size is {model.vocab_size}, but the data was built with {vocabulary} tokens",
             hint="leave model.vocab_size out, or build the data with the model's own tokenizer",
         )
     return recipe.model_copy(update={"model": model})
@@ -247,12 +248,22 @@ def resolve(recipe: Recipe, root: Path) -> Recipe:
 
 def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
     """The recipe with its data checked and its version written in, so that no other is ever taken for it."""
-    path = Path(recipe.data.path).resolve()
-    dataset = open_dataset(path)
-    check_version(dataset, recipe.data.version)
-    split_dataset(dataset, recipe.data.seq, recipe.data.holdout)  # raises when no window fits
-    data = recipe.data.model_copy(update={"path": str(path), "version": dataset.version})
-    return recipe.model_copy(update={"data": data}), dataset.manifest.vocab_size
+    corpus = open_corpus(recipe)
+    data = corpus.pinned()
+    return recipe.model_copy(update={"data": data}), corpus.vocab_size
+
+
+def _keep_data_facts(run: RunFolder, data: Data) -> None:
+    """Leave in a run's folder what its data's tokens mean: the tokenizer, and the manifest of each data set."""
+    folders = {name: Path(part.path) for name, part in data.parts.items()}
+    first = next(iter(folders.values()))
+    shutil.copyfile(first / "tokenizer.json", run.tokenizer_file)
+    if data.mixture:
+        manifests = {name: from_json((folder / MANIFEST).read_bytes()) for name, folder in folders.items()}
+        end_of_text = next(iter(manifests.values()))["end_of_text"]
+        write_json(run.data_file, {"end_of_text": end_of_text, "mixture": manifests})
+    else:
+        shutil.copyfile(first / MANIFEST, run.data_file)
 
 
 def resolve_model(model: Model, root: Path) -> Model:
@@ -280,7 +291,7 @@ def resolve_model(model: Model, root: Path) -> Model:
 
 def _shaped(model: Model, shape: Model, init: str) -> Model:
     """The model with the shape of what it starts from."""
-    stated, there, defaults = (m.model_dump(exclude=OF_NO_SHAPE) for m in (model, shape, Model()))
+    stated, there, defaults = (m.model_dump(exclude=OF_NO_SHAPE) for m in (model, shape, type(model)()))
     for key in {**stated, **there}:
         if stated.get(key) not in (there.get(key), defaults.get(key), {}):
             raise ModelError(
@@ -310,7 +321,7 @@ def _address(ref: str) -> str | None:
 def recipe_of_checkpoint(address: str) -> Recipe:
     """The recipe that a checkpoint was saved with; older ones have it in the run they lie in only."""
     recipe = open_address(address).manifest.recipe
-    return Recipe.model_validate(recipe) if recipe else read_recipe(RunFolder(Path(address).parent.parent))
+    return stored_recipe(recipe) if recipe else read_recipe(RunFolder(Path(address).parent.parent))
 
 
 def check_branch(recipe: Recipe, checkpoint: str) -> None:

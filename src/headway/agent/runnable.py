@@ -5,6 +5,7 @@ from functools import lru_cache
 from importlib import metadata
 
 from headway.plan.task import RUNNABLE, Limits
+from headway.recipe import Model
 
 __all__ = ["old_torch", "runnable"]
 
@@ -24,8 +25,11 @@ def old_torch() -> str | None:
     return version if numbers < SPLIT_BACKWARD else None
 
 
-def runnable() -> Limits:
-    """What this version's trainer runs here."""
-    if old_torch() is None:
-        return RUNNABLE
-    return replace(RUNNABLE, schedules=tuple(kind for kind in RUNNABLE.schedules if kind != "zero-bubble"))
+def runnable(model: Model) -> Limits:
+    """What this version's trainer runs here of such a model."""
+    limits = RUNNABLE
+    if old_torch() is not None:
+        limits = replace(limits, schedules=tuple(kind for kind in limits.schedules if kind != "zero-bubble"))
+    if model.UNCUT:
+        limits = replace(limits, axes=tuple(axis for axis in limits.axes if axis != "tensor"))
+    return limits

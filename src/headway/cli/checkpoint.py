@@ -138,21 +138,25 @@ def diff_command(
 def export_command(
     run: Ref,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
+    ema: Annotated[bool, typer.Option("--ema", help="The weights' average over the steps (train.ema).")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder that transformers opens."""
     from headway.cli.checkpoint_view import progress_bar
     from headway.cli.text import print_json
-    from headway.plan.flops import parameter_shapes
     from headway.state.address import open_address
     from headway.state.huggingface import saved_weights, write_folder
 
     one = _one(run, runs)
     opened = open_address(one.address)
     recipe = _recipe(opened, one)
-    shapes = parameter_shapes(recipe.model)
+    shapes = recipe.model.tensors() | recipe.model.buffers()
     weights = saved_weights(opened, shapes)
+    if ema:
+        # what is not trained has no average, and is its own
+        averaged = _averaged(opened)
+        weights |= saved_weights(opened, {name: shapes[name] for name in shapes if name in averaged}, prefix="ema/")
     ordered = {name: weights[name] for name in shapes}
     tokenizer = _tokenizer_of(_home(one))
     with progress_bar("exporting", quiet=json) as progress:
@@ -162,7 +166,7 @@ def export_command(
         facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
         print_json({"checkpoint": one.address, "folder": str(folder), **facts})
     else:
-        print(f"{folder}: {one.label}, {len(weights)} tensors")
+        print(f"{folder}: {one.label}{', its average' if ema else ''}, {len(weights)} tensors")
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
@@ -176,7 +180,6 @@ def import_command(
     """Make a run of a Hugging Face folder: to sample from, to export, or to start from (model.init)."""
     from headway.cli.checkpoint_view import progress_bar, size
     from headway.cli.text import print_json
-    from headway.plan.flops import parameter_shapes
     from headway.recipe.huggingface import read_model
     from headway.state import find_checkpoint, open_checkpoint
     from headway.state.huggingface import stored_weights
@@ -184,7 +187,7 @@ def import_command(
     from headway.track import runs_root
 
     model = read_model(folder)
-    weights = stored_weights(folder, parameter_shapes(model), tied=model.tie_embeddings)
+    weights = stored_weights(folder, model)
     seq, end_id = _length_and_end(folder)
     tokenizer = _tokenizer_file(folder / "tokenizer.json", end_id)
     source = str(folder.resolve())
@@ -384,17 +387,30 @@ def _verify(one: Named, quiet: bool) -> dict[str, Any]:
 # -- export and import
 
 
+def _averaged(checkpoint: "Checkpoint") -> set[str]:
+    """The parameters that a checkpoint has an average of."""
+    from headway.errors import StateError
+
+    found = {name.removeprefix("ema/") for name in checkpoint.manifest.tensors if name.startswith("ema/")}
+    if not found:
+        raise StateError(
+            f"{checkpoint.place} has no average of its weights",
+            hint="train.ema keeps one, from the first step on; without --ema the weights themselves are written",
+        )
+    return found
+
+
 def _recipe(checkpoint: "Checkpoint", one: Named) -> "Recipe":
     """The recipe that a checkpoint was saved with, of a decoder that transformers can have."""
     from pydantic import ValidationError
 
     from headway.errors import ModelError
-    from headway.recipe import Recipe
+    from headway.recipe.stored import stored_recipe
     from headway.track import read_recipe
 
     said = checkpoint.manifest.recipe
     try:
-        recipe = Recipe.model_validate(said) if said else read_recipe(_home(one))
+        recipe = stored_recipe(said) if said else read_recipe(_home(one))
     except ValidationError:  # of a version whose recipes had other keys; a run's own file may have been mended
         recipe = read_recipe(_home(one))
     if recipe.model.class_ is not None:
@@ -436,7 +452,7 @@ def _length_and_end(folder: Path) -> tuple[int, int | None]:
     import json
 
     config = json.loads((folder / "config.json").read_bytes())
-    length, end = config.get("max_position_embeddings"), config.get("eos_token_id")
+    length, end = config.get("max_position_embeddings", config.get("n_positions")), config.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     return length if type(length) is int and length > 0 else 2048, end if type(end) is int else None
 

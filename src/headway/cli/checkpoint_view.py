@@ -26,7 +26,7 @@ __all__ = [
 WIDTH = 80
 SHOWN = 20
 PATIENCE_S = 1.0
-KINDS = {"model": "weights", "optimizer": "optimizer"}
+KINDS = {"model": "weights", "optimizer": "optimizer", "ema": "average"}
 DIMS = ("rows", "columns")
 
 

@@ -1,4 +1,4 @@
-"""`headway data`: build a data set from text, show what is in one, check that it is whole."""
+"""`headway data`: build a data set from text, show what is in one, check that it is whole, show a mixture's shares."""
 
 import json
 import shlex
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from headway.cli.data_mix import mix_command
+
 if TYPE_CHECKING:
     from headway.data import Built, Dataset, Progress
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Build, show and verify data sets.", no_args_is_help=True)
+app = typer.Typer(help="Build, show, verify and mix data sets.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
@@ -31,12 +33,16 @@ def build_command(
     end_of_text: Annotated[str | None, typer.Option(help="Name of that tokenizer's end-of-text token.")] = None,
     special_tokens: Annotated[bool, typer.Option(help="Read its special tokens from the text.")] = False,
     format: Annotated[
-        Literal["auto", "text", "jsonl"], typer.Option(help="What the files are; auto goes by their names.")
+        Literal["auto", "text", "jsonl", "parquet"], typer.Option(help="What the files are; auto goes by their names.")
     ] = "auto",
-    text_field: Annotated[str, typer.Option(help="JSONL field to train on.")] = "text",
-    prompt_field: Annotated[str | None, typer.Option(help="JSONL field before it, not trained on.")] = None,
+    text_field: Annotated[str, typer.Option(help="JSONL field or Parquet column to train on.")] = "text",
+    prompt_field: Annotated[str | None, typer.Option(help="Field or column before it, not trained on.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Glob of files to leave out; repeatable.")] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard.")] = 100_000_000,
+    tokenizer_engine: Annotated[
+        Literal["auto", "tokenizers", "tiktoken"],
+        typer.Option(help="Library that encodes; auto takes tiktoken where it gives the same tokens and pays."),
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads; by default all cores.")] = None,
     errors: Annotated[
         Literal["strict", "replace", "skip"], typer.Option(help="What to do with what cannot be read.")
@@ -44,7 +50,7 @@ def build_command(
     force: Annotated[bool, typer.Option("--force", help="Replace a data set of another version.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build the data set OUT from text or JSONL files, plain or gzip."""
+    """Build the data set OUT from text, JSONL (plain, gzip or zst) or Parquet files."""
     if threads is not None:
         from headway.data.tokenizer import limit_threads
 
@@ -61,14 +67,24 @@ def build_command(
         shard_tokens=shard_tokens,
     )
     with _progress() as progress:
-        built = build(out, sources, options, force=force, progress=progress, on_skip=_say_skipped)
+        built = build(
+            out,
+            sources,
+            options,
+            force=force,
+            engine=tokenizer_engine,
+            progress=progress,
+            on_skip=_say_skipped,
+            on_note=_say_note,
+        )
     if as_json:
         _print_json({**_facts(built.path, built.manifest), **_build_facts(built)})
         return
     _print_facts(built.path, built.manifest)
     print(f"sources    {_count(built.sources, 'file')}, {_size(built.source_bytes)}")
+    print(f"encoder    {built.engine}")
     if built.skipped:
-        print(f"skipped    {built.skipped:,} files or lines that cannot be read")
+        print(f"skipped    {built.skipped:,} files, lines or rows that cannot be read")
     if not built.changed:
         print("unchanged  this version was there already")
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
@@ -111,6 +127,9 @@ def verify_command(path: DataPath, as_json: Json = False) -> None:
     print(f"\nnext: headway data show {path}")
 
 
+app.command("mix")(mix_command)
+
+
 def _facts(path: Path, manifest: Any) -> dict[str, Any]:
     return {
         "path": str(path),
@@ -131,6 +150,7 @@ def _build_facts(built: "Built") -> dict[str, Any]:
         "sources": built.sources,
         "source_bytes": built.source_bytes,
         "skipped": built.skipped,
+        "engine": built.engine,
         "changed": built.changed,
     }
 
@@ -190,6 +210,10 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def _say_skipped(sentence: str) -> None:
     print(f"skipped: {sentence}", file=sys.stderr)
+
+
+def _say_note(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr)
 
 
 _STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}

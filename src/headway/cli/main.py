@@ -17,6 +17,7 @@ from headway.cli import (
     hardware,
     logs,
     metrics,
+    model,
     plan,
     ps,
     recipe,
@@ -60,6 +61,7 @@ app.command()(chaos.chaos)
 app.command()(sample.sample)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")
+app.add_typer(model.app, name="model")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(hardware.app, name="hardware")
 

@@ -290,7 +290,7 @@ def _settled(recipe: "Recipe") -> "Recipe":
 
         model = resolve_model(model, runs_root(None))
     if model.vocab_size is None:
-        model = _with_vocabulary(model, Path(recipe.data.path))
+        model = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
     return recipe.model_copy(update={"model": model})
 
 

@@ -300,8 +300,8 @@ def _dearer(plan: Plan, own: int) -> str:
 
 def _trainer(plan: Plan) -> str:
     best, able = plan.best, plan.runnable
-    if plan.architecture.experts or plan.architecture.latent:
-        return "this version trains neither experts nor latent attention yet"
+    if (plan.architecture.experts or plan.architecture.latent) and best.estimate.settings.mesh.tensor > 1:
+        return "this version shares neither experts nor latent attention over a tensor axis"
     if best.runnable:
         return "this version runs the best plan"
     if able is None and best.estimate.settings.precision not in ("bf16", "float32"):

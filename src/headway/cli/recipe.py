@@ -29,6 +29,6 @@ def show(
 def schema(json: Json = True) -> None:  # noqa: ARG001 - it is JSON anyway, but every verb takes --json
     """Print the JSON Schema of recipes, for editors."""
     from headway.cli.text import print_json
-    from headway.recipe import Recipe
+    from headway.recipe.documentation import recipe_schema
 
-    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema())
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema"} | recipe_schema())

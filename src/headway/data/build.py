@@ -12,19 +12,23 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from headway.data.fast import Differs, FastEncoder, fast_encoder
 from headway.data.manifest import MANIFEST, TOKENIZER, Manifest, read_manifest
+from headway.data.merges import NotProven
 from headway.data.shards import open_dataset
 from headway.data.sources import Block, Reading, Source, find_sources, read_blocks
 from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, train_tokenizer
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
 from headway.errors import DataError
 
-__all__ = ["BuildOptions", "Built", "Progress", "build"]
+__all__ = ["BuildOptions", "Built", "Engine", "Progress", "build"]
+
+Engine = Literal["auto", "tokenizers", "tiktoken"]
 
 SOURCES = "sources.json"
 TRAIN_BYTES = 256 << 20
@@ -35,6 +39,8 @@ LONGEST_PIECE_CHARS = 1 << 23
 """No piece is longer, even where a cut changes a token."""
 BATCH_CHARS_PER_CPU = 1 << 20
 """Text given to the encoder at once: some 100 MB of its memory for each processor."""
+PROOF_BYTES_PER_TOKEN = 200
+"""Encoding so much of a source takes as long as it takes to prove tiktoken equal, for each token of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,9 @@ class Built:
     """Number of files read."""
     source_bytes: int
     skipped: int
-    """Files and lines left out because they could not be read."""
+    """Files, lines and rows left out because they could not be read."""
+    engine: str
+    """The library that encoded, and its version."""
 
 
 def build(
@@ -91,14 +99,17 @@ def build(
     options: BuildOptions | None = None,
     *,
     force: bool = False,
+    engine: Engine = "auto",
     progress: Callable[[Progress], None] | None = None,
     on_skip: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> Built:
     """Build the folder `out`: all of it or nothing.
 
     A folder that already holds this very version is left as it is, one with another version is only
     replaced with `force`, and one that is no data set is never touched. `progress` is told of bytes done,
-    `on_skip` of what could not be read.
+    `on_skip` of what could not be read. `engine` chooses the library that encodes; they give the same tokens, and
+    where they turn out not to, `on_note` is told and `tokenizers` does it all again.
     """
     options = options or BuildOptions()
     target = Path(out).resolve()
@@ -111,22 +122,65 @@ def build(
 
     reader = _Reader(files, options.reading, progress or (lambda _: None))
     encoder = _tokenizer(reader, options)
-    skipped: list[str] = []
+    task = _Task(target, reader, encoder, options, origin, force, on_skip or (lambda _: None))
+    note = on_note or (lambda _: None)
+    fast = _fast(encoder, engine, reader.total, note)
+    if fast is None:
+        return _make(task, encoder.encode_batch, f"tokenizers {installed_version('tokenizers')}")
+    try:
+        return _make(task, fast.encode_batch, f"tiktoken {installed_version('tiktoken')}")
+    except Differs as error:
+        note(f"{error}; tokenizers encodes all of it again")
+        return _make(task, encoder.encode_batch, f"tokenizers {installed_version('tokenizers')}")
+
+
+def _fast(encoder: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]) -> FastEncoder | None:
+    """The encoder's tokens through tiktoken, where they are known to be the same and it is worth to find out."""
+    if engine == "tokenizers" or (engine == "auto" and source_bytes < PROOF_BYTES_PER_TOKEN * encoder.vocab_size):
+        return None
+    try:
+        return fast_encoder(encoder)
+    except (NotProven, Differs) as error:
+        if engine == "tiktoken":
+            raise DataError(
+                f"tiktoken is not known to give the tokens of this tokenizer: {error}",
+                hint="--tokenizer-engine auto or tokenizers encodes it",
+            ) from None
+        if isinstance(error, Differs):
+            note(f"{error}; tokenizers encodes")
+        return None
+
+
+class _Task(NamedTuple):
+    """What is to be made, whichever library encodes."""
+
+    target: Path
+    reader: "_Reader"
+    encoder: TextTokenizer
+    options: BuildOptions
+    origin: dict[str, Any]
+    force: bool
+    on_skip: Callable[[str], None]
+
+
+def _make(task: _Task, encode: "_Encode", engine: str) -> Built:
+    """Encode everything into a new folder, and put it in place."""
+    target, reader, skipped = task.target, task.reader, list[str]()
 
     def note(sentence: str) -> None:
         skipped.append(sentence)
-        if on_skip is not None:
-            on_skip(sentence)
+        task.on_skip(sentence)
 
     with new_folder(target) as folder:
         try:
-            manifest = _write(folder, reader.encoded(encoder, note), encoder, options.shard_tokens)
-            origin["skipped"] = len(skipped)
+            pieces = reader.encoded(task.encoder.separable, encode, note)
+            manifest = _write(folder, pieces, task.encoder, task.options.shard_tokens)
+            origin = {**task.origin, "skipped": len(skipped), "engine": engine}
             write_file(folder / SOURCES, json.dumps(origin, indent=1).encode() + b"\n")
-            changed = _settle(folder, target, manifest, force)
+            changed = _settle(folder, target, manifest, task.force)
         except OSError as error:
             raise DataError(f"cannot write {target}: {error.strerror or error}", hint="is the disk full?") from error
-    return Built(target, manifest, changed, len(files), reader.total, len(skipped))
+    return Built(target, manifest, changed, len(reader.files), reader.total, len(skipped), engine)
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -163,13 +217,14 @@ def _already_built(target: Path, origin: dict[str, Any]) -> Built | None:
     try:
         recorded = json.loads((target / SOURCES).read_bytes())
         skipped = int(recorded.pop("skipped"))
+        engine = str(recorded.pop("engine", f"tokenizers {recorded['tokenizers']}"))
         if recorded != origin:
             return None
         manifest = open_dataset(target).manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return None
     total = sum(one["bytes"] for one in origin["files"])
-    return Built(target, manifest, False, len(origin["files"]), total, skipped)
+    return Built(target, manifest, False, len(origin["files"]), total, skipped, engine)
 
 
 def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
@@ -221,6 +276,9 @@ def _is_sound(target: Path) -> bool:
     return True
 
 
+_Encode = Callable[[Sequence[str]], list[npt.NDArray[np.uint32]]]
+
+
 class _Reader:
     """All sources in order, as text for training a tokenizer and as encoded pieces."""
 
@@ -242,15 +300,15 @@ class _Reader:
             self._progress(Progress("tokenizer", block.position, self.total))
 
     def encoded(
-        self, encoder: TextTokenizer, on_skip: Callable[[str], None]
+        self, separable: Callable[[str, str], bool], encode: _Encode, on_skip: Callable[[str], None]
     ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
         """Every piece of every document with its tokens, in order."""
-        pieces = cut_blocks(self._blocks(on_skip), encoder.separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
+        pieces = cut_blocks(self._blocks(on_skip), separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
         # One batch is encoded on native threads while the one before is written here.
         with ThreadPoolExecutor(1) as pool:
             waiting = None
             for batch in _batches(pieces, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1)):
-                future = pool.submit(encoder.encode_batch, [block.text for block in batch])
+                future = pool.submit(encode, [block.text for block in batch])
                 if waiting is not None:
                     yield from self._finish(*waiting)
                 waiting = (batch, future.result)

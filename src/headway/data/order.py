@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headway.errors import DataError
 
-__all__ = ["Split", "after_skips", "count_windows", "held_out", "order", "order_at", "split_windows"]
+__all__ = ["Split", "after_skips", "count_windows", "held_out", "order", "order_at", "shuffled", "split_windows"]
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -101,9 +101,17 @@ def after_skips(cursor: int, batch: int, skips: Iterable[tuple[int, int]]) -> in
     return cursor
 
 
-def held_out(split: Split) -> Ids:
-    """Window ids kept for evaluation, in a fixed order that does not begin with neighbours."""
-    return _divide(split, np.arange(split.held_out, dtype=np.int64))
+def held_out(split: Split, most: int | None = None) -> Ids:
+    """Window ids kept for evaluation, in a fixed order that does not begin with neighbours; the first so many."""
+    count = split.held_out if most is None else min(most, split.held_out)
+    return _divide(split, np.arange(count, dtype=np.int64))
+
+
+def shuffled(positions: Ids, size: int, numbers: Ids, *key: object) -> Ids:
+    """[numbers, positions]: where the permutation of range(size) that belongs to a key and number sends a position."""
+    odd = np.arange(1, 2 * _ROUNDS, 2, dtype=np.uint64)[:, None] * np.uint64(0xD1342543DE82EF95)
+    keys = np.repeat(_keys(*key) + odd * numbers.astype(np.uint64), len(positions), axis=1)
+    return _permute(np.tile(positions, len(numbers)), size, keys).reshape(len(numbers), len(positions))
 
 
 def _divide(split: Split, position: Ids) -> Ids:

@@ -1,28 +1,27 @@
 """Where text comes from: files found by glob or list, read as a stream of documents.
 
-A source is one file, plain or gzip. A text file is one document; a JSONL file has one document a line.
-Documents leave here as blocks, so that neither a huge text file nor a huge JSONL file is ever held in
-memory whole.
+A source is one file. A text file is one document, a JSONL file has one document a line, and both may be packed by
+gzip or Zstandard; a Parquet file has one document a row. Documents leave here as blocks, so that no huge file is ever
+held in memory whole.
 """
 
 import functools
 import glob
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
+from headway.data.packed import PACKED_SUFFIXES, open_plain
+from headway.data.parquet import read_rows
 from headway.errors import DataError
 
 __all__ = ["Block", "Errors", "Format", "Reading", "Source", "find_sources", "read_blocks"]
 
-Format = Literal["auto", "text", "jsonl"]
+Format = Literal["auto", "text", "jsonl", "parquet"]
 Errors = Literal["strict", "replace", "skip"]
 
 BLOCK_CHARS = 1 << 18
@@ -34,7 +33,7 @@ class Source:
     """One file to read, with its size on disk."""
 
     path: Path
-    format: Literal["text", "jsonl"]
+    format: Literal["text", "jsonl", "parquet"]
     bytes: int
 
 
@@ -45,11 +44,11 @@ class Reading:
     format: Format = "auto"
     """`auto` goes by the file's name."""
     text_field: str = "text"
-    """The JSONL field that is trained on."""
+    """The JSONL field or Parquet column that is trained on."""
     prompt_field: str | None = None
-    """The JSONL field put before the text and not trained on."""
+    """The JSONL field or Parquet column put before the text and not trained on."""
     errors: Errors = "strict"
-    """What to do with what cannot be read: fail, replace the bad characters, or skip the file or line."""
+    """What to do with what cannot be read: fail, replace the bad characters, or skip the file, line or row."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -146,10 +145,13 @@ def _glob_part(part: str) -> str:
     return f"[{'^' * negate}{re.escape(inside[negate:])}]".replace("\\-", "-")
 
 
-def _format_of(path: str, format: Format) -> Literal["text", "jsonl"]:
+def _format_of(name: str, format: Format) -> Literal["text", "jsonl", "parquet"]:
     if format != "auto":
         return format
-    return "jsonl" if path.lower().removesuffix(".gz").endswith(_JSONL_SUFFIXES) else "text"
+    plain = name.lower()
+    for suffix in PACKED_SUFFIXES:
+        plain = plain.removesuffix(suffix)
+    return "parquet" if plain.endswith(".parquet") else "jsonl" if plain.endswith(_JSONL_SUFFIXES) else "text"
 
 
 def read_blocks(source: Source, reading: Reading, on_skip: Callable[[str], None] | None = None) -> Iterator[Block]:
@@ -157,26 +159,12 @@ def read_blocks(source: Source, reading: Reading, on_skip: Callable[[str], None]
     skip = on_skip or (lambda _: None)
     if source.format == "jsonl":
         yield from _read_jsonl(source, reading, skip)
+    elif source.format == "parquet":
+        yield from _read_parquet(source, reading, skip)
     elif reading.errors == "skip" and (why := _unreadable(source)):
         skip(why)
     else:
         yield from _read_text(source, reading)
-
-
-@contextmanager
-def _open(source: Source) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """The file's plain bytes, and a function that says how far into the file on disk we are."""
-    try:
-        with source.path.open("rb") as raw:
-            if source.path.suffix.lower() == ".gz":
-                with gzip.GzipFile(fileobj=raw) as plain:
-                    yield io.BufferedReader(plain), raw.tell
-            else:
-                yield raw, raw.tell
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{source.path} is not a whole gzip file: {error}", hint="fetch or pack it again") from None
-    except OSError as error:
-        raise DataError(f"cannot read {source.path}: {error.strerror or error}") from None
 
 
 def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
@@ -191,7 +179,7 @@ def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
 def _unreadable(source: Source) -> str | None:
     """Why a text file cannot be read to its end; None if it can."""
     try:
-        with _open(source) as (plain, _):
+        with open_plain(source.path) as (plain, _):
             for _block in _decoded(plain, "strict"):
                 pass
     except UnicodeDecodeError:
@@ -203,7 +191,7 @@ def _unreadable(source: Source) -> str | None:
 
 def _read_text(source: Source, reading: Reading) -> Iterator[Block]:
     errors = "replace" if reading.errors == "replace" else "strict"
-    with _open(source) as (plain, tell):
+    with open_plain(source.path) as (plain, tell):
         held: str | None = None
         try:
             for text in _decoded(plain, errors):
@@ -219,29 +207,50 @@ def _read_text(source: Source, reading: Reading) -> Iterator[Block]:
             yield Block(held, prompt=False, last=True, position=source.bytes)
 
 
-class _BadLineError(Exception):
-    """A JSONL line that cannot be used, and why."""
+class _BadRecordError(Exception):
+    """A line or row that cannot be used, and why."""
+
+
+_Record = tuple[str, Callable[[], tuple[str, str]], Callable[[], int]]
+"""(where in the file it is, what makes its prompt and text of it, how far into the file on disk we are)."""
 
 
 def _read_jsonl(source: Source, reading: Reading, skip: Callable[[str], None]) -> Iterator[Block]:
-    with _open(source) as (plain, tell):
-        for number, line in enumerate(_lines(plain), start=1):
-            if not line.strip():
+    with open_plain(source.path) as (plain, tell):
+        lines = ((f"line {n}", line) for n, line in enumerate(_lines(plain), start=1) if line.strip())
+        records = ((where, functools.partial(_fields, line, reading), tell) for where, line in lines)
+        yield from _documents(source, records, reading, skip)
+
+
+def _read_parquet(source: Source, reading: Reading, skip: Callable[[str], None]) -> Iterator[Block]:
+    columns = [reading.text_field] + ([] if reading.prompt_field is None else [reading.prompt_field])
+    rows = read_rows(source.path, list(dict.fromkeys(columns)), source.bytes)
+    records = (
+        (f"row {number}", functools.partial(_columns, values, reading), functools.partial(int, position))
+        for number, values, position in rows
+    )
+    yield from _documents(source, records, reading, skip)
+
+
+def _documents(
+    source: Source, records: Iterable[_Record], reading: Reading, skip: Callable[[str], None]
+) -> Iterator[Block]:
+    """Documents of records that can be used; what is done with others is the reading's choice."""
+    for where, fields, tell in records:
+        try:
+            prompt, text = fields()
+        except _BadRecordError as bad:
+            if reading.errors == "skip":
+                skip(f"{source.path} {where}: {bad}")
                 continue
-            try:
-                prompt, text = _fields(line, reading)
-            except _BadLineError as bad:
-                if reading.errors == "skip":
-                    skip(f"{source.path} line {number}: {bad}")
-                    continue
-                raise DataError(
-                    f"{source.path} line {number}: {bad}",
-                    hint="--errors skip leaves such lines out; --text-field, --prompt-field name fields",
-                ) from None
-            if prompt:
-                yield Block(prompt, prompt=True, last=False, position=tell())
-            if prompt or text:
-                yield Block(text, prompt=False, last=True, position=tell())
+            raise DataError(
+                f"{source.path} {where}: {bad}",
+                hint=f"--errors skip leaves such {where.split()[0]}s out; --text-field, --prompt-field name fields",
+            ) from None
+        if prompt:
+            yield Block(prompt, prompt=True, last=False, position=tell())
+        if prompt or text:
+            yield Block(text, prompt=False, last=True, position=tell())
 
 
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
@@ -255,27 +264,43 @@ def _fields(line: bytes, reading: Reading) -> tuple[str, str]:
     try:
         record = json.loads(line.decode("utf-8", "replace" if replace else "strict"))
     except UnicodeDecodeError as error:
-        raise _BadLineError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise _BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise _BadLineError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise _BadRecordError(f"not JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
-        raise _BadLineError("JSON nested too deeply") from None
+        raise _BadRecordError("JSON nested too deeply") from None
     if not isinstance(record, dict):
-        raise _BadLineError(f"a JSON {type(record).__name__}, not an object")
+        raise _BadRecordError(f"a JSON {type(record).__name__}, not an object")
     prompt = "" if reading.prompt_field is None else _field(record, reading.prompt_field, replace)
     return prompt, _field(record, reading.text_field, replace)
 
 
 def _field(record: dict[str, object], name: str, replace: bool) -> str:
     if name not in record:
-        raise _BadLineError(f"no field {name!r}; it has {', '.join(sorted(record)) or 'none'}")
+        raise _BadRecordError(f"no field {name!r}; it has {', '.join(sorted(record)) or 'none'}")
     value = record[name]
     if not isinstance(value, str):
-        raise _BadLineError(f"field {name!r} is {'null' if value is None else type(value).__name__}, not a string")
+        raise _BadRecordError(f"field {name!r} is {'null' if value is None else type(value).__name__}, not a string")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
         if not replace:
-            raise _BadLineError(f"field {name!r} holds half a surrogate pair") from None
+            raise _BadRecordError(f"field {name!r} holds half a surrogate pair") from None
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value
+
+
+def _columns(values: dict[str, bytes | None], reading: Reading) -> tuple[str, str]:
+    """The prompt (empty when there is none) and the text of one row."""
+    prompt = "" if reading.prompt_field is None else _column(values, reading.prompt_field, reading.errors)
+    return prompt, _column(values, reading.text_field, reading.errors)
+
+
+def _column(values: dict[str, bytes | None], name: str, errors: Errors) -> str:
+    value = values[name]
+    if value is None:
+        raise _BadRecordError(f"column {name!r} is null, not a string")
+    try:
+        return value.decode("utf-8", "replace" if errors == "replace" else "strict")
+    except UnicodeDecodeError as error:
+        raise _BadRecordError(f"column {name!r} is not UTF-8 ({error.reason} at byte {error.start})") from None

@@ -1,11 +1,14 @@
 """Continue one sequence of token ids: the model, a cache of its keys and values, and a choice a token."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from headway.models import Decoder, KeyValues, empty_cache
+from headway.recipe import Model
+from headway.recipe.rope import RotaryModel
 
 __all__ = ["choose", "generate", "text_pieces"]
 
@@ -21,29 +24,42 @@ def generate(
     stop_id: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yield up to `max_tokens` ids that follow the prompt, which holds at least one; ends before `stop_id`.
+    """Yield up to `max_tokens` ids that follow the prompt, which holds at least one; ends before `stop_id`, and where
+    the model's positions end.
 
     Ids from `vocab_size` on are never chosen: a model's vocabulary may be padded beyond the tokenizer's. The
     same seed gives the same ids on the same machine.
     """
     assert prompt_ids, "a decoder continues something"
-    device = decoder.embed.weight.device
+    device = decoder.output_weight.device
     generator = torch.Generator().manual_seed(seed)
+    if decoder.model.longest is not None:
+        max_tokens = min(max_tokens, decoder.model.longest - len(prompt_ids))
     cache = empty_cache(decoder, capacity=len(prompt_ids) + max_tokens)
-    ids = list(prompt_ids)
+    turn = _new_positions_after(decoder.model)
+    ids, seen = list(prompt_ids), list(prompt_ids)
     for _ in range(max_tokens):
+        if len(seen) == turn + 1 and cache[0].length:
+            cache, ids = empty_cache(decoder, capacity=len(prompt_ids) + max_tokens), list(seen)
         logits_V = _next_logits(decoder, torch.tensor([ids], device=device), cache)
         chosen = choose(logits_V[:vocab_size], temperature=temperature, top_k=top_k, generator=generator)
         if chosen == stop_id:
             return
         yield chosen
         ids = [chosen]
+        seen.append(chosen)
+
+
+def _new_positions_after(model: Model) -> int:
+    """The length after which all rotary frequencies are others (longrope), so that keys must be made anew."""
+    scaling = model.rope_scaling if isinstance(model, RotaryModel) else None
+    return scaling.original or 0 if scaling is not None and scaling.kind == "longrope" else sys.maxsize
 
 
 @torch.inference_mode()
 def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[KeyValues]) -> Tensor:
     """Scores of what follows the tokens, in float32."""
-    x_1LD = decoder.hidden(tokens_1L, cache)
+    x_1LD = decoder.hidden(tokens_1L, cache=cache)
     return decoder.logits(x_1LD[0, -1]).float()
 
 

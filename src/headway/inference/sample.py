@@ -18,7 +18,6 @@ from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError
 from headway.inference.generate import generate, text_pieces
 from headway.models import Decoder, empty_decoder
-from headway.plan import parameter_shapes
 from headway.recipe import Recipe
 from headway.state.tensors import read_tensors
 from headway.track import RunFolder, read_recipe
@@ -108,7 +107,7 @@ def _decoder(recipe: Recipe, checkpoint: Path, device: torch.device) -> Decoder:
     """The decoder of the recipe with the weights of the checkpoint."""
     weights = read_tensors(checkpoint, prefix="model/")
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if found != parameter_shapes(recipe.model):
+    if found != recipe.model.tensors() | recipe.model.buffers():
         raise ModelError(f"{checkpoint} holds another model than the run's recipe describes")
     decoder = empty_decoder(recipe.model, device)
     decoder.load_state_dict(weights)

@@ -15,7 +15,6 @@ from torch import Tensor
 from headway.data.tokenizer import load_tokenizer
 from headway.errors import DataError, ModelError
 from headway.models.decoder import Decoder
-from headway.plan.flops import parameter_shapes
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state import huggingface as folders
@@ -33,19 +32,21 @@ def load_into(decoder: Decoder, folder: Path) -> None:
     """Copy a Hugging Face folder's weights into a decoder of the same shape."""
     weights = stored_weights(folder, decoder.model)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(weights[name])
+        for name, tensor in decoder.state_dict(keep_vars=True).items():
+            tensor.copy_(weights[name])
 
 
 def stored_weights(folder: Path, model: Model) -> dict[str, Tensor]:
-    """A Hugging Face folder's weights by our names, as stored, checked against a model's shape."""
-    ours = {folders.theirs(name): name for name in parameter_shapes(model)}
-    weights: dict[str, Tensor] = {}
+    """A Hugging Face folder's weights by our names, as stored, checked against a model's shape.
+
+    Those that lie there as they are here are mapped from the file; others are read and rearranged.
+    """
+    mapped: dict[str, Tensor] = {}
     for file in folders.weight_files(folder):
-        for name, tensor in _open(file, model.tie_embeddings):
-            weights[ours.get(name, name)] = tensor
-    _check(weights, model, str(folder))
-    return weights
+        mapped |= dict(_open(file, model))
+    same = {form.ours[0]: form.name for form in model.stored() if form.form == "same"}
+    found = folders.stored_weights(folder, model)
+    return {name: mapped[same[name]] if name in same else _read(weight) for name, weight in found.items()}
 
 
 def write_folder(
@@ -62,17 +63,18 @@ def write_folder(
     It appears whole or not at all. `seq` is the length the model was trained at.
     """
     _check(tensors, model, "the model to write")
-    weights = {name: _weight(tensors[name]) for name in parameter_shapes(model)}
+    weights = {name: _weight(tensors[name]) for name in model.tensors() | model.buffers()}
     copied = None if tokenizer is None else _tokenizer(tokenizer)
     folders.write_folder(folder, model, weights, tokenizer=copied, seq=seq, shard_bytes=shard_bytes)
 
 
-def _open(file: Path, tied: bool) -> Iterable[tuple[str, Tensor]]:
+def _open(file: Path, model: Model) -> Iterable[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a dict)
-                if not folders.passed_over(name, tied):
-                    yield name, opened.get_tensor(name)
+            for stored in opened.keys():  # noqa: SIM118  (not a dict)
+                name = folders.known_as(stored, model)
+                if name is not None:
+                    yield name, opened.get_tensor(stored)
     except FileNotFoundError:
         raise ModelError(f"{file} is missing, though the folder's index names it") from None
     except (SafetensorError, OSError) as error:
@@ -81,12 +83,18 @@ def _open(file: Path, tied: bool) -> Iterable[tuple[str, Tensor]]:
 
 def _check(tensors: Mapping[str, Tensor], model: Model, where: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    folders.check_weights(shapes, parameter_shapes(model), where)
+    folders.check_weights(shapes, model.tensors() | model.buffers(), where)
 
 
 def _weight(tensor: Tensor) -> Weight:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Weight(dtype, tuple(tensor.shape), partial(_block, tensor))
+
+
+def _read(weight: Weight) -> Tensor:
+    """A weight in memory."""
+    joined = bytearray(b"".join(bytes(block) for block in weight.blocks()))
+    return torch.frombuffer(joined, dtype=getattr(torch, weight.dtype)).view(weight.shape)
 
 
 def _block(tensor: Tensor) -> Iterable[memoryview]:

@@ -10,6 +10,7 @@ A compiled block contains its recomputation, and a gather of weights stays outsi
 device: memory comes last, for this worker's part alone. Parameter names stay those of the plain model.
 """
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
+from headway.models.experts import set_loss_scale
 from headway.parallel.gradients import Missing
 from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
 from headway.parallel.pipeline import Schedule, Stage, Stages, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
 from headway.parallel.tensor import SEQUENCE, cut_tensors
-from headway.parallel.vocabulary import cross_entropy_of_logits, shared_loss
+from headway.parallel.vocabulary import Shape, cross_entropy_of_logits, shared_loss
 from headway.parallel.world import Axis, World
 from headway.recipe import Layout, Parallel, Recipe
 
@@ -56,16 +58,21 @@ class Spread:
     """Whether the data axes hold copies only, and no shards."""
     reduce_each: bool = False
     """Whether shards add gradients up in every microbatch."""
+    documents: bool = True
+    """Whether the model keeps documents apart."""
     forgets: bool = False
     """A mistake on purpose: gradients are not added up over copies."""
 
-    def passes(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def passes(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
         """Forward and backward over all rows, a microbatch at a time; gradients travel in the last one, or in each.
 
-        Returns the summed loss times `scale`, or what this worker has of it.
+        `documents` number the documents that rows are packed of, for models that keep them apart. Returns the summed
+        loss times `scale`, or what this worker has of it.
         """
+        documents = documents if self.documents else None
+        set_loss_scale(self.model, scale)
         if self.schedule is not None:
-            return self.schedule.step(inputs, labels, scale)
+            return self.schedule.step(inputs, labels, scale, documents)
         total = torch.zeros((), device=inputs.device)
         rows = len(inputs)
         for low in range(0, rows, self.microbatch):
@@ -73,16 +80,18 @@ class Spread:
             hold_gradients(self.model, last=high == rows, copies=self.copies, reduce_each=self.reduce_each)
             if self.forgets:
                 forget_copies(self.model)
-            loss = self.model(inputs[low:high], labels[low:high]) * scale
+            apart = None if documents is None else documents[low:high]
+            loss = self.model(inputs[low:high], labels[low:high], **_named(apart)) * scale
             loss.backward()
             total += loss.detach()
         return total
 
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
         """The summed loss, or what this worker has of it."""
+        documents = documents if self.documents else None
         if self.schedule is not None:
-            return self.schedule.evaluate(inputs, labels)
-        loss: Tensor = self.model(inputs, labels)
+            return self.schedule.evaluate(inputs, labels, documents)
+        loss: Tensor = self.model(inputs, labels, **_named(documents))
         return loss
 
     def evaluation_rows(self, most: int) -> int:
@@ -171,8 +180,18 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
         microbatch=microbatch,
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
+        documents=_takes_documents(model),
         forgets="no-gradient-reduction" in mutations,
     )
+
+
+def _takes_documents(model: nn.Module) -> bool:
+    """Whether a model can be told which document a token is of: ours, and classes whose forward takes `documents`."""
+    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
+
+
+def _named(documents: Tensor | None) -> dict[str, Tensor]:
+    return {} if documents is None else {"documents": documents}
 
 
 def stream_shape(
@@ -210,14 +229,16 @@ def _set_forward(stage: Stage, recipe: Recipe, world: World, cuts: Cuts | None, 
     model, tensor = stage.module, world.axis("tensor")
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
+        model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
-            model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence)
+            shape = Shape(model.loss.softcap, recipe.train.z_loss)
+            model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence, shape)
             if not stage.first:
-                model.rotary = WholeSequence(model.rotary, tensor.size)
+                model.context = WholeSequence(model.context, tensor.size)
     else:
-        forward = model.forward
+        forward = partial(_of_tokens, model.forward)
         if stage.last:
-            forward = partial(_loss_of_logits, model.forward, tensor, vocabulary)
+            forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
     # Shards are gathered in the right precision already; who has no data axis casts here.
     casts = recipe.train.dtype == "bfloat16" and world.data.size == 1
     context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
@@ -226,31 +247,50 @@ def _set_forward(stage: Stage, recipe: Recipe, world: World, cuts: Cuts | None, 
 
 
 def _forward(
-    plain: Any, context: Any, last: bool, dtype: torch.dtype, x: Tensor, labels: Tensor | None = None
+    plain: Any,
+    context: Any,
+    last: bool,
+    dtype: torch.dtype,
+    x: Tensor,
+    labels: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     with context():
-        out: Tensor = plain(x, labels) if last else plain(x).to(dtype)
+        out: Tensor = plain(x, labels, documents) if last else plain(x, documents).to(dtype)
     return out
 
 
-def _loss_of_logits(plain: Any, tensor: Axis, vocabulary: int | None, x: Tensor, labels: Tensor | None) -> Tensor:
+def _of_tokens(plain: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    """A class of the user's own, which may take documents."""
+    out: Tensor = plain(x, **_named(documents))
+    return out
+
+
+def _loss_of_logits(
+    plain: Any,
+    tensor: Axis,
+    vocabulary: int | None,
+    z_loss: float,
+    x: Tensor,
+    labels: Tensor | None,
+    documents: Tensor | None = None,
+) -> Tensor:
     """What a class of the user's own is taken for: logits, whose loss is made here."""
-    logits: Tensor = plain(x)
-    return logits if labels is None else cross_entropy_of_logits(logits, labels, tensor, vocabulary)
+    logits = _of_tokens(plain, x, documents)
+    return logits if labels is None else cross_entropy_of_logits(logits, labels, tensor, vocabulary, z_loss)
 
 
 class WholeSequence(nn.Module):
-    """Tells a rotary embedding the length of whole sequences, where the stream it is shown is a share of them."""
+    """Tells what makes a batch's context how long sequences are, where the stream it is shown is a share of them."""
 
-    def __init__(self, rotary: nn.Module, shares: int) -> None:
+    def __init__(self, context: nn.Module, shares: int) -> None:
         super().__init__()
-        self.rotary, self.shares = rotary, shares
+        self.context, self.shares = context, shares
 
-    def forward(self, like: Tensor, first: int = 0) -> Tensor:
-        """The table of all positions."""
+    def forward(self, like: Tensor, documents: Tensor | None = None, first: int = 0) -> Any:
+        """That of all positions."""
         whole = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
-        table: Tensor = self.rotary(whole, first)
-        return table
+        return self.context(whole, documents, first)
 
 
 def _shared_vocabulary(model: nn.Module, cuts: Cuts) -> int | None:

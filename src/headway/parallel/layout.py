@@ -28,10 +28,7 @@ DECODER = Layout(
     ),
     rows=("layers.*.attention.o", "layers.*.mlp.down"),
     vocabulary=("embed", "head"),
-    share=(
-        *(f"layers.*.{name}" for name in ("attention_norm", "mlp_norm", "attention.q_norm", "attention.k_norm")),
-        "norm",
-    ),
+    share=("layers.*.*norm", "layers.*.attention.q_norm", "layers.*.attention.k_norm", "norm", "embed.positions"),
     whole=("layers.*.attention", "layers.*.mlp"),
 )
 
@@ -84,6 +81,9 @@ class Cuts:
 
 def cuts_of(model: nn.Module, layout: Layout, size: int) -> Cuts:
     """A layout's names found in a model, and its shapes seen to be cut evenly; ModelError says what is not."""
+    if isinstance(model, Decoder) and model.model.UNCUT:
+        family, why = model.model.family, model.model.UNCUT
+        raise ModelError(f"parallel.tensor is {size}, and no tensor axis cuts {family}: {why}")
     modules = dict(model.named_modules())
     cuts = dict[str, Cut]()
     for kind in ("columns", "rows", "vocabulary", "share"):

@@ -190,22 +190,23 @@ class Schedule:
         self._made = dict[int, Any]()
         self._scale = 1.0
 
-    def step(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
         """Forward and backward of all rows; the summed loss times `scale`, where the last stage is here."""
-        return self._run("step", inputs, labels, scale)
+        return self._run("step", inputs, labels, scale, documents)
 
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
         """The summed loss of all rows, where the last stage is here."""
-        return self._run("eval", inputs, labels, 1.0)
+        return self._run("eval", inputs, labels, 1.0, documents)
 
-    def _run(self, call: str, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def _run(self, call: str, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None) -> Tensor:
         schedule = self._schedule(len(inputs) // self._shape[0])
         self._scale = scale
         losses = list[Tensor]()
         first = any(stage.first for stage in self._stages.stages)
         last = any(stage.last for stage in self._stages.stages)
         arguments = {"target": labels, "losses": losses} if last else {}
-        getattr(schedule, call)(*([inputs] if first else []), labels=labels, return_outputs=False, **arguments)
+        told = {"labels": labels} | ({} if documents is None else {"documents": documents})
+        getattr(schedule, call)(*([inputs] if first else []), **told, return_outputs=False, **arguments)
         total = torch.zeros((), device=self._world.device)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 

@@ -128,11 +128,13 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
     return y if bias is None else y + local(bias)
 
 
-def _embed(forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+def _embed(
+    forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Tensor], tokens: Tensor, *rest: Any
+) -> Tensor:
     """Each worker looks up the tokens it has rows for; the others' are zeros."""
     begin, end = rows
     elsewhere = (tokens < begin) | (tokens >= end)
-    found = forward((tokens - begin).masked_fill(elsewhere, 0))
+    found = forward((tokens - begin).masked_fill(elsewhere, 0), *rest)
     return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 

@@ -72,6 +72,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_data(self, tensor: Tensor) -> Tensor:
+        """The sum over workers that see other data and hold the same part of the model, in place."""
+        for name in ("shard", "replicate"):
+            axis = self.axis(name)
+            if axis.size > 1:
+                dist.all_reduce(tensor, group=axis.group)
+        return tensor
+
     def any(self, flag: bool) -> bool:
         """Whether any worker says so. Goes through the CPU, so it waits for no device."""
         return bool(self.sum(torch.tensor([int(flag)])).item())

@@ -9,7 +9,6 @@ from headway.plan.flops import (
     flops_per_token,
     flops_per_token_full_attention,
     matmul_parameters,
-    parameter_shapes,
     parameters,
 )
 
@@ -19,6 +18,5 @@ __all__ = [
     "flops_per_token",
     "flops_per_token_full_attention",
     "matmul_parameters",
-    "parameter_shapes",
     "parameters",
 ]

@@ -1,77 +1,13 @@
-"""What a decoder is made of, as far as its cost goes: dense or with experts, with grouped or latent attention.
-
-A recipe's model section becomes one of these, and so does a line of a table of published runs.
-"""
+"""The layers and matrices of a decoder, as far as its cost goes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.recipe import Model
+from headway.recipe.architecture import Architecture, Experts, LatentAttention
 
 __all__ = ["Architecture", "Experts", "LatentAttention", "Matrix", "architecture_of", "layer_kinds", "layer_matrices"]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A feed-forward of which each token sees a few experts."""
-
-    count: int
-    top_k: int
-    hidden: int
-    """Inner width of one expert."""
-    shared: int = 0
-    """Experts of the same width that every token sees."""
-    dense_layers: int = 0
-    """First layers that have a plain feed-forward instead."""
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention: keys and values are kept as one narrow vector a token."""
-
-    q_rank: int
-    """Width queries pass through; 0 where they are projected at once."""
-    kv_rank: int
-    rope_dim: int
-    """Part of a head that carries the position, shared by all keys."""
-    value_dim: int
-    """Size of a value head."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A decoder in plain numbers."""
-
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    """Size of a query and key head, positions included."""
-    hidden: int
-    """Inner width of the plain feed-forward."""
-    vocab: int
-    tied: bool = True
-    """The input embedding is the output head too."""
-    gated: bool = True
-    """SwiGLU: three matrices; otherwise two."""
-    rotary: bool = True
-    positions: int = 0
-    """Rows of a learned position embedding."""
-    layer_norm: bool = False
-    """LayerNorm, with biases; otherwise RMSNorm."""
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    experts: Experts | None = None
-    latent: LatentAttention | None = None
-
-    @property
-    def value_dim(self) -> int:
-        """Size of a value head."""
-        return self.latent.value_dim if self.latent else self.head_dim
 
 
 @dataclass(frozen=True)
@@ -91,12 +27,7 @@ class Matrix:
 
 def architecture_of(model: Model) -> Architecture:
     """A recipe's model, whose vocabulary is settled."""
-    assert model.vocab_size is not None, "the vocabulary's size is settled before a model is planned"
-    return Architecture(
-        layers=model.layers, dim=model.dim, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        hidden=model.hidden, vocab=model.vocab_size, tied=model.tie_embeddings, qk_norm=model.qk_norm,
-        qkv_bias=model.qkv_bias, output_bias=model.output_bias, mlp_bias=model.mlp_bias,
-    )  # fmt: skip
+    return model.architecture()
 
 
 def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:

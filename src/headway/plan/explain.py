@@ -22,7 +22,9 @@ from headway.plan.memory import (
     FRAGMENTATION,
     activation_bytes,
     gradients_wait,
+    kept_of_each,
     local_parameters,
+    outside_parameters,
 )
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
 from headway.plan.own_exchanges import end_exchanges
@@ -332,7 +334,7 @@ def _pipeline(made: Estimate) -> Iterator[Section]:
 def _memory(made: Estimate, costs: Costs) -> Section:
     settings, memory = made.settings, made.memory
     software = settings.software
-    states = software.master_bytes + (0 if software.offloads_moments else 2 * software.moment_bytes)
+    states, _ = _kept(made)
     rows: list[tuple[Cell, ...]] = [
         ("weights", *_held(made, software.weight_bytes, settings.zero >= 3)),
         ("gradients", *_gradients(made)),
@@ -364,10 +366,18 @@ def _gradients(made: Estimate) -> tuple[str, float]:
     settings, software = made.settings, made.settings.software
     if not made.memory.gradients:
         return "none at the peak, which is the end of the forward pass", 0.0
+    _, trained = _kept(made)
     if settings.zero >= 3 and gradients_wait(settings):
-        text, size = _held(made, software.reduce_bytes, shared=False)
+        text, size = _held(made, software.reduce_bytes * trained, shared=False)
         return f"{text}: they travel once a step", size
-    return _held(made, software.gradient_bytes, settings.zero >= 2)
+    return _held(made, software.gradient_bytes * trained, settings.zero >= 2)
+
+
+def _kept(made: Estimate) -> tuple[float, float]:
+    """Bytes of the optimizer for each parameter of the device that needs most, and the share that is trained."""
+    arch, settings, rank = made.architecture, made.settings, made.memory.rank
+    count = sum(local_parameters(arch, settings, rank))
+    return kept_of_each(settings, count, outside_parameters(arch, settings, rank))
 
 
 def _activations(made: Estimate) -> tuple[str, float]:

@@ -7,7 +7,6 @@ forward pass, and twice that in the backward. Recomputation is no part of it. Of
 from functools import lru_cache
 
 from headway.plan.architecture import Architecture, layer_kinds, layer_matrices
-from headway.recipe import Model
 
 __all__ = [
     "active_parameters",
@@ -15,45 +14,10 @@ __all__ = [
     "flops_per_token_full_attention",
     "layer_parameters",
     "matmul_parameters",
-    "parameter_shapes",
     "parameters",
     "routed_parameters",
+    "seen_share",
 ]
-
-Shape = tuple[int, ...]
-
-
-def parameter_shapes(model: Model) -> dict[str, Shape]:
-    """Every parameter of the decoder by name, in the module's order, with its shape."""
-    assert model.vocab_size is not None, "the vocabulary's size is settled before parameters are counted"
-    shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, model.dim)}
-    for layer in range(model.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block_shapes(model).items()}
-    shapes["norm.weight"] = (model.dim,)
-    if not model.tie_embeddings:
-        shapes["head.weight"] = (model.vocab_size, model.dim)
-    return shapes
-
-
-def _block_shapes(model: Model) -> dict[str, Shape]:
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    shapes: dict[str, Shape] = {"attention_norm.weight": (model.dim,)}
-    shapes |= _linear("attention.q", model.dim, queries, model.qkv_bias)
-    shapes |= _linear("attention.k", model.dim, keys, model.qkv_bias)
-    shapes |= _linear("attention.v", model.dim, keys, model.qkv_bias)
-    shapes |= _linear("attention.o", queries, model.dim, model.output_bias)
-    if model.qk_norm:
-        shapes |= {"attention.q_norm.weight": (model.head_dim,), "attention.k_norm.weight": (model.head_dim,)}
-    shapes["mlp_norm.weight"] = (model.dim,)
-    shapes |= _linear("mlp.gate", model.dim, model.hidden, model.mlp_bias)
-    shapes |= _linear("mlp.up", model.dim, model.hidden, model.mlp_bias)
-    shapes |= _linear("mlp.down", model.hidden, model.dim, model.mlp_bias)
-    return shapes
-
-
-def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
-    return shapes | {f"{name}.bias": (outputs,)} if bias else shapes
 
 
 def parameters(arch: Architecture) -> int:
@@ -80,7 +44,7 @@ def layer_parameters(arch: Architecture, with_experts: bool, active: bool = Fals
         matrix.inputs * matrix.outputs * (matrix.uses if active else matrix.copies)
         for matrix in layer_matrices(arch, with_experts)
     )
-    return count + _norms(arch) + _biases(arch, with_experts)
+    return count + _norms(arch) + _biases(arch, with_experts, active)
 
 
 @lru_cache(maxsize=1024)
@@ -92,19 +56,31 @@ def routed_parameters(arch: Architecture) -> int:
 
 
 def _norms(arch: Architecture) -> int:
-    heads = 2 * arch.head_dim if arch.qk_norm else 0
+    heads = arch.head_dim * ((arch.heads + arch.kv_heads) if arch.qk_norm_whole else 2) if arch.qk_norm else 0
     latent = (arch.latent.q_rank + arch.latent.kv_rank) if arch.latent else 0
-    return 2 * arch.dim * (2 if arch.layer_norm else 1) + heads + latent
+    return arch.norms * arch.dim * (2 if arch.layer_norm else 1) + heads + latent
 
 
-def _biases(arch: Architecture, with_experts: bool) -> int:
+def _biases(arch: Architecture, with_experts: bool, active: bool) -> int:
+    """Of matrices, and the scores of attention's sinks."""
+    experts = arch.experts
     biases = {
         "attention.qkv": arch.qkv_bias,
+        "attention.q_down": arch.qkv_bias,
+        "attention.kv_down": arch.qkv_bias,
         "attention.o": arch.output_bias,
         "mlp.up": arch.mlp_bias,
         "mlp.down": arch.mlp_bias,
+        "router": experts is not None and experts.router_bias,
+        "experts.up": experts is not None and experts.bias,
+        "experts.down": experts is not None and experts.bias,
     }
-    return sum(matrix.outputs for matrix in layer_matrices(arch, with_experts) if biases.get(matrix.name))
+    count = sum(
+        matrix.outputs * (matrix.uses if active else matrix.copies)
+        for matrix in layer_matrices(arch, with_experts)
+        if biases.get(matrix.name)
+    )
+    return count + (arch.heads if arch.sinks else 0)
 
 
 def matmul_parameters(arch: Architecture) -> int:
@@ -132,4 +108,13 @@ def flops_per_token_full_attention(arch: Architecture, seq: int) -> int:
 
 
 def _attention_products(arch: Architecture, seq: int) -> int:
-    return arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * seq
+    whole = arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * seq
+    return whole if not arch.windowed_layers else round(whole * seen_share(arch, seq))
+
+
+def seen_share(arch: Architecture, seq: int) -> float:
+    """Pairs of tokens that see each other, of those that would without windows; the mean of all layers."""
+    if arch.window is None or arch.window >= seq:
+        return 1.0
+    through = arch.window * (2 * seq - arch.window + 1) / (seq * (seq + 1))
+    return 1 - (arch.windowed_layers / arch.layers) * (1 - through)

@@ -15,7 +15,15 @@ from headway.plan.settings import LOW, Settings, Shape
 from headway.plan.stages import blocks_of_ranks
 from headway.plan.worker import block_parameters, is_exact, rest_parameters, worker_blocks
 
-__all__ = ["Memory", "activation_bytes", "gradients_wait", "local_parameters", "memory"]
+__all__ = [
+    "Memory",
+    "activation_bytes",
+    "gradients_wait",
+    "kept_of_each",
+    "local_parameters",
+    "memory",
+    "outside_parameters",
+]
 
 CONTEXT_BYTES = 0.5 * 2**30
 """CUDA's context with its kernels loaded; 0.3 to 0.7 GiB are reported."""
@@ -133,7 +141,7 @@ def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> t
         dense += tables * (1 if arch.tied else 2)
     elif rank in (0, mesh.pipeline - 1):
         dense += tables
-    return routed, dense + arch.positions * arch.dim / mesh.tensor
+    return routed, dense + arch.positions * arch.dim
 
 
 def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> Memory:
@@ -208,12 +216,38 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
     held = sharded if settings.zero >= 3 else count
     if settings.frozen:
         return held * 2, 0.0, 0.0
-    moments = 0.0 if software.offloads_moments else 2 * software.moment_bytes
-    states = (sharded if settings.zero >= 1 else count) * (software.master_bytes + moments)
+    outside = outside_parameters(arch, settings, rank)
+    kept, trained = kept_of_each(settings, count, outside)
+    states = (sharded if settings.zero >= 1 else count) * kept
     gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
     if gradients_wait(settings):
         gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
-    return held * software.weight_bytes, gradients, states
+    return held * software.weight_bytes, gradients * trained, states
+
+
+def outside_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> float:
+    """Of the parameters of a pipeline's rank, before data sharding, those outside of blocks."""
+    mesh = settings.mesh
+    if is_exact(arch, settings):
+        return float(rest_parameters(arch, settings, rank))
+    tables = arch.vocab * arch.dim / mesh.tensor
+    if mesh.pipeline > 1:
+        tables *= rank in (0, mesh.pipeline - 1)
+    elif not arch.tied:
+        tables *= 2
+    return tables + arch.positions * arch.dim
+
+
+def kept_of_each(settings: Settings, count: float, outside: float) -> tuple[float, float]:
+    """Bytes that the optimizer keeps for each of so many parameters, on the average, and the share that is trained."""
+    software = settings.software
+    if software.states is None:
+        return software.master_bytes + (0.0 if software.offloads_moments else 2 * software.moment_bytes), 1.0
+    states, share = software.states, outside / max(1.0, count)
+    return (
+        states.rest_bytes * share + states.block_bytes * (1 - share),
+        states.rest_trained * share + states.block_trained * (1 - share),
+    )
 
 
 def gradients_wait(settings: Settings) -> bool:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from headway.plan.architecture import Architecture, Matrix, layer_matrices
+from headway.plan.flops import seen_share
 from headway.plan.settings import LOW, Shape, Software
 
 __all__ = ["Operation", "Part", "head_operations", "layer_operations", "optimizer_bytes"]
@@ -135,7 +136,7 @@ def _attention(arch: Architecture, shape: Shape, software: Software) -> Iterator
     keys = shape.tokens * max(1.0, arch.kv_heads / shape.tensor) * (arch.head_dim + arch.value_dim)
     moved = BF16 * (queries + keys * shape.context)
     if software.attention != "unfused":
-        flops /= 2
+        flops *= seen_share(arch, shape.seq) / 2
         for phase, times in _PASSES:
             yield Operation(
                 "attention.core", "attention", phase, times * flops, times * moved, precision=shape.other,
@@ -243,5 +244,7 @@ def optimizer_bytes(software: Software) -> float:
     moved: float = (
         2 * software.master_bytes + software.weight_bytes if software.master_bytes else 2 * software.weight_bytes
     )
-    moved += 4 * software.moment_bytes + software.gradient_bytes
+    states = software.states
+    moved += 4 * software.moment_bytes if states is None else 2 * (states.block_bytes - software.master_bytes)
+    moved += software.gradient_bytes
     return (moved + 3 * software.gradient_bytes) * software.optimizer_passes

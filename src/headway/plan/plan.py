@@ -90,7 +90,7 @@ def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None
     return Task(
         architecture=arch or architecture_of(recipe.model),
         seq=recipe.data.seq,
-        batch=recipe.train.batch,
+        batch=max(recipe.train.batches),
         software=trainer_software(recipe, cluster.chip),
         precision=trainer_precision(recipe),
         imbalance=imbalance,
@@ -112,7 +112,7 @@ def plan(
     keep: int = 6,
 ) -> Plan:
     """The best way to run a recipe, its runner-ups, and what the whole run takes."""
-    if recipe.train.batch > MOST_SEQUENCES or recipe.data.seq > MOST_SEQUENCES:
+    if max(recipe.train.batches) > MOST_SEQUENCES or recipe.data.seq > MOST_SEQUENCES:
         raise UsageError(f"a batch of {recipe.train.batch:,} sequences of {recipe.data.seq:,} tokens is no plan's size")
     cluster = capped(cluster, recipe)
     costs = make_costs(cluster, fidelity, parameters, ceilings)
@@ -168,16 +168,18 @@ def fixed(recipe: Recipe, cluster: Cluster, choices: Choices) -> Choices:
 
 
 def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) -> Run:
-    steps = recipe.train.steps
+    steps, sequences = recipe.train.steps, recipe.train.sequences(recipe.train.steps)
     failures = cluster.gpu_hours_between_failures
     if failures is None and cluster.chip.name != "cpu":
         failures = GPU_HOURS_BETWEEN_FAILURES
     software = best.settings.software
     each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
+    if software.states is not None:
+        each = software.states.block_bytes + software.weight_bytes
     held = parameters(best.architecture) * each / cluster.devices
     save = stall_seconds(held, best.step.seconds, gpu=cluster.chip.name != "cpu")
     made = goodput(
-        run_s=steps * best.step.seconds,
+        run_s=sequences / best.settings.batch * best.step.seconds,
         devices=cluster.devices,
         gpu_hours_between_failures=failures,
         save_s=save,
@@ -187,4 +189,4 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
     )
     hours = made.wall_s / 3600 * cluster.devices
     per_hour = price if price is not None else cluster.price_per_gpu_hour
-    return Run(steps, steps * recipe.train.batch * recipe.data.seq, made.wall_s, hours, per_hour, made)
+    return Run(steps, sequences * recipe.data.seq, made.wall_s, hours, per_hour, made)

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from headway.errors import UsageError
+from headway.plan.optimizer import States
 
 __all__ = ["AXES", "LOW", "Mesh", "Recompute", "Schedule", "Settings", "Shape", "Software", "parse_mesh"]
 
@@ -126,6 +127,9 @@ class Software:
     """Of each weight's master copy; 0 where weights are their own."""
     moment_bytes: float = 4
     """Of each of Adam's two moments."""
+    states: States | None = None
+    """What the optimizer keeps of each parameter, where that is more or less than a master copy and two moments of
+    all."""
     gradient_bytes: int = 4
     """Of each gradient as it is kept."""
     gradient_buffers: bool = False
@@ -146,8 +150,11 @@ class Software:
         """What it does on a mesh: autocast only where FSDP's policy, which rounds shards, has none to round."""
         if not self.autocasts:
             return self
-        casts = mesh.data * mesh.context == 1
-        return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2)
+        alone = mesh.data * mesh.context == 1
+        casts = alone and self.weight_bytes > 2
+        # gradients of bfloat16 weights are summed in float32, and FSDP rounds the sum
+        gradient_bytes = 2 if self.weight_bytes == 2 and not alone else self.gradient_bytes
+        return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
 
 
 @dataclass(frozen=True)

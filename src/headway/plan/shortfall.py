@@ -47,8 +47,8 @@ def _remedies(task: Task, choices: Choices) -> Iterator[tuple[str, Task, Choices
         yield "with a microbatch of 1", task, replace(choices, microbatches=(1,))
     if choices.mesh is not None or 3 not in choices.zero:
         yield "with more sharding", task, replace(choices, mesh=None, zero=(3,))
-    if min(choices.moment_bytes or (task.software.moment_bytes,)) > 2:
-        yield "with bf16 moments (not in this version's trainer)", task, replace(choices, moment_bytes=(2,))
+    if min(choices.moment_bytes or (task.software.moment_bytes,)) > 2 and task.software.states is None:
+        yield "with bf16 moments", task, replace(choices, moment_bytes=(2,))
     if task.seq > 1:
         yield f"with sequences of {task.seq // 2}", replace(task, seq=task.seq // 2), choices
 

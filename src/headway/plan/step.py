@@ -12,7 +12,7 @@ from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.costs import Costs
 from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
 from headway.plan.layer import Layer, Work, layer_mix, phases, speed
-from headway.plan.memory import local_parameters
+from headway.plan.memory import local_parameters, outside_parameters
 from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import head_operations, optimizer_bytes
 from headway.plan.own_exchanges import NEVER_HIDDEN, end_exchanges, of_the_rest, once_a_step
@@ -38,6 +38,8 @@ ACCOUNTS = (
 
 UPDATE = 0.82
 """What an optimizer's kernels reach of the memory's best bandwidth: measured on an H200, 3.4 of 4.2 TB/s."""
+UPDATE_PRODUCTS = 0.5
+"""What the products of Muon's update are taken to reach of the peak; its two exchanges are not counted."""
 HOST_LINK_BYTES_S = 55e9
 """Between a device and pinned memory of its host: measured on an H200's host, over PCIe 5.0 x16, whose own rate is
 64e9."""
@@ -301,6 +303,7 @@ def _update(arch: Architecture, settings: Settings, costs: Costs) -> float:
     if settings.frozen:
         return 0.0
     routed, dense = local_parameters(arch, settings)
+    inside = 1 - outside_parameters(arch, settings) / max(1.0, routed + dense)
     if settings.zero >= 1:
         owners = mesh.shard * mesh.context
         routed, dense = routed / max(1.0, owners * mesh.tensor / mesh.expert), dense / owners
@@ -312,4 +315,8 @@ def _update(arch: Architecture, settings: Settings, costs: Costs) -> float:
         # there and back, one after the other
         link = HOST_LINK_PEAK_BYTES_S if costs.ideal else HOST_LINK_BYTES_S
         seconds += 2 * (routed + dense) * 2 * settings.software.moment_bytes / link
+    states = settings.software.states
+    if states is not None and states.block_flops:
+        peak = chip.peak("fp32" if chip.name == "cpu" else "bf16") * (1.0 if costs.ideal else UPDATE_PRODUCTS)
+        seconds += (routed + dense) * inside * states.block_flops / peak
     return seconds

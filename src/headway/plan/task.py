@@ -79,7 +79,7 @@ RUNNABLE = Limits(
     zero=(3,),
     recompute=("none", "selective", "full"),
     precisions=("bf16", "fp32"),
-    moment_bytes=(4,),
+    moment_bytes=(2, 4),
     orders=pipeline_clash,
 )
 """What this version's trainer runs: the one place that says so."""

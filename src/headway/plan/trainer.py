@@ -3,16 +3,19 @@
 Facts of this version, to be changed with `train/` and `parallel/`:
 - axes replicate, shard, tensor, pipeline (`task.RUNNABLE`): FSDP2 over the data axes, sharded weights gathered block by
   block in the products' precision, gradients added up in float32, once a step;
-- float32 weights and moments; bfloat16 by FSDP's policy, and by autocast where nobody shares the data;
+- float32 weights and moments, or what the recipe says; bfloat16 by FSDP's policy, and by autocast where nobody shares
+  the data;
 - a tensor axis with sequence parallelism that keeps what it gathered, vocabulary-parallel embedding, head and loss;
 - a pipeline's stages cut by cost, its weights gathered once a step;
 - a loss made in chunks, the host never waiting for a step.
 """
 
+from dataclasses import replace
 from math import prod
 
 from headway.hardware import Chip
 from headway.plan.checks import divisors
+from headway.plan.optimizer import states_of
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.task import pipeline_clash
 from headway.recipe import Parallel, Recipe
@@ -67,8 +70,15 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     """What the trainer's step does with a recipe on devices of a kind; on a mesh, `Software.on` says the rest."""
     train = recipe.train
     older = chip.name.startswith(("a100", "l40s", "rtx", "cpu"))
-    return own_software(
+    software = own_software(
         compiled=train.compile, autocasts=train.dtype == "bfloat16", older=older, offloads=train.offload_optimizer
+    )
+    return replace(
+        software,
+        weight_bytes=4 if train.weights == "float32" else 2,
+        master_bytes=4 if train.master else 0,
+        moment_bytes=4 if train.moments == "float32" else 2,
+        states=None if recipe.model.class_ is not None else states_of(recipe.model, train),
     )
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.hardware.ceilings import Attention, Backend, Copy, Gemm, GemmShape, Host, Memory
-from headway.models.decoder import Block, rotary_table, rotate
+from headway.models import empty_decoder
+from headway.models.rotary import rotary_table, rotate
 from headway.profile.timing import Timer
 from headway.recipe import Model
 
@@ -246,9 +247,8 @@ def _rms_norm_backward(rows: int, dtype: torch.dtype, device: torch.device) -> M
 
 
 def _rotary(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
-    model = Model(vocab_size=64, dim=ROW, heads=ROW // 128)
     a = _draw(rows, dtype, device, 1)[0].view(1, rows, ROW // 128, 128)
-    table = rotary_table(0, rows, model, device)
+    table = rotary_table(0, rows, 128, 10_000.0, device)
     return lambda _: rotate(a, table), 2 * a.nbytes
 
 
@@ -323,8 +323,8 @@ def host(timer: Timer, mode: Mode) -> Iterator[Host]:
     model = Model(vocab_size=64, layers=LAYERS, dim=128, heads=2, kv_heads=1)
     device = timer.device
     plain = torch.bfloat16 if mode == "plain" and device.type == "cuda" else torch.float32
-    with torch.device(device):
-        blocks: list[Any] = [Block(model).to(plain) for _ in range(LAYERS)]
+    decoder = empty_decoder(model, device).to(plain)
+    blocks: list[Any] = list(decoder.layers)
     weights = [weight for block in blocks for weight in block.parameters()]
     with torch.no_grad():
         for weight in weights:
@@ -332,14 +332,14 @@ def host(timer: Timer, mode: Mode) -> Iterator[Host]:
     if mode == "compiled":
         blocks = [torch.compile(block) for block in blocks]
     x = torch.empty(1, 16, model.dim, device=device, dtype=plain).normal_().requires_grad_()
-    rotary = rotary_table(0, 16, model, device)
+    context = decoder.context(x[..., 0])
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=mode != "plain")
 
     def forward(_: int) -> Tensor:
         y = x
         with precision:
             for block in blocks:
-                y = block(y, rotary)
+                y = block(y, context)
         return y
 
     forward_s = timer.host_seconds(forward)

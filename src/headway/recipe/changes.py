@@ -1,10 +1,12 @@
 """What may change when a run is resumed: settings that leave its history meaningful."""
 
+import re
 from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.schema import Checkpoint, Health, Layout, Parallel, Recipe, Store
+from headway.recipe.model import Layout
+from headway.recipe.schema import Checkpoint, Health, Parallel, Recipe, Store
 
 __all__ = ["CHANGEABLE", "changes", "check_resumable"]
 
@@ -21,6 +23,10 @@ CHANGEABLE = {
     "train.restarts": "patience only",
     "train.timeout_s": "patience only",
     "train.rate_cuts": "the steps from the cut on take smaller strides; those before it stay as they were",
+    "train.schedule": "the steps to come have other rates; those before stay as they were: decay from any step",
+    "train.decay_steps": "how long the decay of a wsd schedule takes",
+    "train.decay": "how the rate falls in the decay",
+    "train.min_lr_ratio": "where the rate ends",
     **{
         f"parallel.{key}": "other workers take the state over exactly; same gradients up to rounding"
         for key in Parallel.model_fields
@@ -30,6 +36,7 @@ CHANGEABLE = {
         for key in Layout.model_fields
     },
     "data.path": "the folder may move; its version must stay",
+    "data.mixture.*.path": "the folder may move; its version must stay",
     "data.skip": "steps that are still to come see other samples; those before stay as they were",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
@@ -38,6 +45,7 @@ CHANGEABLE = {
     **{f"health.{key}": "watching only; what it does to the run is recorded" for key in Health.model_fields},
 }
 """Dotted key to why it is safe to change in the middle of a run."""
+_ANY_DATA_SET = re.compile(r"^data\.mixture\.[^.]+\.")
 
 
 def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -56,7 +64,7 @@ def _whole(recipe: Recipe) -> dict[str, Any]:
 def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The changes, or a RecipeError naming the first that would make another run of it."""
     found = changes(old, new)
-    refused = [key for key in found if key not in CHANGEABLE]
+    refused = [key for key in found if _ANY_DATA_SET.sub("data.mixture.*.", key) not in CHANGEABLE]
     if refused:
         key, (old_value, new_value) = refused[0], found[refused[0]]
         raise RecipeError(

@@ -9,7 +9,8 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -181,13 +182,25 @@ def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: An
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Every dotted key a recipe may have, with its description."""
+    from headway.recipe.documentation import meanings  # asked for after a mistake only
+
     for python_name, field in section.model_fields.items():
         name = field.alias or python_name
-        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
-        if inner:
-            yield from _fields(inner[0], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field.description or ""
+        named = get_origin(field.annotation) is dict  # sections by names of the user's choice
+        kinds = _kinds(get_args(field.annotation)[1] if named else field.annotation)
+        inner = [kind for kind in kinds if _is_section(kind)]
+        for kind in inner:
+            yield from _fields(kind, f"{prefix}{name}.*." if named else f"{prefix}{name}.")
+        if not inner:
+            yield f"{prefix}{name}", meanings(section).get(python_name, "")
+
+
+def _kinds(annotation: Any) -> Iterable[Any]:
+    """The types that a field may be of: those of a union, without what is said of them."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [kind for part in parts for kind in _kinds(part)] if parts else [annotation]
 
 
 def _is_section(kind: Any) -> bool:
@@ -198,7 +211,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
     """The first mistake as one sentence; the others are found once it is mended."""
     mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
     first = mistakes[0]
-    key = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in _place(first["loc"]))
     if first["type"] == "at_key":
         key += f".{first['ctx']['key']}"
     origin = _origin(key, origins) or default_origin
@@ -221,6 +234,11 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
     )
 
 
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where a mistake is, without the family by which a model section was chosen."""
+    return (loc[0], *loc[2:]) if loc[0] == "model" and len(loc) > 1 else loc
+
+
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
     """Where a key came from; if nobody gave just that, what it is a part of, or a part of it."""
     parts = key.split(".")
@@ -232,23 +250,28 @@ def _origin(key: str, origins: Mapping[str, str]) -> str | None:
 def _allowed(key: str) -> str | None:
     """The range of one field in words, read from its JSON Schema."""
     schema = Recipe.model_json_schema()
-    place: Any = schema
+    places = [schema]
     for part in key.split("."):
-        place = next((option for option in place.get("anyOf", ()) if "$ref" in option), place)
-        if "$ref" in place:
-            place = schema["$defs"][place["$ref"].rsplit("/", 1)[1]]
-        place = place.get("items") if part.isdecimal() else place.get("properties", {}).get(part)
-        if place is None:
-            return None
-    options = [option for option in place.get("anyOf", [place]) if option.get("type") != "null"]
-    if len(options) != 1:
-        return None
-    return _describe(options[0])
+        found = [option for place in places for option in _alternatives(place, schema)]
+        inner = [o.get("items") if part.isdecimal() else o.get("properties", {}).get(part) for o in found]
+        places = [place for place in inner if place is not None]
+    options = [option for place in places for option in _alternatives(place, schema) if option.get("type") != "null"]
+    values = [value for o in options for value in o.get("enum", [o["const"]] if "const" in o else [])]
+    if values:
+        return "one of " + ", ".join(map(str, dict.fromkeys(values)))
+    said = {_describe(option) for option in options}
+    return said.pop() if len(said) == 1 else None
+
+
+def _alternatives(place: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a place of a JSON Schema may be, with references followed."""
+    if "$ref" in place:
+        return _alternatives(schema["$defs"][place["$ref"].rsplit("/", 1)[1]], schema)
+    options = place.get("anyOf") or place.get("oneOf")
+    return [found for option in options for found in _alternatives(option, schema)] if options else [place]
 
 
 def _describe(schema: Mapping[str, Any]) -> str | None:
-    if "enum" in schema:
-        return "one of " + ", ".join(map(str, schema["enum"]))
     noun = {
         "integer": "a whole number",
         "number": "a number",

@@ -21,6 +21,8 @@ import numpy as np
 from headway.errors import ModelError, StateError
 from headway.recipe import Model
 from headway.recipe.huggingface import config_from_model
+from headway.recipe.model import Stored
+from headway.state import packing
 from headway.state.bands import band_bytes, read_bands
 from headway.state.manifest import CHUNK_BYTES
 from headway.state.restore import Checkpoint
@@ -33,9 +35,11 @@ __all__ = [
     "TokenizerFile",
     "Weight",
     "check_weights",
+    "known_as",
+    "ours_of",
     "saved_weights",
     "stored_weights",
-    "theirs",
+    "theirs_of",
     "weight_files",
     "write_folder",
 ]
@@ -49,28 +53,6 @@ BLOCK_BYTES = 8 * CHUNK_BYTES
 SHARD_BYTES = 5 * 2**30
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-# Ours on the left, theirs on the right; those of a block stand behind `layers.<i>.` and `model.layers.<i>.`.
-OUTSIDE = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-# Old folders carry the rotary frequencies, which follow from rope_theta.
-DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -96,34 +78,104 @@ class TokenizerFile:
     end_token: str | None = None
 
 
-def theirs(name: str) -> str:
-    """The Hugging Face name of one of our parameters."""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    _, layer, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    return f"model.layers.{layer}.{BLOCK[module]}.{kind}"
+def known_as(name: str, model: Model) -> str | None:
+    """What a tensor of theirs is called today; None for one that says nothing, since it follows from others."""
+    for pattern, now in model.OLD_NAMES.items():
+        name = re.sub(pattern, now, name)
+    tied = model.tie_embeddings and name == model.OUTSIDE["head.weight"]
+    return None if tied or model.follows(name) else name
 
 
-def passed_over(name: str, tied: bool) -> bool:
-    """Whether a tensor of theirs says nothing: it follows from others."""
-    return DERIVED.fullmatch(name) is not None or (tied and name == OUTSIDE["head.weight"])
-
-
-def stored_weights(folder: Path, shapes: Shapes, *, tied: bool) -> dict[str, Weight]:
+def stored_weights(folder: Path, model: Model) -> dict[str, Weight]:
     """The weights of a Hugging Face folder by our names, checked against the shapes that a model has."""
-    ours = {theirs(name): name for name in shapes}
     found: dict[str, Weight] = {}
     for file in weight_files(folder):
-        for name, place in _image(file).places.items():
-            if passed_over(name, tied):
+        for stored, place in _image(file).places.items():
+            name = known_as(stored, model)
+            if name is None:
                 continue
-            if ours.get(name, name) in found:
+            if name in found:
                 raise ModelError(f"{folder} has {name} in two of its files", hint="remove the file that is left over")
             blocks = partial(_read_file, file, place.begin, place.end)
-            found[ours.get(name, name)] = Weight(place.dtype, place.shape, blocks)
-    check_weights({name: weight.shape for name, weight in found.items()}, shapes, str(folder))
-    return found
+            found[name] = Weight(place.dtype, place.shape, blocks)
+    return ours_of(found, model, str(folder))
+
+
+def ours_of(found: Mapping[str, Weight], model: Model, where: str) -> dict[str, Weight]:
+    """A folder's weights by our names: as they are, or rearranged when they are read."""
+    shapes = model.tensors() | model.buffers()
+    forms = list(model.stored())
+    check_weights(
+        {name: weight.shape for name, weight in found.items()},
+        {form.name: packing.packed_shape(form, shapes) for form in forms},
+        where,
+    )
+    pieces: dict[str, list[tuple[Stored, int]]] = {}
+    for form in forms:
+        for i, name in enumerate(form.ours):
+            pieces.setdefault(name, []).append((form, i))
+    return {name: _unpacked(shapes[name], pieces[name], found) for name in shapes}
+
+
+def _unpacked(shape: tuple[int, ...], pieces: list[tuple[Stored, int]], found: Mapping[str, Weight]) -> Weight:
+    """One of our tensors, made of those of theirs that have a part of it."""
+    sources = [found[form.name] for form, _ in pieces]
+    if pieces[0][0].form == "same":
+        return sources[0]
+    if pieces[0][0].form == "expert":
+        parts = [source for _, source in sorted(zip((form.index for form, _ in pieces), sources, strict=True))]
+        return Weight(sources[0].dtype, shape, partial(_one_after_the_other, parts))
+    (form, which), source = pieces[0], sources[0]
+    return Weight(source.dtype, shape, partial(_rearranged, form, which, source))
+
+
+def theirs_of(weights: Mapping[str, Weight], model: Model) -> dict[str, Weight]:
+    """The tensors of a Hugging Face folder, of weights by our names."""
+    made = dict[str, Weight]()
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    for form in model.stored():
+        first = weights[form.ours[0]]
+        shape = packing.packed_shape(form, shapes)
+        if form.form == "same":
+            made[form.name] = first
+        elif form.form == "expert":
+            size = first.bytes // first.shape[0]
+            made[form.name] = Weight(first.dtype, shape, partial(_stretch, first, form.index * size, size))
+        else:
+            parts = [weights[name] for name in form.ours]
+            made[form.name] = Weight(first.dtype, shape, partial(_packed, form, parts))
+    return made
+
+
+def _one_after_the_other(parts: Iterable[Weight]) -> Iterator[memoryview]:
+    for part in parts:
+        yield from part.blocks()
+
+
+def _stretch(weight: Weight, begin: int, size: int) -> Iterator[memoryview]:
+    """Some of a weight's bytes."""
+    place = 0
+    for block in weight.blocks():
+        low, high = max(begin - place, 0), min(begin + size - place, len(block))
+        if low < high:
+            yield block[low:high]
+        place += len(block)
+        if place >= begin + size:
+            return
+
+
+def _rearranged(form: Stored, which: int, source: Weight) -> Iterator[memoryview]:
+    yield np.ascontiguousarray(packing.unpack(form, _array(source), which)).view(np.uint8).reshape(-1).data
+
+
+def _packed(form: Stored, parts: Iterable[Weight]) -> Iterator[memoryview]:
+    yield np.ascontiguousarray(packing.pack(form, [_array(part) for part in parts])).view(np.uint8).reshape(-1).data
+
+
+def _array(weight: Weight) -> packing.Bits:
+    """All of a weight, as numbers of its size: its bits are moved and never computed with."""
+    joined = np.frombuffer(b"".join(bytes(block) for block in weight.blocks()), dtype=np.uint8)
+    return joined.view(f"u{DTYPES[weight.dtype][1]}").reshape(weight.shape)
 
 
 def saved_weights(checkpoint: Checkpoint, shapes: Shapes, prefix: str = "model/") -> dict[str, Weight]:
@@ -191,7 +243,7 @@ def write_folder(
     beside = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     try:
         beside.mkdir(parents=True)
-        _write_weights(beside, {theirs(name): weight for name, weight in weights.items()}, shard_bytes, progress)
+        _write_weights(beside, theirs_of(weights, model), shard_bytes, progress)
         if tokenizer is not None:
             _write_tokenizer(beside, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id

@@ -29,9 +29,12 @@ __all__ = [
     "Held",
     "Owned",
     "as_tensor",
+    "box_of",
+    "boxes_of",
     "fill",
     "load_state",
     "load_weights",
+    "named_parameters",
     "named_state",
     "owned",
     "pieces",
@@ -103,6 +106,22 @@ def still_names(model: nn.Module, held: Held = ALL) -> frozenset[str]:
     return frozenset(f"model/{_plain(name, held)}" for name, p in model.named_parameters() if not p.requires_grad)
 
 
+def box_of(tensor: torch.Tensor) -> Box:
+    """Which box of a whole tensor this rank has."""
+    return _local("a tensor", tensor)[1]
+
+
+def boxes_of(tensor: torch.Tensor) -> dict[int, Box]:
+    """Which box of a whole tensor each rank of its mesh has; a plain tensor is one rank's, whatever its number."""
+    return {part.holder: part.box for part in _layout("a tensor", tensor, ALL).parts}
+
+
+def named_parameters(model: nn.Module, held: Held = ALL) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters, each once, under the names they have without wrappers and with their owner."""
+    for name, parameter in model.named_parameters():
+        yield _plain(name, held), parameter
+
+
 def as_tensor(bits: Bits, dtype: str) -> torch.Tensor:
     """Memory, seen as a tensor."""
     signed = bits.view(f"<i{bits.itemsize}") if bits.itemsize > 1 else bits
@@ -115,9 +134,13 @@ def _parameter_of(name: str) -> str:
 
 
 def named_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, held: Held = ALL
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    held: Held = ALL,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Every tensor that a run must not lose, by name: model/<parameter>, optimizer/<parameter>/<key>."""
+    """Every tensor that a run must not lose, by name: model/<parameter>, optimizer/<parameter>/<key>, ema/<parameter>
+    of an average of the weights."""
     state = {f"model/{name}": tensor.detach() for name, tensor in _model_tensors(model, held)}
     if optimizer is not None:
         for name, parameter in _optimized(model, optimizer, held):
@@ -126,7 +149,7 @@ def named_state(
                     state[f"optimizer/{name}/{key}"] = _as(parameter, value.detach())
                 elif value is not None:
                     raise StateError(f"the optimizer's {key} of {name} is no tensor and cannot be saved")
-    return state
+    return state | {f"ema/{name}": tensor for name, tensor in (average or {}).items()}
 
 
 def load_state(
@@ -134,11 +157,12 @@ def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     held: Held = ALL,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Copy a checkpoint into a live model and optimizer, in place; nothing is touched unless all fits."""
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    live = named_state(model, optimizer, held)
-    _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/"), held)
+    live = named_state(model, optimizer, held, average)
+    _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/", "ema/"), held)
     with ThreadPoolExecutor(min(_READERS, torch.get_num_threads()), thread_name_prefix="read") as readers:
         loads = [readers.submit(_load_tensor, source, name, tensor) for name, tensor in live.items()]
         try:
@@ -183,8 +207,7 @@ def _as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _model_tensors(model: nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, each once, under the names they have without wrappers and with their owner."""
-    for name, parameter in model.named_parameters():
-        yield _plain(name, held), parameter
+    yield from named_parameters(model, held)
     transient = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
     for name, buffer in model.named_buffers():
         if id(buffer) not in transient:
@@ -193,7 +216,7 @@ def _model_tensors(model: nn.Module, held: Held) -> Iterator[tuple[str, torch.Te
 
 def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that an optimizer holds, by their names in the model."""
-    names = {id(parameter): _plain(name, held) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model, held)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             assert id(parameter) in names, "the optimizer holds a parameter that the model does not have"

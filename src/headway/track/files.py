@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from headway.errors import RunError
 from headway.recipe import Recipe
+from headway.recipe.stored import stored_recipe
 from headway.track.runs import RunFolder
 
 __all__ = ["make_durable", "read_recipe", "write_json"]
@@ -18,7 +19,7 @@ def read_recipe(run: RunFolder) -> Recipe:
     """The resolved recipe of a run."""
     path = run.recipe_file
     try:
-        return Recipe.model_validate_json(path.read_bytes())
+        return stored_recipe(from_json(path.read_bytes()))
     except OSError as error:
         raise RunError(
             f"{path} cannot be read: {error.strerror}", hint="without its recipe a run cannot go on"
@@ -29,6 +30,8 @@ def read_recipe(run: RunFolder) -> Recipe:
         raise RunError(
             f"{path} is not the recipe of a run: {key}: {first['msg']}", hint="put back the file that was there"
         ) from None
+    except ValueError as error:
+        raise RunError(f"{path} is not the recipe of a run: {error}", hint="put back the file that was there") from None
 
 
 def write_json(path: Path, value: Any) -> None:

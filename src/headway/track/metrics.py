@@ -27,6 +27,9 @@ _Floats: TypeAlias = "npt.NDArray[np.float64]"
 Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 """Steps, ascending, and the value at each."""
 
+_EVALUATED = {"eval_loss": "loss", "eval_loss_ema": "loss_ema"}
+"""Metrics of evaluations, by what their events call them."""
+
 
 def history(records: Iterable[Record], kind: str = "step") -> list[Event]:
     """Return the events of one kind that still count, of rank 0 or the agent, one for each step in their order."""
@@ -81,7 +84,7 @@ def _attempt(life: tuple[Record, list[bytes]]) -> int:
 
 def _all_keys(lives: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in lives for event in _events(lines) for key in event)
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, "eval_loss"]
+    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED]
 
 
 def _merge(parts: Sequence[Series]) -> Series:
@@ -100,8 +103,8 @@ def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Se
     """Return one metric of one attempt, as recorded."""
     import numpy as np
 
-    if key == "eval_loss":
-        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], ["loss"])
+    if key in _EVALUATED:
+        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [_EVALUATED[key]])
         return steps, table[:, 0]
     if key not in _DERIVED:
         steps, table = _scan_table(lines, [key]) or _read_table(_events(lines), [key])

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from headway.data import Loader, WindowReader, check_version, held_out, open_dataset, split_dataset
+from headway.data import Corpus, WindowReader, open_corpus
 from headway.errors import ModelError
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.own import build_own
 from headway.parallel import Spread, World, apply
 from headway.parallel.layout import blocks_of, layout_of
-from headway.recipe import Assignment, Layout, Model, Recipe, Train
+from headway.recipe import Assignment, Layout, Model, Recipe
 from headway.state import Checkpoint
 from headway.state.address import open_address
 from headway.state.tensors import Held, fill, load_weights
@@ -25,7 +25,7 @@ from headway.train.feed import Feed
 from headway.train.inject import Injector
 from headway.train.marks import mark_blocks
 from headway.train.meter import Meter, make_meter
-from headway.train.offload import OffloadedAdamW
+from headway.train.optim import Average, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
 from headway.train.together import together
@@ -57,9 +57,13 @@ class Parts:
     """The model as this worker holds it."""
     held: Held
     optimizer: torch.optim.Optimizer
+    average: Average | None
+    """Of the weights, where the recipe asks for one."""
     feed: Feed
+    corpus: Corpus
     reader: WindowReader
     held_out: np.ndarray
+    """Windows to evaluate on."""
     data_version: str
     recorder: Recorder
     meter: Meter
@@ -83,31 +87,36 @@ def build(
     seed_everything(recipe.seed, data.rank)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
 
-    dataset = open_dataset(Path(recipe.data.path))
-    check_version(dataset, recipe.data.version)
-    reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries)
-    split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
-    rows = recipe.train.batch // data.size
-    loader = Loader(reader, split, recipe.seed, recipe.train.batch, rows=(rows * data.rank, rows * (data.rank + 1)))
+    corpus = open_corpus(recipe)
+    reader = corpus.reader()
+    loader = corpus.loader(reader, data.rank, data.size)
 
     run = RunFolder(Path(assignment.run))
     model = empty_model(recipe.model)
+    freeze(model, recipe.train)
+    lower(model, recipe.train)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     spread = apply(model, recipe, world, assignment.faults.mutations)
+    if world.data.size == 1:
+        widen_gradients(spread.model)
     if not recipe.train.compile:
         mark_blocks(spread, beat)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     if recipe.model.class_ is not None:
         load_buffers(run, spread.model)
+    else:
+        for buffer in spread.model.buffers():
+            buffer.zero_()  # memory was all there was of it
     if state is None:
         draw_weights(spread.model, recipe, held, run)
-    optimizer = build_optimizer(spread.model, recipe.train)
+    optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
+    average = Average(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
     start = Progress(0, 0, chain.START)
     if state is not None:
         beat.enter("restore")
         with recorder.span("restore"), together(world, "read the checkpoint"):
-            start = Progress(*restore(state, spread.model, optimizer, held, world))
+            start = Progress(*restore(state, spread.model, optimizer, held, world, average))
     return Parts(
         recipe=recipe,
         run=run,
@@ -115,10 +124,12 @@ def build(
         spread=spread,
         held=held,
         optimizer=optimizer,
+        average=average,
         feed=Feed(loader, world.device),
+        corpus=corpus,
         reader=reader,
-        held_out=held_out(split),
-        data_version=dataset.version,
+        held_out=corpus.held_out(recipe.eval.windows),
+        data_version=corpus.version,
         recorder=recorder,
         meter=make_meter(world.device),
         faults=Injector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults),
@@ -159,33 +170,9 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: Held, run: RunFolder) -
         shape = tuple(parameter.shape)
         whole = initial_weight(recipe.model, name, shape, recipe.seed) if stored is None else stored[name]
         fill(name, parameter, whole)
-
-
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """AdamW, decaying matrices but not norms and biases; its moments on the device or in the host's memory."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise ModelError(
-            "no parameter of this worker's part of the model is trained",
-            hint="in a pipeline each stage needs one that is: parallel.stages says which blocks it has",
-        )
-    betas = (train.beta1, train.beta2)
-    if train.offload_optimizer:
-        return OffloadedAdamW(groups, lr=train.lr, betas=betas, eps=train.eps)
-    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
-    # There from the start, as its first step would make it: what a save copies never changes its shape.
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
+    for name, buffer in model.named_buffers():
+        if stored is not None and name in stored:
+            buffer.copy_(stored[name])
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.data import open_dataset
+from headway.data import open_corpus
 from headway.errors import ModelError, StateError
 from headway.models.own import build_own
 from headway.parallel.layout import check_layout
@@ -36,7 +36,7 @@ PROBE = 5e10
 
 def draw(run: RunFolder, recipe: Recipe, workers: int) -> None:
     """Build the model as a script with this seed would, see that it makes logits, and leave its tensors in the run."""
-    vocabulary = open_dataset(Path(recipe.data.path)).manifest.vocab_size
+    vocabulary = open_corpus(recipe).vocab_size
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
@@ -82,7 +82,7 @@ def check_logits(model: nn.Module, recipe: Recipe, vocabulary: int, parameters: 
         raise ModelError(f"{name} returns {shape}, not logits", hint=hint)
     if logits.shape[2] < vocabulary:
         raise ModelError(
-            f"{name} makes logits of {logits.shape[2]} tokens, and {recipe.data.path} was built with {vocabulary}",
+            f"{name} makes logits of {logits.shape[2]} tokens, and the data was built with {vocabulary}",
             hint=f"build it with a vocabulary of {vocabulary} or more, or the data with its own tokenizer",
         )
 

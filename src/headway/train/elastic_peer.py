@@ -21,14 +21,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from headway.data import Loader, WindowReader, open_dataset, split_dataset
+from headway.data import open_corpus
 from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
 from headway.recipe import FaultPlan, Parallel, Recipe
 from headway.state.tensors import Held
 from headway.track import RunFolder
-from headway.train.build import build_optimizer, draw_weights, empty_model, seed_everything
+from headway.train.build import draw_weights, empty_model, seed_everything
 from headway.train.feed import Feed
 from headway.train.inject import Injector
+from headway.train.optim import build_optimizer, freeze
 from headway.train.schedule import learning_rate
 
 __all__ = ["main"]
@@ -65,14 +66,12 @@ def build(recipe: Recipe, folder: Path) -> Peer:
     if size > 1:
         world = make_mesh(rank, size, device, (recipe.parallel or Parallel()).sizes(size))
     seed_everything(recipe.seed, world.data.rank)
-    spread = apply(empty_model(recipe.model), recipe, world)
+    model = empty_model(recipe.model)
+    freeze(model, recipe.train)
+    spread = apply(model, recipe, world)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     draw_weights(spread.model, recipe, held, RunFolder(folder))
-    dataset = open_dataset(Path(recipe.data.path))
-    reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries)
-    split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
-    rows = recipe.train.batch // world.data.size
-    mine = (rows * world.data.rank, rows * (world.data.rank + 1))
+    corpus = open_corpus(recipe)
     plan = FaultPlan.model_validate_json((folder / "faults.json").read_bytes())
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
     return Peer(
@@ -80,7 +79,7 @@ def build(recipe: Recipe, folder: Path) -> Peer:
         world=world,
         spread=spread,
         optimizer=build_optimizer(spread.model, recipe.train),
-        feed=Feed(Loader(reader, split, recipe.seed, recipe.train.batch, rows=mine), device),
+        feed=Feed(corpus.loader(corpus.reader(), world.data.rank, world.data.size), device),
         faults=Injector(plan, rank, attempt, spread.model, folder / "faults"),
         folder=folder,
     )
@@ -95,10 +94,10 @@ def train(peer: Peer, record: TextIO) -> None:
     for step in range(first + 1, recipe.train.steps + 1):
         peer.faults.reach("start", step)
         peer.faults.reach("data", step)
-        inputs, labels, trained = peer.feed.read((step - 1) * recipe.train.batch)
+        inputs, labels, trained, documents = peer.feed.read((step - 1) * recipe.train.batch)
         trained = int(world.sum(torch.tensor([trained])))
         peer.faults.reach("compute", step)
-        loss = spread.passes(inputs, labels, 1 / max(1, trained))
+        loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
         peer.faults.reach("collective", step)
         finish_gradients(parameters, spread.missing)
         norm = total_norm(parameters, world, spread.borrowed)

@@ -68,7 +68,7 @@ def record_facts(parts: Parts) -> None:
         peak_source=source,
         device=device_name(device),
         total_steps=recipe.train.steps,
-        tokens_per_step=recipe.train.batch * recipe.data.seq,
+        tokens_per_step=recipe.train.sequences(recipe.train.steps) * recipe.data.seq // recipe.train.steps,
     )
 
 

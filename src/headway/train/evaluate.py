@@ -1,8 +1,12 @@
-"""The loss on held-out windows."""
+"""The loss on held-out windows, of each data set and of all together."""
+
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from headway.data.order import Ids
 from headway.train.build import Parts
 
 __all__ = ["evaluate"]
@@ -13,31 +17,60 @@ MASKED = -100
 def evaluate(parts: Parts, step: int) -> float:
     """Mean loss a token over the held-out windows, each seen by one data rank; recorded by the first.
 
-    Sharded models gather weights together, so every worker makes as many forward passes as any other: one that has
-    run out of windows repeats the first with all labels masked.
+    Of a mixture the mean over each data set's own windows is recorded too, and how often each has been gone through;
+    of an average of the weights, its own mean.
     """
-    recipe, world, spread, data = parts.recipe, parts.world, parts.spread, parts.world.data
-    ids = parts.held_out[: recipe.eval.windows]
-    rows = spread.evaluation_rows(len(ids))
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    world, spread, corpus = parts.world, parts.spread, parts.corpus
+    more = dict[str, Any]()
     with parts.recorder.span("evaluation"), torch.no_grad():
         parts.faults.reach("evaluation", step)
         spread.model.eval()
-        for low in range(0, len(ids), rows * data.size):
-            mine = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
-            batch = parts.reader.read(np.concatenate([mine, ids[:1].repeat(rows - len(mine))]))
-            labels = batch.labels.copy()
-            labels[len(mine) :] = MASKED
-            inputs = torch.from_numpy(batch.inputs).to(world.device)
-            loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device))
-            parts.beat.mark()
-            totals += torch.stack([loss.double(), torch.tensor((labels != MASKED).sum(), device=world.device)])
-        spread.rest()
-        totals[0] *= world.axis("tensor").rank == 0
-        totals[1] *= world.speaks
-        world.sum(totals)
+        totals = _totals(parts)
+        mean = _mean(totals.sum(dim=0))
+        if parts.average is not None:
+            with parts.average.standing_in():
+                more["loss_ema"] = _mean(_totals(parts).sum(dim=0))
         spread.model.train()
-        mean = float(totals[0] / totals[1].clamp(min=1))
     if world.first:
-        parts.recorder.event("eval", step=step, loss=mean)
+        if len(corpus.names) > 1:
+            epochs = corpus.epochs(corpus.cursor_before(step + 1))
+            more["losses"] = {name: _mean(sums) for name, sums in zip(corpus.names, totals, strict=True) if sums[1] > 0}
+            more["epochs"] = dict(zip(corpus.names, epochs, strict=True))
+        parts.recorder.event("eval", step=step, loss=mean, **more)
     return mean
+
+
+def _totals(parts: Parts) -> Tensor:
+    """Summed loss and number of tokens of each data set's held-out windows, over all workers."""
+    world = parts.world
+    totals = torch.stack([_sums(parts, ids) for ids in parts.corpus.by_dataset(parts.held_out)])
+    parts.spread.rest()
+    totals[:, 0] *= world.axis("tensor").rank == 0
+    totals[:, 1] *= world.speaks
+    return world.sum(totals)
+
+
+def _sums(parts: Parts, ids: Ids) -> Tensor:
+    """Summed loss and number of tokens of these windows, as far as this worker has them.
+
+    Sharded models gather weights together, so every worker makes as many forward passes as any other: one that has
+    run out of windows repeats the first with all labels masked.
+    """
+    world, spread, data = parts.world, parts.spread, parts.world.data
+    rows = spread.evaluation_rows(max(1, len(ids)))
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for low in range(0, len(ids), rows * data.size):
+        mine = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
+        batch = parts.reader.read(np.concatenate([mine, ids[:1].repeat(rows - len(mine))]))
+        labels = batch.labels.copy()
+        labels[len(mine) :] = MASKED
+        inputs = torch.from_numpy(batch.inputs).to(world.device)
+        apart = None if batch.documents is None else torch.from_numpy(batch.documents).to(world.device)
+        loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device), apart)
+        parts.beat.mark()
+        totals += torch.stack([loss.double(), torch.tensor((labels != MASKED).sum(), device=world.device)])
+    return totals
+
+
+def _mean(sums: Tensor) -> float:
+    return float(sums[0] / sums[1].clamp(min=1))

@@ -26,6 +26,8 @@ class Fed(NamedTuple):
     labels: Tensor
     trained: int
     """Labels that are not masked, in these rows."""
+    documents: Tensor | None = None
+    """[rows, seq], int32: which document of its row each input is of; None when attention does not ask."""
 
 
 class _Buffer(NamedTuple):
@@ -33,6 +35,9 @@ class _Buffer(NamedTuple):
     tokens: Tensor
     inputs: Tensor
     labels: Tensor
+    documents: Tensor | None
+    numbers: np.ndarray | None
+    """The documents' memory as an array."""
 
 
 class Feed:
@@ -47,18 +52,31 @@ class Feed:
         self._turn = 0
 
     def _buffer(self, shape: tuple[int, int]) -> _Buffer:
-        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:])
+        pin = self._device.type == "cuda"
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+        documents = None
+        if self._loader.reader.documents:
+            documents = torch.empty((shape[0], shape[1] - 1), dtype=torch.int32, pin_memory=pin)
+        numbers = None if documents is None else documents.numpy()
+        return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:], documents, numbers)
 
-    def read(self, cursor: int) -> Fed:
-        """The step that starts when `cursor` samples have been seen."""
+    def read(self, cursor: int, batch: int | None = None) -> Fed:
+        """The step that starts when `cursor` samples have been seen; `batch` where it is smaller than the largest."""
         self._turn = (self._turn + 1) % TURNS
         buffer = self._buffers[self._turn]
-        batch = self._loader.read(cursor, out=buffer.rows)
-        inputs, labels = buffer.inputs, buffer.labels
+        if batch is not None and batch != self._loader.batch:
+            buffer = _part(buffer, len(buffer.rows) * batch // self._loader.batch)
+        inputs, labels, documents = buffer.inputs, buffer.labels, buffer.documents
+        read = self._loader.read(cursor, buffer.rows, buffer.numbers, batch=batch)
         if self._device.type == "cuda":
             tokens = buffer.tokens.to(self._device, non_blocking=True)
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
+            documents = None if documents is None else documents.to(self._device, non_blocking=True)
         if self.masks:
-            labels = torch.from_numpy(batch.labels).to(self._device)
-        return Fed(inputs, labels, batch.trained)
+            labels = torch.from_numpy(read.labels).to(self._device)
+        return Fed(inputs, labels, read.trained, documents)
+
+
+def _part(buffer: _Buffer, rows: int) -> _Buffer:
+    """The first rows of a buffer."""
+    return _Buffer(*(None if part is None else part[:rows] for part in buffer))

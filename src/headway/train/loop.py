@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.data.order import after_skips
+from headway.models.experts import update_balance
 from headway.parallel import finish_gradients, total_norm
 from headway.recipe.assignment import Doubt
 from headway.state.tiers import tiers_at, tiers_at_end
@@ -20,6 +21,7 @@ from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
 from headway.train.meter import Measured
 from headway.train.numbers import BadNumbers, Watch
+from headway.train.optim import set_step
 from headway.train.replicas import Replicas
 from headway.train.save import Saves
 from headway.train.schedule import learning_rate
@@ -52,20 +54,21 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
         # the batch: this worker's rows of the samples that the cursor points at
         meter.begin()
         parts.faults.reach("data", step)
-        cursor = after_skips(cursor, recipe.train.batch, recipe.data.skip)
-        inputs, labels, trained = parts.feed.read(cursor)
-        cursor += recipe.train.batch
+        batch = recipe.train.batch_at(step)
+        cursor = after_skips(cursor, batch, recipe.data.skip)
+        inputs, labels, trained, documents = parts.feed.read(cursor, batch)
+        cursor += batch
         if parts.feed.masks:
             trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
         else:
-            trained = recipe.train.batch * recipe.data.seq
+            trained = batch * recipe.data.seq
         meter.compute()
 
         # forward and backward, a microbatch at a time or as a pipeline's stages take turns
         beat.ready()
         parts.faults.reach("compute", step)
-        loss = spread.passes(inputs, labels, 1 / max(1, trained))
-        parts.faults.reach("collective", step, cursor - recipe.train.batch)
+        loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
+        parts.faults.reach("collective", step, cursor - batch)
         loss = parts.faults.spoil(loss, step)
         beat.mark()
         finish_gradients(parameters, spread.missing)
@@ -75,20 +78,22 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
         if recipe.train.clip > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), recipe.train.clip, norm)
         rate = learning_rate(recipe.train, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_step(optimizer.param_groups, step, rate)
         beat.enter("optimizer")
         parts.faults.reach("optimizer", step)
         waited = saves.fence()  # for a copy of what the next line changes
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        update_balance(spread.model, world.sum_data)
+        if parts.average is not None:
+            parts.average.follow()
 
         # record what has come back; wishes to stop and to save travel with the loss, so that all workers agree on them
         beat.enter("record")
         mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         wishes = [parts.stop.asked, saves.take_wish(), saves.full()]
         totals = world.sum(torch.cat([mine.reshape(1), torch.tensor(wishes, dtype=torch.float64, device=world.device)]))
-        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited}
+        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited, "batch": batch}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, watch, recorded, result, wanted)
         saves.tick()
@@ -140,13 +145,13 @@ class Wanted:
 def record(parts: Parts, watch: Watch, before: Progress, result: Measured, wanted: Wanted) -> tuple[Progress, Wanted]:
     """Write one step's event; extend the chain; say what any worker has asked for. BadNumbers if they are."""
     loss, stop, save, full, norm = result.values
-    step, cursor = result.note["step"], result.note["cursor"]
+    step, cursor, batch = (result.note[key] for key in ("step", "cursor", "batch"))
     after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
     if result.note["waited"] is not None:
         times["checkpoint"] = int(result.note["waited"]() * 1e9)
     if parts.world.first:
-        tokens = parts.recipe.train.batch * parts.recipe.data.seq
+        tokens = batch * parts.recipe.data.seq
         counts = {"tokens": tokens} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
         metrics = {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
         parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
@@ -155,7 +160,7 @@ def record(parts: Parts, watch: Watch, before: Progress, result: Measured, wante
     # Recorded all the same: people want to see it. A later attempt starts before it, and it counts no more.
     bad = watch.look(step, loss, norm)
     if bad is not None:
-        raise BadNumbers(bad, cursor - parts.recipe.train.batch, parts.recipe.train.batch)
+        raise BadNumbers(bad, cursor - batch, batch)
     return after, Wanted(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 

@@ -10,6 +10,7 @@ from headway.recipe import Assignment
 from headway.state import Checkpoint, InMemory, map_files, open_checkpoint
 from headway.state.address import open_address
 from headway.state.tensors import Held, load_state
+from headway.train.optim import Average
 from headway.train.rng import restore_rng
 
 __all__ = ["open_state", "restore"]
@@ -25,10 +26,15 @@ def open_state(
 
 
 def restore(
-    state: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, held: Held, world: World
+    state: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    held: Held,
+    world: World,
+    average: Average | None = None,
 ) -> tuple[int, int, str]:
-    """Bring model, optimizer and random state to a saved state; returns its step, cursor and chain."""
-    load_state(state, model, optimizer, held)
+    """Bring model, optimizer, average and random state to a saved state; returns its step, cursor and chain."""
+    load_state(state, model, optimizer, held, None if average is None else average.tensors)
     manifest = state.manifest
     restore_rng(world, manifest.rng, manifest.workers)
     return manifest.step, manifest.cursor, manifest.chain

@@ -55,7 +55,8 @@ class Saves:
         self._line, self._model, self._held, self._world = line, model, held, world
         self._recorder, self._faults, self._beat = parts.recorder, parts.faults, parts.beat
         still = still_names(model, held)
-        mine = owned(named_state(model, parts.optimizer, held), held)
+        average = None if parts.average is None else parts.average.tensors
+        mine = owned(named_state(model, parts.optimizer, held, average), held)
         self._owned = [own for own in mine if own.piece.name not in still]
         trained = len(self._owned)
         self._owned += [own for own in mine if own.piece.name in still]

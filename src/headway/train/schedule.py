@@ -13,11 +13,36 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 def _scheduled(train: Train, step: int) -> float:
-    """A linear rise, then a cosine to lr * min_lr_ratio or no change."""
+    """A linear rise, then the schedule's own shape; what falls to an end falls to lr * min_lr_ratio."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
-    if train.schedule == "constant":
-        return train.lr
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     floor = train.lr * train.min_lr_ratio
-    return floor + (train.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
+    match train.schedule:
+        case "constant":
+            return train.lr
+        case "inverse-root":
+            return train.lr * math.sqrt(max(1, train.warmup_steps) / step)
+        case "wsd":
+            assert train.decay_steps is not None, "the recipe fills it in"
+            return floor + (train.lr - floor) * _left(
+                train.decay or "sqrt", _decayed(train.steps, train.decay_steps, step)
+            )
+        case _:
+            return floor + (train.lr - floor) * _left(train.schedule, done)
+
+
+def _decayed(steps: int, decay_steps: int, step: int) -> float:
+    """How much of the last `decay_steps` is done."""
+    return min(1.0, max(0, step - (steps - decay_steps)) / decay_steps)
+
+
+def _left(shape: str, done: float) -> float:
+    """What is left of the way down when so much of it is done."""
+    match shape:
+        case "linear":
+            return 1 - done
+        case "sqrt":
+            return 1 - math.sqrt(done)
+        case _:
+            return 0.5 * (1 + math.cos(math.pi * done))

@@ -71,12 +71,12 @@ def trial(parts: Parts, spec: Trial) -> bool:
 def descend(parts: Parts, cursor: int) -> float:
     """Forward and backward over one batch, as in `loop.train`; the loss of all workers."""
     world, spread, recipe = parts.world, parts.spread, parts.recipe
-    inputs, labels, trained = parts.feed.read(cursor)
+    inputs, labels, trained, documents = parts.feed.read(cursor)
     if parts.feed.masks:
         trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
     else:
         trained = recipe.train.batch * recipe.data.seq
-    loss = spread.passes(inputs, labels, 1 / max(1, trained))
+    loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
     finish_gradients(dict(spread.model.named_parameters()), spread.missing)
     mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
     return float(world.sum(mine))

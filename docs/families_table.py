@@ -1,0 +1,84 @@
+"""Holds every family of decoders against `transformers`, and writes the table of docs/concepts/models.md.
+
+python docs/families_table.py      some minutes on two cores; exits 1, and writes nothing, when one is not equal
+"""
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "concepts" / "models.md"
+TESTS = ROOT / "tests" / "models"
+BEGIN, END = "<!-- made by docs/families_table.py: begin -->", "<!-- made by docs/families_table.py: end -->"
+LOGITS, GRADIENTS = 1e-4, 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A small model of one family, and how far ours is from theirs."""
+
+    name: str
+    features: str
+    logits: float
+    gradients: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is as near as the tests ask."""
+        return self.logits < LOGITS and self.gradients < GRADIENTS
+
+
+def main() -> int:
+    """Compare them all, then write the page."""
+    rows = list(compared())
+    if not rows or not all(row.equal for row in rows):
+        return 1
+    write(PAGE, "\n".join(table(rows)))
+    return 0
+
+
+def compared() -> Iterator[Row]:
+    """The cases of all families' tests, one after the other."""
+    sys.path.insert(0, str(TESTS))
+    cases = importlib.import_module("family_cases")
+    for file in sorted(TESTS.glob("test_family_*.py")):
+        for case in importlib.import_module(file.stem).CASES:
+            with tempfile.TemporaryDirectory() as folder:
+                found = list(cases.differences(case, Path(folder)))
+            logits, gradients = max(one.logits for one in found), max(one.gradients for one in found)
+            row = Row(case.name, case.features, logits, gradients)
+            print(f"{'equal' if row.equal else 'NOT EQUAL':9} {line(row)}", file=sys.stderr, flush=True)
+            yield row
+
+
+def table(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each small model."""
+    yield f"| model | what it shows | logits (of {short(LOGITS)}) | gradients (of {short(GRADIENTS)}) |"
+    yield "|---|---|---:|---:|"
+    yield from (line(row) for row in rows)
+    yield ""
+
+
+def line(row: Row) -> str:
+    """One small model's largest differences."""
+    return f"| {row.name} | {row.features} | {row.logits:.1e} | {row.gradients:.1e} |"
+
+
+def short(limit: float) -> str:
+    """1e-4, and not 1e-04."""
+    return f"{limit:.0e}".replace("e-0", "e-")
+
+
+def write(page: Path, text: str) -> None:
+    """Put the table where the page has its marks."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Packed files as plain bytes: gzip and Zstandard, by the file's name, a little at a time."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from headway.errors import DataError
+
+__all__ = ["PACKED_SUFFIXES", "open_plain"]
+
+PACKED_SUFFIXES = (".gz", ".zst")
+
+_READ_BYTES = 1 << 14
+"""Of a zst file at once: text packs to a tenth, so that some 160 kB come out of it."""
+_LARGEST_WINDOW = 1 << 31
+"""What `zstd --long=31` needs, as some published collections do; others need far less and get no more."""
+
+
+@contextmanager
+def open_plain(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The file's plain bytes, and a function that says how far into the file on disk we are."""
+    try:
+        with path.open("rb") as raw:
+            match path.suffix.lower():
+                case ".gz":
+                    with gzip.GzipFile(fileobj=raw) as plain:
+                        yield io.BufferedReader(plain), raw.tell
+                case ".zst":
+                    yield io.BufferedReader(_ZstReader(raw, path), 1 << 18), raw.tell
+                case _:
+                    yield raw, raw.tell
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        kind = "zst" if path.suffix.lower() == ".zst" else "gzip"
+        raise DataError(f"{path} is not a whole {kind} file: {error}", hint="fetch or pack it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+class _ZstReader(io.RawIOBase):
+    """Plain bytes of a file of one or more Zstandard frames.
+
+    The library's own reader takes a file that was cut off for one that ends there, so frames are followed here.
+    """
+
+    def __init__(self, raw: IO[bytes], path: Path) -> None:
+        super().__init__()
+        library = _zstandard(path)
+        self._raw, self._error = raw, library.ZstdError
+        self._unpacker = library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        self._frame: Any = None
+        self._packed = b""
+        self._plain = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._plain and self._fill():
+            pass
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _fill(self) -> bool:
+        """Unpack some more; False at the end of the file."""
+        self._packed = self._packed or self._raw.read(_READ_BYTES)
+        if not self._packed:
+            if self._frame is not None:
+                raise EOFError("it ends within a frame")
+            return False
+        self._frame = self._frame or self._unpacker.decompressobj()
+        try:
+            self._plain = memoryview(self._frame.decompress(self._packed))
+        except self._error as error:
+            raise EOFError(str(error)) from None
+        self._packed = self._frame.unused_data if self._frame.eof else b""
+        self._frame = None if self._frame.eof else self._frame
+        return True
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(
+            f"{path} is packed with zst, and the zstandard package is not installed",
+            hint="pip install 'headway[zst]', or unpack it",
+        ) from None
+    return zstandard

@@ -1,0 +1,193 @@
+"""Attention: who sees whom, and the one function that computes it, by whichever kernel serves the device and the mask.
+
+    device  documents or window  soft cap or sinks   kernel
+    any     no                   no                  SDPA, causal: PyTorch picks flash, cuDNN or its CPU kernel
+    CPU     yes                  no                  SDPA with a mask
+    GPU     yes                  soft cap            flex attention, whose blocks of nothing are not computed
+    any     any                  the rest            plain: products and a softmax
+
+Tokens of one row that belong to different documents never see each other. `choose` is that table.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headway.recipe.model import Model
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["Context", "Kernel", "KeyValues", "attend", "choose", "see", "windows_of"]
+
+Kernel = Literal["causal", "masked", "flex", "plain"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block of a pass is told beside the stream."""
+
+    bits: tuple[Tensor, ...]
+    """Rotary tables as int32: FSDP rounds every floating-point tensor that it finds in a block's arguments, and leaves
+    integers alone."""
+    masks: dict[int | None, "Tensor | BlockMask | None"]
+    """Who sees whom, by window; None where each token sees all before it."""
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Rotary tables [2, L, R] in float32, as the family has them."""
+        return tuple(table.view(torch.float32) for table in self.bits)
+
+
+@dataclass
+class KeyValues:
+    """One layer's keys and values of the tokens read so far, with room for more."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+    def extend(self, k_BLKH: Tensor, v_BLKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Append those of the next tokens; returns all there are now."""
+        end = self.length + k_BLKH.shape[1]
+        assert end <= self.keys.shape[1], "the cache is full"
+        self.keys[:, self.length : end] = k_BLKH
+        self.values[:, self.length : end] = v_BLKH
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+def choose(device: str, masked: bool, capped: bool, sinks: bool) -> Kernel:
+    """The kernel for a kind of device and what is asked of it."""
+    if not masked and not capped and not sinks:
+        return "causal"
+    if device == "cuda" and not sinks:
+        return "flex"
+    return "plain" if capped or sinks else "masked"
+
+
+def see(
+    length: int, windows: Collection[int | None], documents_BL: Tensor | None, device: torch.device, kernel: Kernel
+) -> "dict[int | None, Tensor | BlockMask | None]":
+    """Masks of whole sequences, by window. A window that reaches back to the first token is none."""
+    masks: dict[int | None, Tensor | BlockMask | None] = {}
+    for window in windows:
+        if documents_BL is None and (window is None or window >= length):
+            masks[window] = None
+        elif kernel == "flex":
+            masks[window] = _block_mask(length, window, documents_BL, device)
+        else:
+            masks[window] = _mask(length, window, documents_BL, device)
+    return masks
+
+
+def _mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device) -> Tensor:
+    """[B, 1, L, L], or [1, 1, L, L] where all rows are alike: true where a token sees another."""
+    places = torch.arange(length, device=device)
+    back_LL = places.unsqueeze(1) - places
+    seen = back_LL >= 0 if window is None else (back_LL >= 0) & (back_LL < window)
+    if documents_BL is None:
+        return seen.view(1, 1, length, length)
+    return (seen & (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1))).unsqueeze(1)
+
+
+def _block_mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device) -> "BlockMask":
+    def seen(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        fine = q >= k
+        if window is not None:
+            fine = fine & (q - k < window)
+        return fine if documents_BL is None else fine & (documents_BL[b, q] == documents_BL[b, k])
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows = None if documents_BL is None else documents_BL.shape[0]
+    return create_block_mask(seen, rows, None, length, length, device=device, _compile=True)
+
+
+def attend(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    mask: "Tensor | BlockMask | None",
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Mix the values of what each token sees, [B, L, N, H]. Several query heads may share a key and value head.
+
+    A single query after a cache's keys sees all of them, or the last `window`; there the mask says nothing.
+    """
+    if q_BLNH.shape[1] == 1:
+        mask = None
+        if window is not None:
+            k_BLKH, v_BLKH = k_BLKH[:, -window:], v_BLKH[:, -window:]
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    kernel = choose(q.device.type, mask is not None, softcap is not None, sinks_N is not None)
+    grouped = q.shape[1] != k.shape[1]
+    if kernel == "flex":
+        y = _flex(q, k, v, mask, scale, softcap, grouped)
+    elif kernel == "plain":
+        y = _plain(q, k, v, mask, scale, softcap, sinks_N)
+    else:
+        assert mask is None or isinstance(mask, Tensor)
+        causal = mask is None and q.shape[2] > 1
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    return y.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, softcap: float | None, grouped: bool
+) -> Tensor:
+    """Of a single query or with a soft cap there may be no mask, which flex takes for seeing all: so there is one."""
+    if mask is None and q.shape[2] > 1:
+        mask = _block_mask(q.shape[2], None, None, q.device)
+    scored = None if softcap is None else _capped(softcap)
+    out: Tensor = _compiled_flex()(q, k, v, score_mod=scored, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _capped(softcap: float) -> Any:
+    def score(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, softcap: float | None, sinks_N: Tensor | None
+) -> Tensor:
+    """Scores of all pairs in memory; what every other kernel is held against."""
+    share = q.shape[1] // k.shape[1]
+    if share > 1:
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    scores = (q @ k.transpose(-1, -2)).float() * (scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and q.shape[2] > 1:
+        mask = _mask(q.shape[2], None, None, q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks_N is not None:
+        sinks = sinks_N.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1].to(v.dtype) @ v
+    return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
+def windows_of(model: Model) -> set[int | None]:
+    """The windows that a model's layers look through."""
+    return {model.window_of(layer) for layer in range(model.layers)}

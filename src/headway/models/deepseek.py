@@ -1,0 +1,182 @@
+"""DeepSeek-V3: latent attention, and a feed-forward of experts that a sigmoid chooses.
+
+Beside the letters of `models/layers.py`: C the narrow vector that a token's keys and values are made of, P the part of
+a head without positions, Q the part that turns, U the size of a value head, G groups of experts.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Decoder
+from headway.models.experts import BiasBalance, Experts
+from headway.models.layers import GatedFeedForward, Linear, RMSNorm
+from headway.models.rotary import rotate, rotate_pairs, yarn_mscale
+from headway.recipe.families.deepseek import DeepSeekV3
+
+__all__ = ["Block", "DeepSeekDecoder", "LatentAttention", "Mixture", "choose_experts"]
+
+LATENT_EPS = 1e-6
+"""Of the norms of narrow vectors, whatever norm_eps says."""
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose keys and values all come of one narrow vector a token, and of one turning key.
+
+    These two are what a cache keeps. A single query that meets a cache is brought into the narrow space itself, so that
+    what is kept need not be made wide again.
+    """
+
+    def __init__(self, model: DeepSeekV3) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.value_dim = model.heads, model.head_dim, model.value_dim
+        self.kv_rank, self.rope_dim = model.kv_rank, model.rope_dim
+        self.plain_dim = model.head_dim - model.rope_dim
+        self.turn = rotate_pairs if model.rope_pairs else rotate
+        self.scale = _scale(model)
+        width, bias = model.heads * model.head_dim, model.attention_bias
+        if model.q_rank:
+            self.q_down = Linear(model.dim, model.q_rank, bias=bias)
+            self.q_norm = RMSNorm(model.q_rank, LATENT_EPS)
+            self.q_up = Linear(model.q_rank, width, bias=False)
+        else:
+            self.q = Linear(model.dim, width, bias=False)
+        self.kv_down = Linear(model.dim, model.kv_rank + model.rope_dim, bias=bias)
+        self.kv_norm = RMSNorm(model.kv_rank, LATENT_EPS)
+        self.kv_up = Linear(model.kv_rank, model.heads * (self.plain_dim + model.value_dim), bias=False)
+        self.o = Linear(model.heads * model.value_dim, model.dim, bias=bias)
+        self.narrow = bool(model.q_rank)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        (table,) = context.tables
+        q_BLNH = self.q_up(self.q_norm(self.q_down(x_BLD))) if self.narrow else self.q(x_BLD)
+        q_BLNP, q_BLNQ = q_BLNH.unflatten(-1, (-1, self.head_dim)).split((self.plain_dim, self.rope_dim), dim=-1)
+        c_BLC, k_BLQ = self.kv_down(x_BLD).split((self.kv_rank, self.rope_dim), dim=-1)
+        c_BLC = self.kv_norm(c_BLC)
+        q_BLNQ, k_BL1Q = self.turn(q_BLNQ, table), self.turn(k_BLQ.unsqueeze(2), table)
+        if cache is not None:
+            kept_BS1K = _keep(cache, c_BLC, k_BL1Q)
+            if x_BLD.shape[1] == 1:
+                return self.o(self._narrowly(q_BLNP, q_BLNQ, kept_BS1K).flatten(2))
+        kv_BLNH = self.kv_up(c_BLC).unflatten(-1, (self.heads, -1))
+        k_BLNP, v_BLNU = kv_BLNH.split((self.plain_dim, self.value_dim), dim=-1)
+        k_BLNH = torch.cat((k_BLNP, k_BL1Q.expand(-1, -1, self.heads, -1)), dim=-1)
+        mask = context.masks.get(None)
+        if mask is None or isinstance(mask, Tensor):
+            v_BLNU = _as_wide(v_BLNU, self.head_dim)
+        y_BLNU = attend(torch.cat((q_BLNP, q_BLNQ), dim=-1), k_BLNH, v_BLNU, mask, scale=self.scale)
+        return self.o(y_BLNU[..., : self.value_dim].flatten(2))
+
+    def _narrowly(self, q_BLNP: Tensor, q_BLNQ: Tensor, kept_BS1K: Tensor) -> Tensor:
+        """The same for one query over what a cache keeps, which is the one key head, and the value head, of all."""
+        weight_NHC = self.kv_up.weight.unflatten(0, (self.heads, -1))
+        keys_NPC, values_NUC = weight_NHC.split((self.plain_dim, self.value_dim), dim=1)
+        q_BLNC = torch.einsum("blnp,npc->blnc", q_BLNP, keys_NPC)
+        q_BLNK = torch.cat((q_BLNC, q_BLNQ), dim=-1)
+        y_BLNC = attend(q_BLNK, kept_BS1K, kept_BS1K[..., : self.kv_rank], None, scale=self.scale)
+        return torch.einsum("blnc,nuc->blnu", y_BLNC, values_NUC)
+
+
+def _scale(model: DeepSeekV3) -> float:
+    """What scores are multiplied by: YaRN's second factor is of queries and of keys, so that it comes in twice."""
+    scaling = model.rope_scaling
+    more = yarn_mscale(scaling.factor, scaling.mscale_all) if scaling is not None and scaling.mscale_all else 1.0
+    return model.head_dim**-0.5 * more * more
+
+
+def _keep(cache: KeyValues, c_BLC: Tensor, k_BL1Q: Tensor) -> Tensor:
+    """Append narrow vectors and turned keys, as keys of one head; there are no values beside them."""
+    kept = torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
+    return cache.extend(kept, kept[..., :0])[0]
+
+
+def _as_wide(v_BLNU: Tensor, head_dim: int) -> Tensor:
+    """Values with zeros behind them. SDPA's flash kernels, on CPUs and GPUs, take values as wide as keys; what it takes
+    instead on a CPU holds the scores of all pairs for the way back. Flex attention takes any."""
+    return nn.functional.pad(v_BLNU, (0, max(head_dim - v_BLNU.shape[-1], 0)))
+
+
+def choose_experts(logits_TE: Tensor, bias_E: Tensor, model: DeepSeekV3) -> tuple[Tensor, Tensor]:
+    """A token's experts [T, X] and their weights, of scores in float32.
+
+    Biases and groups decide which are chosen, and say nothing of their weights: so that no gradient meets them.
+    """
+    scores_TE = logits_TE.float().sigmoid()
+    chosen_TX = _best(scores_TE.detach() + bias_E, model).topk(model.top_k, dim=-1).indices
+    weights_TX = scores_TE.gather(1, chosen_TX)
+    if model.normalize_weights:
+        weights_TX = weights_TX / (weights_TX.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TX * model.routed_scale, chosen_TX
+
+
+def _best(wanted_TE: Tensor, model: DeepSeekV3) -> Tensor:
+    """Scores without those of groups that a token may not choose of: the best are those whose best two have most."""
+    if model.groups == model.top_groups:
+        return wanted_TE
+    wanted_TGE = wanted_TE.unflatten(-1, (model.groups, -1))
+    groups_TG = wanted_TGE.topk(2, dim=-1).values.sum(dim=-1)
+    best_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter(
+        1, groups_TG.topk(model.top_groups, dim=-1).indices, True
+    )
+    return wanted_TGE.masked_fill(~best_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+class Mixture(nn.Module):
+    """A feed-forward of a few experts of many, and of what every token sees besides."""
+
+    def __init__(self, model: DeepSeekV3) -> None:
+        super().__init__()
+        self.model = model
+        self.router = Linear(model.dim, model.experts, bias=False)
+        self.experts = Experts(model.experts, model.dim, model.expert_hidden)
+        self.shared = GatedFeedForward(model.dim, model.expert_hidden * model.shared_experts)
+        self.balance = BiasBalance(model.experts, model.balance_rate)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Transform each token by itself."""
+        x_TD = x_BLD.flatten(0, 1)
+        # In float32 whatever else is computed in: bfloat16 makes ties of experts that are nearly as good.
+        with _as_it_stands(x_TD.device.type):
+            logits_TE = nn.functional.linear(x_TD.float(), self.router.weight.float())
+        weights_TX, chosen_TX = choose_experts(logits_TE, self.balance.bias, self.model)
+        y_TD = self.balance(self.experts(x_TD, weights_TX, chosen_TX), chosen_TX)
+        return y_TD.view(x_BLD.shape) + self.shared(x_BLD)
+
+
+def _as_it_stands(kind: str) -> AbstractContextManager[object]:
+    """Leave precisions alone, where there is an autocast that would not: the meta device has none."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward or experts, each normalized before and added to the residual stream."""
+
+    def __init__(self, model: DeepSeekV3, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        self.attention = LatentAttention(model)
+        self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
+        dense = layer < model.first_dense
+        self.mlp = GatedFeedForward(model.dim, model.hidden) if dense else Mixture(model)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+
+
+class DeepSeekDecoder(Decoder):
+    """A decoder of DeepSeek-V3's family."""
+
+    model: DeepSeekV3
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        return Block(self.model, layer)
+
+    def cache_shape(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """One narrow vector with its turned key, for all heads, and no values."""
+        return (1, self.model.kv_rank + self.model.rope_dim), (1, 0)

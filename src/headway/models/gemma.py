@@ -1,0 +1,171 @@
+"""Gemma 1, 2 and 3 (text): norms that multiply by 1 + w, a stream scaled by sqrt(D), gated GELU.
+
+Gemma 2 has a norm on both sides of each part, windows in every other layer, and soft caps; Gemma 3 has norms of queries
+and keys instead of caps of scores, and positions of their own in windowed layers. Tensor names end in their shape: see
+`models/layers.py`.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Contexts, Decoder, Embedding
+from headway.models.layers import GatedFeedForward, Linear
+from headway.models.rotary import rotary_table, rotate
+from headway.recipe.families.gemma import Gemma2, Gemma3, GemmaLike, GemmaWindowed
+
+__all__ = ["Attention", "Block", "Gemma2Decoder", "Gemma3Decoder", "GemmaDecoder", "Norm", "WindowedBlock"]
+
+gelu = partial(nn.functional.gelu, approximate="tanh")
+
+
+class Norm(nn.Module):
+    """Root-mean-square normalization that multiplies by 1 + w."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize over the last dim; all in float32, since bfloat16 would round 1 + w to 8 bits."""
+        return nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; several query heads may share a key and value head."""
+
+    def __init__(self, model: GemmaLike, layer: int) -> None:
+        super().__init__()
+        self.head_dim, self.window, self.scale = model.head_dim, model.window_of(layer), model.score_scale
+        self.cap = model.attention_cap or None if isinstance(model, Gemma2) else None
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.q = Linear(model.dim, width, bias=model.attention_bias)
+        self.k = Linear(model.dim, kv_width, bias=model.attention_bias)
+        self.v = Linear(model.dim, kv_width, bias=model.attention_bias)
+        self.o = Linear(width, model.dim, bias=model.attention_bias)
+        normed = isinstance(model, Gemma3)
+        self.q_norm = Norm(model.head_dim, model.norm_eps) if normed else None
+        self.k_norm = Norm(model.head_dim, model.norm_eps) if normed else None
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        # The first table is that of layers that see all tokens, the last that of windows; most have one for both.
+        table = context.tables[0 if self.window is None else -1]
+        q_BLNH, k_BLKH = rotate(q_BLNH, table), rotate(k_BLKH, table)
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
+        mask = context.masks.get(self.window)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, scale=self.scale, window=self.window, softcap=self.cap)
+        out_BLD: Tensor = self.o(y_BLNH.flatten(2))
+        return out_BLD
+
+
+class Block(nn.Module):
+    """One layer of Gemma 1: attention and feed-forward, each normalized before and added to the residual stream."""
+
+    def __init__(self, model: GemmaLike, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.dim, model.norm_eps)
+        self.attention = Attention(model, layer)
+        self.mlp_norm = Norm(model.dim, model.norm_eps)
+        self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        return out_BLD
+
+
+class WindowedBlock(nn.Module):
+    """One layer of Gemma 2 or 3: what attention and feed-forward add is normalized too."""
+
+    def __init__(self, model: GemmaWindowed, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.dim, model.norm_eps)
+        self.attention = Attention(model, layer)
+        self.attention_out_norm = Norm(model.dim, model.norm_eps)
+        self.mlp_norm = Norm(model.dim, model.norm_eps)
+        self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
+        self.mlp_out_norm = Norm(model.dim, model.norm_eps)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention_out_norm(self.attention(self.attention_norm(x_BLD), context, cache))
+        out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BLD)))
+        return out_BLD
+
+
+class GemmaDecoder(Decoder):
+    """Gemma 1."""
+
+    model: GemmaLike
+
+    def make_embedding(self) -> nn.Module:
+        """The stream is scaled by sqrt(D), rounded to the precision it is in; the head is not."""
+        return Embedding(self.model.vocabulary, self.model.dim, scale=self.model.embedding_scale)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer."""
+        return Block(self.model, layer)
+
+    def make_norm(self) -> nn.Module:
+        """Before the head."""
+        return Norm(self.model.dim, self.model.norm_eps)
+
+
+class Gemma2Decoder(GemmaDecoder):
+    """Gemma 2."""
+
+    model: Gemma2
+
+    def __init__(self, model: Gemma2) -> None:
+        self.softcap = model.logit_cap or None  # the base class makes its loss with it
+        super().__init__(model)
+
+    def make_contexts(self) -> nn.Module:
+        """A cap decides which kernel computes attention, and so what kind of masks it needs."""
+        contexts = Contexts(self.model)
+        contexts.capped = self.model.attention_cap > 0
+        return contexts
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer."""
+        return WindowedBlock(self.model, layer)
+
+
+class Gemma3Decoder(GemmaDecoder):
+    """Gemma 3, the part that reads and writes text."""
+
+    model: Gemma3
+
+    def __init__(self, model: Gemma3) -> None:
+        self.softcap = model.logit_cap or None
+        super().__init__(model)
+
+    def make_contexts(self) -> nn.Module:
+        """Positions of both kinds of layers."""
+        return TwoTables(self.model)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """One layer."""
+        return WindowedBlock(self.model, layer)
+
+
+class TwoTables(Contexts):
+    """Rotary tables of layers that see all tokens, and of those that look through a window."""
+
+    def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+        """The former's are scaled, the latter's have a base of their own."""
+        model = self.model
+        assert isinstance(model, Gemma3)
+        local = rotary_table(first, length, model.rotary_dim, model.local_theta, device)
+        return *super().tables(first, length, device), local

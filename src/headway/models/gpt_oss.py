@@ -1,0 +1,75 @@
+"""gpt-oss: experts with biases and a clamped SwiGLU, heads with a sink, and windows in every other layer."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Contexts, Decoder
+from headway.models.experts import Experts, Mixture, top_k_softmax
+from headway.models.layers import Linear
+from headway.models.mixtral import Block
+from headway.models.rotary import rotate
+from headway.recipe.families.gpt_oss import GptOss
+
+__all__ = ["Attention", "GptOssDecoder", "clamped_swiglu"]
+
+
+class Attention(nn.Module):
+    """Causal attention of which each head may give some to nothing at all, as much as its sink says."""
+
+    def __init__(self, model: GptOss, layer: int) -> None:
+        super().__init__()
+        self.head_dim, self.window = model.head_dim, model.window_of(layer)
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.sinks = nn.Parameter(torch.empty(model.heads))
+        self.q = Linear(model.dim, width, bias=model.qkv_bias)
+        self.k = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.v = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.o = Linear(width, model.dim, bias=model.output_bias)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        q_BLNH = rotate(self.q(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
+        k_BLKH = rotate(self.k(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
+        v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
+        mask = context.masks.get(self.window)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, window=self.window, sinks_N=self.sinks)
+        return self.o(y_BLNH.flatten(2))
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """A gate of its own steepness, that lets through one more than it is given; neither may be large."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+class GptOssContexts(Contexts):
+    """Attention has sinks."""
+
+    sinks = True
+
+
+class GptOssDecoder(Decoder):
+    """A decoder of the gpt-oss family."""
+
+    model: GptOss
+
+    def make_contexts(self) -> GptOssContexts:
+        """What blocks are told of a batch."""
+        return GptOssContexts(self.model)
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        model = self.model
+        activation = partial(clamped_swiglu, alpha=model.swiglu_alpha, limit=model.swiglu_limit)
+        mixture = Mixture(
+            Linear(model.dim, model.experts),
+            partial(top_k_softmax, count=model.top_k),
+            Experts(model.experts, model.dim, model.expert_width, bias=True, activation=activation),
+            model.balance / model.mixtures,
+        )
+        return Block(model, Attention(model, layer), mixture)

@@ -1,0 +1,72 @@
+"""Llama and its near kin (SmolLM2, Qwen2, Qwen3, Mistral, SmolLM3): RMSNorm, rotary positions, grouped-query attention,
+SwiGLU."""
+
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Decoder
+from headway.models.layers import GatedFeedForward, Linear, RMSNorm
+from headway.models.rotary import rotate
+from headway.recipe.families.llama import LlamaLike
+from headway.recipe.families.smollm3 import SmolLM3
+
+__all__ = ["Attention", "Block", "LlamaDecoder"]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; several query heads may share a key and value head."""
+
+    def __init__(self, model: LlamaLike, layer: int) -> None:
+        super().__init__()
+        self.head_dim, self.window = model.head_dim, model.window_of(layer)
+        self.rotates = not isinstance(model, SmolLM3) or model.rotates(layer)
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.q = Linear(model.dim, width, bias=model.qkv_bias)
+        self.k = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.v = Linear(model.dim, kv_width, bias=model.qkv_bias)
+        self.o = Linear(width, model.dim, bias=model.output_bias)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        if self.rotates:
+            q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
+        mask = context.masks.get(self.window)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, window=self.window)
+        out_BLD: Tensor = self.o(y_BLNH.flatten(2))
+        return out_BLD
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each normalized before and added to the residual stream."""
+
+    def __init__(self, model: LlamaLike, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        self.attention = Attention(model, layer)
+        self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
+        self.mlp = GatedFeedForward(model.dim, model.hidden, model.mlp_bias)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        return out_BLD
+
+
+class LlamaDecoder(Decoder):
+    """A decoder of the Llama family."""
+
+    model: LlamaLike
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        return Block(self.model, layer)

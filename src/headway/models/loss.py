@@ -1,0 +1,115 @@
+"""The summed cross-entropy of what a head makes of the stream, without all logits alive at once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy"]
+
+IGNORED = -100
+"""A label that is left out of the loss."""
+
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+"""Logits the loss holds at once, by kind of device."""
+
+
+class Loss(nn.Module):
+    """The summed cross-entropy of what a head makes of the stream; a module, so that who shares the vocabulary out can
+    put another in its place."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__()
+        self.softcap = softcap
+        """Logits are squeezed smoothly into this range."""
+        self.z_loss = 0.0
+        """Times the squared logarithm of a token's sum of exponentials, added to its loss where it is trained on."""
+
+    def forward(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        """A float32 scalar."""
+        return summed_cross_entropy(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, self.z_loss)
+
+
+def summed_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, z_loss: float = 0.0
+) -> Tensor:
+    """Sum over unmasked labels of the cross-entropy of x @ weight.T, without all logits alive at once.
+
+    `z_loss` counts where gradients are wanted: an evaluation measures the cross-entropy alone.
+    """
+    x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
+    wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
+    return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """In the precision of an enclosing autocast: inside a Function no cast would be recorded for the backward pass."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def chunk_rows(kind: str, vocabulary: int) -> int:
+    """Tokens whose logits a loss holds at once, on a kind of device."""
+    return max(1, CHUNK_ELEMENTS.get(kind, 2**28) // vocabulary)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Makes the gradients in the same pass as the loss, one chunk of tokens at a time.
+
+    The loss is a plain sum, so that its gradients are known up to the factor that backward brings. Against
+    recomputing each chunk's logits in backward this saves one of four products with the largest matrix.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        wanted: bool,
+    ) -> Tensor:
+        rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
+        total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        dx_TD = torch.empty_like(x_TD) if wanted else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            kept = labels_T[here] != IGNORED
+            targets = labels_T[here].where(kept, 0).unsqueeze(1)
+            logits, bent = x_TD[here] @ weight_VD.T, None
+            if softcap is not None:
+                bent = torch.tanh(logits.float() / softcap)
+                logits = softcap * bent
+            scores = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            chosen = scores.gather(1, targets)
+            total -= chosen.squeeze(1).where(kept, 0.0).sum()
+            steeper = None
+            if z_loss:
+                sums_T1 = logits.gather(1, targets).float() - chosen  # logarithms of sums of exponentials
+                total += z_loss * sums_T1.squeeze(1).where(kept, 0.0).square().sum()
+                steeper = 1 + 2 * z_loss * sums_T1
+            if dx_TD is not None and dweight_VD is not None:
+                # Straight into the dtype of the products, and masked on their narrow side: fewer passes over the
+                # logits, 63 ms instead of 73 on an H200 (16k tokens, width 2048, a vocabulary of 128k).
+                slope = scores if scores.dtype == x_TD.dtype else torch.empty_like(scores, dtype=x_TD.dtype)
+                torch.exp(scores, out=slope)
+                at_label = chosen.exp()
+                if steeper is not None:
+                    slope.mul_(steeper)
+                    at_label.mul_(steeper)
+                slope.scatter_(1, targets, at_label.sub_(1).to(slope.dtype))
+                if bent is not None:
+                    slope.mul_(1 - bent * bent)
+                torch.mm(slope, weight_VD, out=dx_TD[here]).mul_(kept.unsqueeze(1))
+                dweight_VD += slope.T @ (x_TD[here] * kept.unsqueeze(1))
+        ctx.save_for_backward(dx_TD, dweight_VD)
+        ctx.dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        dx_TD, dweight_VD = ctx.saved_tensors
+        # In float32: the factor is 1 / tokens, and rounding it to bfloat16 would scale every gradient.
+        return (dx_TD.float() * factor).to(dx_TD.dtype), (dweight_VD * factor).to(ctx.dtype), None, None, None, None

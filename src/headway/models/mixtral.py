@@ -1,0 +1,51 @@
+"""Mixtral and Qwen3-MoE: Llama whose feed-forward is a few of several experts, chosen for each token."""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues
+from headway.models.decoder import Decoder
+from headway.models.experts import Experts, Mixture, softmax_top_k
+from headway.models.layers import Linear, RMSNorm
+from headway.models.llama import Attention
+from headway.recipe.families.mixtral import Mixtral, MixtureLike
+
+__all__ = ["Block", "MixtralDecoder", "softmax_mixture"]
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each normalized before and added to the residual stream."""
+
+    def __init__(self, model: MixtureLike, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+
+
+def softmax_mixture(model: MixtureLike, renormalize: bool) -> Mixture:
+    """Experts chosen by their probabilities. Each layer has its share of the auxiliary loss, so that `balance` weighs
+    the mean over layers, however many there are."""
+    return Mixture(
+        Linear(model.dim, model.experts, bias=False),
+        partial(softmax_top_k, count=model.top_k, renormalize=renormalize),
+        Experts(model.experts, model.dim, model.expert_width),
+        model.balance / model.mixtures,
+    )
+
+
+class MixtralDecoder(Decoder):
+    """A decoder of the Mixtral family."""
+
+    model: Mixtral
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        return Block(self.model, Attention(self.model, layer), softmax_mixture(self.model, renormalize=True))

@@ -1,0 +1,62 @@
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions on a part of each head, LayerNorm."""
+
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Decoder
+from headway.models.layers import FeedForward, LayerNorm, Linear
+from headway.models.rotary import rotate
+from headway.recipe.families.neox import NeoX
+
+__all__ = ["Attention", "Block", "NeoXDecoder"]
+
+
+class Attention(nn.Module):
+    """Causal attention, of whose heads the first numbers are rotated by position."""
+
+    def __init__(self, model: NeoX) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.q = Linear(model.dim, model.dim, bias=model.attention_bias)
+        self.k = Linear(model.dim, model.dim, bias=model.attention_bias)
+        self.v = Linear(model.dim, model.dim, bias=model.attention_bias)
+        self.o = Linear(model.dim, model.dim, bias=model.attention_bias)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        q_BLNH, k_BLNH = rotate(q_BLNH, context.tables[0]), rotate(k_BLNH, context.tables[0])
+        if cache is not None:
+            k_BLNH, v_BLNH = cache.extend(k_BLNH, v_BLNH)
+        return self.o(attend(q_BLNH, k_BLNH, v_BLNH, context.masks.get(None)).flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, side by side or one after the other."""
+
+    def __init__(self, model: NeoX) -> None:
+        super().__init__()
+        self.side_by_side = model.parallel_residual
+        self.attention_norm = LayerNorm(model.dim, model.norm_eps)
+        self.attention = Attention(model)
+        self.mlp_norm = LayerNorm(model.dim, model.norm_eps)
+        self.mlp = FeedForward(model.dim, model.hidden, model.activation)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        mixed_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        return mixed_BLD + self.mlp(self.mlp_norm(x_BLD if self.side_by_side else mixed_BLD))
+
+
+class NeoXDecoder(Decoder):
+    """A decoder of the GPT-NeoX family."""
+
+    model: NeoX
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        return Block(self.model)
+
+    def make_norm(self) -> LayerNorm:
+        """Before the head."""
+        return LayerNorm(self.model.dim, self.model.norm_eps)

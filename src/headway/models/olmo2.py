@@ -1,0 +1,65 @@
+"""OLMo 2: norms of what attention and feed-forward add, not of what they read; and of all heads at once."""
+
+from torch import Tensor, nn
+
+from headway.models.attention import Context, KeyValues, attend
+from headway.models.decoder import Decoder
+from headway.models.layers import GatedFeedForward, Linear, RMSNorm
+from headway.models.rotary import rotate
+from headway.recipe.families.olmo2 import OLMo2
+
+__all__ = ["Attention", "Block", "OLMo2Decoder"]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; a norm goes over all queries of a token, and one over all its keys."""
+
+    def __init__(self, model: OLMo2) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.q = Linear(model.dim, width, bias=model.attention_bias)
+        self.k = Linear(model.dim, kv_width, bias=model.attention_bias)
+        self.v = Linear(model.dim, kv_width, bias=model.attention_bias)
+        self.o = Linear(width, model.dim, bias=model.attention_bias)
+        self.q_norm = RMSNorm(width, model.norm_eps)
+        self.k_norm = RMSNorm(kv_width, model.norm_eps)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Mix each token with those before it."""
+        q_BLNH = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
+        k_BLKH = self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim))
+        v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context.masks.get(None))
+        out_BLD: Tensor = self.o(y_BLNH.flatten(2))
+        return out_BLD
+
+
+class Block(nn.Module):
+    """One layer: what attention and feed-forward make of the stream is normalized, and then added to it."""
+
+    def __init__(self, model: OLMo2) -> None:
+        super().__init__()
+        self.attention = Attention(model)
+        self.attention_out_norm = RMSNorm(model.dim, model.norm_eps)
+        self.mlp = GatedFeedForward(model.dim, model.hidden)
+        self.mlp_out_norm = RMSNorm(model.dim, model.norm_eps)
+
+    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+        """Pass the residual stream on, with what this layer adds."""
+        x_BLD = x_BLD + self.attention_out_norm(self.attention(x_BLD, context, cache))
+        out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(x_BLD))
+        return out_BLD
+
+
+class OLMo2Decoder(Decoder):
+    """A decoder of the OLMo 2 family."""
+
+    model: OLMo2
+
+    def make_block(self, layer: int) -> Block:
+        """One layer."""
+        return Block(self.model)

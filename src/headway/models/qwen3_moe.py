@@ -1,0 +1,24 @@
+"""Qwen3-MoE: Mixtral with norms of queries and keys, narrow experts, and maybe a few layers without."""
+
+from torch import nn
+
+from headway.models.decoder import Decoder
+from headway.models.layers import GatedFeedForward
+from headway.models.llama import Attention
+from headway.models.mixtral import Block, softmax_mixture
+from headway.recipe.families.qwen3_moe import Qwen3Moe
+
+__all__ = ["Qwen3MoeDecoder"]
+
+
+class Qwen3MoeDecoder(Decoder):
+    """A decoder of the Qwen3-MoE family."""
+
+    model: Qwen3Moe
+
+    def make_block(self, layer: int) -> Block:
+        """One layer, with experts or without."""
+        mlp: nn.Module = GatedFeedForward(self.model.dim, self.model.hidden)
+        if self.model.has_experts(layer):
+            mlp = softmax_mixture(self.model, self.model.normalize_weights)
+        return Block(self.model, Attention(self.model, layer), mlp)

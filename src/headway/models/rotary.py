@@ -1,0 +1,100 @@
+"""Rotary positions: the frequencies of every kind of scaling, tables of a sequence's angles, and the turn itself."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from headway.recipe.rope import Scaling
+
+__all__ = ["frequencies", "rotary_table", "rotate", "rotate_pairs", "scaled"]
+
+
+def rotary_table(
+    first: int, length: int, dim: int, theta: float, device: torch.device, scaling: Scaling | None = None
+) -> Tensor:
+    """Cosines and sines [2, L, R] of the positions from `first` on, float32."""
+    turns_R, factor = scaled(frequencies(dim, theta, device), theta, scaling, first + length)
+    positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
+    angles_LR = torch.outer(positions, turns_R)
+    table = torch.stack((angles_LR.cos(), angles_LR.sin()))
+    return table if factor == 1 else table * factor
+
+
+def frequencies(dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Radians that each pair of numbers turns by from one position to the next."""
+    exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+    return 1.0 / theta**exponents
+
+
+def scaled(plain_R: Tensor, theta: float, scaling: Scaling | None, length: int) -> tuple[Tensor, float]:
+    """Frequencies as scaling has them, and what cosines and sines are multiplied by, for a length."""
+    match scaling:
+        case None:
+            return plain_R, 1.0
+        case Scaling(kind="linear"):
+            return plain_R / scaling.factor, 1.0
+        case Scaling(kind="llama3"):
+            return _llama3(plain_R, scaling), 1.0
+        case Scaling(kind="yarn"):
+            return _yarn(plain_R, theta, scaling), _yarn_factor(scaling)
+    assert scaling.original is not None
+    factors = scaling.long_factors if length > scaling.original else scaling.short_factors
+    default = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original)) if scaling.factor > 1 else 1.0
+    return 1.0 / (plain_R.new_tensor(factors) / plain_R), scaling.attention or default
+
+
+def _llama3(plain_R: Tensor, scaling: Scaling) -> Tensor:
+    """Slow turns are stretched, fast ones stay, and between them goes a ramp over turns in the original length."""
+    assert scaling.original is not None
+    turns_R = scaling.original * plain_R / (2 * math.pi)
+    kept_R = ((turns_R - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
+
+
+def _yarn(plain_R: Tensor, theta: float, scaling: Scaling) -> Tensor:
+    """The same over dims: the ramp goes from where a pair turns `fast` times to where it turns `slow` times."""
+    assert scaling.original is not None
+    count, length = len(plain_R), scaling.original
+
+    def dim_of(turns: float) -> float:
+        return count * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = dim_of(scaling.fast), dim_of(scaling.slow)
+    if scaling.whole_dims:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    ramp_R = (torch.arange(count, device=plain_R.device, dtype=torch.float32) - low) / max(high - low, 0.001)
+    kept_R = 1 - ramp_R.clamp(0, 1)
+    return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
+
+
+def _yarn_factor(scaling: Scaling) -> float:
+    if scaling.attention is not None:
+        return scaling.attention
+    if scaling.mscale and scaling.mscale_all:
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all)
+    return yarn_mscale(scaling.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor of attention for sequences `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
+    """Turn each pair (i, i + R) of a head by its position's angle, in float32; numbers beyond 2R stay."""
+    cos_L1R, sin_L1R = table_2LR.unsqueeze(2).unbind(0)
+    turned, rest = x_BLNH, None
+    if x_BLNH.shape[-1] > 2 * cos_L1R.shape[-1]:
+        turned, rest = x_BLNH.split((2 * cos_L1R.shape[-1], x_BLNH.shape[-1] - 2 * cos_L1R.shape[-1]), dim=-1)
+    low_BLNR, high_BLNR = turned.float().chunk(2, dim=-1)
+    pairs = (low_BLNR * cos_L1R - high_BLNR * sin_L1R, high_BLNR * cos_L1R + low_BLNR * sin_L1R)
+    done = torch.cat(pairs, dim=-1).to(x_BLNH.dtype)
+    return done if rest is None else torch.cat((done, rest), dim=-1)
+
+
+def rotate_pairs(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
+    """The same for heads whose pairs are neighbours (2i, 2i + 1); they come out as (i, i + R)."""
+    apart = x_BLNH.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(apart, table_2LR)

@@ -1,0 +1,92 @@
+"""The families of decoders that Headway knows, by name. A new one is a file here, and its module in `models/`."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import Discriminator, Tag
+
+from headway.recipe.families.deepseek import DeepSeekV3
+from headway.recipe.families.gemma import Gemma, Gemma2, Gemma3
+from headway.recipe.families.gpt2 import GPT2
+from headway.recipe.families.gpt_oss import GptOss
+from headway.recipe.families.llama import Llama
+from headway.recipe.families.mistral import Mistral
+from headway.recipe.families.mixtral import Mixtral
+from headway.recipe.families.neox import NeoX
+from headway.recipe.families.olmo2 import OLMo2
+from headway.recipe.families.phi3 import Phi3
+from headway.recipe.families.qwen3_moe import Qwen3Moe
+from headway.recipe.families.smollm3 import SmolLM3
+from headway.recipe.model import Model, Own
+
+__all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "family_name"]
+
+FAMILIES: dict[str, type[Model]] = {
+    "llama": Llama,
+    "mistral": Mistral,
+    "smollm3": SmolLM3,
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3": Gemma3,
+    "olmo2": OLMo2,
+    "phi3": Phi3,
+    "gpt2": GPT2,
+    "gpt_neox": NeoX,
+    "mixtral": Mixtral,
+    "qwen3_moe": Qwen3Moe,
+    "deepseek_v3": DeepSeekV3,
+    "gpt_oss": GptOss,
+}
+"""By the name that a recipe has for it."""
+
+MODEL_TYPES: dict[str, type[Model]] = {
+    "llama": Llama,
+    "mistral": Mistral,
+    "qwen2": Llama,
+    "qwen3": Llama,
+    "smollm3": SmolLM3,
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3,
+    "olmo2": OLMo2,
+    "phi3": Phi3,
+    "gpt2": GPT2,
+    "gpt_neox": NeoX,
+    "mixtral": Mixtral,
+    "qwen3_moe": Qwen3Moe,
+    "deepseek_v3": DeepSeekV3,
+    "gpt_oss": GptOss,
+}
+"""By the model_type of a config.json."""
+
+
+def family_name(values: Any) -> str:
+    """The family that a model section is of: `own` for a class of the user's, llama where it does not say."""
+    if isinstance(values, Model):
+        return values.family
+    if not isinstance(values, Mapping):
+        return "llama"
+    if values.get("class") is not None or values.get("class_") is not None:
+        return "own"
+    return str(values.get("family") or "llama")
+
+
+def class_of(values: Mapping[str, Any]) -> type[Model]:
+    """The kind of section that such values make; an unknown family is left for the section to refuse."""
+    return Own if family_name(values) == "own" else FAMILIES.get(family_name(values), Llama)
+
+
+def _tag(values: Any) -> str:
+    name = family_name(values)
+    return name if name in FAMILIES or name == "own" else "llama"
+
+
+if TYPE_CHECKING:
+    AnyModel = Model
+else:
+    AnyModel = Annotated[
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**FAMILIES, "own": Own}.items())],  # noqa: UP007
+        Discriminator(_tag),
+    ]
+    """A model section of whatever family its `family` names."""

@@ -1,0 +1,249 @@
+"""DeepSeek-V3: latent attention, and experts of which a sigmoid chooses, with biases that keep them equally busy."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headway.errors import ModelError
+from headway.recipe.architecture import Architecture, Experts, LatentAttention
+from headway.recipe.families.llama import checked, common_config, costs, mlp_tensors, refuse_what_differs, sizes
+from headway.recipe.model import Config, Model, Shapes, Stored, linear
+from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
+from headway.recipe.section import DERIVED, NotNegative, Positive
+
+__all__ = ["DeepSeekV3"]
+
+KIND = "deepseek_v3"
+DEFAULTS = {
+    "expert_hidden": ("moe_intermediate_size", 2048),
+    "experts": ("n_routed_experts", 256),
+    "top_k": ("num_experts_per_tok", 8),
+    "shared_experts": ("n_shared_experts", 1),
+    "first_dense": ("first_k_dense_replace", 3),
+    "groups": ("n_group", 8),
+    "top_groups": ("topk_group", 4),
+    "normalize_weights": ("norm_topk_prob", True),
+    "routed_scale": ("routed_scaling_factor", 2.5),
+    "kv_rank": ("kv_lora_rank", 512),
+    "rope_dim": ("qk_rope_head_dim", 64),
+    "value_dim": ("v_head_dim", 128),
+    "rope_pairs": ("rope_interleave", True),
+    "attention_bias": ("attention_bias", False),
+}
+"""Our fields: what a config.json calls them, and what it means where it says nothing."""
+NEEDED = ("kv_lora_rank", "n_routed_experts", "moe_intermediate_size")
+"""Keys without which a config is hardly of this family."""
+ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Keys of DeepSeek's own code, of which V3 has one value; V2 has others."""
+EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class DeepSeekV3(RotaryModel):
+    """A decoder of which a token's keys and values are kept as one narrow vector, and whose feed-forward is some of
+    many experts beside a few that every token sees."""
+
+    UNCUT: ClassVar[str] = "latent attention and experts are not shared over a tensor axis yet"
+
+    NAMES: ClassVar[dict[str, str]] = {
+        "attention_norm": "input_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.q_down": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.q_up": "self_attn.q_b_proj",
+        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.kv_up": "self_attn.kv_b_proj",
+        "attention.o": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+        "mlp.router": "mlp.gate",
+        "mlp.balance.bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+        "mlp.shared.up": "mlp.shared_experts.up_proj",
+        "mlp.shared.down": "mlp.shared_experts.down_proj",
+    }
+
+    family: Literal["deepseek_v3"] = "deepseek_v3"
+    """Which family of decoders it is of."""
+    q_rank: NotNegative = 0
+    """Width that queries pass through; 0: they are projected at once."""
+    kv_rank: Positive = DERIVED
+    """Width that keys and values pass through, and of which a cache keeps one a token; by default 4 dim / heads."""
+    head_dim: Positive = DERIVED
+    """Size of a query and key head, `rope_dim` included; by default 1.5 dim / heads."""
+    rope_dim: Positive = DERIVED
+    """Part of it that carries positions, whose keys all heads share; by default half of dim / heads, and even."""
+    value_dim: Positive = DERIVED
+    """Size of a value head; by default dim / heads."""
+    rope_pairs: bool = True
+    """Numbers that turn together are neighbours; otherwise they are half of `rope_dim` apart."""
+    attention_bias: bool = False
+    """Biases on the projections down to narrow vectors and on the attention's output."""
+    experts: Positive = 8
+    """Number of experts that tokens are sent to, in each layer that has them."""
+    top_k: Positive = 2
+    """Experts that a token is sent to."""
+    expert_hidden: Positive = DERIVED
+    """Inner width of an expert; by default that of the plain feed-forward divided by top_k + shared_experts."""
+    shared_experts: Positive = 1
+    """Experts' widths that every token sees besides."""
+    first_dense: NotNegative = 1
+    """First layers that have a plain feed-forward instead."""
+    groups: Positive = 1
+    """Groups that experts fall into."""
+    top_groups: Positive = 1
+    """Groups that a token's experts may be of."""
+    normalize_weights: bool = True
+    """A token's weights of its experts sum up to `routed_scale`."""
+    routed_scale: Annotated[float, Field(gt=0)] = 2.5
+    """What they are multiplied by."""
+    balance_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    """How far a step moves the bias of each expert towards an equal share of tokens."""
+
+    @classmethod
+    def _follow(cls, dim: int, heads: int) -> dict[str, int]:
+        head = max(dim // heads, 4)
+        sizes = {"rope_dim": head // 4 * 2, "head_dim": head + head // 4 * 2, "value_dim": head, "kv_rank": 4 * head}
+        return super()._follow(dim, heads) | sizes
+
+    @model_validator(mode="before")
+    @classmethod
+    def _narrow_experts(cls, values: Any) -> Any:
+        """An expert's width follows from what `hidden` turns out to be."""
+        if not isinstance(values, dict) or values.get("expert_hidden") is not None:
+            return values
+        dim, heads = (values.get(key) or cls.model_fields[key].default for key in ("dim", "heads"))
+        used = [values.get(key) or cls.model_fields[key].default for key in ("top_k", "shared_experts")]
+        if not all(isinstance(number, int) and number > 0 for number in (dim, heads, *used)):
+            return values
+        hidden = values.get("hidden") or cls._follow(dim, heads)["hidden"]
+        return {**values, "expert_hidden": max(hidden // sum(used), 1)} if isinstance(hidden, int) else values
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.kv_heads != self.heads:
+            raise ValueError(f"kv_heads ({self.kv_heads}) must be heads ({self.heads}): all share one narrow vector")
+        if self.rope_dim >= self.head_dim or self.rope_dim % 2:
+            raise ValueError(f"rope_dim ({self.rope_dim}) must be even, and less than head_dim ({self.head_dim})")
+        if self.experts % self.groups or self.experts < 2 * self.groups:
+            raise ValueError(f"groups ({self.groups}) must divide experts ({self.experts}), two or more to each")
+        if self.top_groups > self.groups or self.top_k > self.top_groups * self.experts // self.groups:
+            raise ValueError(
+                f"top_k ({self.top_k}) experts cannot come of top_groups ({self.top_groups}) of {self.groups} groups"
+                f" of {self.experts} experts"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.kind != "yarn" and self.rope_scaling.mscale_all:
+            raise ValueError(f"rope_scaling.mscale_all goes with yarn, not with {self.rope_scaling.kind}")
+        return self
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.rope_dim
+
+    @classmethod
+    def from_config(cls, config: Config) -> Model:
+        """That of a config.json of deepseek_v3."""
+        refuse_what_differs(config)
+        _refuse_others(config)
+        rope = rope_settings(config)
+        if rope["partial_rotary_factor"] != 1:
+            raise ModelError(f"config.json rotates {rope['partial_rotary_factor']} of qk_rope_head_dim; {KIND} all")
+        numbers = {ours: given(config, theirs, default) for ours, (theirs, default) in DEFAULTS.items()}
+        settings = sizes(config) | numbers | {
+            "kv_heads": given(config, "num_key_value_heads", config["num_attention_heads"]),
+            "head_dim": given(config, "qk_nope_head_dim", 128) + numbers["rope_dim"],
+            "q_rank": config.get("q_lora_rank", 1536) or 0,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaling_from(rope, config),
+            "norm_eps": given(config, "rms_norm_eps", 1e-6),
+            "tie_embeddings": given(config, "tie_word_embeddings", False),
+            "init_std": given(config, "initializer_range", 0.02),
+        }  # fmt: skip
+        return checked(cls, settings)
+
+    def to_config(self, seq: int) -> dict[str, Any]:
+        """A config of deepseek_v3, without the layers that predict further tokens."""
+        return common_config(self, KIND, seq) | {
+            **{theirs: getattr(self, ours) for ours, (theirs, _) in DEFAULTS.items()},
+            **ONLY,
+            "q_lora_rank": self.q_rank or None,
+            "qk_nope_head_dim": self.head_dim - self.rope_dim,
+            "qk_head_dim": self.head_dim,
+            "head_dim": self.rope_dim,
+            "num_nextn_predict_layers": 0,
+        }
+
+    def architecture(self) -> Architecture:
+        """Latent attention, and experts behind the first layers."""
+        return Architecture(
+            **costs(self),
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            latent=LatentAttention(self.q_rank, self.kv_rank, self.rope_dim, self.value_dim),
+            experts=Experts(self.experts, self.top_k, self.expert_hidden, self.shared_experts, self.first_dense),
+        )
+
+    def block_tensors(self, layer: int) -> Shapes:
+        """Two norms, latent attention, and a feed-forward or experts."""
+        shapes: Shapes = {"attention_norm.weight": (self.dim,)} | self._attention_tensors()
+        shapes["mlp_norm.weight"] = (self.dim,)
+        if layer < self.first_dense:
+            return shapes | mlp_tensors(self)
+        up, hidden = (self.experts, self.expert_hidden, self.dim), self.expert_hidden * self.shared_experts
+        shapes |= linear("mlp.router", self.dim, self.experts)
+        shapes |= {
+            "mlp.experts.gate": up,
+            "mlp.experts.up": up,
+            "mlp.experts.down": (self.experts, self.dim, self.expert_hidden),
+        }
+        shapes |= linear("mlp.shared.gate", self.dim, hidden) | linear("mlp.shared.up", self.dim, hidden)
+        return shapes | linear("mlp.shared.down", hidden, self.dim)
+
+    def _attention_tensors(self) -> Shapes:
+        bias, queries = self.attention_bias, self.heads * self.head_dim
+        shapes = linear("attention.q", self.dim, queries)
+        if self.q_rank:
+            shapes = linear("attention.q_down", self.dim, self.q_rank, bias)
+            shapes |= {"attention.q_norm.weight": (self.q_rank,)} | linear("attention.q_up", self.q_rank, queries)
+        keys = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        shapes |= linear("attention.kv_down", self.dim, self.kv_rank + self.rope_dim, bias)
+        shapes |= {"attention.kv_norm.weight": (self.kv_rank,)} | linear("attention.kv_up", self.kv_rank, keys)
+        return shapes | linear("attention.o", self.heads * self.value_dim, self.dim, bias)
+
+    def buffers(self) -> Shapes:
+        """The biases by which experts are chosen, which no gradient moves."""
+        return {f"layers.{layer}.mlp.balance.bias": (self.experts,) for layer in range(self.first_dense, self.layers)}
+
+    def follows(self, name: str) -> bool:
+        """Layers behind the last predict further tokens, and are passed over: no logit of the next one needs them."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return super().follows(name) or (layer is not None and int(layer[1]) >= self.layers)
+
+    def stored(self) -> Iterator[Stored]:
+        """Every expert's matrices are tensors of their own."""
+        for name in (*self.tensors(), *self.buffers()):
+            layer, _, which = name.removeprefix("layers.").partition(".mlp.experts.")
+            if not which:
+                yield Stored(self.theirs(name), (name,))
+                continue
+            for i in range(self.experts):
+                theirs = f"{self.LAYERS}.{layer}.mlp.experts.{i}.{EXPERTS[which]}.weight"
+                yield Stored(theirs, (name,), "expert", i)
+
+
+def _refuse_others(config: Config) -> None:
+    """Raise ModelError for keys by which it would be another family's function."""
+    missing = [key for key in NEEDED if config.get(key) is None]
+    if missing:
+        raise ModelError(f"config.json has no {', '.join(missing)}")
+    for key, only in ONLY.items():
+        if given(config, key, only) != only:
+            raise ModelError(
+                f"config.json has {key} {config[key]!r}; {KIND} has {only!r} only",
+                hint="DeepSeek-V2 chooses experts by a softmax, without biases: it is another family",
+            )

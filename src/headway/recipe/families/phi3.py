@@ -1,0 +1,128 @@
+"""Phi-3 and Phi-4-mini: Llama of which a part of each head is rotated, stretched by LongRoPE, with or without a window.
+
+A folder of theirs has queries, keys and values in one matrix, and so the gate and what it gates; ours are apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headway.errors import ModelError
+from headway.recipe.architecture import Architecture
+from headway.recipe.families.llama import LlamaLike, checked, common_config, refuse_experts, refuse_what_differs, sizes
+from headway.recipe.model import Config, Model, Stored
+from headway.recipe.rope import given, rope_settings, scaling_from
+from headway.recipe.section import NotNegative
+
+__all__ = ["Phi3"]
+
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attention_dropout")
+SWITCHES = ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")
+
+
+class Phi3(LlamaLike):
+    """A decoder of the Llama family in Phi-3's dress."""
+
+    family: Literal["phi3"] = "phi3"
+    """Which family of decoders it is of."""
+    window: NotNegative = 0
+    """Tokens that each token sees, itself included; 0: all."""
+    rotary_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How much of each head is rotated: its first numbers."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """A share of the head, in whole numbers."""
+        return int(self.head_dim * self.rotary_share)
+
+    @classmethod
+    def from_config(cls, config: Config) -> Model:
+        """That of a config.json of phi3."""
+        refuse_what_differs(config)
+        refuse_experts(config)
+        for key in DROPOUTS:
+            if config.get(key):
+                raise ModelError(f"config.json has {key} {config[key]}; Headway drops nothing", hint=f"set {key} to 0")
+        rope = _rope(config)
+        settings = sizes(config) | {
+            "kv_heads": config.get("num_key_value_heads"),
+            "head_dim": config.get("head_dim"),
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaling_from(rope, {"max_position_embeddings": _longest(config)}),
+            "rotary_share": rope["partial_rotary_factor"],
+            "window": given(config, "sliding_window", 0),
+            "norm_eps": given(config, "rms_norm_eps", 1e-5),
+            "tie_embeddings": given(config, "tie_word_embeddings", False),
+            "init_std": given(config, "initializer_range", 0.02),
+        }
+        return checked(cls, settings)
+
+    def to_config(self, seq: int) -> dict[str, Any]:
+        """A config of phi3, which has no biases, and LongRoPE or nothing."""
+        for name in SWITCHES:
+            if getattr(self, name):
+                raise ModelError(f"phi3 has no {name}", hint=f"model.{name} = false")
+        scaling = self.rope_scaling
+        if scaling is not None and (scaling.kind != "longrope" or self.heads * self.head_dim != self.dim):
+            raise ModelError(
+                f"phi3 of `transformers` has no positions scaled by {scaling.kind} in heads of {self.head_dim}",
+                hint="it has longrope, in heads of dim / heads",
+            )
+        config = common_config(self, "phi3", seq)
+        for key in {"rope_parameters", "rope_scaling"} & config.keys():
+            config[key]["partial_rotary_factor"] = self.rotary_share
+        original = scaling.original if scaling is not None else config["max_position_embeddings"]
+        return config | {
+            "original_max_position_embeddings": original,
+            "partial_rotary_factor": self.rotary_share,
+            "sliding_window": self.window or None,
+            "pad_token_id": None,
+            **dict.fromkeys(DROPOUTS, 0.0),
+        }
+
+    def architecture(self) -> Architecture:
+        """All layers have the window, if there is one."""
+        windowed = self.layers if self.window else 0
+        return replace(super().architecture(), window=self.window or None, windowed_layers=windowed)
+
+    def window_of(self, layer: int) -> int | None:
+        """The same in all layers."""
+        return self.window or None
+
+    def stored(self) -> Iterator[Stored]:
+        """Two matrices of theirs hold five of ours, one below the other."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        fused = (
+            _rows("self_attn.qkv_proj", ("attention.q", "attention.k", "attention.v"), (queries, keys, keys)),
+            _rows("mlp.gate_up_proj", ("mlp.gate", "mlp.up"), (self.hidden, self.hidden)),
+        )
+        first = {form.ours[0]: form for form in fused}
+        others = {name for form in fused for name in form.ours[1:]}
+        for name in self.tensors():
+            layers, _, inside = name.partition(".")
+            layer, _, rest = inside.partition(".")
+            if layers == "layers" and rest in first:
+                ours = tuple(f"layers.{layer}.{one}" for one in first[rest].ours)
+                yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", ours=ours)
+            elif rest not in others:
+                yield Stored(self.theirs(name), (name,))
+
+
+def _rows(theirs: str, ours: tuple[str, ...], rows: tuple[int, ...]) -> Stored:
+    return Stored(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), "rows", rows=rows)
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Rotary settings; the original length stands beside them and outdoes them, and other names mean LongRoPE."""
+    rope = rope_settings(config)
+    if rope["rope_type"] in ("su", "yarn"):
+        rope["rope_type"] = "longrope"
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise ModelError(f"config.json has rotary positions scaled by {rope['rope_type']!r}; phi3 has longrope only")
+    return rope | {"original_max_position_embeddings": given(config, "original_max_position_embeddings", 4096)}
+
+
+def _longest(config: Config) -> int:
+    return int(given(config, "max_position_embeddings", 4096))

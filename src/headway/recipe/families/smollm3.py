@@ -1,0 +1,54 @@
+"""SmolLM3: Llama of which every so many layers has no positions."""
+
+from typing import Any, Literal
+
+from headway.errors import ModelError
+from headway.recipe.families.llama import LlamaLike, checked, common_config
+from headway.recipe.model import Config, Model
+from headway.recipe.rope import given
+from headway.recipe.section import NotNegative
+
+__all__ = ["SmolLM3"]
+
+
+class SmolLM3(LlamaLike):
+    """A decoder of the Llama family of which some layers see no positions."""
+
+    family: Literal["smollm3"] = "smollm3"
+    """Which family of decoders it is of."""
+    no_rope_every: NotNegative = 4
+    """The last of so many layers has no rotary positions; 0: all have them."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> Model:
+        """Layers without positions must come at equal distances."""
+        every = given(config, "no_rope_layer_interval", 4)
+        layers = given(config, "num_hidden_layers", 36)
+        rotated = config.get("no_rope_layers")  # ones and zeros: a zero has none
+        if rotated is not None:
+            first = next((i + 1 for i, on in enumerate(rotated) if not on), 0)
+            if [int(on) for on in rotated] != [int(not first or (i + 1) % first != 0) for i in range(layers)]:
+                raise ModelError("config.json has no_rope_layers at unequal distances", hint="every N-th is known")
+            every = first
+        if config.get("use_sliding_window"):
+            raise ModelError("config.json has sliding windows; this family attends to all tokens")
+        return checked(cls, cls._settings(config, "smollm3") | {"no_rope_every": every})
+
+    def to_config(self, seq: int) -> dict[str, Any]:
+        """A config of smollm3, whose biases go together."""
+        if self.qk_norm or self.qkv_bias != self.output_bias:
+            raise ModelError("smollm3 has no qk_norm, and biases on all of attention or none")
+        rotated = [int(self.rotates(layer)) for layer in range(self.layers)]
+        return common_config(self, "smollm3", seq) | {
+            "attention_bias": self.qkv_bias,
+            "mlp_bias": self.mlp_bias,
+            "no_rope_layer_interval": self.no_rope_every or self.layers + 1,
+            "no_rope_layers": rotated,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "pad_token_id": None,
+        }
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer sees positions."""
+        return self.no_rope_every == 0 or (layer + 1) % self.no_rope_every != 0

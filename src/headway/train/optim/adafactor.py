@@ -1,0 +1,111 @@
+"""Adafactor (Shazeer and Stern 2018): of the gradient's square, a mean for each row and each column is kept.
+
+Their product stands for the mean of each element. Without momentum, with the learning rate of the schedule rather than
+one relative to the weights, and with updates clipped to a root mean square of one. Means are over rows and columns of
+whole matrices: workers that have parts of one add their sums up, all matrices in one exchange, and their updates'
+squares in another.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from headway.parallel.local import local
+from headway.train.optim.kept import State, Trained, add_up, laid_out, opened, sharded_axes, zeros_like
+from headway.train.optim.rounding import Dice
+
+__all__ = ["adafactor", "adafactor_states"]
+
+EXPONENT = -0.8
+"""The decay of the mean of squares is 1 - step ** EXPONENT."""
+LEAST_SQUARE = 1e-30
+LARGEST = 1.0
+"""Root mean square of an update."""
+
+
+def adafactor_states(one: Trained) -> State:
+    """Means of squares: of rows and columns of a matrix, or of each element of what is none."""
+    state = {"step": torch.zeros((), dtype=torch.float32, device=one.weight.device)}
+    if not _factored(one):
+        return state | {"square": zeros_like(one.parameter, torch.float32)}
+    for key, shape in zip(("rows", "columns"), _shapes(one), strict=True):
+        here = torch.zeros(shape, device=one.weight.device)
+        state[key] = laid_out(here, shape, one.parameter, copies=True)
+    return state
+
+
+def adafactor(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:
+    """One update of each."""
+    torch._foreach_add_([one.state["step"] for one in items], 1.0)
+    for shared in _by_team(items):
+        _learn(shared)
+        norms = torch.stack([_update(one).square().sum() for one in shared])
+        add_up(norms, shared[0].parameter)
+        for one, norm in zip(shared, norms.unbind(), strict=True):
+            clip = (norm / math.prod(one.shape)).sqrt().div(LARGEST).clamp(min=1.0)
+            weight = opened(one.weight)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(_update(one).mul_(group["lr"] / clip))
+            one.put("weight", one.weight, weight, dice)
+
+
+def _factored(one: Trained) -> bool:
+    return len(one.shape) >= 2
+
+
+def _shapes(one: Trained) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the means of rows and of columns."""
+    return one.shape[:-1], (*one.shape[:-2], one.shape[-1])
+
+
+def _by_team(items: Sequence[Trained]) -> Iterator[list[Trained]]:
+    """Parameters whose parts lie on the same workers."""
+    teams = dict[Any, list[Trained]]()
+    for one in items:
+        mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
+        teams.setdefault((mesh, sharded_axes(one.parameter)), []).append(one)
+    yield from teams.values()
+
+
+def _learn(items: Sequence[Trained]) -> None:
+    """Bring the means of squares up to this step."""
+    factored = [one for one in items if _factored(one)]
+    sums = [part for one in factored for part in _sums(one)]
+    if sums:
+        flat = torch.cat([part.reshape(-1) for part in sums])
+        add_up(flat, factored[0].parameter)
+        sums = [
+            total.view_as(part) for part, total in zip(sums, torch.split(flat, [p.numel() for p in sums]), strict=True)
+        ]
+    totals = iter(sums)
+    for one in items:
+        weight = one.state["step"] ** EXPONENT  # of what is new
+        if _factored(one):
+            local(one.state["rows"]).lerp_(next(totals) / one.shape[-1], weight)
+            local(one.state["columns"]).lerp_(next(totals) / one.shape[-2], weight)
+        else:
+            one.moment("square").lerp_(opened(one.gradient).square().add_(LEAST_SQUARE), weight)
+
+
+def _sums(one: Trained) -> tuple[Tensor, Tensor]:
+    """Sums of squares over rows and columns of the whole, as far as this worker has them."""
+    square = opened(one.gradient).square().add_(LEAST_SQUARE)
+    rows, columns = (square.new_zeros(shape) for shape in _shapes(one))
+    slices = one.box.slices((0,) * len(one.shape))
+    rows[slices[:-1]] = square.sum(dim=-1)
+    columns[(*slices[:-2], slices[-1])] = square.sum(dim=-2)
+    return rows, columns
+
+
+def _update(one: Trained) -> Tensor:
+    """The gradient over the root of its mean square, before it is clipped."""
+    if not _factored(one):
+        return opened(one.gradient) * one.moment("square").rsqrt()
+    slices = one.box.slices((0,) * len(one.shape))
+    rows, columns = local(one.state["rows"]), local(one.state["columns"])
+    shares = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt()[slices[:-1]].unsqueeze(-1)
+    return opened(one.gradient) * shares * columns.rsqrt()[(*slices[:-2], slices[-1])].unsqueeze(-2)

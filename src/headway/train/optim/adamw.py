@@ -1,0 +1,131 @@
+"""AdamW, whatever its moments and weights are kept in: the fused kernel of torch.optim, a bucket of rows at a time.
+
+What is kept in float32 is updated in place, and is what torch.optim.AdamW would make of it, to the bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.errors import ModelError
+from headway.train.optim.eightbit import BLOCK, blocks, decode, encode
+from headway.train.optim.kept import State, Trained, laid_out, opened, zeros_like
+from headway.train.optim.rounding import Dice
+
+__all__ = ["adamw", "adamw_states", "eightbit_states"]
+
+BUCKET_ELEMENTS = 1 << 25
+"""Of weights, gradients and moments in float32 at once, where they are kept in less."""
+ROOT = "exp_avg_root"
+"""Of the second moment, which is what eight bits keep."""
+
+
+def adamw_states(one: Trained, dtype: torch.dtype) -> State:
+    """Two moments of one precision, there from the start: what a save copies never changes its shape."""
+    return _step(one) | {key: zeros_like(one.parameter, dtype) for key in ("exp_avg", "exp_avg_sq")}
+
+
+def eightbit_states(one: Trained) -> State:
+    """Two moments in eight bits; ModelError for a mesh that would cut one of their blocks."""
+    for box in one.boxes.values():
+        inside = [edge for edge in (box.start[-1], box.stop[-1]) if edge % BLOCK and edge != one.shape[-1]]
+        if inside and box.volume:
+            raise ModelError(
+                f"{one.name} is cut at column {inside[0]}, inside a block of {BLOCK} that adamw-8bit scales together",
+                hint=f"use a tensor axis that leaves each worker a multiple of {BLOCK} columns, or another optimizer",
+            )
+    here = (*one.box.shape[:-1], blocks(one.box.shape[-1]))
+    whole = (*one.shape[:-1], blocks(one.shape[-1]))
+    found = _step(one)
+    for key in ("exp_avg", ROOT):
+        signed, device = key == "exp_avg", one.weight.device
+        codes, _ = encode(torch.zeros(1, device=device), signed)
+        found[key] = zeros_like(one.parameter, torch.uint8).fill_(int(codes))
+        found[f"{key}_scale"] = laid_out(torch.zeros(here, device=device), whole, one.parameter)
+    return found
+
+
+def _step(one: Trained) -> State:
+    return {"step": torch.zeros((), dtype=torch.float32, device=one.weight.device)}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of what this worker has of a parameter."""
+
+    one: Trained
+    first: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor[self.first : self.end]
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Both, in float32."""
+        if ROOT not in self.one.state:
+            return opened(self.of(self.one.moment("exp_avg"))), opened(self.of(self.one.moment("exp_avg_sq")))
+        mean, root = (
+            decode(self.of(self.one.moment(key)), self.of(self.one.moment(f"{key}_scale")), key == "exp_avg")
+            for key in ("exp_avg", ROOT)
+        )
+        return mean, root.square_()
+
+    def put(self, weight: Tensor, mean: Tensor, square: Tensor, dice: Dice) -> None:
+        """Put all back to where they are kept."""
+        one = self.one
+        one.put("weight", self.of(one.weight), weight, dice, self.first)
+        if ROOT not in one.state:
+            one.put("exp_avg", self.of(one.moment("exp_avg")), mean, dice, self.first)
+            one.put("exp_avg_sq", self.of(one.moment("exp_avg_sq")), square, dice, self.first)
+            return
+        for key, value in (("exp_avg", mean), (ROOT, square.sqrt_())):
+            codes, scales = encode(value, signed=key == "exp_avg")
+            self.of(one.moment(key)).copy_(codes)
+            self.of(one.moment(f"{key}_scale")).copy_(scales)
+
+
+def adamw(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:
+    """One update of each."""
+    torch._foreach_add_([one.state["step"] for one in items], 1.0)
+    for bucket in _buckets(items):
+        weights = [opened(rows.of(rows.one.weight)) for rows in bucket]
+        moments = [rows.moments() for rows in bucket]
+        means, squares = [mean for mean, _ in moments], [square for _, square in moments]
+        torch._fused_adamw_(
+            weights,
+            [opened(rows.of(rows.one.gradient)) for rows in bucket],
+            means,
+            squares,
+            [],
+            [rows.one.state["step"] for rows in bucket],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        for rows, weight, mean, square in zip(bucket, weights, means, squares, strict=True):
+            rows.put(weight, mean, square, dice)
+
+
+def _buckets(items: Sequence[Trained]) -> Iterator[list[_Rows]]:
+    """Rows that fit into a bucket together; a row that does not fit goes alone."""
+    bucket, held = list[_Rows](), 0
+    for one in items:
+        rows = one.box.shape[0]
+        each = one.elements // rows
+        step = max(1, BUCKET_ELEMENTS // each)
+        for first in range(0, rows, step):
+            end = min(first + step, rows)
+            if bucket and held + each * (end - first) > BUCKET_ELEMENTS:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(_Rows(one, first, end))
+            held += each * (end - first)
+    if bucket:
+        yield bucket

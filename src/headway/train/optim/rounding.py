@@ -1,0 +1,62 @@
+"""Stochastic rounding whose random bits are a pure function of (seed, step, tensor, place in the whole tensor).
+
+A value between two neighbours in bfloat16 goes to either, the nearer with the larger chance, so that the mean stays
+where it was: updates too small for the format add up all the same. The bits come from a counter hash, so that every
+mesh draws the same for the same element, as does a run that went back and came again.
+
+    row, column   of the element: its flat index in the whole tensor, divided by the length of the last dim
+    k0 .. k3      the first four words of sha256("seed/step/name")
+    bits          mix(mix(mix(row ^ k0) ^ k1) + mix(mix(column ^ k2) ^ k3)), of 32 bits, of which the lower 16 count
+
+All of it are operations on int32 that wrap, which CPUs and GPUs do alike.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.state.box import Box
+
+__all__ = ["Dice", "to_bfloat16"]
+
+
+@dataclass(frozen=True)
+class Dice:
+    """The random bits of one step of a run."""
+
+    seed: int
+    step: int
+
+    def bits(self, name: str, box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Those of a box of a whole tensor of this shape and name: an int32 for each element."""
+        k0, k1, k2, k3 = struct.unpack("<4i", hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()[:16])
+        rows = _mix(_mix(_rows(box, shape, device) ^ k0) ^ k1)
+        columns = torch.arange(box.start[-1], box.stop[-1], dtype=torch.int32, device=device)
+        return _mix(rows.unsqueeze(-1) + _mix(_mix(columns ^ k2) ^ k3))
+
+
+def to_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
+    """float32 rounded up or down by its bits, which are used up; what is no finite number stays what it is."""
+    raw = value.view(torch.int32)
+    rounded = bits.bitwise_and_(0xFFFF).add_(raw).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
+
+
+def _rows(box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each element but for the last dim, its number among all rows of the whole tensor."""
+    rows, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in reversed(range(len(shape) - 1)):
+        places = torch.arange(box.start[dim], box.stop[dim], device=device) * stride
+        rows = rows + places.view(-1, *[1] * (len(shape) - 2 - dim))
+        stride *= shape[dim]
+    return rows.to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words that leaves no trace of what came in; in place."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))

@@ -1,0 +1,229 @@
+"""How every family is held against `transformers`: small random models of theirs, and what must be equal.
+
+A family's test file makes `Case`s of it and calls the functions here; `docs/families_table.py` prints the differences.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from headway.models import Decoder, empty_cache, empty_decoder, load_into, write_folder
+from headway.plan import parameters
+from headway.recipe.huggingface import read_model
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""What most families call their sizes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model of `transformers`: the name of its config class, and its settings."""
+
+    name: str
+    config: str
+    settings: dict[str, Any]
+    family: str
+    """What Headway takes it for."""
+    features: str = ""
+    """What it shows, for the table in the docs."""
+    position_ids: bool = True
+    """Whether it counts positions (for packed documents)."""
+    ignored: tuple[str, ...] = ()
+    """Keys of a config that may come back otherwise."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its forward pass."""
+
+
+def make(case: Case, folder: Path, seed: int = 0, **save: Any) -> Any:
+    """A random model of theirs, saved; its weights are large enough for every part to matter."""
+    config = getattr(transformers, case.config)(**case.settings)
+    torch.manual_seed(seed)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    saved = theirs.state_dict()
+    with torch.no_grad():
+        for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+            if name not in saved or not tensor.is_floating_point():
+                continue  # what follows from the config is as it is
+            if tensor.ndim > 1:
+                tensor.normal_(0, 0.15)
+            else:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    theirs.save_pretrained(folder, **save)
+    return theirs
+
+
+def load(folder: Path) -> Decoder:
+    """Ours, of a folder."""
+    made = empty_decoder(read_model(folder))
+    load_into(made, folder)
+    return made.eval()
+
+
+def tokens(rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:
+    return torch.randint(5, 200, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far ours and theirs are apart: of logits the largest, of gradients the largest of any tensor by norm."""
+
+    what: str
+    logits: float
+    gradients: float = 0.0
+
+
+def differences(case: Case, folder: Path) -> Iterator[Difference]:
+    """Every comparison of one family: plain, padded, packed, far from the first position."""
+    theirs = make(case, folder)
+    ours = load(folder)
+    assert ours.model.family == case.family
+    yield _plain(case, ours, theirs)
+    yield _padded(case, ours, theirs)
+    yield _packed(case, ours, theirs)
+    yield _long(case, ours, theirs)
+
+
+def _plain(case: Case, ours: Decoder, theirs: Any) -> Difference:
+    ids = tokens()
+    labels = tokens(seed=2)
+    expected = theirs(ids, **case.extra).logits
+    found = ours(ids)
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    theirs.zero_grad()
+    loss.backward()
+    ours.zero_grad()
+    summed = ours(ids, labels)
+    summed.backward()
+    torch.testing.assert_close(summed, loss.detach(), rtol=1e-4, atol=1e-3)
+    return Difference("plain", _apart(found, expected), _gradients(ours, theirs))
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    assert expected.abs().max() > 0.3, "else equality would say little"
+    return float((found - expected).detach().abs().max())
+
+
+def _gradients(ours: Decoder, theirs: Any) -> float:
+    """The norm of the difference by the norm of theirs, for the worst of our tensors.
+
+    Gradients of theirs go through the same mapping as weights: into a copy of ours, by a folder's names.
+    """
+    import tempfile
+
+    shadow = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for (_, tensor), (_, source) in zip(shadow.named_parameters(), theirs.named_parameters(), strict=True):
+            tensor.copy_(torch.zeros_like(tensor) if source.grad is None else source.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        shadow.save_pretrained(folder)
+        wanted = empty_decoder(ours.model)
+        load_into(wanted, Path(folder))
+    worst = 0.0
+    for (name, parameter), (_, want) in zip(ours.named_parameters(), wanted.named_parameters(), strict=True):
+        assert parameter.grad is not None, name
+        scale = float(want.detach().norm())
+        off = float((parameter.grad - want.detach()).norm())
+        worst = max(worst, off / scale if scale > 1e-6 else off)
+    return worst
+
+
+def _padded(case: Case, ours: Decoder, theirs: Any) -> Difference:
+    """A short row beside a long one: what is padding is a document of its own, and its logits are nobody's."""
+    ids = tokens()
+    real = torch.ones_like(ids)
+    real[1, 25:] = 0
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=real, **case.extra).logits
+        found = ours(ids, documents=(1 - real).int())
+    return Difference("padded", _apart(found[real.bool()], expected[real.bool()]))
+
+
+def _packed(case: Case, ours: Decoder, theirs: Any) -> Difference:
+    """Three documents in a row: each as if it were alone."""
+    ids = tokens(rows=1)
+    ends = (0, 11, 12, 40)
+    documents = torch.zeros_like(ids).int()
+    for begin in ends[1:-1]:
+        documents[:, begin:] += 1
+    with torch.no_grad():
+        found = ours(ids, documents=documents)
+        alone = [theirs(ids[:, low:high], **case.extra).logits for low, high in pairwise(ends)]
+    return Difference("packed", _apart(found, torch.cat(alone, dim=1)))
+
+
+def _long(case: Case, ours: Decoder, theirs: Any) -> Difference:
+    """A sequence several times as long as windows and scaled positions are."""
+    ids = tokens(rows=1, length=300, seed=3)
+    with torch.no_grad():
+        return Difference("long", _apart(ours(ids), theirs(ids, **case.extra).logits))
+
+
+def assert_equal(case: Case, folder: Path) -> None:
+    """Logits within 1e-4, gradients within 1e-3 by norm; the plan's count of parameters is the module's and theirs."""
+    for difference in differences(case, folder):
+        assert difference.logits < 1e-4, difference
+        assert difference.gradients < 1e-3, difference
+
+
+def assert_counts(case: Case, folder: Path) -> None:
+    """What the recipe says of tensors, and the plan of parameters, is what the module has."""
+    theirs = make(case, folder)
+    model = read_model(folder)
+    module = empty_decoder(model, "meta")
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == model.tensors()
+    assert [name for name, _ in module.named_parameters()] == list(model.tensors())
+    persistent = {name: tuple(t.shape) for name, t in module.state_dict().items() if name not in model.tensors()}
+    assert persistent == model.buffers()
+    count = sum(p.numel() for p in module.parameters())
+    assert count == parameters(model.architecture())
+    assert count == sum(p.numel() for p in theirs.parameters())
+
+
+def assert_round_trip(case: Case, folder: Path, **save: Any) -> None:
+    """Theirs to ours to a folder that they read back: the same tensors bit for bit, the same model, the same logits."""
+    theirs = make(case, folder / "theirs", **save)
+    ours = load(folder / "theirs")
+    tensors = {name: tensor.detach() for name, tensor in ours.state_dict().items()}
+    write_folder(folder / "ours", ours.model, tensors, seq=case.settings.get("max_position_embeddings", 2048))
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not report["missing_keys"], report
+    assert not report["unexpected_keys"], report
+    state = back.state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    with torch.no_grad():
+        assert torch.equal(back(tokens(), **case.extra).logits, theirs(tokens(), **case.extra).logits)
+    assert read_model(folder / "ours") == ours.model
+
+
+def assert_cache(case: Case, folder: Path) -> None:
+    """A token at a time gives the logits of all at once."""
+    make(case, folder)
+    ours = load(folder)
+    ids = tokens(rows=1)
+    with torch.no_grad():
+        cache = empty_cache(ours, capacity=40)
+        got = [ours.logits(ours.hidden(ids[:, :5], cache=cache))]
+        got += [ours.logits(ours.hidden(ids[:, i : i + 1], cache=cache)) for i in range(5, 40)]
+        torch.testing.assert_close(torch.cat(got, dim=1), ours(ids), rtol=1e-4, atol=1e-4)

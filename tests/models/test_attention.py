@@ -1,0 +1,137 @@
+"""Attention against sums written out token by token, whichever kernel computes it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headway.models.attention import attend, choose, see
+
+
+def by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One query at a time, in float64."""
+    rows, length, heads, size = q.shape
+    share = heads // k.shape[2]
+    out = torch.zeros(rows, length, heads, v.shape[3], dtype=torch.float64)
+    for b in range(rows):
+        for i in range(length):
+            seen = [
+                j
+                for j in range(i + 1)
+                if (window is None or i - j < window) and (documents is None or documents[b, i] == documents[b, j])
+            ]
+            for n in range(heads):
+                scores = torch.stack([q[b, i, n].double() @ k[b, j, n // share].double() for j in seen]) / math.sqrt(
+                    size
+                )
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[n : n + 1].double()))
+                shares = scores.softmax(0)
+                out[b, i, n] = sum(shares[at] * v[b, j, n // share].double() for at, j in enumerate(seen))
+    return out
+
+
+def draw(rows: int, length: int, heads: int, share: int, seed: int, device: str = "cpu") -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, length, heads, 8, generator=generator)
+    k, v = (torch.randn(rows, length, heads // share, 8, generator=generator) for _ in range(2))
+    documents = (torch.rand(rows, length, generator=generator) < 0.2).int().cumsum(1).int()
+    return q, k, v, documents
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(2, 12), st.sampled_from([(2, 1), (4, 2), (3, 3)]), st.booleans(),
+    st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 2.0]), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_every_kernel_on_a_cpu(rows, length, heads, packed, window, softcap, sunk, seed) -> None:
+    q, k, v, documents = draw(rows, length, *heads, seed)
+    documents = documents if packed else None
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed + 1)) if sunk else None
+    kernel = choose("cpu", masked=True, capped=softcap is not None, sinks=sunk)
+    mask = see(length, {window}, documents, torch.device("cpu"), kernel)[window]
+    found = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
+    expected = by_hand(q, k, v, documents, window, softcap, sinks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_query_after_a_cache_sees_its_window() -> None:
+    q, k, v, _ = draw(1, 10, 2, 1, 0)
+    for window in (None, 1, 4, 10, 99):
+        whole = by_hand(q, k, v, None, window, None, None)
+        found = attend(q[:, -1:], k, v, None, window=window)
+        torch.testing.assert_close(found.double(), whole[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_documents_never_see_each_other() -> None:
+    """What one document holds changes nothing in another, not by a bit; nor do gradients pass."""
+    q, k, v, documents = draw(2, 20, 4, 2, 3)
+    mask = see(20, {None}, documents, torch.device("cpu"), "masked")[None]
+    before = attend(q, k, v, mask)
+    other = documents == 1
+    v = v.clone()
+    v[other] += 100
+    v.requires_grad_()
+    after = attend(q, k, v, mask)
+    assert torch.equal(before[~other], after[~other])
+    after[~other].sum().backward()
+    assert v.grad is not None
+    assert torch.equal(v.grad[other], torch.zeros_like(v.grad[other]))
+
+
+@pytest.mark.parametrize(
+    ("device", "masked", "capped", "sinks", "kernel"),
+    [
+        ("cpu", False, False, False, "causal"),
+        ("cuda", False, False, False, "causal"),
+        ("cpu", True, False, False, "masked"),
+        ("cuda", True, False, False, "flex"),
+        ("cuda", False, True, False, "flex"),
+        ("cpu", True, True, False, "plain"),
+        ("cuda", True, False, True, "plain"),
+    ],
+)
+def test_the_table(device: str, masked: bool, capped: bool, sinks: bool, kernel: str) -> None:
+    assert choose(device, masked, capped, sinks) == kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("packed", [True, False])
+def test_flex_equals_plain_on_a_gpu(
+    dtype: torch.dtype, softcap: float | None, window: int | None, packed: bool
+) -> None:
+    """Forward and backward; blocks that nobody sees are left out, which must change nothing."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    made = [
+        torch.randn(2, 384, heads, 64, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+        for heads in (8, 2, 2)
+    ]
+    documents = (
+        (torch.rand(2, 384, generator=generator, device="cuda") < 0.02).int().cumsum(1).int() if packed else None
+    )
+    found = []
+    for kernel in ("flex", "plain"):
+        mask = see(384, {window}, documents, torch.device("cuda"), kernel)[window]
+        sinks = torch.full((8,), -1e9, device="cuda") if kernel == "plain" else None  # which asks for the plain kernel
+        out = attend(*made, mask, window=window, softcap=softcap, sinks_N=sinks)
+        gradients = torch.autograd.grad(out.float().square().sum(), made)
+        found.append([out.detach(), *gradients])
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() < bound * other.float().norm()

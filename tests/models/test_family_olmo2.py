@@ -1,0 +1,44 @@
+"""OLMo 2 against `transformers`."""
+
+from pathlib import Path
+
+import pytest
+from family_cases import SIZES, Case, assert_cache, assert_counts, assert_equal, assert_round_trip
+
+from headway.errors import ModelError
+from headway.recipe.huggingface import model_from_config
+
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
+
+CASES = [
+    Case("OLMo 2", "Olmo2Config", SIZES, "olmo2", "norms after each part, norms over all heads"),
+    Case("OLMo 2, tied", "Olmo2Config", SIZES | {"tie_word_embeddings": True, "attention_bias": True,
+         "rope_parameters": LINEAR}, "olmo2", "scaled positions (linear), tied, biases"),
+]  # fmt: skip
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every
+def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
+    assert_equal(case, tmp_path)
+
+
+@every
+def test_counts(case: Case, tmp_path: Path) -> None:
+    assert_counts(case, tmp_path)
+
+
+@every
+def test_there_and_back(case: Case, tmp_path: Path) -> None:
+    assert_round_trip(case, tmp_path)
+
+
+@every
+def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
+    assert_cache(case, tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "gelu"), ("partial_rotary_factor", 0.5), ("num_experts", 4)])
+def test_what_would_be_another_function_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ModelError):
+        model_from_config(SIZES | {"model_type": "olmo2", key: value})

@@ -1,0 +1,102 @@
+import tomllib
+
+import pytest
+
+from headway.errors import RecipeError
+from headway.recipe import Recipe, check_resumable, load_recipe, to_toml, with_settings
+from headway.recipe.stored import stored_recipe
+
+NAMED = """
+[data]
+seq = 64
+[data.mixture.web]
+path = "data/web"
+weight = 0.7
+[data.mixture.code]
+path = "data/code"
+weight = [[1, 0.3], [1000, 0.5]]
+"""
+LISTED = """
+[data]
+seq = 64
+[[data.mixture]]
+path = "data/web"
+weight = 0.7
+[[data.mixture]]
+path = "data/code"
+weight = [[1, 0.3], [1000, 0.5]]
+"""
+
+
+def loaded(tmp_path, text, settings=()):
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    return load_recipe(file, settings)
+
+
+def test_tables_by_name_and_a_list_of_tables_are_the_same(tmp_path):
+    named, listed = loaded(tmp_path, NAMED), loaded(tmp_path, LISTED)
+    assert named == listed
+    assert list(named.data.parts) == ["web", "code"]
+    assert [named.data.mixture["code"].weight_at(step) for step in (1, 999, 1000, 5000)] == [0.3, 0.3, 0.5, 0.5]
+    assert named.data.changes == [1, 1000]
+
+
+def test_a_recipe_reads_back_as_it_was_from_toml_and_json(tmp_path):
+    recipe = loaded(tmp_path, NAMED)
+    assert loaded(tmp_path, to_toml(recipe)) == recipe
+    assert stored_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_one_data_set_is_written_without_a_word_of_mixtures():
+    recipe = Recipe.model_validate({"data": {"path": "data/text"}})
+    assert "mixture" not in recipe.model_dump()["data"]
+    assert "path" not in with_settings(recipe, ["data.path=", 'data.mixture.a.path="x"']).model_dump()["data"]
+    assert {name: part.path for name, part in recipe.data.parts.items()} == {"text": "data/text"}
+
+
+def test_settings_and_variants_reach_one_data_set(tmp_path):
+    assert loaded(tmp_path, NAMED, ["data.mixture.web.weight=2"]).data.mixture["web"].weight == 2.0
+    (tmp_path / "base.toml").write_text(NAMED)
+    variant = 'extends = "base.toml"\n[data.mixture.books]\npath = "data/books"\n'
+    assert list(loaded(tmp_path, variant).data.parts) == ["web", "code", "books"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[data]\npath = "x"\n[data.mixture.a]\npath = "y"', "leave one of them out"),
+        ("[data]\nseq = 3", "data.path is missing"),
+        ('[data.mixture.a]\npath = "x"\nweight = 0', "all weights of the mixture are 0 from step 1 on"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[0, 1], [5, 0]]', "all weights of the mixture are 0 from step 5 on"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[2, 1]]', "says first what it is at step 1"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[1, 1], [9, 2], [9, 3]]', "step 9 does not come after step 9"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[0, 1], [1, 2]]', "step 1 does not come after step 1"),
+        (
+            '[data.mixture.a]\npath = "x"\nweight = -1',
+            "data.mixture.a.weight: -1 is neither a number of 0 or more nor pairs",
+        ),
+        ('[data.mixture."a b"]\npath = "x"', "data.mixture.a b"),
+        ("[data.mixture.a]\nweight = 1", "data.mixture.a.path is missing"),
+        ('[data.mixture.a]\npath = "x"\nwieght = 1', 'has no key "wieght"'),
+        ('[[data.mixture]]\npath = "u/x"\n[[data.mixture]]\npath = "v/x"', "two data sets of the mixture are called x"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, text, said):
+    with pytest.raises(RecipeError) as error:
+        loaded(tmp_path, text)
+    assert said in error.value.message
+
+
+def test_folders_may_move_when_a_run_goes_on_and_weights_may_not(tmp_path):
+    recipe = loaded(tmp_path, NAMED)
+    moved = with_settings(recipe, ['data.mixture.web.path="elsewhere/web"'])
+    assert check_resumable(recipe, moved) == {"data.mixture.web.path": ("data/web", "elsewhere/web")}
+    for setting in (
+        "data.mixture.web.weight=0.6",
+        'data.mixture.new.path="x"',
+        'data.mixture.web.version="0123456789"',
+    ):
+        with pytest.raises(RecipeError, match="cannot change when a run is resumed"):
+            check_resumable(recipe, with_settings(recipe, [setting]))

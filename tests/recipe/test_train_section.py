@@ -1,0 +1,92 @@
+"""The train section: keys that say nothing of what was chosen are refused, and patterns find names."""
+
+import pytest
+
+from headway.errors import RecipeError
+from headway.recipe import Data, Recipe, Train, to_toml, with_settings
+from headway.recipe.load import load_recipe, parse_recipe
+from headway.recipe.patterns import first_match, matched, matches
+
+BASE = Recipe(data=Data(path="d"))
+HALF = ['train.weights="bfloat16"', 'train.dtype="bfloat16"']
+
+REFUSED = [
+    (["train.momentum=0.9"], "train.momentum says nothing of adamw"),
+    (["train.optimizer=adafactor", "train.beta2=0.99"], "train.beta2 says nothing of adafactor"),
+    (["train.optimizer=adafactor", "train.moments=bfloat16"], "train.moments says nothing of adafactor"),
+    (["train.optimizer=adamw-8bit", "train.moments=bfloat16"], "train.moments says nothing of adamw-8bit"),
+    (["train.master=true"], "train.master says nothing of float32 weights"),
+    (["train.decay_steps=9"], "train.decay_steps says nothing of a cosine schedule"),
+    (["train.weights=bfloat16"], 'needs dtype = "bfloat16"'),
+    (["train.optimizer=muon", "train.offload_optimizer=true"], "offload_optimizer is of adamw .* optimizer is muon"),
+    (["train.offload_optimizer=true", "train.moments=bfloat16"], "moments is bfloat16"),
+    (["train.schedule=wsd", "train.steps=10", "train.warmup_steps=5", "train.decay_steps=6"], "are more than steps"),
+    (["train.optimizer=adam"], "train.optimizer = 'adam'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), REFUSED)
+def test_what_says_nothing_is_refused(settings: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        with_settings(BASE, settings)
+
+
+def test_numbers_that_follow_are_filled_in() -> None:
+    assert with_settings(BASE, ["train.optimizer=muon"]).train.momentum == 0.95
+    assert BASE.train.momentum is None
+    wsd = with_settings(BASE, ["train.schedule=wsd", "train.steps=300"]).train
+    assert (wsd.decay_steps, wsd.decay) == (30, "sqrt")
+
+
+@pytest.mark.parametrize(
+    "settings", [["train.optimizer=muon"], ["train.schedule=wsd"], [*HALF, "train.master=true"], []]
+)
+def test_a_resolved_recipe_reads_back_as_it_was(settings: list[str], tmp_path) -> None:
+    groups = 'train.groups=[{match=["embed.*"], rate=0.5}, {match=["**.bias"], weight_decay=0.0}]'
+    made = with_settings(BASE, [*settings, groups, "train.batch_ramp=[[5, 64]]"])
+    assert parse_recipe(made.model_dump(), {}, "again") == made
+    file = tmp_path / "r.toml"
+    file.write_text(to_toml(made))
+    assert load_recipe(file) == made
+    assert Recipe.model_validate_json(made.model_dump_json()) == made
+
+
+NAMES = ["embed.weight", "layers.0.attention.q.weight", "layers.10.attention.q.bias", "layers.0.mlp.up.weight", "head"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("embed.weight", [0]),
+        ("embed.*", [0]),
+        ("layers.*.attention.q.*", [1, 2]),
+        ("layers.*", []),
+        ("layers.**", [1, 2, 3]),
+        ("**", [0, 1, 2, 3, 4]),
+        ("**.weight", [0, 1, 3]),
+        ("layers.1*.**", [2]),
+        ("layers.0.**.weight", [1, 3]),
+        ("embed", []),
+        ("*", [4]),
+    ],
+)
+def test_a_star_is_one_part_and_two_are_any_number(pattern: str, wanted: list[int]) -> None:
+    assert [i for i, name in enumerate(NAMES) if matches(pattern, name)] == wanted
+
+
+def test_the_first_match_wins_and_a_pattern_of_nothing_names_the_nearest() -> None:
+    assert first_match([["head"], ["layers.**", "embed.*"], ["**"]], "embed.weight") == 1
+    assert first_match([["head"]], "embed.weight") is None
+    assert matched("train.freeze", ["head", "embed.*"], NAMES) == {"head", "embed.weight"}
+    with pytest.raises(
+        RecipeError, match=r"train\.freeze has layers\.\*\.attn\.q\.weight, and the model has no"
+    ) as caught:
+        matched("train.freeze", ["layers.*.attn.q.weight"], NAMES)
+    assert "layers.*.attention.q.weight" in (caught.value.hint or "")
+
+
+def test_an_unknown_key_of_a_group_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"train\.groups\.0"):
+        with_settings(BASE, ['train.groups=[{match=["a"], lr=0.5}]'])
+    with pytest.raises(ValueError, match="at least 1 item"):
+        Train(groups=[{"match": []}])

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+import torch
+
+from headway.data import Loader, ShardWriter, WindowReader, finish_dataset, open_dataset, split_dataset
+from headway.train.feed import TURNS, Feed
+
+SEQ, BATCH = 16, 4
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    rng = np.random.default_rng(0)
+    writer = ShardWriter(folder, dtype="uint16", end_of_text=0, shard_tokens=1000)
+    for _ in range(300):
+        writer.add(rng.integers(1, 300, int(rng.integers(0, 25))))
+        writer.end_document()
+    finish_dataset(folder, writer, vocab_size=300, tokenizer=b"{}")
+    return open_dataset(folder)
+
+
+def loader(dataset, **options):
+    return Loader(WindowReader(dataset, SEQ, **options), split_dataset(dataset, SEQ, 0.1), 3, BATCH, rows=(1, 4))
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_tensors_are_what_the_loader_reads(dataset, masks):
+    feed = Feed(loader(dataset, mask_boundaries=masks, documents=True), torch.device("cpu"))
+    plain = loader(dataset, mask_boundaries=masks, documents=True)
+    for cursor in range(0, 3 * TURNS * BATCH, BATCH):
+        fed, want = feed.read(cursor), plain.read(cursor)
+        assert fed.inputs.tolist() == want.inputs.tolist()
+        assert fed.labels.tolist() == want.labels.tolist()
+        assert fed.documents.tolist() == want.documents.tolist()
+        assert fed.documents.dtype == torch.int32
+        assert fed.trained == want.trained
+
+
+def test_documents_are_good_until_their_buffers_turn_comes_again(dataset):
+    feed = Feed(loader(dataset, documents=True), torch.device("cpu"))
+    read = [feed.read(step * BATCH) for step in range(TURNS)]
+    kept = [(fed.inputs.clone(), fed.documents.clone()) for fed in read]
+    feed_again = loader(dataset, documents=True)
+    for step, (fed, (inputs, documents)) in enumerate(zip(read, kept, strict=True)):
+        assert torch.equal(fed.inputs, inputs)
+        assert torch.equal(fed.documents, documents)
+        assert documents.tolist() == feed_again.read(step * BATCH).documents.tolist()
+
+
+def test_who_does_not_ask_gets_none(dataset):
+    assert Feed(loader(dataset), torch.device("cpu")).read(0).documents is None
+
+
+@pytest.mark.gpu
+def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
+    feed = Feed(loader(dataset, documents=True), torch.device("cuda"))
+    want = loader(dataset, documents=True)
+    feed.read(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        read = [feed.read(step * BATCH) for step in range(TURNS)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step, fed in enumerate(read):
+        assert fed.documents.device.type == "cuda"
+        assert fed.documents.tolist() == want.read(step * BATCH).documents.tolist()
