@@ -305,3 +305,17 @@ def assert_same_bytes(first: Path, second: Path) -> None:
             x, y = a.get_tensor(name), b.get_tensor(name)
             assert x.dtype == y.dtype == torch.bfloat16
             assert torch.equal(x.view(torch.int16), y.view(torch.int16)), name
+
+
+def test_experts_go_out_one_by_one(tmp_path: Path) -> None:
+    """Each from its own slice of a checkpoint's pieces, whichever worker held it."""
+    model = Model(family="mixtral", vocab_size=96, layers=2, dim=32, heads=4, hidden=48, experts=4, top_k=2)
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in model.tensors().items()}
+    checkpoint = open_checkpoint(cut_checkpoint(tmp_path / "checkpoints", tensors))
+    write_folder(tmp_path / "out", model, saved_weights(checkpoint, model.tensors()))
+    found = stored(tmp_path / "out")
+    for layer in range(2):
+        for expert in range(4):
+            for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+                name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}.weight"
+                assert torch.equal(found[name], tensors[f"layers.{layer}.mlp.experts.{ours}"][expert])

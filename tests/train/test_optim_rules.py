@@ -9,7 +9,9 @@ from small_net import Net, gradients
 from torch import nn
 from transformers.optimization import Adafactor
 
-from headway.recipe import Train
+from headway.models import empty_decoder
+from headway.recipe import Model, Train
+from headway.recipe.train import Group
 from headway.train.optim import build_optimizer, set_step
 from headway.train.optim.muon import orthogonalized
 
@@ -162,3 +164,26 @@ def test_groups_have_rates_and_decays_of_their_own() -> None:
         g = gradients(plain, 1)[name].double()
         wanted = p.double() * (1 - rate * decay) - rate * g / (g.abs() + 1e-8)
         torch.testing.assert_close(net.get_parameter(name).double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_rates_follow_the_width_by_mup() -> None:
+    """A group's own factor comes on top."""
+    model = Model(vocab_size=64, layers=1, dim=64, heads=4, tie_embeddings=False, mup_base=16)
+    decoder = empty_decoder(model)
+    train = Train(lr=0.5, groups=(Group(match=("layers.*.mlp.**",), rate=3.0),))
+    optimizer = build_optimizer(decoder, train)
+    set_step(optimizer.param_groups, 1, 0.5)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in decoder.named_parameters()}
+    assert found["embed.weight"] == found["norm.weight"] == found["layers.0.mlp_norm.weight"] == 0.5
+    assert found["layers.0.attention.q.weight"] == found["head.weight"] == 0.125
+    assert found["layers.0.mlp.up.weight"] == 0.375
+
+
+def test_routers_are_no_matrices_of_muon() -> None:
+    model = Model(family="mixtral", vocab_size=64, layers=1, dim=32, heads=4, experts=4, top_k=2)
+    decoder = empty_decoder(model)
+    optimizer = build_optimizer(decoder, Train(optimizer="muon"))
+    rules = {name: group["rule"] for group in optimizer.param_groups for name in group["names"]}
+    assert rules["layers.0.mlp.router.weight"] == rules["embed.weight"] == "adamw"
+    assert rules["layers.0.mlp.experts.up"] == rules["layers.0.attention.q.weight"] == "muon"

@@ -21,7 +21,6 @@ Documents = npt.NDArray[np.int32]
 """Which document of its row each input token belongs to, 0, 1, 2, ... along the row."""
 
 _CHUNK_SAMPLES = 4096
-_FEW_DOCUMENTS = 24
 
 
 class Batch(NamedTuple):
@@ -63,7 +62,6 @@ class WindowReader:
         self._mask_boundaries = mask_boundaries
         asked = datasets if self.masks or documents else []
         self._documents = [_with_ends(table) for dataset in asked for table in dataset.documents]
-        self._numbers = np.arange(seq, dtype=np.int32)
         self._first = np.array(list(accumulate(counts[:-1], initial=0)), dtype=np.int64)
         self._shards = [
             shard[: count * (seq + 1)].reshape(count, seq + 1) for shard, count in zip(tokens, counts, strict=True)
@@ -100,23 +98,24 @@ class WindowReader:
 
     def _number_documents(self, places: Sequence[tuple[int, int]], out: Documents | None) -> Documents:
         """For each input token of the rows at these places, how many documents ended before it in its row."""
-        out = np.empty((len(places), self.seq), dtype=np.int32) if out is None else out
-        for row, (shard, window) in zip(out, places, strict=True):
+        begins: list[int] = []  # where in the rows, laid end to end, another number begins
+        numbers: list[int] = []
+        for index, (shard, window) in enumerate(places):
             table, ends = self._documents[shard]
             start = window * (self.seq + 1)
             low = bisect_right(ends, start)
             # A document has one token at least, so that a row sees at most seq of them end.
             high = bisect_left(ends, start + self.seq, lo=low, hi=min(low + self.seq, len(ends)))
-            if high - low < _FEW_DOCUMENTS:
-                left = 0
-                for number, end in enumerate(table[low:high, 0].tolist()):
-                    row[left : end - start] = number
-                    left = end - start
-                row[left:] = high - low
-            else:
-                # Slices cost a third of a microsecond each: rows of many documents are laid out by one call.
-                edges = np.concatenate([[start], table[low:high, 0].astype(np.int64), [start + self.seq]])
-                row[:] = np.repeat(self._numbers[: high - low + 1], np.diff(edges))
+            shift = index * self.seq - start
+            begins.append(index * self.seq)
+            begins.extend([end + shift for end in table[low:high, 0].tolist()])
+            numbers.extend(range(high - low + 1))
+        # One call for all rows: slices of single documents would cost a microsecond each.
+        edges = np.array([*begins, len(places) * self.seq])
+        laid = np.repeat(np.array(numbers, dtype=np.int32), edges[1:] - edges[:-1]).reshape(len(places), self.seq)
+        if out is None:
+            return laid
+        out[:] = laid
         return out
 
     def _mask(self, row: Ids, shard: int, start: int) -> int:

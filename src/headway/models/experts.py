@@ -195,7 +195,7 @@ def uneven(logits_TE: Tensor, chosen_TX: Tensor) -> Tensor:
     The sum over experts of the share of tokens it sees times the mean of its probability, times the number of experts.
     """
     experts = torch.arange(logits_TE.shape[1], device=logits_TE.device)
-    share_E = (chosen_TX.flatten().unsqueeze(1) == experts).float().sum(dim=0) / len(logits_TE)
+    share_E = (chosen_TX.flatten().unsqueeze(1) == experts).sum(dim=0) / len(logits_TE)
     return len(experts) * (share_E * logits_TE.float().softmax(dim=-1).mean(dim=0)).sum()
 
 

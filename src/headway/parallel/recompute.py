@@ -19,6 +19,7 @@ KEPT = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    aten._grouped_mm.default,
 }
 """Operations whose results `selective` keeps: those that take long. All others are cheap to do again."""
 

@@ -87,4 +87,5 @@ def _trained(name: str, train: Train) -> bool:
 
 def _is_matrix(name: str, shape: Shape) -> bool:
     """One inside of a block, or a stack of them: what Muon and eight bits are for."""
-    return name.startswith(BLOCKS) and len(shape) in (2, 3) and not name.endswith("bias")
+    stands = name.startswith(BLOCKS) and not name.endswith("bias") and ".router." not in name
+    return stands and len(shape) in (2, 3)

@@ -5,7 +5,7 @@ construction, so that a resolved recipe shows every number that will be used.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -146,3 +146,9 @@ class Recipe(Section):
     """When to make the state durable, and what to keep."""
     health: Health = Field(default_factory=Health)
     """What counts as numbers gone wrong, and what to do then."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.model.mup_base is not None and self.train.optimizer not in ("adamw", "adamw-8bit"):
+            raise ValueError(f"model.mup_base says how AdamW's rates follow a width, not {self.train.optimizer}'s")
+        return self

@@ -25,8 +25,8 @@ from headway.recipe.model import Stored
 from headway.state import packing
 from headway.state.bands import band_bytes, read_bands
 from headway.state.manifest import CHUNK_BYTES
-from headway.state.restore import Checkpoint
-from headway.state.safetensors_file import DTYPES, Image, plan_image, read_image
+from headway.state.restore import Checkpoint, read_box
+from headway.state.safetensors_file import DTYPES, Image, bits_dtype, plan_image, read_image
 from headway.track import make_durable
 
 __all__ = [
@@ -62,6 +62,8 @@ class Weight:
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[memoryview]]
+    slice_at: Callable[[int], Iterable[memoryview]] | None = None
+    """A shorter way to one slice of its first dim than past all before it."""
 
     @property
     def bytes(self) -> int:
@@ -139,8 +141,7 @@ def theirs_of(weights: Mapping[str, Weight], model: Model) -> dict[str, Weight]:
         if form.form == "same":
             made[form.name] = first
         elif form.form == "expert":
-            size = first.bytes // first.shape[0]
-            made[form.name] = Weight(first.dtype, shape, partial(_stretch, first, form.index * size, size))
+            made[form.name] = Weight(first.dtype, shape, partial(_slice, first, form.index))
         else:
             parts = [weights[name] for name in form.ours]
             made[form.name] = Weight(first.dtype, shape, partial(_packed, form, parts))
@@ -152,9 +153,13 @@ def _one_after_the_other(parts: Iterable[Weight]) -> Iterator[memoryview]:
         yield from part.blocks()
 
 
-def _stretch(weight: Weight, begin: int, size: int) -> Iterator[memoryview]:
-    """Some of a weight's bytes."""
-    place = 0
+def _slice(weight: Weight, index: int) -> Iterator[memoryview]:
+    """The bytes of one slice of a weight's first dim."""
+    if weight.slice_at is not None:
+        yield from weight.slice_at(index)
+        return
+    size = weight.bytes // weight.shape[0]
+    begin, place = index * size, 0
     for block in weight.blocks():
         low, high = max(begin - place, 0), min(begin + size - place, len(block))
         if low < high:
@@ -181,7 +186,12 @@ def _array(weight: Weight) -> packing.Bits:
 def saved_weights(checkpoint: Checkpoint, shapes: Shapes, prefix: str = "model/") -> dict[str, Weight]:
     """The weights of a checkpoint, whatever pieces it has them in, checked against the shapes that a model has."""
     found = {
-        name.removeprefix(prefix): Weight(entry.dtype, entry.shape, partial(_read_checkpoint, checkpoint, name))
+        name.removeprefix(prefix): Weight(
+            entry.dtype,
+            entry.shape,
+            partial(_read_checkpoint, checkpoint, name),
+            partial(_read_slice, checkpoint, name),
+        )
         for name, entry in checkpoint.manifest.tensors.items()
         if name.startswith(prefix)
     }
@@ -347,6 +357,14 @@ def _read_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:
     """A tensor of a checkpoint, some rows at a time, checked."""
     for bits in read_bands(checkpoint, name, band_bytes(checkpoint)):
         yield bits.view(np.uint8).data
+
+
+def _read_slice(checkpoint: Checkpoint, name: str, index: int) -> Iterator[memoryview]:
+    """A slice of a tensor of a checkpoint, checked."""
+    entry = checkpoint.manifest.tensors[name]
+    bits = np.empty((1, *entry.shape[1:]), bits_dtype(entry.dtype))
+    read_box(checkpoint, name, (index, *(0 for _ in entry.shape[1:])), bits.shape, out=bits)
+    yield bits.reshape(-1).view(np.uint8).data
 
 
 def _some(names: list[str]) -> str:

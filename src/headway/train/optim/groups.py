@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from headway.errors import ModelError
+from headway.models import Decoder
 from headway.parallel.layout import blocks_of, layout_of
 from headway.recipe import Layout, Train
 from headway.recipe.patterns import first_match, matched
@@ -48,7 +49,8 @@ def groups_of(model: nn.Module, train: Train, held: Held, layout: Layout | None 
     found = dict[_Way, dict[str, Any]]()
     for name, parameter in named_parameters(model, held):
         if parameter.requires_grad:
-            way = _way(train, name, parameter, name in inside)
+            factor = model.model.rate_factor(name) if isinstance(model, Decoder) else 1.0
+            way = _way(train, name, parameter, name in inside, factor)
             group = found.setdefault(way, {"params": [], "names": [], **way.options(train)})
             group["params"].append(parameter)
             group["names"].append(name)
@@ -57,7 +59,7 @@ def groups_of(model: nn.Module, train: Train, held: Held, layout: Layout | None 
             "no parameter of this worker's part of the model is trained",
             hint="in a pipeline each stage needs one that is: parallel.stages says which blocks it has",
         )
-    return [found[way] for way in sorted(found, key=lambda way: (way.group, not way.decays))]
+    return [found[way] for way in sorted(found, key=lambda way: (way.group, not way.decays, -way.factor))]
 
 
 def set_step(groups: list[dict[str, Any]], step: int, rate: float) -> None:
@@ -76,6 +78,8 @@ class _Way:
     rule: Rule
     decays: bool
     """Whether it decays where its group does not say."""
+    factor: float
+    """What its learning rate is multiplied by, by muP."""
 
     def options(self, train: Train) -> Mapping[str, Any]:
         """As an optimizer's group has them."""
@@ -83,13 +87,13 @@ class _Way:
         decay = train.weight_decay if self.decays else 0.0
         return {
             "rule": self.rule,
-            "rate": 1.0 if own is None else own.rate,
+            "rate": self.factor * (1.0 if own is None else own.rate),
             "weight_decay": decay if own is None or own.weight_decay is None else own.weight_decay,
             "number": 1,
         }
 
 
-def _way(train: Train, name: str, parameter: nn.Parameter, inside: bool) -> _Way:
+def _way(train: Train, name: str, parameter: nn.Parameter, inside: bool, factor: float) -> _Way:
     matrix = parameter.ndim >= 2 and not name.endswith("bias")
     rule: Rule = "adafactor" if train.optimizer == "adafactor" else "adamw"
     if inside and train.optimizer == "muon":
@@ -97,11 +101,11 @@ def _way(train: Train, name: str, parameter: nn.Parameter, inside: bool) -> _Way
     elif inside and train.optimizer == "adamw-8bit" and parameter.numel() >= LEAST_EIGHTBIT:
         rule = "adamw-8bit"
     group = first_match([one.match for one in train.groups], name)
-    return _Way(len(train.groups) if group is None else group, rule, matrix)
+    return _Way(len(train.groups) if group is None else group, rule, matrix, factor)
 
 
 def _block_matrices(model: nn.Module, held: Held, layout: Layout | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Matrices inside blocks, and stacks of them: no tables, filters or biases."""
+    """Matrices inside blocks, and stacks of them: no tables, filters, biases or routers."""
     container, _ = blocks_of(model, layout_of(model, layout))
     if not container:
         raise ModelError(
@@ -115,6 +119,6 @@ def _block_matrices(model: nn.Module, held: Held, layout: Layout | None) -> Iter
         for parameter in module.parameters(recurse=False)
     }
     for name, parameter in named_parameters(model, held):
-        stands = name.startswith(f"{container}.") and not name.endswith("bias")
+        stands = name.startswith(f"{container}.") and not name.endswith("bias") and ".router." not in name
         if stands and parameter.ndim in (2, 3) and id(parameter) not in others:
             yield name, parameter
