@@ -46,7 +46,7 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     """Train in a bare loop, with and without a save in 20 steps; leaves its times in a file."""
     import torch
 
-    from headway.models import Decoder
+    from headway.models import empty_decoder
     from headway.parallel import World
     from headway.recipe import Model
     from headway.state.tensors import Held
@@ -58,7 +58,7 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        decoder = Decoder(Model(**shape))
+        decoder = empty_decoder(Model(**shape))
     torch.set_default_dtype(torch.float32)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from headway.models import Decoder, init_weights
+from headway.models import empty_decoder, init_weights
 from headway.plan import architecture_of, flops_per_token, parameters
 from headway.recipe import Model
 from headway.track import RunFolder, account, read_metric, read_run
@@ -67,7 +67,7 @@ def trained(folder: Path, variant: dict) -> dict:
 def bare(variant: dict) -> float:
     """Median step of a loop with nothing in it but the model."""
     model = Model(**SHAPES[variant["shape"]])
-    decoder = Decoder(model).cuda()
+    decoder = empty_decoder(model).cuda()
     init_weights(decoder, 0)
     if variant["recompute"] == "full":
         from torch.utils.checkpoint import checkpoint

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from headway.data import BuildOptions, build
-from headway.models import Decoder
+from headway.models import empty_decoder
 from headway.parallel import Spread, World, apply
 from headway.recipe import Recipe, load_recipe
 from headway.recipe.schema import Health
@@ -50,7 +50,7 @@ class Mute(Beat):
 def spread_of(recipe: Recipe) -> Spread:
     """The recipe's decoder on one process, with weights of any kind."""
     with torch.device("meta"):
-        model = Decoder(recipe.model)
+        model = empty_decoder(recipe.model)
     spread = apply(model, recipe, World(rank=0, size=1, device=torch.device("cpu")))
     for parameter in spread.model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -37,7 +37,12 @@ def test_every_example_is_tried() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "demo.py"}  # `make demo` tries the demo
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+LONG = ("survive_a_kill.py",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in sorted(EXPECTED)]
+)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert EXPECTED[name] in run(name, tmp_path)
     assert (tmp_path / "runs").is_dir() == (name != "plan_from_python.py")  # a plan runs nothing

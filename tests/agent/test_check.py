@@ -18,7 +18,7 @@ from headway.agent.check import Checked, Stored, check, describe, read_trial
 from headway.agent.zygote import Zygote
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
 from headway.errors import RecipeError, UsageError, WorkerError
-from headway.models import Decoder, init_weights
+from headway.models import empty_decoder, init_weights
 from headway.recipe import Parallel, Recipe
 
 Check = Callable[..., Checked]
@@ -70,7 +70,7 @@ class Bare:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.heard = recipe, dict[str, float]()
-        self.model = Decoder(recipe.model)
+        self.model = empty_decoder(recipe.model)
         init_weights(self.model, recipe.seed)
         dataset, seq = open_dataset(Path(recipe.data.path)), recipe.data.seq
         split = split_dataset(dataset, seq, recipe.data.holdout)

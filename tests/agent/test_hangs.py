@@ -109,7 +109,11 @@ ASLEEP = f"headway/recipe/faults.py:{line_of(faults.carry_out, 'time.sleep(FOR_E
 
 @pytest.mark.parametrize(
     ("point", "rank", "phase", "line"),
-    [("data", 0, "data", ASLEEP), ("optimizer", 1, "optimizer", ASLEEP), ("collective", 1, "compute", "inject.py")],
+    [
+        pytest.param("data", 0, "data", ASLEEP, marks=pytest.mark.slow),
+        ("optimizer", 1, "optimizer", ASLEEP),
+        ("collective", 1, "compute", "inject.py"),
+    ],
     ids=["data", "optimizer", "collective"],
 )
 def test_a_worker_that_hangs_is_named_with_its_line(lab, recipe, unharmed, point, rank, phase, line) -> None:
@@ -242,6 +246,7 @@ def keep(tmp_path: Path, recipe) -> Any:
         kept.process.wait()
 
 
+@pytest.mark.slow
 def test_agents_are_killed_one_after_the_other_and_workers_never_notice(keep, make_lab, tmp_path, unharmed) -> None:
     """One while it watches, the next while it writes a save; then a stop comes while that one is being replaced."""
     plan = (

@@ -294,7 +294,7 @@ def test_a_decoder_can_be_planned_on_the_meta_device_and_filled_later() -> None:
 
 def test_vocabulary_must_be_settled() -> None:
     with pytest.raises(AssertionError, match="vocabulary"):
-        Decoder(Model())
+        empty_decoder(Model())
 
 
 @pytest.mark.gpu

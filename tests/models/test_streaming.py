@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -319,3 +320,15 @@ def test_experts_go_out_one_by_one(tmp_path: Path) -> None:
             for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
                 name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}.weight"
                 assert torch.equal(found[name], tensors[f"layers.{layer}.mlp.experts.{ours}"][expert])
+
+
+def test_experts_come_in_one_by_one(tmp_path: Path) -> None:
+    """However small each of them is beside the blocks that checksums are taken of."""
+    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, sliding_window=None,
+    ))  # fmt: skip
+    theirs.save_pretrained(tmp_path / "in")
+    assert call("import", tmp_path / "in", "--name", "m", runs=tmp_path / "runs")[1] is None
+    assert call("export", "m", tmp_path / "out", runs=tmp_path / "runs")[1] is None
+    assert same(stored(tmp_path / "out"), stored(tmp_path / "in"))

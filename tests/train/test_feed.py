@@ -65,3 +65,16 @@ def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
     for step, fed in enumerate(read):
         assert fed.documents.device.type == "cuda"
         assert fed.documents.tolist() == want.read(step * BATCH).documents.tolist()
+
+
+def test_a_smaller_batch_fills_the_first_rows_of_a_buffer(dataset):
+    reader = WindowReader(dataset, SEQ, documents=True)
+    split = split_dataset(dataset, SEQ, 0.1)
+    feed = Feed(Loader(reader, split, 3, 8, rows=(4, 8)), torch.device("cpu"))
+    small = Loader(reader, split, 3, 4, rows=(2, 4))
+    for cursor, batch in ((0, 4), (4, 4), (8, 8), (16, 8), (4, 4)):
+        fed = feed.read(cursor, batch)
+        want = small.read(cursor) if batch == 4 else Loader(reader, split, 3, 8, rows=(4, 8)).read(cursor)
+        assert fed.inputs.tolist() == want.inputs.tolist()
+        assert fed.labels.tolist() == want.labels.tolist()
+        assert fed.documents.tolist() == want.documents.tolist()

@@ -37,16 +37,22 @@ def masked_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(recipe, data: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Plain PyTorch: one process, all rows at once, torch's own cross-entropy."""
     dataset = open_dataset(data)
-    reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries)
+    reader = WindowReader(dataset, recipe.data.seq, mask_boundaries=recipe.data.mask_boundaries, documents=True)
     split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
     batch = Loader(reader, split, recipe.seed, recipe.train.batch, rows=(0, recipe.train.batch)).read(0)
     model = empty_decoder(recipe.model.model_copy(update={"vocab_size": 320}))
     init_weights(model, recipe.seed)
-    logits = model(torch.from_numpy(batch.inputs)).flatten(0, 1)
+    logits = torch.cat([alone(model, *row) for row in zip(batch.inputs, batch.documents, strict=True)])
     labels = torch.from_numpy(np.ascontiguousarray(batch.labels)).flatten()
     loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def alone(model: torch.nn.Module, inputs: np.ndarray, documents: np.ndarray) -> torch.Tensor:
+    """Logits of a row's tokens, each document in a pass of its own."""
+    parts = [torch.from_numpy(inputs[documents == number]) for number in range(documents.max() + 1)]
+    return torch.cat([model(part.unsqueeze(0))[0] for part in parts])
 
 
 @pytest.mark.parametrize(("workers", "microbatch"), SPLITS)

@@ -25,6 +25,7 @@ from headway.recipe.huggingface import read_model
 from headway.recipe.stored import stored_recipe
 from headway.state import find_checkpoint
 from headway.state.address import is_in_store, open_address
+from headway.state.companions import keep_companions, pass_on_companions
 from headway.state.importing import NO_DATA
 from headway.track import (
     RunFolder,
@@ -84,6 +85,7 @@ def new_run(
         if planned.plan is not None:
             write_plan(run, planned.plan)
         _keep_data_facts(run, recipe.data)
+        _keep_companions(run, recipe.model.init)
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(
@@ -264,6 +266,18 @@ def _keep_data_facts(run: RunFolder, data: Data) -> None:
         write_json(run.data_file, {"end_of_text": end_of_text, "mixture": manifests})
     else:
         shutil.copyfile(first / MANIFEST, run.data_file)
+
+
+def _keep_companions(run: RunFolder, init: str | None) -> None:
+    """Leave in a run's folder what came with the weights that it begins with, from a Hugging Face folder or a run."""
+    if init is None or is_in_store(init):
+        return
+    if (Path(init) / "config.json").is_file():
+        keep_companions(Path(init), run.companions, run.tokenizer_file)
+        return
+    source = RunFolder(Path(init).parent.parent)
+    if source.companions.is_dir() and source.tokenizer_file.is_file():
+        pass_on_companions(source.companions, source.tokenizer_file, run.companions, run.tokenizer_file)
 
 
 def resolve_model(model: Model, root: Path) -> Model:

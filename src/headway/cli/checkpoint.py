@@ -160,7 +160,15 @@ def export_command(
     ordered = {name: weights[name] for name in shapes}
     tokenizer = _tokenizer_of(_home(one))
     with progress_bar("exporting", quiet=json) as progress:
-        write_folder(folder, recipe.model, ordered, tokenizer=tokenizer, seq=recipe.data.seq, progress=progress)
+        write_folder(
+            folder,
+            recipe.model,
+            ordered,
+            tokenizer=tokenizer,
+            companions=_home(one).companions,
+            seq=recipe.data.seq,
+            progress=progress,
+        )
     manifest = opened.manifest
     if json:
         facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
@@ -200,6 +208,7 @@ def import_command(
             source=source,
             seq=seq,
             tokenizer=tokenizer,
+            companions=folder,
             progress=progress,
         )
     manifest = open_checkpoint(find_checkpoint(made.checkpoints)).manifest

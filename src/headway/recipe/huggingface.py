@@ -86,7 +86,7 @@ def _unknown(config: Config) -> ModelError:
     elif nearest and len(differs) < len(said):
         more = f" and {len(differs) - 6} more" if len(differs) > 6 else ""
         known += f"; the nearest is {nearest}, which has no {', '.join(differs[:6])}{more}" if differs else ""
-        known += f"; its config could be one of {nearest}" if not differs else ""
+        known += f"; the nearest is {nearest}, and its keys do not say what differs" if not differs else ""
     kind = config.get("model_type")
     return ModelError(f"config.json has model_type {kind!r}, a family that is not known", hint=known)
 

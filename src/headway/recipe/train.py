@@ -147,7 +147,7 @@ class Train(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps})")
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps}): set both")
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) and decay_steps ({self.decay_steps}) are more than steps "

@@ -24,6 +24,7 @@ from headway.recipe.huggingface import config_from_model
 from headway.recipe.model import Stored
 from headway.state import packing
 from headway.state.bands import band_bytes, read_bands
+from headway.state.companions import lay_companions
 from headway.state.manifest import CHUNK_BYTES
 from headway.state.restore import Checkpoint, read_box
 from headway.state.safetensors_file import DTYPES, Image, bits_dtype, plan_image, read_image
@@ -149,8 +150,18 @@ def theirs_of(weights: Mapping[str, Weight], model: Model) -> dict[str, Weight]:
 
 
 def _one_after_the_other(parts: Iterable[Weight]) -> Iterator[memoryview]:
-    for part in parts:
-        yield from part.blocks()
+    """All bytes of some weights; every block but the last is a full one, as checksums of chunks ask for."""
+    buffer, held = memoryview(bytearray(BLOCK_BYTES)), 0
+    for block in (block for part in parts for block in part.blocks()):
+        while block:
+            taken = min(len(block), BLOCK_BYTES - held)
+            buffer[held : held + taken] = block[:taken]
+            held, block = held + taken, block[taken:]
+            if held == BLOCK_BYTES:
+                yield buffer
+                held = 0
+    if held:
+        yield buffer[:held]
 
 
 def _slice(weight: Weight, index: int) -> Iterator[memoryview]:
@@ -239,13 +250,15 @@ def write_folder(
     weights: Mapping[str, Weight],
     *,
     tokenizer: TokenizerFile | None = None,
+    companions: Path | None = None,
     seq: int = 2048,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write a folder that `transformers` opens: config.json, safetensors, and a copy of a tokenizer.json.
 
-    It appears whole or not at all. `weights` are by our names, `seq` is the length the model was trained at.
+    It appears whole or not at all. `weights` are by our names, `seq` is the length the model was trained at;
+    `companions` came with the weights that it began with.
     """
     config = config_from_model(model, seq)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -257,6 +270,8 @@ def write_folder(
         if tokenizer is not None:
             _write_tokenizer(beside, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id
+        if companions is not None:
+            config = lay_companions(companions, beside, config)
         dtype = weights["norm.weight"].dtype
         _write_json(beside / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
         make_durable(beside)

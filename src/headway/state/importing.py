@@ -19,6 +19,7 @@ from headway.errors import RunError
 from headway.recipe import Model, Recipe
 from headway.state.box import Box
 from headway.state.checkpoint import Shard, abandon, begin, commit, shard_name
+from headway.state.companions import keep_companions
 from headway.state.digest import MASK, digest_box
 from headway.state.huggingface import Progress, TokenizerFile, Weight
 from headway.state.manifest import CHUNK_BYTES, Facts, FileEntry, PieceEntry, TensorEntry, chunk_checksums
@@ -42,11 +43,13 @@ def import_run(
     source: str,
     seq: int,
     tokenizer: TokenizerFile | None = None,
+    companions: Path | None = None,
     progress: Progress | None = None,
 ) -> RunFolder:
     """Make a run of weights by our names; it appears whole or not at all.
 
-    `source` says where they came from, `seq` is the longest sequence that the model is meant for.
+    `source` says where they came from, `seq` is the longest sequence that the model is meant for;
+    `companions` is the folder whose small files are kept.
     """
     final = RunFolder(root.absolute() / name)
     if final.path.exists():
@@ -58,6 +61,8 @@ def import_run(
             data = {"path": str(final.path / NO_DATA), "seq": seq}
             recipe = Recipe.model_validate({"name": name, "model": model, "data": data})
             _write_small_files(run, recipe, tokenizer, source)
+            if companions is not None:
+                keep_companions(companions, run.companions, None if tokenizer is None else tokenizer.path)
             _save(run.checkpoints, weights, _facts(recipe, source), progress)
             run.path.rename(final.path)
             make_durable(root)

@@ -87,6 +87,11 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     @property
+    def companions(self) -> Path:
+        """What the Hugging Face folder that its weights came from holds beside them; not there for other runs."""
+        return self.path / "huggingface"
+
+    @property
     def events(self) -> Path:
         """Folder of the run's records."""
         return self.path / "events"

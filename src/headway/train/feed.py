@@ -79,4 +79,12 @@ class Feed:
 
 def _part(buffer: _Buffer, rows: int) -> _Buffer:
     """The first rows of a buffer."""
-    return _Buffer(*(None if part is None else part[:rows] for part in buffer))
+    documents, numbers = buffer.documents, buffer.numbers
+    return _Buffer(
+        buffer.rows[:rows],
+        buffer.tokens[:rows],
+        buffer.inputs[:rows],
+        buffer.labels[:rows],
+        None if documents is None else documents[:rows],
+        None if numbers is None else numbers[:rows],
+    )
