@@ -1,4 +1,5 @@
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +101,12 @@ def test_folders_may_move_when_a_run_goes_on_and_weights_may_not(tmp_path):
     ):
         with pytest.raises(RecipeError, match="cannot change when a run is resumed"):
             check_resumable(recipe, with_settings(recipe, [setting]))
+
+
+def test_a_mixture_takes_the_place_of_an_extended_data_set(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('[data]\npath = "one"\nversion = "0123456789"\nseq = 64\n')
+    (tmp_path / "two.toml").write_text('extends = "one.toml"\n[data.mixture.a]\npath = "x"\n')
+    (tmp_path / "three.toml").write_text('extends = "two.toml"\n[data]\npath = "again"\n')
+    mixed, again = load_recipe(tmp_path / "two.toml").data, load_recipe(tmp_path / "three.toml").data
+    assert (mixed.path, mixed.version, [*mixed.parts], mixed.seq) == (None, None, ["a"], 64)
+    assert (again.path, again.version, not again.mixture, again.seq) == ("again", None, True, 64)

@@ -126,8 +126,18 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
         if not isinstance(base, str):
             raise RecipeError(f"{file}: extends must name one file, not {base!r}")
         values, origins = _read_file(file.parent / base, (*chain, file.resolve()))
+        _make_way(values, own)
     _lay_over(values, own, origins, str(file))
     return values, origins
+
+
+def _make_way(values: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Data are one set or a mixture: a file that has the one does not extend another's other."""
+    data, mine = values.get("data"), own.get("data")
+    if isinstance(data, dict) and isinstance(mine, dict):
+        for here, there in (("mixture", ("path", "version")), ("path", ("mixture",))):
+            if here in mine:
+                values["data"] = data = {key: value for key, value in data.items() if key not in there or key in mine}
 
 
 def _lay_over(
