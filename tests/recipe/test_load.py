@@ -269,3 +269,16 @@ def test_what_only_a_class_has_is_refused_for_a_decoder(tmp_path: Path) -> None:
             load_recipe(write(tmp_path, MINIMAL), [setting])
     assert load_recipe(write(tmp_path, OWN), ["model.layout="]).model.layout is None
     assert load_recipe(write(tmp_path, OWN), ["model.layers="]).model.class_ == "shapes.tiny:Tiny"
+
+
+def test_keys_and_families_that_are_of_others_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text('[data]\npath = "d"\n')
+    with pytest.raises(RecipeError, match='model has no key "experts"') as caught:
+        load_recipe(file, ["model.experts=8"])
+    assert caught.value.hint == "model.family = one of mixtral, qwen3_moe, deepseek_v3, gpt_oss has it"
+    with pytest.raises(RecipeError, match="there is no such family") as caught:
+        load_recipe(file, ["model.family=qwen3"])
+    assert caught.value.hint is not None
+    assert "takes one of llama, mistral" in caught.value.hint
+    assert "qwen3" in caught.value.hint

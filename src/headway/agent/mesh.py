@@ -11,6 +11,7 @@ from headway.plan.settings import AXES, Mesh, Settings
 from headway.plan.task import RUNNABLE, pipeline_clash
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import Layout, Parallel, Recipe
+from headway.recipe.patterns import matched
 
 __all__ = ["check_axes", "check_mesh", "check_workers", "count_workers", "default_workers"]
 
@@ -51,6 +52,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     if recipe.model.class_ is not None:
         check_stated_layout(recipe, workers)
         return
+    check_patterns(recipe)
     cluster = default_cluster(known_chip("cpu"), workers)
     settings = plain_settings(recipe, cluster)
     if settings.mesh.pipeline == 1:
@@ -66,6 +68,14 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
             hint="use a smaller tensor axis",
         )
     check_order(settings)
+
+
+def check_patterns(recipe: Recipe) -> None:
+    """Refuse patterns of parameters that no parameter matches."""
+    names = [*recipe.model.tensors()]
+    matched("train.freeze", recipe.train.freeze, names)
+    for i, group in enumerate(recipe.train.groups):
+        matched(f"train.groups[{i}].match", group.match, names)
 
 
 def check_stated_layout(recipe: Recipe, workers: int) -> None:

@@ -305,6 +305,11 @@ def resolve_model(model: Model, root: Path) -> Model:
 
 def _shaped(model: Model, shape: Model, init: str) -> Model:
     """The model with the shape of what it starts from."""
+    if model.family not in (shape.family, "llama"):  # which it is where a recipe does not say
+        raise ModelError(
+            f"model.family is {model.family} in the recipe and {shape.family} in {model.init}",
+            hint="leave model.family out: model.init gives the shape",
+        )
     stated, there, defaults = (m.model_dump(exclude=OF_NO_SHAPE) for m in (model, shape, type(model)()))
     for key in {**stated, **there}:
         if stated.get(key) not in (there.get(key), defaults.get(key), {}):

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headway.errors import RecipeError
+from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
 from headway.recipe.schema import Recipe
 
 __all__ = ["leaves", "load_recipe", "nearest_keys", "parse_recipe", "to_toml", "with_settings"]
@@ -231,6 +232,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
         section, _, name = key.rpartition(".")
         near = nearest_keys(key) or difflib.get_close_matches(key, Recipe.model_fields)
         hint = f"did you mean {' or '.join(near)}?  ({LIST_ALL})" if near else LIST_ALL
+        families = families_with(name) if section == "model" else []
+        if families:
+            hint = f"model.family = one of {', '.join(families)} has it"
         return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"', hint=hint)
     if first["type"] == "missing":
         key = {"data": "data.path"}.get(key, key)
@@ -238,6 +242,10 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
     if first["type"] == "value_error":
         return RecipeError(f"{origin}: {key}: {str(first['msg']).removeprefix('Value error, ')}")
     allowed = _allowed(key)
+    if key == "model.family":
+        kinds = sorted({*MODEL_TYPES} - {*FAMILIES})
+        known = f"model.family takes one of {', '.join(FAMILIES)}; of {', '.join(kinds)} it is what model.init finds"
+        return RecipeError(f"{origin}: model.family = {first['input']!r}: there is no such family", hint=known)
     return RecipeError(
         f"{origin}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}",
         hint=f"{key} takes {allowed}" if allowed else LIST_ALL,

@@ -19,7 +19,7 @@ from headway.recipe.families.qwen3_moe import Qwen3Moe
 from headway.recipe.families.smollm3 import SmolLM3
 from headway.recipe.model import Model, Own
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "family_name"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "families_with", "family_name"]
 
 FAMILIES: dict[str, type[Model]] = {
     "llama": Llama,
@@ -70,6 +70,12 @@ def family_name(values: Any) -> str:
     if values.get("class") is not None or values.get("class_") is not None:
         return "own"
     return str(values.get("family") or "llama")
+
+
+def families_with(key: str) -> list[str]:
+    """The families that have a key which not all have."""
+    found = [name for name, kind in FAMILIES.items() if key in kind.model_fields]
+    return found if len(found) < len(FAMILIES) else []
 
 
 def class_of(values: Mapping[str, Any]) -> type[Model]:
