@@ -37,7 +37,7 @@ def test_every_example_is_tried() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "demo.py"}  # `make demo` tries the demo
 
 
-LONG = ("survive_a_kill.py",)
+LONG = ("mixture.py", "survive_a_kill.py")
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ def test_agents_are_killed_one_after_the_other_and_workers_never_notice(keep, ma
     assert_same(lived, unharmed)
 
 
+@pytest.mark.slow
 def test_an_agent_dies_as_its_workers_start_and_a_keeper_as_they_work(keep, make_lab, tmp_path, unharmed) -> None:
     """The next begins anew; stopped for a while, it accuses nobody; without its keeper it saves and stops."""
     plan = (

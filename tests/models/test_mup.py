@@ -12,7 +12,7 @@ import torch
 from headway.models import empty_decoder, init_weights
 from headway.recipe import Model
 
-WIDTHS = (32, 64, 128, 256)
+WIDTHS = (32, 64, 128)
 BASE = 32
 STEPS = 4
 

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from headway.cli.main import app
+from headway.errors import RecipeError
 from headway.models import empty_decoder, init_weights
 from headway.recipe import FaultPlan
 from headway.state import find_checkpoint, open_checkpoint
@@ -82,9 +83,13 @@ def test_what_is_frozen_keeps_its_bits_and_costs_no_state(lab, recipe, workers: 
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(lab, recipe) -> None:
-    lived = lab.train(recipe(SHORT | {"train.freeze": ["layers.*.mlp.upp.weight"]}), workers=1)
-    assert lived.outcome.state == "failed"
-    assert "layers.*.mlp.upp.weight" in lived.outcome.reason
+    """Before there is a run."""
+    with pytest.raises(RecipeError, match=r"layers\.\*\.mlp\.upp\.weight") as caught:
+        lab.train(recipe(SHORT | {"train.freeze": ["layers.*.mlp.upp.weight"]}), workers=1)
+    assert "layers.*.mlp.up.weight" in (caught.value.hint or "")
+    groups = [{"match": ["head"], "rate": 2.0}]
+    with pytest.raises(RecipeError, match=r"train\.groups\[0\]\.match has head"):
+        lab.train(recipe(SHORT | {"train.groups": groups}), workers=1)
 
 
 def test_the_average_is_the_one_by_hand_and_can_be_exported(lab, recipe, tmp_path) -> None:

@@ -49,6 +49,7 @@ class Standing:
     facts: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     eval_loss: float | None = None
+    eval_step: int = 0
     losses_ns: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
     notices: list[str] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Standing:
                 self.recent.append((event["t"], event["tokens"]))
                 self._lose("data stall", event["data"])
             case "eval":
-                self.eval_loss = event["loss"]
+                self.eval_loss, self.eval_step = event["loss"], event["step"]
             case "attempt":
                 self._open.clear()  # spans of a life that was cut short stay open for ever
                 self.recent.clear()
@@ -151,7 +152,8 @@ class Standing:
                 value = self.last[key]
                 parts.append(f"{key} not finite" if value is None else form.format(value))
         if self.eval_loss is not None:
-            parts.append(f"eval {self.eval_loss:.4f}")
+            behind = "" if self.eval_step == self.step else f" (step {self.eval_step})"
+            parts.append(f"eval {self.eval_loss:.4f}{behind}")
         if self.tokens_per_s is not None:
             parts.append(f"{count(self.tokens_per_s)} tokens/s")
         if self.mfu is not None:

@@ -140,7 +140,7 @@ class Model(Section):
     """Start from these weights: a Hugging Face folder (its config.json then gives the shape), or RUN@STEP."""
     vocab_size: Positive | None = None
     """Rows of the embedding; by default the tokenizer's size rounded up to a multiple of 64."""
-    layers: Positive = 4
+    layers: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 4
     """Number of decoder blocks."""
     dim: Positive = 256
     """Width of the residual stream."""

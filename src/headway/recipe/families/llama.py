@@ -158,7 +158,9 @@ def checked(family: type[Model], settings: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ModelError(f"config.json describes no decoder: {key or 'shape'}: {first['msg']}") from None
+        told = f"{key} (config.json: {NUMBERS[key]})" if key in NUMBERS else key or "shape"
+        why = str(first["msg"]).removeprefix("Value error, ")
+        raise ModelError(f"config.json describes no decoder: {told}: {why}") from None
 
 
 def refuse_what_differs(config: Config, activations: tuple[str, ...] = ("silu", "swish")) -> None:
