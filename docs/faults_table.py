@@ -1,7 +1,8 @@
 """Strikes small runs with every fault, beside torchrun, and writes the tables of docs/concepts/faults.md.
 
 python docs/faults_table.py                              an hour and more on two cores; wants the demo's data
-python docs/faults_table.py matrix.json [random.json]    the same, of what `headway chaos ... --json` has printed
+python docs/faults_table.py FILE.json ...                the same, of what `headway chaos ... --json` has printed:
+                                                         rows of later files take the place of earlier ones
 
 Exits 1 when a fault did not end as it must.
 """
@@ -26,7 +27,9 @@ def main(files: Sequence[str]) -> int:
         documents = [json.loads(Path(file).read_bytes()) for file in files]
     else:
         documents = [strike(*MATRIX), strike(*RANDOM)]
-    lines = [*table(documents[0]), *(line for document in documents[1:] for line in long(document))]
+    matrices = [document for document in documents if "step_s" in document]
+    random = [document for document in documents if "step_s" not in document]
+    lines = [*table(merged(matrices)), *(line for document in random for line in long(document))]
     write(PAGE, "\n".join(lines))
     return 0 if all(document["met"] for document in documents) else 1
 
@@ -38,12 +41,17 @@ def strike(*options: str) -> dict[str, Any]:
     return found
 
 
+def merged(matrices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first matrix with rows of the others in their places."""
+    faults = {row["name"]: row for matrix in matrices for row in matrix["faults"]}
+    beside = {row["name"]: row for matrix in matrices for row in matrix["beside"]}
+    return {**matrices[0], "faults": [*faults.values()], "beside": [*beside.values()]}
+
+
 def table(document: dict[str, Any]) -> Iterator[str]:
     """A row for each fault."""
-    tries = len(document["faults"][0]["tries"])
-    many = f"; medians of {tries} tries" if tries > 1 else ""
     step = 1e3 * document["step_s"]
-    yield f"{document['workers']} workers on two cores, {document['steps']} steps of {step:.0f} ms{many}:"
+    yield f"{document['workers']} workers on two cores, steps of {step:.0f} ms; medians of the tries:"
     yield ""
     yield "| fault | noticed | stepping | redone | lost | as it must | torchrun: stepping |"
     yield "|---|---:|---:|---:|---:|---:|---:|"

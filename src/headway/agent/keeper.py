@@ -32,7 +32,7 @@ from headway.track import Recorder, RunFolder, next_attempt, record_path
 
 __all__ = ["keep"]
 
-POLL_S = 0.1
+POLL_S = 0.25
 STOPPED_S = 2.0
 """An agent that is stopped by a signal for so long is woken."""
 SILENT_S = 120.0

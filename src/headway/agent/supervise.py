@@ -32,7 +32,7 @@ from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, r
 
 __all__ = ["supervise"]
 
-POLL_S = 0.1
+POLL_S = 0.15
 SIGN_OF_LIFE_S = 1.0
 STOOD_STILL_S = 2.0
 """An agent that was stopped, or held up, for so long says so."""
