@@ -11,11 +11,11 @@ from headway.data import (
     WindowReader,
     finish_dataset,
     held_out,
-    open_corpus,
     open_dataset,
     order,
     split_dataset,
 )
+from headway.data.corpus import open_corpus
 from headway.errors import DataError
 from headway.recipe import Recipe, load_recipe
 

@@ -16,7 +16,7 @@ from headway.agent.attempt import Attempt
 from headway.agent.mesh import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.planned import Planned, plan_again, plan_run, unplanned
 from headway.agent.states import is_taken, newest_in_store, newest_on_disk
-from headway.data import open_corpus
+from headway.data.corpus import open_corpus
 from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh

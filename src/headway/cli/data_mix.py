@@ -9,7 +9,7 @@ from headway.cli.options import Json, Settings
 from headway.cli.text import count, print_json
 
 if TYPE_CHECKING:
-    from headway.data import Corpus
+    from headway.data.corpus import Corpus
 
 __all__ = ["mix_command"]
 
@@ -20,7 +20,7 @@ def mix_command(
     as_json: Json = False,
 ) -> None:
     """Print each data set's share of a recipe's samples, and how often it is gone through."""
-    from headway.data import open_corpus
+    from headway.data.corpus import open_corpus
     from headway.recipe import load_recipe
 
     corpus = open_corpus(load_recipe(recipe, settings or ()))

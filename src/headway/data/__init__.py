@@ -1,11 +1,10 @@
 """Text to batches: sources, a tokenizer, shards with a version, the order of samples, and the loader.
 
 `build` makes a data set, `open_dataset` opens it, `split_windows` and `order` say which windows are trained
-on and when, `Loader` reads them. `open_corpus` opens all that a recipe names. Nothing here imports torch.
+on and when, `Loader` reads them. `corpus.open_corpus` opens all that a recipe names. Nothing here imports torch.
 """
 
 from headway.data.build import BuildOptions, Built, Progress, build
-from headway.data.corpus import Corpus, open_corpus
 from headway.data.loader import MASKED, Batch, Loader, WindowReader
 from headway.data.manifest import DataFile, Manifest, read_manifest
 from headway.data.order import Split, count_windows, held_out, order, order_at, split_windows
@@ -20,7 +19,6 @@ __all__ = [
     "Batch",
     "BuildOptions",
     "Built",
-    "Corpus",
     "DataFile",
     "Dataset",
     "Document",
@@ -40,7 +38,6 @@ __all__ = [
     "finish_dataset",
     "held_out",
     "load_tokenizer",
-    "open_corpus",
     "open_dataset",
     "order",
     "order_at",

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from headway.data import Corpus, WindowReader, open_corpus
+from headway.data import WindowReader
+from headway.data.corpus import Corpus, open_corpus
 from headway.errors import ModelError
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.own import build_own

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.data import open_corpus
+from headway.data.corpus import open_corpus
 from headway.errors import ModelError, StateError
 from headway.models.own import build_own
 from headway.parallel.layout import check_layout

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from headway.data import open_corpus
+from headway.data.corpus import open_corpus
 from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
 from headway.recipe import FaultPlan, Parallel, Recipe
 from headway.state.tensors import Held
