@@ -18,7 +18,7 @@ from headway.cli.launch import start_keeper
 from headway.errors import RunError
 from headway.recipe import Recipe
 
-NAMES = ("kill-worker", "kill-agent", "stop-worker", "nan-once", "same-error")
+NAMES = ("kill-worker", "kill-agent", "stop-worker", "same-error")
 SETTINGS = {"train.steps": 36, "checkpoint.every_steps": 9, "checkpoint.memory_every_steps": 1}
 
 

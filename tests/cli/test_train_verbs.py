@@ -163,6 +163,7 @@ def test_detached_runs_are_stopped_by_name(desk) -> None:
     assert "is not running" in err
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None:
     monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [{"action": "kill", "step": 3, "rank": 1}]}))
     _, err = desk.type("train", "r.toml", "--workers", "2", "--name", "k", status=1)

@@ -18,7 +18,12 @@ def seconds(run) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("point", "name"), [("data", "data stall"), ("save", "checkpoint stall"), ("evaluation", "evaluation")]
+    ("point", "name"),
+    [
+        ("data", "data stall"),
+        ("save", "checkpoint stall"),
+        pytest.param("evaluation", "evaluation", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stall_is_found_where_it_was_put(lab, recipe, point: str, name: str) -> None:
     settings = {"checkpoint.every_steps": 4, "eval.every_steps": 4, "eval.windows": 2}
