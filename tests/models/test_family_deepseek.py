@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_cases import SIZES, Case, assert_cache, assert_counts, assert_equal, assert_round_trip, load, make, tokens
+from family_cases import SIZES, Case, load, make, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,27 +36,6 @@ CASES = [
                   "attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 20, "routed_scaling_factor": 1.3},
          "deepseek_v3", "queries at once, one group, biases in attention, tied"),
 ]  # fmt: skip
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@every
-def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
-    assert_equal(case, tmp_path)
-
-
-@every
-def test_counts(case: Case, tmp_path: Path) -> None:
-    assert_counts(case, tmp_path)
-
-
-@every
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    assert_round_trip(case, tmp_path)
-
-
-@every
-def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
-    assert_cache(case, tmp_path)
 
 
 # -- the cache

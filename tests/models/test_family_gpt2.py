@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import Case, assert_cache, assert_counts, assert_equal, assert_round_trip, load, make, tokens
+from family_cases import Case, load, make, tokens
 from safetensors.torch import load_file, save_file
 
 from headway.errors import ModelError
@@ -29,27 +29,6 @@ CASES = [
         "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True,
     }, "gpt2", "scores divided by the layer's number, untied head"),
 ]  # fmt: skip
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@every
-def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
-    assert_equal(case, tmp_path)
-
-
-@every
-def test_counts(case: Case, tmp_path: Path) -> None:
-    assert_counts(case, tmp_path)
-
-
-@every
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    assert_round_trip(case, tmp_path)
-
-
-@every
-def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
-    assert_cache(case, tmp_path)
 
 
 def test_old_folders_have_shorter_names_and_masks(tmp_path: Path) -> None:

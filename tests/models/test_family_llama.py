@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from family_cases import SIZES, Case, assert_cache, assert_counts, assert_equal, assert_round_trip
+from family_cases import SIZES, Case, assert_round_trip
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64, "rope_theta": 500.0}  # fmt: skip
@@ -23,27 +22,6 @@ CASES = [
     Case("Qwen2.5, YaRN", "Qwen2Config", SIZES | {"rope_parameters": YARN}, "llama", "scaled positions (yarn)"),
     Case("Qwen3", "Qwen3Config", SIZES, "llama", "norms of queries and keys"),
 ]  # fmt: skip
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@every
-def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
-    assert_equal(case, tmp_path)
-
-
-@every
-def test_counts(case: Case, tmp_path: Path) -> None:
-    assert_counts(case, tmp_path)
-
-
-@every
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    assert_round_trip(case, tmp_path)
-
-
-@every
-def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
-    assert_cache(case, tmp_path)
 
 
 def test_a_folder_of_several_files(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import Case, assert_cache, assert_counts, assert_equal, assert_round_trip, load, make, tokens
+from family_cases import Case, load, make, tokens
 from safetensors.torch import load_file, save_file
 
 from headway.errors import ModelError
@@ -32,27 +32,6 @@ CASES = [
     }, "gpt_neox", "no parallel residual, tied, no attention biases"),
     Case("GPT-NeoX, YaRN", "GPTNeoXConfig", SIZES | {"rope_parameters": YARN}, "gpt_neox", "scaled positions (yarn)"),
 ]  # fmt: skip
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@every
-def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
-    assert_equal(case, tmp_path)
-
-
-@every
-def test_counts(case: Case, tmp_path: Path) -> None:
-    assert_counts(case, tmp_path)
-
-
-@every
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    assert_round_trip(case, tmp_path)
-
-
-@every
-def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
-    assert_cache(case, tmp_path)
 
 
 def test_either_name_of_the_head_and_masks_among_the_weights(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Configurations of published models, with the parameters that their cards state."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from headway.errors import UsageError
 from headway.plan.config_file import read_architecture
 from headway.plan.flops import active_parameters, parameters
+from headway.recipe.huggingface import model_from_config
 
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
@@ -65,3 +67,15 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
         read_architecture(write(tmp_path, {**MIXTRAL, "num_experts_per_tok": 20}))
     with pytest.raises(UsageError, match="does not divide by 33 heads"):
         read_architecture(write(tmp_path, {**MIXTRAL, "num_attention_heads": 33}))
+
+
+def test_a_known_family_is_counted_as_its_tensors_are(tmp_path: Path) -> None:
+    """Gemma 2 has four norms a layer and windows in every other one, of which a config's keys alone say nothing."""
+    config = {
+        "model_type": "gemma2", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 4, "intermediate_size": 80, "vocab_size": 211, "sliding_window": 9,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_architecture(tmp_path)
+    assert parameters(found) == sum(math.prod(shape) for shape in model_from_config(config).tensors().values())
+    assert (found.norms, found.window, found.windowed_layers) == (4, 9, 2)

@@ -1,7 +1,7 @@
-"""A Hugging Face config.json as an architecture: also of models that this version's trainer cannot train yet.
+"""A Hugging Face config.json as an architecture: what a known family says of itself, and also models that this
+version's trainer cannot train.
 
-Reads the keys that Llama, Mistral, Qwen, Mixtral, DeepSeek and their kin use; anything else in the file is left
-alone, and nothing of it is executed.
+Of those it reads the keys that most families use; anything else in the file is left alone, and nothing is executed.
 """
 
 import json
@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.errors import UsageError
+from headway.errors import ModelError, UsageError
 from headway.plan.architecture import Architecture, Experts, LatentAttention
+from headway.recipe.families import MODEL_TYPES
+from headway.recipe.huggingface import model_from_config
 
 __all__ = ["read_architecture"]
 
@@ -35,6 +37,11 @@ def read_architecture(file: Path) -> Architecture:
     odd = next((key for key in config if any(word in key for word in UNLIKE)), None)
     if odd is not None:
         raise UsageError(f"{file}: {odd}: layers that are not attention cannot be planned yet")
+    if config.get("model_type") in MODEL_TYPES:
+        try:
+            return model_from_config(config).architecture()
+        except ModelError:
+            pass  # quantized, or otherwise what cannot be trained here; it costs about the same
     return _architecture(config, file)
 
 
