@@ -2,11 +2,16 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
+if shutil.which("nvidia-smi") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from headway.agent import Attempt, Outcome, new_run, resume_run, supervise
 from headway.agent.zygote import Zygote
