@@ -27,6 +27,7 @@ __all__ = [
     "StateError",
     "UsageError",
     "WorkerError",
+    "what_is_wrong",
 ]
 
 
@@ -77,3 +78,22 @@ class ModelError(HeadwayError):
 
 class WorkerError(HeadwayError):
     """A worker of a run failed."""
+
+
+_WANTED = {
+    **dict.fromkeys(("tuple_type", "list_type"), "this is no list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "this is no table"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "this is no whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "this is no number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "this is neither true nor false"),
+    "string_type": "this is no text",
+}
+"""What is wrong with a value of the wrong kind, by pydantic's name for the mistake."""
+
+
+def what_is_wrong(mistake: Mapping[str, Any]) -> str:
+    """One of pydantic's mistakes in plain words, to stand after the key and the value."""
+    if mistake["type"] == "value_error":
+        return str(mistake["msg"]).removeprefix("Value error, ")
+    said = str(mistake["msg"])
+    return _WANTED.get(mistake["type"]) or said[0].lower() + said[1:]

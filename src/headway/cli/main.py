@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import sys
+import textwrap
 from typing import Annotated
 
 import typer
@@ -103,9 +105,9 @@ def main() -> None:
 
 def _tell(message: str, hint: str | None) -> None:
     """An error for people on standard error, and for programs that asked for JSON on standard output."""
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint:  {hint}", file=sys.stderr)
+    for lead, text in (("error: ", message), ("hint:  ", hint)):
+        if text:
+            print(_wrapped(lead, text) if sys.stderr.isatty() else f"{lead}{text}", file=sys.stderr)
     if "--json" in sys.argv:
         import json
 
@@ -113,6 +115,18 @@ def _tell(message: str, hint: str | None) -> None:
             print(json.dumps({"error": message, "hint": hint}), flush=True)
         except OSError:  # it is standard output that failed: the words above say so
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (or the interpreter would try again at its end)
+
+
+def _wrapped(lead: str, text: str) -> str:
+    """Lines no wider than the terminal, those after the first below its words."""
+    return textwrap.fill(
+        text,
+        max(40, shutil.get_terminal_size().columns),
+        initial_indent=lead,
+        subsequent_indent=" " * len(lead),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 if __name__ == "__main__":

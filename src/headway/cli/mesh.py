@@ -19,7 +19,7 @@ def parse_layout(text: str, stated: "Parallel | None" = None) -> "Parallel":
 
     from pydantic import ValidationError
 
-    from headway.errors import UsageError
+    from headway.errors import UsageError, what_is_wrong
     from headway.plan.settings import AXES, parse_mesh
     from headway.recipe import Parallel
 
@@ -41,9 +41,8 @@ def parse_layout(text: str, stated: "Parallel | None" = None) -> "Parallel":
         return Parallel(**sizes, **(kept | values))
     except ValidationError as error:
         first = error.errors()[0]
-        what = first["msg"][0].lower() + first["msg"][1:]
         raise UsageError(
-            f"--mesh {text}: {first['loc'][0]}: {what}", hint=f"beside axes: {', '.join(others)}"
+            f"--mesh {text}: {first['loc'][0]}: {what_is_wrong(first)}", hint=f"beside axes: {', '.join(others)}"
         ) from None
 
 

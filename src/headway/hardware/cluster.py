@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headway.errors import UsageError
+from headway.errors import UsageError, what_is_wrong
 from headway.hardware.chips import GIB, Chip, G, Link, known_chip
 from headway.hardware.chips import find_chip as _find
 
@@ -351,5 +351,5 @@ def _explain(error: ValidationError, file: Path) -> UsageError:
     if first["type"] == "missing":
         return UsageError(f"{file}: {key} is missing", hint='for example chip = "h100"' if key == "chip" else None)
     if first["type"] == "value_error":
-        return UsageError(f"{file}: {key}: {str(first['msg']).removeprefix('Value error, ')}")
-    return UsageError(f"{file}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+        return UsageError(f"{file}: {key}: {what_is_wrong(first)}")
+    return UsageError(f"{file}: {key} = {first['input']!r}: {what_is_wrong(first)}")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headway.errors import RecipeError
+from headway.errors import RecipeError, what_is_wrong
 from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
 from headway.recipe.schema import Recipe
 
@@ -240,14 +240,14 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
         key = {"data": "data.path"}.get(key, key)
         return RecipeError(f"{origin}: {key} is missing", hint=f"--set {key}=... or a line in the file gives it")
     if first["type"] == "value_error":
-        return RecipeError(f"{origin}: {key}: {str(first['msg']).removeprefix('Value error, ')}")
+        return RecipeError(f"{origin}: {key}: {what_is_wrong(first)}")
     allowed = _allowed(key)
     if key == "model.family":
         kinds = sorted({*MODEL_TYPES} - {*FAMILIES})
         known = f"model.family takes one of {', '.join(FAMILIES)}; of {', '.join(kinds)} it is what model.init finds"
         return RecipeError(f"{origin}: model.family = {first['input']!r}: there is no such family", hint=known)
     return RecipeError(
-        f"{origin}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}",
+        f"{origin}: {key} = {first['input']!r}: {what_is_wrong(first)}",
         hint=f"{key} takes {allowed}" if allowed else LIST_ALL,
     )
 

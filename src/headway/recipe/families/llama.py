@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from headway.errors import ModelError
+from headway.errors import ModelError, what_is_wrong
 from headway.recipe.architecture import Architecture
 from headway.recipe.model import Config, Model, Shapes, linear
 from headway.recipe.rope import RotaryModel, given, rope_settings, rotary_config, scaling_from
@@ -159,8 +159,7 @@ def checked(family: type[Model], settings: dict[str, Any]) -> Model:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         told = f"{key} (config.json: {NUMBERS[key]})" if key in NUMBERS else key or "shape"
-        why = str(first["msg"]).removeprefix("Value error, ")
-        raise ModelError(f"config.json describes no decoder: {told}: {why}") from None
+        raise ModelError(f"config.json describes no decoder: {told}: {what_is_wrong(first)}") from None
 
 
 def refuse_what_differs(config: Config, activations: tuple[str, ...] = ("silu", "swish")) -> None:
