@@ -18,7 +18,7 @@ from headway.cli.launch import start_keeper
 from headway.errors import RunError
 from headway.recipe import Recipe
 
-NAMES = ("kill-worker", "kill-agent", "stop-worker", "same-error")
+NAMES = ("kill-worker", "kill-agent")
 SETTINGS = {"train.steps": 36, "checkpoint.every_steps": 9, "checkpoint.memory_every_steps": 1}
 
 
@@ -56,7 +56,7 @@ def test_a_fault_is_lived_through(struck: Struck, name: str) -> None:
     assert one.figures.noticed_s is not None
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "same-error"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) -> None:
     ends = []
     for run in ("truth-1", f"{name}-1"):
@@ -70,7 +70,7 @@ def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) ->
 
 
 def test_what_was_done_about_each(struck: Struck) -> None:
-    killed, agent, woken = (struck.result(name).tries[0] for name in ("kill-worker", "kill-agent", "stop-worker"))
+    killed, agent = (struck.result(name).tries[0] for name in NAMES)
     assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 11, from memory",)
     assert killed.figures is not None
     assert killed.figures.redone == 0
@@ -78,8 +78,16 @@ def test_what_was_done_about_each(struck: Struck) -> None:
     assert killed.figures.lost_s > 0
     assert agent.said == ("the agent died; its workers go on under the next",)
     assert not [event for event in struck.events("kill-agent-1", "agent") if event["kind"] == "end-span"][2:]
+
+
+@pytest.mark.slow
+def test_a_stop_and_an_error_that_comes_again(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    with offspring() as family:
+        stage = Stage(tmp_path, 2, start_keeper, family)
+        matrix = chaos(stage, recipe(SETTINGS), choose("stop-worker,same-error", 2), 1, lambda _: None)
+    assert matrix.met
+    (woken,), (refused,) = (result.tries for result in matrix.results)
     assert any("woken" in words for words in woken.said)
-    refused = struck.result("same-error").tries[0]
     assert "a second time" in refused.said[-1]
     assert refused.figures is not None
     assert refused.figures.stepping_s is None

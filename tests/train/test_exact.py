@@ -25,7 +25,9 @@ def unharmed(tmp_path_factory, make_lab, recipe):
     return lived
 
 
-@pytest.mark.parametrize(("step", "rank", "point"), KILLS)
+@pytest.mark.parametrize(
+    ("step", "rank", "point"), [*KILLS[:6], *(pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[6:])]
+)
 def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, rank: int | None, point: str) -> None:
     killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(step, rank, point))
     assert killed.outcome.state == "failed"

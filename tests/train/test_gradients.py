@@ -15,7 +15,9 @@ from headway.models import empty_decoder, init_weights
 from headway.state import find_checkpoint
 from headway.state.tensors import read_tensors
 
-SPLITS = [(1, 1), (1, 3), (2, None), (2, 3), (3, 1), (4, None)]
+FEW = [(1, 1, False), (1, 3, True), (2, None, False), (2, 3, True), (3, 1, True), (4, None, False)]
+"""Workers, microbatch, and whether labels are masked."""
+SPLITS = [*FEW, *(pytest.param(*most, not masked, marks=pytest.mark.slow) for *most, masked in FEW)]
 
 
 def gradients(run) -> dict[str, torch.Tensor]:
@@ -55,8 +57,7 @@ def alone(model: torch.nn.Module, inputs: np.ndarray, documents: np.ndarray) -> 
     return torch.cat([model(part.unsqueeze(0))[0] for part in parts])
 
 
-@pytest.mark.parametrize(("workers", "microbatch"), SPLITS)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("workers", "microbatch", "masked"), SPLITS)
 def test_every_split_gives_the_gradient_of_plain_pytorch(
     lab, recipe, masked_dataset, workers: int, microbatch: int | None, masked: bool
 ) -> None:

@@ -55,7 +55,9 @@ def alone(tmp_path_factory, make_lab, recipe):
     return lived
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "2 pipeline" in name else name for name in MESHES]
+)
 def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, alone, name: str) -> None:
     lived = lab.train(recipe(on(MESHES[name], **{"train.steps": 6})), workers=None)
     assert lived.outcome.state == "finished", lived.outcome
