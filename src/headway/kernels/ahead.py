@@ -36,6 +36,8 @@ class Ahead:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
+    odd: frozenset[str] = frozenset()
+    """Arguments that are not multiples of 16, which a launch would tell the compiler of all others."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,13 @@ def compiled(one: Ahead, capability: int = HOPPER) -> Compiled:
     from triton.compiler import ASTSource
 
     signature = {name: one.types.get(name, "constexpr") for name in one.kernel.arg_names}
-    source = ASTSource(one.kernel, signature, dict(one.constants))
+    even = [
+        i
+        for i, (name, kind) in enumerate(signature.items())
+        if (kind.startswith("*") or kind in ("i32", "i64")) and name not in one.odd
+    ]
+    hints = {(i,): [["tt.divisibility", 16]] for i in even}
+    source = ASTSource(one.kernel, signature, dict(one.constants), hints)
     options = {"num_warps": one.warps, "num_stages": one.stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _usage(made.asm["cubin"])

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["INSTALLED", "runs_on", "tl", "triton"]
+__all__ = ["INSTALLED", "runs_on", "tl", "triton", "triton_op"]
 
 if TYPE_CHECKING:
     triton: Any
     tl: Any
+    triton_op: Any
     INSTALLED: bool
 else:
     try:
         import triton
         import triton.language as tl
+        from torch.library import triton_op
 
         INSTALLED = True
     except ImportError:
@@ -36,6 +38,7 @@ else:
                 raise RuntimeError("a Triton kernel was launched, and Triton is not installed")
 
         triton = tl = _Absent()
+        triton_op = torch.library.custom_op  # the same operations, which raise when they are called
 
 
 def runs_on(device: torch.device) -> bool:
