@@ -1,0 +1,334 @@
+"""AdamW whose moments are kept in eight bits: decoded, updated and encoded again in the pass that updates weights.
+
+The numbers are those of train/optim/eightbit.py: blocks of 256 neighbours of a row, each scaled by its largest, the
+mean by 256 numbers between -1 and 1 and the root of the square by 256 between 0 and 1. The update between is that of
+adamw.py. Bytes bind it: 10 for an element of bfloat16 weight and gradient, of which 4 are the moments', and 16 for one
+of float32. A program takes 4 blocks of 8 rows, one row after the other; each warp has a block, whose largest is found
+within the warp.
+
+Encoding is exact and one look-up. The code of a share is the number of borders below it. Its sign, its exponent and
+the seven highest bits of its mantissa, the upper half of its float32, name a cell, and the borders lie so that no cell
+has more than one: the table says for each cell how many borders are below, and the lower half of the one inside. A
+search by halves would be eight look-ups one after the other. A share that is no number gets the last code, as it does
+from torch.bucketize, and with its block's scale that is no number either, it stays so.
+
+Nothing is differentiated, and tensors hide behind their addresses: call this outside of compiled graphs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.adamw import (
+    FRESH,
+    LOOPS,
+    WARPS,
+    WORDS,
+    Draw,
+    Part,
+    Table,
+    advanced,
+    factors_of,
+    pointer,
+    rounded,
+    spread,
+    table_of,
+)
+from headway.kernels.adamw import reference as reference_adamw
+from headway.kernels.ahead import Ahead
+from headway.kernels.clip import named_type
+from headway.kernels.language import tl, triton
+
+__all__ = ["AHEAD", "Books", "adamw_8bit", "books_of", "reference"]
+
+BLOCK = tl.constexpr(256)
+UNITS = tl.constexpr(4)
+"""Blocks at a time."""
+TOP = 0x3F80
+"""The cell of 1, the largest share there is."""
+
+
+@dataclass(frozen=True)
+class Books:
+    """The numbers that codes stand for, and the cells that codes are found by."""
+
+    numbers: Tensor
+    """float32: 256 of the mean, 256 of the root."""
+    cells: Tensor
+    """int32: of the mean's positive, the mean's negative and the root's shares."""
+    lowest: int
+    """The cell below which no share has a border."""
+
+
+def books_of(signed: Tensor, unsigned: Tensor, device: torch.device) -> Books:
+    """Of 256 rising numbers each, on the CPU."""
+    edges = [_borders(numbers) for numbers in (signed, unsigned)]
+    lowest = min(int(abs(found).min().view(np.int32)) >> 16 for found in edges) - 1
+    sides = [(edges[0], False), (edges[0], True), (edges[1], False)]
+    cells = np.concatenate([_cells(borders, lowest, negative) for borders, negative in sides])
+    numbers = torch.cat([signed, unsigned]).to(torch.float32)
+    return Books(numbers.to(device), torch.from_numpy(cells).to(device), lowest)
+
+
+def _borders(numbers: Tensor) -> np.ndarray:
+    """Half-way between neighbours."""
+    wide = numbers.double()
+    return ((wide[1:] + wide[:-1]) / 2).to(torch.float32).numpy()
+
+
+def _cells(borders: np.ndarray, lowest: int, negative: bool) -> np.ndarray:
+    """For each cell the borders below it, and the lower half of the one inside."""
+    cells = np.arange(lowest, TOP + 1, dtype=np.int64)
+    ends = [((cells << 16) + half).astype(np.int32).view(np.float32) for half in (0, 0xFFFF)]
+    ends[0][0] = 0.0  # the first cell is all that is smaller
+    if negative:
+        sides = np.sort(-borders[borders < 0])
+        below = len(sides) - np.searchsorted(sides, ends[1], side="right")
+    else:
+        sides = borders
+        below = np.searchsorted(sides, ends[0], side="left")
+    first, end = (np.searchsorted(sides, edge, side=side) for edge, side in zip(ends, ("left", "right"), strict=True))
+    assert (end - first).max() <= 1, "no cell has two borders"
+    inside = sides[np.minimum(first, len(sides) - 1)].view(np.int32) & 0xFFFF
+    # a half that no share is above, or below: no border
+    halves = np.where(end > first, inside, 0 if negative else 0xFFFF)
+    return ((below << 16) | halves).astype(np.int32)
+
+
+@triton.jit
+def _each(x):
+    """What each block has, for each of its elements."""
+    # Elements lie in one row, whose order is the only one there is: of blocks by 256, some compilers hold a gathered
+    # tensor column by column, and send every element through shared memory and back.
+    return tl.reshape(tl.broadcast_to(x[:, None], (UNITS, BLOCK)), (UNITS * BLOCK,))
+
+
+@triton.jit
+def _codes(value, cells, lowest, SIGNED: tl.constexpr):
+    """The scales of some blocks and the codes of their elements."""
+    # The largest by its bits, which rise as numbers do, and what is no number is larger than all of them.
+    largest = tl.max(tl.reshape(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (UNITS, BLOCK)), axis=1)
+    scale = largest.to(tl.float32, bitcast=True)
+    # not below the least normal number, by bits again: one that is no number passes
+    divisor = tl.maximum(largest, 0x00800000).to(tl.float32, bitcast=True)
+    share = tl.div_rn(value, _each(divisor))
+    bits = share.to(tl.int32, bitcast=True)
+    half = bits & 0xFFFF
+    cell = tl.minimum(tl.maximum((bits & 0x7FFFFFFF) >> 16, lowest), 0x3F80) - lowest
+    if SIGNED:
+        negative = share < 0
+        entry = tl.load(cells + tl.where(negative, cell + (0x3F80 + 1 - lowest), cell))
+        border = entry & 0xFFFF
+        above = (negative & (half < border)) | ((share >= 0) & (half > border))
+    else:
+        entry = tl.load(cells + cell)
+        above = (share >= 0) & (half > (entry & 0xFFFF))
+    return scale, ((entry >> 16) + above.to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def _adamw_8bit_kernel(
+    entries,
+    fresh,
+    pieces,
+    factors,
+    factor,
+    numbers,
+    cells,
+    lowest,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SHOWN: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EACH: tl.constexpr,
+    TALL: tl.constexpr,
+    LOOPS: tl.constexpr,
+):
+    ALONG: tl.constexpr = UNITS // TALL
+    program = tl.program_id(0).to(tl.int64)
+    number = tl.load(pieces + 2 * program).to(tl.int64)
+    piece = tl.load(pieces + 2 * program + 1)
+    entry = entries + number * WORDS
+    keys = fresh + number * FRESH
+    wide = tl.load(entry + 8)
+    if ALIGNED:
+        wide = tl.multiple_of(wide, 16)
+    columns = wide.to(tl.int32)
+    blocks = (columns + BLOCK - 1) // BLOCK
+    segments = (blocks + ALONG - 1) // ALONG
+    first = (piece // segments).to(tl.int64) * (TALL * LOOPS)
+    rows = tl.minimum(tl.load(entry + 7) - first, TALL * LOOPS).to(tl.int32)
+    before = first * wide
+    weights = pointer(tl.load(entry), before, WEIGHT, ALIGNED, EACH)
+    means = pointer(tl.load(entry + 1), before, tl.uint8, ALIGNED, EACH)
+    roots = pointer(tl.load(entry + 2), before, tl.uint8, ALIGNED, EACH)
+    mean_scales = tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + first * blocks
+    root_scales = tl.load(entry + 4).to(tl.pointer_type(tl.float32)) + first * blocks
+    shown = pointer(tl.load(entry + 5), before, tl.bfloat16, ALIGNED, EACH)
+    gradients = pointer(tl.load(keys), before, GRADIENT, ALIGNED, EACH)
+    decay = tl.load(factors + number * 3)
+    size = tl.load(factors + number * 3 + 1)
+    root = tl.load(factors + number * 3 + 2)
+    share = 1.0
+    if CLIPPED:
+        share = tl.load(factor)
+
+    unit = tl.arange(0, UNITS)
+    of_row = unit // ALONG
+    block = (piece % segments) * ALONG + unit % ALONG
+    element = tl.arange(0, UNITS * BLOCK)
+    column = ((piece % segments) * ALONG + element // BLOCK % ALONG) * BLOCK + element % BLOCK
+    within = column < columns
+    weight_columns = tl.zeros([UNITS * BLOCK], tl.int32)
+    weight_rows = tl.zeros([UNITS], tl.int32)
+    whole_row = tl.load(entry + 10) + first + of_row
+    k0, k1 = tl.load(keys + 1), tl.load(keys + 2)
+    if tl.bfloat16 == WEIGHT:
+        weight_columns = spread(tl.load(entry + 11) + column, tl.load(keys + 3), tl.load(keys + 4))
+    for i in range(tl.cdiv(rows, TALL)):
+        row = i * TALL + of_row
+        element_row = i * TALL + element // BLOCK // ALONG
+        places = element_row * columns + column
+        inside = (element_row < rows) & within
+        scaled = (row < rows) & (block < blocks)
+        scale_places = row * blocks + block
+        w = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradients + places, mask=inside, other=0.0).to(tl.float32)
+        mean_codes = tl.load(means + places, mask=inside, other=0)
+        root_codes = tl.load(roots + places, mask=inside, other=0)
+        mean_scale = tl.load(mean_scales + scale_places, mask=scaled, other=0.0)
+        root_scale = tl.load(root_scales + scale_places, mask=scaled, other=0.0)
+        m = tl.load(numbers + mean_codes.to(tl.int32)) * _each(mean_scale)
+        v = tl.load(numbers + 256 + root_codes.to(tl.int32)) * _each(root_scale)
+        w, m, v = advanced(w, g * share, m, v * v, decay, size, root, beta1, rest1, beta2, rest2, eps)
+        if tl.bfloat16 == WEIGHT:
+            weight_rows = spread(whole_row + i * TALL, k0, k1)
+        tl.store(weights + places, rounded(w, _each(weight_rows), weight_columns, WEIGHT), mask=inside)
+        if SHOWN:
+            tl.store(shown + places, w.to(tl.bfloat16), mask=inside)
+        # what is outside of a short block must not be its largest
+        mean_scale, mean_codes = _codes(tl.where(inside, m, 0.0), cells, lowest, True)
+        root_scale, root_codes = _codes(
+            tl.where(inside, tl.sqrt_rn(v), 0.0), cells + 2 * (0x3F80 + 1 - lowest), lowest, False
+        )
+        tl.store(means + places, mean_codes, mask=inside)
+        tl.store(roots + places, root_codes, mask=inside)
+        tl.store(mean_scales + scale_places, mean_scale, mask=scaled)
+        tl.store(root_scales + scale_places, root_scale, mask=scaled)
+
+
+def adamw_8bit(
+    parts: Sequence[Part],
+    books: Books,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    draw: Draw | None = None,
+    before: Table | None = None,
+) -> Table:
+    """One update of all parts, in place: their means and squares are codes, of which squares' are of the roots.
+
+    Give the table that comes back to the next call. A part begins at a multiple of 256 columns of the whole.
+    """
+    for part in parts:
+        if part.scales is None or part.box.start[-1] % 256:
+            raise ValueError(f"{part.name}: moments in eight bits have scales, and begin where a block does")
+    table = table_of([part for part in parts if part.weight.numel()], draw, before)
+    for launch in table.launches:
+        kind, factors = launch.kind, factors_of(launch, lr, betas, weight_decay)
+        _adamw_8bit_kernel[(len(launch.pieces),)](
+            launch.entries,
+            launch.fresh,
+            launch.pieces,
+            factors,
+            factors if factor is None else factor,
+            books.numbers,
+            books.cells,
+            books.lowest,
+            betas[0],
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            WEIGHT=named_type(kind.weight),
+            GRADIENT=named_type(kind.gradient),
+            SHOWN=kind.shown,
+            CLIPPED=factor is not None,
+            ALIGNED=kind.aligned,
+            EACH=kind.each,
+            TALL=kind.tall,
+            LOOPS=LOOPS,
+            num_warps=WARPS,
+        )
+    return table
+
+
+def reference(
+    parts: Sequence[Part],
+    books: Books,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    draw: Draw | None = None,
+) -> None:
+    """One update of all parts, one after the other, in place."""
+    for part in parts:
+        assert part.scales is not None
+        numbers = books.numbers.view(2, 256)
+        mean = _decoded(part.mean, part.scales[0], numbers[0])
+        square = _decoded(part.square, part.scales[1], numbers[1]).square_()
+        opened = Part(part.weight, part.gradient, mean, square, part.step, part.name, part.box, part.shape, part.shown)
+        reference_adamw([opened], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, factor=factor, draw=draw)
+        kept = ((part.mean, part.scales[0], mean), (part.square, part.scales[1], square.sqrt_()))
+        for (codes, scales, value), book in zip(kept, numbers, strict=True):
+            made, found = _encoded(value, book)
+            codes.copy_(made)
+            scales.copy_(found)
+
+
+def _decoded(codes: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
+    each = scales.repeat_interleave(256, dim=-1, output_size=scales.shape[-1] * 256)
+    return numbers[codes.int()] * each[..., : codes.shape[-1]]
+
+
+def _encoded(value: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    length = value.shape[-1]
+    rows = torch.nn.functional.pad(value, (0, -length % 256)).unflatten(-1, (-1, 256))
+    scales = rows.abs().amax(dim=-1)
+    shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    borders = ((numbers[1:].double() + numbers[:-1].double()) / 2).float()
+    codes = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8)
+    return codes.flatten(-2)[..., :length], scales
+
+
+def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1) -> Ahead:
+    weight, gradient = ({"f": tl.float32, "b": tl.bfloat16}[one] for one in types)
+    tables = {"entries": "*i64", "fresh": "*i64", "pieces": "*i32", "factors": "*fp32", "factor": "*fp32"}
+    floats = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
+    arguments = tables | {"numbers": "*fp32", "cells": "*i32", "lowest": "i32"} | floats
+    constants = {"WEIGHT": weight, "GRADIENT": gradient, "SHOWN": False, "CLIPPED": True, "ALIGNED": aligned}
+    shape = {"EACH": 4 if "f" in types else 8, "TALL": tall, "LOOPS": LOOPS}
+    return Ahead(name, _adamw_8bit_kernel, arguments, constants | shape, WARPS, odd=frozenset({"lowest"}))
+
+
+AHEAD = (
+    _ahead("adamw 8bit fp32", "ff"),
+    _ahead("adamw 8bit bf16", "bb"),
+    _ahead("adamw 8bit bf16 unaligned", "bb", aligned=False),
+    _ahead("adamw 8bit bf16 narrow", "bb", tall=4),
+)

@@ -1,0 +1,175 @@
+"""The products of a Newton-Schulz step, of which two are symmetric and cost half.
+
+    A = X X^T                    [M, M] of X [M, N]
+    B = b A + c A A              A is its own transpose, so that A A = A A^T: the same kernel again
+    X <- a X + B X               no symmetry in it: cuBLAS
+
+FLOPs bind it. The first two are symmetric, so that only tiles on and below the diagonal are computed and the others are
+written as their mirror: M (M + 128) N multiply-adds rather than 2 M M N, about half. A program makes one tile of 128 x
+128 in float32 and, below the diagonal, writes it twice; eight rows of tiles go together, so that what they read stays
+in the second-level cache. `b A` joins at the end of the second product and costs no pass of its own.
+
+Both mirror images are the same bits. Small matrices leave multiprocessors idle either way and go to cuBLAS: `worth`
+says which. Nothing is differentiated: this is an optimizer's.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+from headway.kernels.ahead import Ahead
+from headway.kernels.language import runs_on, tl, triton, triton_op
+
+__all__ = ["AHEAD", "polynomial", "reference_polynomial", "reference_symmetric", "step", "symmetric", "worth"]
+
+TILE = 128
+DEEP = 64
+GROUP = 8
+WARPS = 4
+STAGES = 3
+LEAST_TILES = 128
+"""Below and on the diagonals of a batch: one for about each of an H200's 132 multiprocessors."""
+
+
+def worth(x: Tensor) -> bool:
+    """Whether half of the tiles of x x^T keep a GPU busy: of one matrix, 2048 rows do."""
+    rows = -(-x.shape[-2] // TILE)
+    tiles = x.shape[:-2].numel() * rows * (rows + 1) // 2
+    even = x.shape[-1] % 16 == 0 and x.shape[-2] % 16 == 0
+    return runs_on(x.device) and even and tiles >= LEAST_TILES and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _symmetric_kernel(
+    x,
+    out,
+    rows,
+    inner,
+    x_batch,
+    x_row,
+    scale,
+    share,
+    ADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    DEEP: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out = scale * x x^T, and where ADDED, x being square, + share * x."""
+    across = tl.cdiv(rows, TILE)
+    program = tl.program_id(0)
+    group = program // (GROUP * across)
+    high = tl.minimum(across - group * GROUP, GROUP)
+    i = group * GROUP + (program % (GROUP * across)) % high
+    j = (program % (GROUP * across)) // high
+    if i < j:
+        return
+    x += tl.program_id(1).to(tl.int64) * x_batch
+    out += tl.program_id(1).to(tl.int64) * rows * rows
+    left = (i * TILE + tl.arange(0, TILE)).to(tl.int64)
+    right = (j * TILE + tl.arange(0, TILE)).to(tl.int64)
+    depth = tl.arange(0, DEEP)
+    # rows past the end are read as the last ones are, and never written
+    left_x = x + tl.minimum(left, rows - 1)[:, None] * x_row + depth[None, :]
+    right_x = x + tl.minimum(right, rows - 1)[:, None] * x_row + depth[None, :]
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for k in range(tl.cdiv(inner, DEEP)):
+        inside = (depth < inner - k * DEEP)[None, :]
+        a = tl.load(left_x, mask=inside, other=0.0)
+        b = tl.load(right_x, mask=inside, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        left_x += DEEP
+        right_x += DEEP
+    total *= scale
+    below = (left < rows)[:, None] & (right < rows)[None, :]
+    if ADDED:
+        total += share * tl.load(x + left[:, None] * x_row + right[None, :], mask=below, other=0.0).to(tl.float32)
+    made = total.to(out.dtype.element_ty)
+    tl.store(out + left[:, None] * rows + right[None, :], made, mask=below)
+    if i != j:
+        mirrored = (right < rows)[:, None] & (left < rows)[None, :]
+        tl.store(out + right[:, None] * rows + left[None, :], tl.trans(made), mask=mirrored)
+
+
+@triton_op("headway::symmetric_product", mutates_args=())
+def _symmetric_product(x: Tensor, scale: float, share: float) -> Tensor:
+    batch, rows, inner = x.shape
+    out = x.new_empty(batch, rows, rows)
+    across = -(-rows // TILE)
+    if out.numel() == 0:
+        return out
+    wrap_triton(_symmetric_kernel)[(across * across, batch)](
+        x,
+        out,
+        rows,
+        inner,
+        x.stride(0),
+        x.stride(1),
+        scale,
+        share,
+        ADDED=share != 0.0,
+        TILE=TILE,
+        DEEP=DEEP,
+        GROUP=GROUP,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return out
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Three dims, of which the last lies without gaps."""
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(f"matrices of floating-point numbers, not {x.dtype} of shape {tuple(x.shape)}")
+    x = _stacked(x)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _stacked(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def symmetric(x: Tensor) -> Tensor:
+    """x x^T of matrices [..., M, N], summed in float32."""
+    batched = _batched(x)
+    return _symmetric_product(batched, 1.0, 0.0).view(*x.shape[:-1], x.shape[-2])
+
+
+def polynomial(square: Tensor, b: float, c: float) -> Tensor:
+    """b A + c A A of matrices [..., M, M] that are their own transposes."""
+    if square.shape[-1] != square.shape[-2]:
+        raise ValueError(f"a matrix of {square.shape[-2]} x {square.shape[-1]} is not its own transpose")
+    return _symmetric_product(_batched(square), c, b).view(square.shape)
+
+
+def step(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a X + (b A + c A A) X with A = X X^T, of matrices [..., M, N] with M <= N; cuBLAS alone where that is better."""
+    if worth(x):
+        made = polynomial(symmetric(x), b, c)
+    else:
+        made = reference_polynomial(reference_symmetric(x), b, c)
+    return torch.baddbmm(_stacked(x), _stacked(made), _stacked(x), beta=a).view(x.shape)
+
+
+def reference_symmetric(x: Tensor) -> Tensor:
+    """x x^T."""
+    return x @ x.mT
+
+
+def reference_polynomial(square: Tensor, b: float, c: float) -> Tensor:
+    """b A + c A A."""
+    return b * square + c * (square @ square)
+
+
+_INTEGERS = dict.fromkeys(("rows", "inner", "x_batch", "x_row"), "i32")
+_NUMBERS = dict.fromkeys(("scale", "share"), "fp32")
+AHEAD = tuple(
+    Ahead(
+        f"newton_schulz {name}",
+        _symmetric_kernel,
+        {"x": dtype, "out": dtype} | _INTEGERS | _NUMBERS,
+        {"ADDED": added, "TILE": TILE, "DEEP": DEEP, "GROUP": GROUP},
+        WARPS,
+        STAGES,
+    )
+    for name, dtype, added in (("square bf16", "*bf16", False), ("polynomial bf16", "*bf16", True))
+)
