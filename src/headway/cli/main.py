@@ -27,6 +27,7 @@ from headway.cli import (
     resume,
     runs,
     sample,
+    simulate,
     stacks,
     stop,
     train,
@@ -61,6 +62,7 @@ app.command()(diff.diff)
 app.command()(check.check)
 app.command()(chaos.chaos)
 app.command()(sample.sample)
+app.command()(simulate.simulate)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")

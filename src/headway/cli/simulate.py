@@ -1,0 +1,134 @@
+"""`headway simulate`: a log of jobs on a cluster, under several policies."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.options import Json
+
+if TYPE_CHECKING:
+    from headway.cluster.simulate import Outcome, Setup, Trace
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    log: Annotated[Path, typer.Argument(metavar="TRACE", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")],
+    on: Annotated[str, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")],
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo; sjf is an oracle.")
+    ] = "headway,slurm,kueue,fifo",
+    preemptible: Annotated[
+        float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
+    ] = 0.5,
+    save_every: Annotated[
+        float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Between a job's checkpoints.")
+    ] = 1800,
+    restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="What a restart takes.")] = 120,
+    seed: Annotated[int, typer.Option("--seed", help="Of what a log does not say.")] = 0,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw what happened.")] = None,
+    json: Json = False,
+) -> None:
+    """Run a log of jobs through the scheduler, months in seconds, under several policies."""
+    from headway.cli.text import print_json
+    from headway.cluster.simulate import Setup, compare, find_policies, read_trace, summary, without_waiting
+    from headway.hardware import parse_on
+
+    policies, cluster = find_policies(policy), parse_on(on)
+    setup = Setup(
+        cluster.chip.name,
+        cluster.per_node,
+        cluster.nodes,
+        preemptible=preemptible,
+        save_every_s=save_every,
+        restart_s=restart,
+        seed=seed,
+    )
+    trace = read_trace(log)
+    with _bars([one.name for one in policies], len(trace)) as progress:
+        outcomes = compare(trace, setup, policies, progress)
+    summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
+    if plot is not None:
+        _draw(outcomes, plot)
+    if json:
+        limits = {"jobs": len(trace), "gpus": setup.gpus, "without_waiting": without_waiting(trace)}
+        print_json(limits | {"policies": summaries})
+    else:
+        print("\n".join(_table(trace, setup, summaries, without_waiting(trace))))
+
+
+@contextmanager
+def _bars(names: list[str], jobs: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar for each policy, on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {name: bars.add_task(name, total=jobs) for name in names}
+        yield lambda name, count: bars.advance(tasks[name], count)
+
+
+def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bound: dict[str, Any]) -> Iterator[str]:
+    days = (trace.submit_s[-1] - trace.submit_s[0]) / 86400
+    tenants = f"{len(trace.tenants)} tenants" if len(trace.tenants) > 1 else "one tenant"
+    yield f"{len(trace):,} jobs of {tenants} in {days:.0f} days, on {setup.gpus:,} GPUs ({setup.per_node} a node)"
+    yield ""
+    yield f"{'':9}{'completion':>17}  {'delay':>27}  {'GPUs':>5}  {'owed':>5}  {'stops':>6}"
+    yield f"{'':9}{'mean':>9}{'p99':>8}  {'mean':>9}{'p99':>9}{'worst':>9}  {'used':>5}"
+    for name, one in found.items():
+        completion = f"{_short(one['mean_jct_s']):>9}{_short(one['p99_jct_s']):>8}"
+        delay = f"{_short(one['mean_delay_s']):>9}{_short(one['p99_delay_s']):>9}{_short(one['worst_delay_s']):>9}"
+        use = f"{one['utilization']:>5.0%}  {one['quota_deficit']:>5.1%}  {one['preemptions']:>6,}"
+        yield f"{name:9}{completion}  {delay}  {use}"
+    yield f"{'no wait':9}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>8}"
+    yield ""
+    yield "delay: completion less the run time alone. owed: what tenants asked for within"
+    yield "their guarantees and did not have, of all that is guaranteed."
+    yield "next: --plot FILE.png draws it, --json has all numbers"
+
+
+def _short(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
+    """Use and queue over time, and how many jobs are done after how long."""
+    from headway.errors import UsageError
+
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("--plot needs matplotlib", hint="pip install 'headway[plot]'") from None
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    figure, (use, queue, done) = pyplot.subplots(3, 1, figsize=(9, 10), layout="constrained")
+    for name, outcome in outcomes.items():
+        days = (outcome.times - outcome.trace.submit_s[0]) / 86400
+        use.step(days, outcome.used, where="post", label=name, linewidth=0.8)
+        queue.step(days, outcome.waiting, where="post", label=name, linewidth=0.8)
+        completion = np.sort(outcome.completion_s)
+        done.plot(completion / 3600, np.arange(1, len(completion) + 1) / len(completion), label=name, linewidth=1.2)
+    use.set(ylabel="GPUs in use", xlabel="days")
+    queue.set(ylabel="GPUs waited for", xlabel="days")
+    done.set(ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0.4, 1.005))
+    for axes in (use, queue, done):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize=8)
+    try:
+        figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file}: {error}") from None

@@ -1,0 +1,148 @@
+"""What became of a simulated log: waiting, delay and completion of jobs, use of GPUs, and what tenants were owed."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.simulate.trace import Trace
+from headway.cluster.snapshot import Snapshot
+
+__all__ = ["Meter", "Outcome", "summary"]
+
+LONG_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of each job, when; of the cluster, how much."""
+
+    trace: Trace
+    gpus: int
+    first_start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    starts: NDArray[np.int64]
+    used_gpu_s: float
+    """Between the first submission and the last end."""
+    lost_gpu_s: float
+    """Work done again, and restarts."""
+    owed_gpu_s: float
+    """What tenants asked for within their guarantees and did not have."""
+    guaranteed_gpu_s: float
+    cycles: int
+    times: NDArray[np.float64]
+    """Of the cycles, for plots."""
+    used: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+
+    @property
+    def completion_s(self) -> NDArray[np.float64]:
+        """From submission to the end."""
+        return self.end_s - self.trace.submit_s
+
+    @property
+    def delay_s(self) -> NDArray[np.float64]:
+        """Completion less the run time alone."""
+        return self.completion_s - self.trace.duration_s
+
+
+class Meter:
+    """Watches a simulation."""
+
+    def __init__(self, trace: Trace, snapshot: Snapshot) -> None:
+        self._trace, self._snapshot = trace, snapshot
+        count = len(trace)
+        self._first, self._end = np.full(count, math.nan), np.full(count, math.nan)
+        self._starts = np.zeros(count, np.int64)
+        tenants = len(snapshot.tenants)
+        self._wanted = np.zeros(tenants)
+        self._row = np.array([snapshot.tenants.rows[name] for name in trace.tenants])
+        self._leaves = np.array(snapshot.tenants.leaves())
+        self._now = float(trace.submit_s[0])
+        self._used, self._lost, self._owed, self._guaranteed = 0.0, 0.0, 0.0, 0.0
+        self._cycles, self._seen = 0, list[tuple[float, int, int]]()
+
+    def advance(self, now: float) -> None:
+        """Count the time since the last event."""
+        passed = now - self._now
+        if passed <= 0:
+            return
+        self._now = now
+        leaves, tenants = self._leaves, self._snapshot.tenants
+        used, guarantee = tenants.used[leaves], tenants.guarantee[leaves]
+        owed = np.minimum(guarantee, used + self._wanted[leaves]) - used
+        self._used += passed * float(used.sum())
+        self._owed += passed * float(np.maximum(owed, 0).sum())
+        self._guaranteed += passed * float(guarantee.sum())
+
+    def came(self, job: int) -> None:
+        """A job waits."""
+        self._wanted[self._row[self._trace.tenant[job]]] += self._trace.gpus[job]
+
+    def started(self, job: int, now: float) -> None:
+        """It has its GPUs."""
+        self._wanted[self._row[self._trace.tenant[job]]] -= self._trace.gpus[job]
+        self._starts[job] += 1
+        if math.isnan(self._first[job]):
+            self._first[job] = now
+
+    def stopped(self, job: int, lost_s: float) -> None:
+        """It lost them, and so much of its work."""
+        self.came(job)
+        self._lost += lost_s * float(self._trace.gpus[job])
+
+    def ended(self, job: int, now: float) -> None:
+        """It is done."""
+        self._end[job] = now
+
+    def cycle(self) -> None:
+        """The scheduler has decided."""
+        self._cycles += 1
+        waiting = self._snapshot.jobs.gpus[self._snapshot.queue].sum()
+        used = self._snapshot.jobs.gpus[self._snapshot.active].sum()
+        self._seen.append((self._now, int(used), int(waiting)))
+
+    def outcome(self) -> Outcome:
+        """At the end."""
+        seen = np.array(self._seen).reshape(-1, 3)
+        return Outcome(
+            self._trace,
+            self._snapshot.gpus,
+            self._first,
+            self._end,
+            self._starts,
+            self._used,
+            self._lost,
+            self._owed,
+            self._guaranteed,
+            self._cycles,
+            seen[:, 0],
+            seen[:, 1].astype(np.int64),
+            seen[:, 2].astype(np.int64),
+        )
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The numbers people compare."""
+    completion, delay, trace = outcome.completion_s, outcome.delay_s, outcome.trace
+    span = float(np.nanmax(outcome.end_s) - trace.submit_s[0])
+    long = trace.duration_s > LONG_S
+    return {
+        "jobs": len(trace),
+        "mean_jct_s": float(completion.mean()),
+        "p50_jct_s": float(np.percentile(completion, 50)),
+        "p90_jct_s": float(np.percentile(completion, 90)),
+        "p99_jct_s": float(np.percentile(completion, 99)),
+        "mean_delay_s": float(delay.mean()),
+        "p99_delay_s": float(np.percentile(delay, 99)),
+        "worst_delay_s": float(delay.max()),
+        "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
+        "mean_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
+        "utilization": outcome.used_gpu_s / (span * outcome.gpus),
+        "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
+        "preemptions": int((outcome.starts - 1).sum()),
+        "lost_gpu_s": outcome.lost_gpu_s,
+        "cycles": outcome.cycles,
+    }

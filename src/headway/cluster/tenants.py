@@ -1,0 +1,130 @@
+"""Tenants: a tree of those who share a cluster, what each is guaranteed, and what each may still take.
+
+A tenant's guarantee is what it gets whenever it asks. What it does not use it lends, up to its lending limit; what
+others do not use it borrows, up to its borrowing limit. A tenant below another counts in it: what a team uses, its
+department uses too. Guarantees of children add up to at most their parent's.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.columns import Columns
+from headway.errors import UsageError
+
+__all__ = ["NOBODY", "Tenants"]
+
+NOBODY = -1
+"""The parent of a tenant at the top."""
+UNBOUNDED = 2**40
+"""GPUs: more than there are."""
+HALF_LIFE_S = 7 * 86400.0
+"""After which past use counts half in shares."""
+
+
+class Tenants(Columns):
+    """Who shares the cluster."""
+
+    if TYPE_CHECKING:
+        parent: NDArray[np.int32]
+        guarantee: NDArray[np.int64]
+        borrow: NDArray[np.int64]
+        lend: NDArray[np.int64]
+        used: NDArray[np.int64]
+        recent: NDArray[np.float64]
+
+    def __init__(self) -> None:
+        super().__init__(
+            {
+                "parent": (np.int32, NOBODY),
+                "guarantee": (np.int64, 0),  # GPUs
+                "borrow": (np.int64, UNBOUNDED),  # GPUs above the guarantee, at most
+                "lend": (np.int64, UNBOUNDED),  # GPUs of the guarantee that others may use, at most
+                "used": (np.int64, 0),  # GPUs now, its children's too
+                "recent": (np.float64, 0.0),  # GPU-seconds used, with a half-life
+            }
+        )
+        self._paths: list[NDArray[np.int32]] = []
+
+    def join(
+        self,
+        name: str,
+        guarantee: int = 0,
+        parent: str | None = None,
+        borrow: int | None = None,
+        lend: int | None = None,
+    ) -> int:
+        """Add a tenant below another, or at the top."""
+        for what, count in (("guarantee", guarantee), ("borrow", borrow), ("lend", lend)):
+            if count is not None and (count != int(count) or count < 0):
+                raise UsageError(f"tenant {name}: {what} is {count}", hint="GPUs are counted in whole numbers")
+        if name in self.rows:
+            raise UsageError(f"tenant {name} is named twice")
+        if parent is not None and parent not in self.rows:
+            raise UsageError(f"tenant {name} belongs to {parent}, whom nobody has named", hint="name parents first")
+        limits = {key: value for key, value in (("borrow", borrow), ("lend", lend)) if value is not None}
+        above = NOBODY if parent is None else self.rows[parent]
+        row = self.add(name, guarantee=guarantee, parent=above, **limits)
+        self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
+        return row
+
+    def check(self, gpus: int) -> None:
+        """UsageError unless the guarantees can be kept together by a cluster of so many GPUs."""
+        count = len(self)
+        for above in (NOBODY, *range(count)):
+            below = [row for row in range(count) if self.parent[row] == above]
+            promised = int(self.guarantee[below].sum()) if below else 0
+            most = gpus if above == NOBODY else int(self.guarantee[above])
+            if promised > most:
+                whose = "the cluster has" if above == NOBODY else f"{self.names[above]} has"
+                who = ", ".join(f"{self.names[row]} {self.guarantee[row]}" for row in below)
+                raise UsageError(
+                    f"guarantees add up to {promised} GPUs ({who}), and {whose} {most}", hint="guarantee less"
+                )
+
+    def path(self, row: int) -> NDArray[np.int32]:
+        """A tenant and those it belongs to, up to the top."""
+        return self._paths[row]
+
+    def take(self, row: int, gpus: int) -> None:
+        """Count GPUs as used, or with a negative number as free again."""
+        self.used[self._paths[row]] += gpus
+
+    def room(self, free: int, used: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
+        count = len(self)
+        used = self.used[:count] if used is None else used
+        guarantee, parent = self.guarantee[:count], self.parent[:count]
+        room = np.minimum(guarantee - used + self.borrow[:count], free)
+        kept = np.maximum(guarantee - used - self.lend[:count], 0)
+        if kept.any():  # what those at the top do not lend is free to them alone
+            top = np.flatnonzero(parent == NOBODY)
+            room[top] = np.minimum(room[top], free - int(kept[top].sum()) + kept[top])
+        for row in range(count):  # parents come first
+            if parent[row] != NOBODY:
+                room[row] = min(room[row], room[parent[row]])
+        most: NDArray[np.int64] = np.maximum(room, 0)
+        return most
+
+    def age(self, seconds: float) -> None:
+        """Let time pass: what is used now is added to what was, and what was counts less."""
+        count = len(self)
+        kept = 0.5 ** (seconds / HALF_LIFE_S)
+        scale = HALF_LIFE_S / np.log(2.0)
+        self.recent[:count] = self.recent[:count] * kept + self.used[:count] * (scale * (1 - kept))
+
+    def shares(self) -> NDArray[np.float64]:
+        """Recent use of each beside its share of all guarantees: one where it has used just that."""
+        count = len(self)
+        top = self.parent[:count] == NOBODY
+        total, promised = float(self.recent[:count][top].sum()), float(self.guarantee[:count][top].sum())
+        if total <= 0 or promised <= 0:
+            return np.zeros(count)
+        return (self.recent[:count] / total) / np.maximum(self.guarantee[:count] / promised, 1e-9)
+
+    def leaves(self) -> Sequence[int]:
+        """Those that have nobody below them."""
+        above = set(self.parent[: len(self)].tolist())
+        return [row for row in range(len(self)) if row not in above]

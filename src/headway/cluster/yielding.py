@@ -1,0 +1,70 @@
+"""Who yields: of the jobs that run and may be stopped, those whose stopping loses least and makes room for a gang.
+
+Stopping a job loses the work it has done since it last saved, and what a restart takes, times its GPUs.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.policies import Rows
+from headway.cluster.room import Room
+from headway.cluster.snapshot import Snapshot
+
+__all__ = ["Yielding"]
+
+
+class Yielding:
+    """Jobs that may be stopped now, each on its nodes."""
+
+    def __init__(self, snapshot: Snapshot, rows: Rows, now: float) -> None:
+        jobs = snapshot.jobs
+        self.rows = rows
+        self.lost_gpu_s = snapshot.worked_s(rows, now) - snapshot.saved_s(rows, now) + jobs.restart_s[rows]
+        self.lost_gpu_s *= jobs.gpus[rows]
+        self.there = np.ones(len(rows), np.bool_)
+        """Which of them have not been stopped yet."""
+        places = [snapshot.places[int(row)] for row in rows]
+        counts = [len(place.nodes) for _, place in places]
+        self._index = np.repeat(np.arange(len(rows)), counts)
+        self._pool = np.repeat(np.array([pool for pool, _ in places], np.int64), counts)
+        self._node = np.concatenate([place.nodes for _, place in places]) if places else np.empty(0, np.int32)
+        self._gpus = np.concatenate([place.gpus for _, place in places]) if places else np.empty(0, np.int32)
+        # what one node of a gang costs: stopping it frees the others too
+        self._cost = self.lost_gpu_s[self._index] / np.repeat(np.array(counts, np.float64), counts)
+
+    def cheapest(self, room: Room, pool: int, gpus: int, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """Which of those that `may` be stopped yield so that a gang fits; None where not even all of them do."""
+        here = np.flatnonzero((self._pool == pool) & (may & self.there)[self._index])
+        if not len(here):
+            return None
+        whole, rest = divmod(gpus, room.size)
+        if whole:
+            return self._whole_nodes(room, here, whole + (rest > 0))
+        return self._one_node(room, here, gpus)
+
+    def _one_node(self, room: Room, here: NDArray[np.int64], gpus: int) -> NDArray[np.int64] | None:
+        """On each node the dearest GPUs stay; of all nodes the one that loses least."""
+        order = here[np.lexsort((self._cost[here] / self._gpus[here], self._node[here]))]
+        nodes = self._node[order]
+        first = np.flatnonzero(np.r_[True, nodes[1:] != nodes[:-1]])
+        lengths = np.diff(np.r_[first, len(nodes)])
+        freed, lost = np.cumsum(self._gpus[order]), np.cumsum(self._cost[order])
+        freed -= np.repeat(freed[first] - self._gpus[order[first]], lengths)
+        lost -= np.repeat(lost[first] - self._cost[order[first]], lengths)
+        enough = np.flatnonzero(freed + room.free[nodes] >= gpus)
+        if not len(enough):
+            return None
+        last = int(enough[np.argmin(lost[enough])])
+        begin = int(first[np.searchsorted(first, last, side="right") - 1])
+        return np.unique(self._index[order[begin : last + 1]])
+
+    def _whole_nodes(self, room: Room, here: NDArray[np.int64], count: int) -> NDArray[np.int64] | None:
+        """The nodes that can be emptied at the least loss."""
+        freed = room.free + np.bincount(self._node[here], self._gpus[here], len(room.free)).astype(np.int64)
+        lost = np.bincount(self._node[here], self._cost[here], len(room.free))
+        able = np.flatnonzero(freed >= room.size)
+        if len(able) < count:
+            return None
+        chosen = np.zeros(len(room.free), np.bool_)
+        chosen[able[np.argsort(lost[able], kind="stable")[:count]]] = True
+        return np.unique(self._index[here[chosen[self._node[here]]]])
