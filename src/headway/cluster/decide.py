@@ -14,6 +14,10 @@ from headway.cluster.yielding import Yielding
 __all__ = ["decide"]
 
 MOST = 2**31
+BLOCK = 1024
+"""Jobs that are looked at together."""
+FEW_STOPS = 16
+"""Jobs that one cycle may stop, or a fiftieth of those that run, if that is more."""
 
 
 def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
@@ -68,6 +72,14 @@ class _Trial:
             fits |= usable
         return fits if self.allowed is None else fits & (gpus <= self.allowed[jobs.tenant[rows]])
 
+    def fits(self, row: int) -> bool:
+        """Whether one could."""
+        jobs = self.snapshot.jobs
+        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
+        if self.allowed is not None and gpus > self.allowed[jobs.tenant[row]]:
+            return False
+        return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
+
     def find(self, row: int) -> tuple[int, Placement] | None:
         """A pool and a place there."""
         gpus, pools = int(self.snapshot.jobs.gpus[row]), int(self.snapshot.jobs.pools[row])
@@ -105,21 +117,21 @@ class _Trial:
 
 def _starts(trial: _Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
     """Those that start, in order, and the number in it of the first that has to wait."""
-    decisions = list[Decision]()
-    blocked: int | None = None
-    at = 0
-    while at < len(rows):
-        fits = trial.fitting(rows[at:])
-        step = int(fits.argmax())
-        if not fits[step]:
-            return decisions, at if blocked is None else blocked
-        if step and blocked is None:
-            blocked = at
+    decisions, blocked = list[Decision](), None
+    for begin in range(0, len(rows), BLOCK):
+        block = rows[begin : begin + BLOCK]
+        # who does not fit now fits no better after the others of the block have started
+        fits = trial.fitting(block)
+        blocked = begin + int(fits.argmin()) if blocked is None and not fits.all() else blocked
+        for number in np.flatnonzero(fits).tolist():
+            if blocked is not None and begin + number > blocked and policy.behind != "pass":
+                return decisions, blocked
+            if trial.fits(int(block[number])):
+                decisions.append(_start(trial, int(block[number])))
+            else:
+                blocked = min(begin + number, len(rows) if blocked is None else blocked)
         if blocked is not None and policy.behind != "pass":
             return decisions, blocked
-        at += step
-        decisions.append(_start(trial, int(rows[at])))
-        at += 1
     return decisions, blocked
 
 
@@ -142,6 +154,7 @@ def _displace(trial: _Trial, rows: Rows, now: float, policy: Policy) -> list[Dec
     yielding = Yielding(snapshot, stoppable, now)
     above = policy.level(snapshot, stoppable, now)
     decisions, failed = list[Decision](), dict[tuple[int, int], int]()
+    brake = max(FEW_STOPS, len(active) // 50)
     for row, level in zip(rows.tolist(), policy.level(snapshot, rows, now).tolist(), strict=True):
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         if gpus >= failed.get((level, pools), MOST) or not trial.allows(row, gpus):
@@ -153,6 +166,7 @@ def _displace(trial: _Trial, rows: Rows, now: float, policy: Policy) -> list[Dec
                 failed[level, pools] = gpus  # larger ones find no more
                 continue
             stopped = chosen
+            brake -= len(stopped)
             decisions += [_stop(trial, yielding, i, row) for i in stopped.tolist()]
             found = trial.find(row)
             assert found is not None, "there is room now"
@@ -160,6 +174,8 @@ def _displace(trial: _Trial, rows: Rows, now: float, policy: Policy) -> list[Dec
         lost = float(yielding.lost_gpu_s[stopped].sum())
         reason = Reason(Code.DISPLACES, (("count", len(stopped)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *found, reason))
+        if brake <= 0:  # the next cycle goes on: a storm of restarts would stall what all jobs load and save from
+            break
     return decisions
 
 
