@@ -23,6 +23,7 @@ from headway.cli import (
     plan,
     ps,
     recipe,
+    replay,
     report,
     resume,
     runs,
@@ -31,6 +32,7 @@ from headway.cli import (
     stacks,
     stop,
     train,
+    why,
 )
 from headway.errors import HeadwayError
 
@@ -63,6 +65,8 @@ app.command()(check.check)
 app.command()(chaos.chaos)
 app.command()(sample.sample)
 app.command()(simulate.simulate)
+app.command()(replay.replay)
+app.command()(why.why)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")

@@ -31,6 +31,9 @@ def simulate(
     restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="What a restart takes.")] = 120,
     seed: Annotated[int, typer.Option("--seed", help="Of what a log does not say.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw what happened.")] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="DIR", help="Keep every decision: headway replay, headway why.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run a log of jobs through the scheduler, months in seconds, under several policies."""
@@ -49,8 +52,10 @@ def simulate(
         seed=seed,
     )
     trace = read_trace(log)
+    if record is not None:
+        record.mkdir(parents=True, exist_ok=True)
     with _bars([one.name for one in policies], len(trace)) as progress:
-        outcomes = compare(trace, setup, policies, progress)
+        outcomes = compare(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
     if plot is not None:
         _draw(outcomes, plot)
@@ -124,7 +129,9 @@ def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
         done.plot(completion / 3600, np.arange(1, len(completion) + 1) / len(completion), label=name, linewidth=1.2)
     use.set(ylabel="GPUs in use", xlabel="days")
     queue.set(ylabel="GPUs waited for", xlabel="days")
-    done.set(ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0.4, 1.005))
+    done.set(
+        ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0.4, 1.005)
+    )
     for axes in (use, queue, done):
         axes.grid(alpha=0.3)
         axes.legend(loc="best", fontsize=8)

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.policies import MIN_RUN_S, Policy, Rows
-from headway.cluster.room import Placement, Room
+from headway.cluster.room import Room
 from headway.cluster.snapshot import ANY_POOL, Snapshot
+from headway.cluster.trial import Trial
 from headway.cluster.yielding import Yielding
 
 __all__ = ["decide"]
@@ -23,7 +24,7 @@ FEW_STOPS = 16
 def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
     """What to do now."""
     # 1 what is free, to try on
-    trial = _Trial(snapshot, policy)
+    trial = Trial(snapshot, policy)
     # 2 who is first
     rows = policy.order(snapshot, now)
     # 3 all that fit, in this order, until one does not
@@ -43,79 +44,7 @@ def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
     return [*decisions, *([kept.decision] if kept else ()), *_backfill(trial, rows[blocked + 1 :], head, kept, now)]
 
 
-class _Trial:
-    """Free GPUs and quotas, as they would be after what was decided so far."""
-
-    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
-        self.snapshot = snapshot
-        self.rooms = [snapshot.nodes.room(pool) for pool in snapshot.nodes.pools]
-        self.largest = [room.largest() for room in self.rooms]
-        self.quotas = policy.quotas
-        self._used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
-        self.allowed = self._allowed()
-
-    def _allowed(self) -> NDArray[np.int64] | None:
-        """GPUs that each tenant may take, where quotas count."""
-        if not self.quotas:
-            return None
-        return self.snapshot.tenants.room(sum(room.total for room in self.rooms), self._used)
-
-    def fitting(self, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these jobs could start now."""
-        jobs = self.snapshot.jobs
-        gpus = jobs.gpus[rows]
-        fits = np.zeros(len(rows), np.bool_)
-        for number, largest in enumerate(self.largest):
-            usable = gpus <= largest
-            if len(self.largest) > 1:
-                usable &= (jobs.pools[rows] >> number) & 1 > 0
-            fits |= usable
-        return fits if self.allowed is None else fits & (gpus <= self.allowed[jobs.tenant[rows]])
-
-    def fits(self, row: int) -> bool:
-        """Whether one could."""
-        jobs = self.snapshot.jobs
-        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
-        if self.allowed is not None and gpus > self.allowed[jobs.tenant[row]]:
-            return False
-        return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
-
-    def find(self, row: int) -> tuple[int, Placement] | None:
-        """A pool and a place there."""
-        gpus, pools = int(self.snapshot.jobs.gpus[row]), int(self.snapshot.jobs.pools[row])
-        for number, room in enumerate(self.rooms):
-            if (pools == ANY_POOL or pools >> number & 1) and gpus <= self.largest[number]:
-                place = room.find(gpus)
-                if place is not None:
-                    return number, place
-        return None
-
-    def take(self, row: int, pool: int, place: Placement) -> None:
-        """Count a place as used."""
-        self.rooms[pool].take(place)
-        self.largest[pool] = self.rooms[pool].largest()
-        if self.quotas:
-            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
-            self.allowed = self._allowed()
-
-    def allows(self, row: int, more: int) -> bool:
-        """Whether a job's tenant may take as many GPUs, of those that are free and `more`."""
-        if not self.quotas:
-            return True
-        jobs, free = self.snapshot.jobs, sum(room.total for room in self.rooms)
-        return bool(jobs.gpus[row] <= self.snapshot.tenants.room(free + more, self._used)[jobs.tenant[row]])
-
-    def give(self, row: int) -> None:
-        """Count the place of a job that runs as free."""
-        pool, place = self.snapshot.places[row]
-        self.rooms[pool].give(place)
-        self.largest[pool] = self.rooms[pool].largest()
-        if self.quotas:
-            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total
-            self.allowed = self._allowed()
-
-
-def _starts(trial: _Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
+def _starts(trial: Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
     """Those that start, in order, and the number in it of the first that has to wait."""
     decisions, blocked = list[Decision](), None
     for begin in range(0, len(rows), BLOCK):
@@ -135,7 +64,7 @@ def _starts(trial: _Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], 
     return decisions, blocked
 
 
-def _start(trial: _Trial, row: int) -> Decision:
+def _start(trial: Trial, row: int) -> Decision:
     found = trial.find(row)
     assert found is not None, "what fits finds a place"
     trial.take(row, *found)
@@ -143,7 +72,7 @@ def _start(trial: _Trial, row: int) -> Decision:
     return Decision("start", row, *found, Reason(Code.FIRST, (("gpus", gpus),)))
 
 
-def _displace(trial: _Trial, rows: Rows, now: float, policy: Policy) -> list[Decision]:
+def _displace(trial: Trial, rows: Rows, now: float, policy: Policy) -> list[Decision]:
     """Stop jobs of higher levels for those that wait, and start these in their place."""
     assert policy.level is not None
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
@@ -179,7 +108,7 @@ def _displace(trial: _Trial, rows: Rows, now: float, policy: Policy) -> list[Dec
     return decisions
 
 
-def _who_yields(trial: _Trial, row: int, yielding: Yielding, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+def _who_yields(trial: Trial, row: int, yielding: Yielding, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:
     """In the first pool where a job would fit then."""
     gpus, pools = int(trial.snapshot.jobs.gpus[row]), int(trial.snapshot.jobs.pools[row])
     for pool, room in enumerate(trial.rooms):
@@ -190,7 +119,7 @@ def _who_yields(trial: _Trial, row: int, yielding: Yielding, may: NDArray[np.boo
     return None
 
 
-def _stop(trial: _Trial, yielding: Yielding, number: int, row: int) -> Decision:
+def _stop(trial: Trial, yielding: Yielding, number: int, row: int) -> Decision:
     """One of those that may be stopped yields to a job."""
     snapshot, victim = trial.snapshot, int(yielding.rows[number])
     yielding.there[number] = False
@@ -207,7 +136,7 @@ class _Kept:
     later: Room
 
 
-def _reserve(trial: _Trial, row: int, now: float) -> _Kept | None:
+def _reserve(trial: Trial, row: int, now: float) -> _Kept | None:
     """The earliest place for a job, if all that runs ends by its limit; None where limits say nothing."""
     snapshot = trial.snapshot
     jobs, active = snapshot.jobs, snapshot.active
@@ -236,7 +165,7 @@ def _reserve(trial: _Trial, row: int, now: float) -> _Kept | None:
     return best
 
 
-def _backfill(trial: _Trial, rows: Rows, head: int, kept: _Kept | None, now: float) -> list[Decision]:
+def _backfill(trial: Trial, rows: Rows, head: int, kept: _Kept | None, now: float) -> list[Decision]:
     """Those that may pass: they end before the place is needed, or lie beside it."""
     snapshot, decisions = trial.snapshot, list[Decision]()
     jobs, name = snapshot.jobs, snapshot.jobs.names[head]

@@ -21,6 +21,7 @@ class Code(StrEnum):
     BEHIND = "behind"
     DISPLACES = "displaces"
     YIELDS = "yields"
+    RUNS = "runs"
 
 
 _SENTENCES = {
@@ -32,6 +33,7 @@ _SENTENCES = {
     Code.QUOTA: "needs {gpus} GPUs, and {tenant} may take {room} more",
     Code.DISPLACES: "{count} of higher levels yield, and lose {lost_gpu_s:.0f} GPU-seconds of work",
     Code.YIELDS: "{head} has had less of the cluster, and stopping this loses least: {lost_gpu_s:.0f} GPU-seconds",
+    Code.RUNS: "has {gpus} GPUs since {since_s:.0f} s",
     Code.BEHIND: "waits behind {head}, which is of higher rank",
 }
 

@@ -211,9 +211,11 @@ class Snapshot:
             self.queue = self.queue[self.queue != row]
         self.jobs.drop(row)
 
-    def stop(self, row: int, done_s: float) -> None:
-        """A job has lost its nodes and waits again, at its old place; `done_s` of its work are saved."""
+    def stop(self, row: int, done_s: float | None = None) -> None:
+        """A job has lost its nodes and waits again, at its old place; what it saved last of its work stays done."""
         jobs = self.jobs
+        if done_s is None:
+            done_s = float(self.saved_s(np.array([row]), self.now_s)[0])
         jobs.ran_s[row] += self.now_s - jobs.since_s[row]
         jobs.done_s[row] = done_s
         self._release(row)

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headway.cluster.policies import POLICIES, Policy
+from headway.cluster.record import record_of
 from headway.cluster.simulate.engine import Setup, simulate
 from headway.cluster.simulate.outcome import Outcome, summary
 from headway.cluster.simulate.trace import Trace
@@ -28,16 +30,24 @@ def find_policies(names: str) -> list[Policy]:
 
 
 def compare(
-    trace: Trace, setup: Setup, policies: Sequence[Policy], progress: Callable[[str, int], None] = lambda *_: None
+    trace: Trace,
+    setup: Setup,
+    policies: Sequence[Policy],
+    progress: Callable[[str, int], None] = lambda *_: None,
+    record: Path | None = None,
 ) -> dict[str, Outcome]:
     """What each makes of the log; `progress` hears whose jobs have ended, and how many.
 
     A policy that plans with time limits runs with users' guesses and with the longest for all, and the better counts.
+    `record` is a folder for what each decided; of two runs of a policy the one with guesses is kept.
     """
     found = dict[str, Outcome]()
     for policy in policies:
         both = [setup, replace(setup, limits=None)] if policy.behind == "backfill" and setup.limits else [setup]
-        tries = [simulate(trace, one, policy, partial(progress, policy.name)) for one in both]
+        file = None if record is None else record_of(record, policy.name)
+        tries = [
+            simulate(trace, one, policy, partial(progress, policy.name), file if one is setup else None) for one in both
+        ]
         found[policy.name] = min(tries, key=lambda one: float(one.delay_s.mean()))
     return found
 

@@ -4,12 +4,14 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decide import decide
 from headway.cluster.policies import Policy
+from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import Job, Snapshot
@@ -45,73 +47,130 @@ class Setup:
         return self.per_node * self.nodes
 
 
-def simulate(trace: Trace, setup: Setup, policy: Policy, progress: Callable[[int], None] = lambda _: None) -> Outcome:
-    """Run all jobs of a log; `progress` hears how many have ended."""
-    chance = np.random.default_rng(setup.seed)
-    can_stop = chance.random(len(trace)) < setup.preemptible
-    limits = _limits(trace, setup, chance)
-    snapshot = _empty(trace, setup)
-    meter = Meter(trace, snapshot)
-    coming, ends = 0, list[tuple[float, int, int]]()
-    row_of = np.full(len(trace), -1)
-    job_of = dict[int, int]()
-    cycle_s, count = -math.inf, len(trace)
-    while coming < count or ends:
+def simulate(
+    trace: Trace,
+    setup: Setup,
+    policy: Policy,
+    progress: Callable[[int], None] = lambda _: None,
+    record: Path | None = None,
+) -> Outcome:
+    """Run all jobs of a log; `progress` hears how many have ended, and `record` is a file to write decisions to."""
+    story = _Story(trace, setup, policy, record)
+    ended, cycle_s = 0, -math.inf
+    while (event_s := story.next_s()) < math.inf:
         # 1 the next cycle: when something happens, and not before the last is long enough ago
-        event_s = min(trace.submit_s[coming] if coming < count else math.inf, ends[0][0] if ends else math.inf)
-        now = max(event_s, cycle_s + CYCLE_S)
+        cycle_s = max(event_s, cycle_s + CYCLE_S)
         # 2 what happens until then, in its order
-        while True:
-            comes = trace.submit_s[coming] if coming < count else math.inf
-            gone = ends[0][0] if ends else math.inf
-            at = min(comes, gone)
-            if at > now or at == math.inf:
-                break
-            meter.advance(at)
-            snapshot.advance(at)
-            if gone <= comes:
-                _, job, starts = heapq.heappop(ends)
-                row = int(row_of[job])
-                if row < 0 or snapshot.jobs.starts[row] != starts or not snapshot.jobs.running[row]:
-                    continue  # that start was stopped
-                snapshot.end(row)
-                meter.ended(job, at)
-                row_of[job] = -1
-                del job_of[row]
-                progress(1)
-            else:
-                known = (float(trace.duration_s[coming]),) if policy.oracle else ()
-                (row,) = snapshot.submit([_job(trace, coming, setup, bool(can_stop[coming]), limits)], known)
-                row_of[coming] = row
-                job_of[row] = coming
-                meter.came(coming)
-                coming += 1
-        meter.advance(now)
-        snapshot.advance(now)
-        cycle_s = now
+        while (at := story.next_s()) <= cycle_s and at < math.inf:
+            story.happen(at)
         # 3 decide, and do it
+        story.decide(cycle_s)
+        # 4 tell
+        progress(story.ended - ended)
+        ended = story.ended
+    return story.outcome()
+
+
+class _Story:
+    """A simulation under way."""
+
+    def __init__(self, trace: Trace, setup: Setup, policy: Policy, record: Path | None) -> None:
+        chance = np.random.default_rng(setup.seed)
+        self._trace, self._setup, self._policy = trace, setup, policy
+        self._can_stop = chance.random(len(trace)) < setup.preemptible
+        self._limits = _limits(trace, setup, chance)
+        self._snapshot = _empty(trace, setup)
+        self._meter = Meter(trace, self._snapshot)
+        self._recorder = None if record is None else Recorder(record, self._snapshot, policy)
+        self._coming = 0
+        self._ends: list[tuple[float, int, int]] = []
+        """When a start of a job would end: time, job, number of the start."""
+        self._row_of: dict[int, int] = {}
+        self._job_of: dict[int, int] = {}
+        self.ended = 0
+
+    def next_s(self) -> float:
+        """When something happens next."""
+        return min(self._comes_s(), self._ends[0][0] if self._ends else math.inf)
+
+    def _comes_s(self) -> float:
+        return float(self._trace.submit_s[self._coming]) if self._coming < len(self._trace) else math.inf
+
+    def happen(self, at: float) -> None:
+        """A job ends, or else one comes."""
+        self._pass(at)
+        if self._ends and self._ends[0][0] <= self._comes_s():
+            self._end(at)
+        else:
+            self._come(at)
+
+    def _pass(self, now: float) -> None:
+        self._meter.advance(now)
+        self._snapshot.advance(now)
+
+    def _end(self, at: float) -> None:
+        _, job, starts = heapq.heappop(self._ends)
+        row = self._row_of[job]
+        if self._snapshot.jobs.starts[row] != starts or not self._snapshot.jobs.running[row]:
+            return  # that start was stopped
+        self._snapshot.end(row)
+        self._meter.ended(job, at)
+        if self._recorder:
+            self._recorder.ended(at, self._trace.names[job])
+        del self._job_of[row], self._row_of[job]
+        self.ended += 1
+
+    def _come(self, at: float) -> None:
+        trace, setup, job = self._trace, self._setup, self._coming
+        asked = Job(
+            trace.names[job],
+            trace.tenants[trace.tenant[job]],
+            int(trace.gpus[job]),
+            submit_s=float(trace.submit_s[job]),
+            preemptible=bool(self._can_stop[job]),
+            limit_s=float(self._limits[job]),
+            save_every_s=setup.save_every_s,
+            restart_s=setup.restart_s,
+        )
+        known = float(trace.duration_s[job]) if self._policy.oracle else math.nan
+        (row,) = self._snapshot.submit([asked], [known])
+        self._row_of[job], self._job_of[row] = row, job
+        self._meter.came(job)
+        if self._recorder:
+            self._recorder.came(at, asked, known)
+        self._coming += 1
+
+    def decide(self, now: float) -> None:
+        """One cycle of the scheduler."""
+        self._pass(now)
+        snapshot = self._snapshot
         if not len(snapshot.queue):
-            continue
-        for decision in decide(snapshot, now, policy):
-            if decision.kind == "reserve":
-                continue
-            job = job_of[decision.job]
-            if decision.kind == "stop":
-                rows = np.array([decision.job])
-                worked, saved = (
-                    float(seconds[0]) for seconds in (snapshot.worked_s(rows, now), snapshot.saved_s(rows, now))
-                )
-                snapshot.stop(decision.job, saved)
-                meter.stopped(job, worked - saved + setup.restart_s)
-                continue
-            snapshot.start(decision.job, decision.pool, decision.place)
-            meter.started(job, now)
-            starts = int(snapshot.jobs.starts[decision.job])
-            late = setup.restart_s if starts > 1 else 0.0
-            left = float(trace.duration_s[job] - snapshot.jobs.done_s[decision.job])
-            heapq.heappush(ends, (now + late + left, job, starts))
-        meter.cycle()
-    return meter.outcome()
+            return
+        decisions = decide(snapshot, now, self._policy)
+        if self._recorder:
+            self._recorder.decided(now, snapshot, decisions)
+        stops = np.array([decision.job for decision in decisions if decision.kind == "stop"], np.int64)
+        lost = snapshot.worked_s(stops, now) - snapshot.saved_s(stops, now)
+        for row, seconds in zip(stops.tolist(), lost.tolist(), strict=True):
+            self._meter.stopped(self._job_of[row], seconds + self._setup.restart_s)
+        carry_out(snapshot, decisions)
+        for decision in decisions:
+            if decision.kind == "start":
+                self._started(decision.job, now)
+        self._meter.cycle()
+
+    def _started(self, row: int, now: float) -> None:
+        job, starts = self._job_of[row], int(self._snapshot.jobs.starts[row])
+        self._meter.started(job, now)
+        late = self._setup.restart_s if starts > 1 else 0.0
+        left = float(self._trace.duration_s[job] - self._snapshot.jobs.done_s[row])
+        heapq.heappush(self._ends, (now + late + left, job, starts))
+
+    def outcome(self) -> Outcome:
+        """At the end."""
+        if self._recorder:
+            self._recorder.close()
+        return self._meter.outcome()
 
 
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
@@ -146,16 +205,3 @@ def _limits(trace: Trace, setup: Setup, chance: np.random.Generator) -> NDArray[
         guessed = trace.duration_s * np.exp(chance.uniform(low, high, len(trace)))
     guessed = np.maximum(np.minimum(guessed, LONGEST_LIMIT_S), trace.duration_s)
     return np.where(np.isnan(trace.limit_s), guessed, trace.limit_s)
-
-
-def _job(trace: Trace, number: int, setup: Setup, preemptible: bool, limits: NDArray[np.float64]) -> Job:
-    return Job(
-        trace.names[number],
-        trace.tenants[trace.tenant[number]],
-        int(trace.gpus[number]),
-        submit_s=float(trace.submit_s[number]),
-        preemptible=preemptible,
-        limit_s=float(limits[number]),
-        save_every_s=setup.save_every_s,
-        restart_s=setup.restart_s,
-    )

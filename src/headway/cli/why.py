@@ -1,0 +1,51 @@
+"""`headway why`: why a job waits, from a record of decisions."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.options import Json
+
+__all__ = ["why"]
+
+
+def why(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
+    record: Annotated[Path, typer.Option("--from", metavar="DIR", help="What headway simulate --record wrote.")],
+    at: Annotated[
+        float | None, typer.Option("--at", metavar="SECONDS", help="When; by default at the end of the record.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME", help="Whose decisions, where there are several.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say why a job waits: what binds it, who holds what it waits for, what would start it."""
+    from dataclasses import asdict
+
+    from headway.cli.text import print_json
+    from headway.cluster.record import as_it_was, policies_in, record_of
+    from headway.cluster.why import why as answer
+    from headway.errors import UsageError
+
+    there = policies_in(record)
+    if policy is None and len(there) > 1 and "headway" not in there:
+        raise UsageError(f"{record} has records of {', '.join(there)}", hint="--policy names one")
+    name = policy or ("headway" if "headway" in there else there[0])
+    if name not in there:
+        raise UsageError(f"{record} has no record of {name}", hint=f"there are {', '.join(there)}")
+    snapshot, found = as_it_was(record_of(record, name), math.inf if at is None else at)
+    told = answer(snapshot, snapshot.now_s if at is None else at, found, job)
+    if json:
+        print_json(asdict(told) | {"sentence": told.reason.sentence, "policy": name})
+        return
+    print(f"{told.job} {told.state}: {told.reason.sentence}")
+    if told.holders:
+        print("GPUs are held by")
+        for holder in told.holders[:8]:
+            kind = "job" if holder.jobs == 1 else "jobs"
+            print(f"  {holder.tenant:20} {holder.gpus:>7,} in {holder.jobs:,} {kind}, {holder.guarantee:,} guaranteed")
+    for change in told.instead:
+        print(f"it would start now by {change}")

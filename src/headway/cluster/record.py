@@ -1,0 +1,155 @@
+"""What a scheduler saw and decided, line by line, so that every decision can be made again.
+
+A record is a gzipped file of JSON lines: the cluster and its policy first, then each thing that happened (jobs that
+came or ended) and each cycle with what was decided. Nothing else moves a Snapshot, so that whoever reads the lines has
+it as it was at any time. What was decided is compared with what the same function decides of it today.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from headway.cluster.decide import decide
+from headway.cluster.decisions import Decision
+from headway.cluster.policies import POLICIES, Policy
+from headway.cluster.snapshot import Job, Snapshot
+from headway.errors import UsageError
+
+__all__ = ["Difference", "Recorder", "as_it_was", "carry_out", "policies_in", "record_of", "replay"]
+
+FORMAT = 1
+
+
+def record_of(folder: Path, policy: str) -> Path:
+    """Where a policy's record is."""
+    return folder / f"{policy}.jsonl.gz"
+
+
+def policies_in(folder: Path) -> list[str]:
+    """Policies that a folder has records of; UsageError where there are none."""
+    found = sorted(path.name.removesuffix(".jsonl.gz") for path in folder.glob("*.jsonl.gz"))
+    if not found:
+        raise UsageError(f"{folder} has no records", hint="headway simulate --record DIR writes some")
+    return found
+
+
+class Recorder:
+    """Writes a record."""
+
+    def __init__(self, path: Path, snapshot: Snapshot, policy: Policy) -> None:
+        self._file: TextIO = gzip.open(path, "wt", encoding="utf-8", compresslevel=3)  # noqa: SIM115 (until `close`)
+        head = {"format": FORMAT, "policy": policy.name, "cluster": json.loads(snapshot.to_json())}
+        self._write(head)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def came(self, now: float, job: Job, known_s: float = math.nan) -> None:
+        """A job was submitted."""
+        told = {} if math.isnan(known_s) else {"known_s": known_s}
+        limit = None if math.isinf(job.limit_s) else job.limit_s
+        self._write({"at": now, "job": {**asdict(job), "limit_s": limit}} | told)
+
+    def ended(self, now: float, name: str) -> None:
+        """A job is done."""
+        self._write({"at": now, "end": name})
+
+    def decided(self, now: float, snapshot: Snapshot, decisions: Sequence[Decision]) -> None:
+        """A cycle is over; `snapshot` is as it was before."""
+        self._write({"at": now, "decided": [_said(snapshot, decision) for decision in decisions]})
+
+    def close(self) -> None:
+        """Nothing more will happen."""
+        self._file.close()
+
+
+def _said(snapshot: Snapshot, decision: Decision) -> list[Any]:
+    """A decision by names and numbers; what a file gives back compares equal."""
+    place = [decision.pool, decision.place.nodes.tolist(), decision.place.gpus.tolist()]
+    numbers = [list(pair) for pair in decision.reason.numbers]
+    return [decision.kind, snapshot.jobs.names[decision.job], place, decision.at_s, decision.reason.code, numbers]
+
+
+def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
+    """Do to a snapshot what was decided, at its own time."""
+    for decision in decisions:
+        if decision.kind == "stop":
+            snapshot.stop(decision.job)
+        elif decision.kind == "start":
+            snapshot.start(decision.job, decision.pool, decision.place)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first cycle that is decided otherwise today."""
+
+    at_s: float
+    cycle: int
+    recorded: tuple[Any, ...]
+    """What was decided first of all that differs; empty where nothing was."""
+    today: tuple[Any, ...]
+
+
+def replay(path: Path) -> Iterator[Difference | None]:
+    """Decide every recorded cycle again: None for each that is equal. The first that is not is the last."""
+    number = 0
+    for snapshot, policy, line in _lines(path):
+        if "decided" not in line:
+            continue
+        today = decide(snapshot, line["at"], policy)
+        mine = json.loads(json.dumps([_said(snapshot, decision) for decision in today]))
+        if mine != line["decided"]:
+            longest = max(len(mine), len(line["decided"]))
+            pairs = [(_at(line["decided"], i), _at(mine, i)) for i in range(longest)]
+            recorded, now = next(pair for pair in pairs if pair[0] != pair[1])
+            yield Difference(line["at"], number, tuple(recorded), tuple(now))
+            return
+        carry_out(snapshot, today)
+        number += 1
+        yield None
+
+
+def as_it_was(path: Path, at_s: float) -> tuple[Snapshot, Policy]:
+    """The snapshot after everything that happened until a time, and the policy it was under."""
+    found: tuple[Snapshot, Policy] | None = None
+    for snapshot, policy, line in _lines(path):
+        if line["at"] > at_s:
+            break
+        if "decided" in line:
+            carry_out(snapshot, decide(snapshot, line["at"], policy))
+        found = snapshot, policy
+    if found is None:
+        raise UsageError(f"nothing had happened yet at {at_s:.0f} s", hint="--at names a later second of the record")
+    return found
+
+
+def _at(decisions: Sequence[Any], number: int) -> Any:
+    return decisions[number] if number < len(decisions) else ()
+
+
+def _lines(path: Path) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
+    """Each line, with the snapshot as it is then: jobs that came and ended are in it, a cycle's decisions are not."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            head = json.loads(next(file, "{}"))
+            if head.get("format") != FORMAT or head.get("policy") not in POLICIES:
+                raise UsageError(f"{path} is no record of decisions that is known here")
+            snapshot, policy = Snapshot.from_json(json.dumps(head["cluster"])), POLICIES[head["policy"]]
+            for text in file:
+                line = json.loads(text)
+                snapshot.advance(line["at"])
+                if "job" in line:
+                    job = line["job"]
+                    job["limit_s"] = math.inf if job["limit_s"] is None else job["limit_s"]
+                    snapshot.submit([Job(**job)], [line.get("known_s", math.nan)])
+                elif "end" in line:
+                    snapshot.end(snapshot.jobs.rows[line["end"]])
+                yield snapshot, policy, line
+    except (FileNotFoundError, IsADirectoryError):
+        raise UsageError(f"there is no record {path}", hint="headway simulate --record DIR writes one") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no record of decisions, or damaged: {error}") from None

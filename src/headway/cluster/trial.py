@@ -1,0 +1,82 @@
+"""What-if: free GPUs and quotas of a snapshot, to try decisions on. The snapshot learns nothing of it."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.policies import Policy, Rows
+from headway.cluster.room import Placement
+from headway.cluster.snapshot import ANY_POOL, Snapshot
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Free GPUs and quotas, as they would be after what was decided so far."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.snapshot = snapshot
+        self.rooms = [snapshot.nodes.room(pool) for pool in snapshot.nodes.pools]
+        self.largest = [room.largest() for room in self.rooms]
+        self.quotas = policy.quotas
+        self._used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
+        self.allowed = self._allowed()
+
+    def _allowed(self) -> NDArray[np.int64] | None:
+        """GPUs that each tenant may take, where quotas count."""
+        if not self.quotas:
+            return None
+        return self.snapshot.tenants.room(sum(room.total for room in self.rooms), self._used)
+
+    def fitting(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these jobs could start now."""
+        jobs = self.snapshot.jobs
+        gpus = jobs.gpus[rows]
+        fits = np.zeros(len(rows), np.bool_)
+        for number, largest in enumerate(self.largest):
+            usable = gpus <= largest
+            if len(self.largest) > 1:
+                usable &= (jobs.pools[rows] >> number) & 1 > 0
+            fits |= usable
+        return fits if self.allowed is None else fits & (gpus <= self.allowed[jobs.tenant[rows]])
+
+    def fits(self, row: int) -> bool:
+        """Whether one could."""
+        jobs = self.snapshot.jobs
+        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
+        if self.allowed is not None and gpus > self.allowed[jobs.tenant[row]]:
+            return False
+        return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
+
+    def find(self, row: int) -> tuple[int, Placement] | None:
+        """A pool and a place there."""
+        gpus, pools = int(self.snapshot.jobs.gpus[row]), int(self.snapshot.jobs.pools[row])
+        for number, room in enumerate(self.rooms):
+            if (pools == ANY_POOL or pools >> number & 1) and gpus <= self.largest[number]:
+                place = room.find(gpus)
+                if place is not None:
+                    return number, place
+        return None
+
+    def take(self, row: int, pool: int, place: Placement) -> None:
+        """Count a place as used."""
+        self.rooms[pool].take(place)
+        self.largest[pool] = self.rooms[pool].largest()
+        if self.quotas:
+            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
+            self.allowed = self._allowed()
+
+    def allows(self, row: int, more: int) -> bool:
+        """Whether a job's tenant may take as many GPUs, of those that are free and `more`."""
+        if not self.quotas:
+            return True
+        jobs, free = self.snapshot.jobs, sum(room.total for room in self.rooms)
+        return bool(jobs.gpus[row] <= self.snapshot.tenants.room(free + more, self._used)[jobs.tenant[row]])
+
+    def give(self, row: int) -> None:
+        """Count the place of a job that runs as free."""
+        pool, place = self.snapshot.places[row]
+        self.rooms[pool].give(place)
+        self.largest[pool] = self.rooms[pool].largest()
+        if self.quotas:
+            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total
+            self.allowed = self._allowed()
