@@ -33,7 +33,7 @@ VERBS = [
     ["resume", "last"], ["stop", "last"], ["ps"], ["stacks", "last"], ["chaos", "none.toml"],
     ["model", "show", "recipes/demo.toml"], ["model", "show", "none"], ["model", "diff", "recipes/demo.toml", "none"],
     ["simulate", "--help"], ["simulate", "none.csv", "--on", "a100x8x4"],
-    ["replay", "none"], ["why", "job", "--from", "none"],
+    ["trace", "import", "none", "out.csv"], ["replay", "none"], ["why", "job", "--from", "none"],
     ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
 ]  # fmt: skip
 

@@ -31,6 +31,7 @@ from headway.cli import (
     simulate,
     stacks,
     stop,
+    trace,
     train,
     why,
 )
@@ -68,6 +69,7 @@ app.command()(simulate.simulate)
 app.command()(replay.replay)
 app.command()(why.why)
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(trace.app, name="trace")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.add_typer(checkpoint.app, name="checkpoint")

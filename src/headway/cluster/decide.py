@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.policies import MIN_RUN_S, Policy, Rows
 from headway.cluster.room import Room
-from headway.cluster.snapshot import ANY_POOL, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.cluster.yielding import Yielding
 
@@ -82,17 +82,18 @@ def _displace(trial: Trial, rows: Rows, now: float, policy: Policy) -> list[Deci
         return []
     yielding = Yielding(snapshot, stoppable, now)
     above = policy.level(snapshot, stoppable, now)
-    decisions, failed = list[Decision](), dict[tuple[int, int], int]()
+    decisions, failed = list[Decision](), dict[tuple[int, int, int], int]()
     brake = max(FEW_STOPS, len(active) // 50)
     for row, level in zip(rows.tolist(), policy.level(snapshot, rows, now).tolist(), strict=True):
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
-        if gpus >= failed.get((level, pools), MOST) or not trial.allows(row, gpus):
+        kind = (level, pools, int(jobs.within[row]))
+        if gpus >= failed.get(kind, MOST) or not trial.allows(row, gpus):
             continue
         stopped = np.empty(0, np.int64)
         if (found := trial.find(row)) is None:
             chosen = _who_yields(trial, row, yielding, above > level)
             if chosen is None:
-                failed[level, pools] = gpus  # larger ones find no more
+                failed[kind] = gpus  # larger ones find no more
                 continue
             stopped = chosen
             brake -= len(stopped)
@@ -110,10 +111,11 @@ def _displace(trial: Trial, rows: Rows, now: float, policy: Policy) -> list[Deci
 
 def _who_yields(trial: Trial, row: int, yielding: Yielding, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:
     """In the first pool where a job would fit then."""
-    gpus, pools = int(trial.snapshot.jobs.gpus[row]), int(trial.snapshot.jobs.pools[row])
+    jobs = trial.snapshot.jobs
+    gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
     for pool, room in enumerate(trial.rooms):
-        if pools == ANY_POOL or pools >> pool & 1:
-            chosen = yielding.cheapest(room, pool, gpus, may)
+        if pools >> pool & 1:
+            chosen = yielding.cheapest(room, pool, gpus, may, within)
             if chosen is not None:
                 return chosen
     return None
@@ -143,9 +145,9 @@ def _reserve(trial: Trial, row: int, now: float) -> _Kept | None:
     ends = np.maximum(jobs.since_s[active] + jobs.limit_s[active] - jobs.ran_s[active], now)
     gpus, best = int(jobs.gpus[row]), None
     for number in range(len(trial.rooms)):
-        if not (jobs.pools[row] == ANY_POOL or jobs.pools[row] >> number & 1):
+        if not jobs.pools[row] >> number & 1:
             continue
-        later = Room(trial.rooms[number].free, trial.rooms[number].size)
+        later = trial.rooms[number].copy()
         order = np.argsort(ends, kind="stable")
         order = order[[snapshot.places[int(active[i])][0] == number for i in order]] if len(trial.rooms) > 1 else order
         # no use looking before enough GPUs are free at all
@@ -154,7 +156,7 @@ def _reserve(trial: Trial, row: int, now: float) -> _Kept | None:
         for i, index in enumerate(order):
             later.give(snapshot.places[int(active[index])][1])
             if i >= first and np.isfinite(ends[index]):
-                place = later.find(gpus)
+                place = later.find(gpus, int(jobs.within[row]))
                 if place is not None:
                     if best is None or ends[index] < best.decision.at_s:
                         later.take(place)
@@ -176,7 +178,7 @@ def _backfill(trial: Trial, rows: Rows, head: int, kept: _Kept | None, now: floa
     pool = kept.decision.pool
     open_ = np.ones(len(rows), np.bool_)
     while True:
-        beside = Room(np.minimum(trial.rooms[pool].free, kept.later.free), kept.later.size)
+        beside = kept.later.copy(trial.rooms[pool].free)
         able = open_ & trial.fitting(rows) & (short | (jobs.gpus[rows] <= beside.largest()) | (len(trial.rooms) > 1))
         at = int(able.argmax()) if len(able) else 0
         if not len(able) or not able[at]:
@@ -187,7 +189,7 @@ def _backfill(trial: Trial, rows: Rows, head: int, kept: _Kept | None, now: floa
             found = trial.find(row)
             reason = Reason(Code.BACKFILL, (("limit_s", float(jobs.limit_s[row])), ("head", name), ("gap_s", gap)))
         else:
-            place = beside.find(int(jobs.gpus[row]))
+            place = beside.find(int(jobs.gpus[row]), int(jobs.within[row]))
             found = (pool, place) if place is not None else trial.find(row)
             if found is not None and place is None and found[0] == pool:
                 continue

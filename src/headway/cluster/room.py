@@ -1,16 +1,21 @@
 """Where a gang of GPUs can lie: which nodes, and how many GPUs of each.
 
 A gang that fits into a node lies in one, the fullest that has room, so that empty nodes stay for larger gangs. A
-larger one takes whole nodes, and for what is left over the fullest that has room for that. So whoever can place a
-gang can place every smaller one, and one failure answers for all that are larger.
+larger one takes whole nodes, and for what is left over the fullest that has room for that. It goes into the smallest
+domain of the network that holds it (a rack before a block, say), and of those into the one with least to spare. So
+whoever can place a gang can place every smaller one, and one failure answers for all that are larger.
 """
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Placement", "Room"]
+__all__ = ["ANYWHERE", "Placement", "Room"]
+
+ANYWHERE = -1
+"""The level of a gang that may lie across all domains."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +34,73 @@ class Placement:
 class Room:
     """Free GPUs of nodes of one size, to try placements on; the nodes themselves learn nothing of it."""
 
-    def __init__(self, free: NDArray[np.int32], size: int) -> None:
+    def __init__(self, free: NDArray[np.int32], size: int, domains: NDArray[np.int32] | None = None) -> None:
+        """`domains`: of each level, from the smallest, the number of each node's domain."""
         self.free = free.copy()
         self.size = size
+        self.domains = np.empty((0, len(free)), np.int32) if domains is None else domains
         self.total = int(self.free.sum())
         self.whole = int(np.count_nonzero(self.free == size))
+        self._heaps: list[list[int]] | None = None
+        """Nodes by their free GPUs, the first first; those that have other numbers free by now are passed over."""
 
-    def largest(self) -> int:
-        """GPUs of the largest gang that would find a place."""
-        if not self.whole:
-            return int(self.free.max(initial=0))
-        partial = self.free[self.free < self.size]
-        return self.whole * self.size + int(partial.max(initial=0))
+    def copy(self, at_most: NDArray[np.int32] | None = None) -> "Room":
+        """Another to try on, with no more free than `at_most`."""
+        free = self.free if at_most is None else np.minimum(self.free, at_most)
+        return Room(free, self.size, self.domains)
 
-    def find(self, gpus: int) -> Placement | None:
-        """A place for a gang; None where there is none."""
+    def largest(self, within: int = ANYWHERE) -> int:
+        """GPUs of the largest gang that would find a place, or find one within a domain of a level."""
+        if within == ANYWHERE or not self.whole:
+            most = next((free for free in range(self.size - 1, 0, -1) if self._first(free) is not None), 0)
+            return self.whole * self.size + most
+        partial = np.where(self.free < self.size, self.free, 0)
+        level = self.domains[within]
+        whole = np.bincount(level, self.free == self.size)
+        rest = np.zeros(len(whole))
+        np.maximum.at(rest, level, partial)
+        return int((whole * self.size + rest).max())
+
+    def find(self, gpus: int, within: int = ANYWHERE) -> Placement | None:
+        """A place for a gang, or one within a domain of a level; None where there is none."""
         whole, rest = divmod(gpus, self.size)
-        if gpus > self.total or whole + (rest > 0 and not self._partial(rest)) > self.whole:
+        if gpus > self.total or whole > self.whole:
             return None
-        nodes = np.flatnonzero(self.free == self.size)[:whole] if whole else np.empty(0, np.int64)
+        if not whole:
+            node = next((node for free in range(rest, self.size + 1) if (node := self._first(free)) is not None), None)
+            return None if node is None else Placement(np.array([node], np.int32), np.array([rest], np.int32))
+        for level in self.domains if within == ANYWHERE else self.domains[: within + 1]:
+            counts = np.bincount(level[self.free == self.size], minlength=1)
+            for domain in np.argsort(counts, kind="stable")[np.searchsorted(np.sort(counts), whole) :]:
+                place = self._in(level == domain, whole, rest)
+                if place is not None:
+                    return place
+        return self._in(None, whole, rest) if within == ANYWHERE else None
+
+    def _first(self, free: int) -> int | None:
+        """The first node with so many GPUs free."""
+        if self._heaps is None:
+            self._heaps = [np.flatnonzero(self.free == count).tolist() for count in range(self.size + 1)]
+        heap = self._heaps[free]
+        while heap and self.free[heap[0]] != free:
+            heappop(heap)
+        return heap[0] if heap else None
+
+    def _in(self, domain: NDArray[np.bool_] | None, whole: int, rest: int) -> Placement | None:
+        """Whole nodes and GPUs of one more, all in a domain."""
+        free = self.free if domain is None else np.where(domain, self.free, 0)
+        nodes = np.flatnonzero(free == self.size)[:whole] if whole else np.empty(0, np.int64)
+        if len(nodes) < whole:
+            return None
         counts = np.full(whole, self.size, np.int32)
         if rest:
-            scores = np.where(self.free >= rest, self.free, self.size + 1)
+            scores = np.where(free >= rest, free, self.size + 1)
             scores[nodes] = self.size + 1
-            nodes, counts = np.append(nodes, scores.argmin()), np.append(counts, np.int32(rest))
-        return Placement(nodes.astype(np.int32), counts.astype(np.int32))
-
-    def _partial(self, gpus: int) -> bool:
-        """Whether a node that is in use already has room for so many."""
-        return bool(((self.free >= gpus) & (self.free < self.size)).any())
+            best = int(scores.argmin())
+            if scores[best] > self.size:
+                return None
+            nodes, counts = np.append(nodes, best), np.append(counts, np.int32(rest))
+        return Placement(nodes.astype(np.int32), counts)
 
     def take(self, place: Placement) -> None:
         """Use a place."""
@@ -68,7 +111,11 @@ class Room:
         self._change(place, 1)
 
     def _change(self, place: Placement, sign: int) -> None:
-        before = np.count_nonzero(self.free[place.nodes] == self.size)
-        self.free[place.nodes] += sign * place.gpus
-        self.whole += int(np.count_nonzero(self.free[place.nodes] == self.size) - before)
-        self.total += sign * place.total
+        for node, gpus in zip(place.nodes.tolist(), place.gpus.tolist(), strict=True):
+            before = int(self.free[node])
+            after = before + sign * gpus
+            self.free[node] = after
+            self.whole += (after == self.size) - (before == self.size)
+            self.total += sign * gpus
+            if self._heaps is not None:
+                heappush(self._heaps[after], node)

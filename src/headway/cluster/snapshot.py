@@ -6,7 +6,7 @@ how long at most, what it has done so far and when it last saved.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.columns import Columns
-from headway.cluster.room import Placement, Room
+from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
@@ -29,6 +29,7 @@ ANY_POOL = -1
 class Pool:
     """Nodes of one kind."""
 
+    number: int
     chip: str
     size: int
     """GPUs of each node."""
@@ -48,9 +49,16 @@ class Nodes(Columns):
     def __init__(self) -> None:
         super().__init__({"gpus": (np.int32, 0), "free": (np.int32, 0), "state": (np.int8, HEALTHY)})
         self.pools: list[Pool] = []
+        self.levels: tuple[str, ...] = ()
+        """Of the network's domains, the smallest first."""
+        self._domains: list[NDArray[np.int32]] = []
+        self._domain_names: list[dict[str, list[str]]] = []
+        self._largest: dict[int, int] = {}
 
-    def join(self, chip: str, size: int, names: Iterable[str]) -> Pool:
-        """Add a pool of nodes."""
+    def join(
+        self, chip: str, size: int, names: Iterable[str], domains: Mapping[str, Sequence[str]] | None = None
+    ) -> Pool:
+        """Add a pool of nodes; `domains` names, for each level from the smallest, the domain of each node."""
         if size < 1:
             raise UsageError(f"a node of {chip} has {size} GPUs", hint="at least one")
         first = len(self.names)
@@ -58,14 +66,34 @@ class Nodes(Columns):
             if name in self.rows:
                 raise UsageError(f"node {name} is named twice")
             self.add(name, gpus=size, free=size)
-        pool = Pool(chip, size, first, len(self.names))
+        pool = Pool(len(self.pools), chip, size, first, len(self.names))
+        domains = domains or {level: ["all"] * (pool.end - first) for level in self.levels}
+        if self.pools and tuple(domains) != self.levels:
+            raise UsageError(f"nodes of {chip} have levels {', '.join(domains)}", hint=f"not {', '.join(self.levels)}")
+        self.levels = tuple(domains)
+        self._domain_names.append({level: list(of) for level, of in domains.items()})
+        numbers = [np.unique(np.array(of), return_inverse=True)[1] for of in domains.values()]
+        self._domains.append(np.array(numbers, np.int32).reshape(len(domains), pool.end - first))
         self.pools.append(pool)
+        self._largest.clear()
         return pool
+
+    def domains(self, pool: int) -> dict[str, list[str]]:
+        """Of each level, the domain of each node of a pool."""
+        return self._domain_names[pool]
 
     def room(self, pool: Pool) -> Room:
         """What is free for new jobs in a pool."""
         rows = slice(pool.first, pool.end)
-        return Room(np.where(self.state[rows] == HEALTHY, self.free[rows], 0).astype(np.int32), pool.size)
+        free = np.where(self.state[rows] == HEALTHY, self.free[rows], 0).astype(np.int32)
+        return Room(free, pool.size, self._domains[pool.number])
+
+    def largest(self, within: int) -> int:
+        """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
+        if within not in self._largest:
+            rooms = [Room(self.gpus[one.first : one.end], one.size, self._domains[one.number]) for one in self.pools]
+            self._largest[within] = max((room.largest(within) for room in rooms), default=0)
+        return self._largest[within]
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,8 @@ class Job:
     """Seconds of work between its checkpoints."""
     restart_s: float = 120.0
     """Seconds from a start until it works again."""
+    within: str | None = None
+    """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
 
 
 class Jobs(Columns):
@@ -99,6 +129,7 @@ class Jobs(Columns):
         limit_s: NDArray[np.float64]
         save_every_s: NDArray[np.float64]
         restart_s: NDArray[np.float64]
+        within: NDArray[np.int8]
         running: NDArray[np.bool_]
         since_s: NDArray[np.float64]
         done_s: NDArray[np.float64]
@@ -119,6 +150,7 @@ class Jobs(Columns):
                 "limit_s": (np.float64, math.inf),
                 "save_every_s": (np.float64, 1800.0),
                 "restart_s": (np.float64, 120.0),
+                "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
                 "running": (np.bool_, False),
                 "since_s": (np.float64, math.nan),  # when it was started last
                 "done_s": (np.float64, 0.0),  # seconds of work that earlier starts left behind
@@ -137,12 +169,20 @@ class Snapshot:
     def __init__(self) -> None:
         self.nodes, self.tenants, self.jobs = Nodes(), Tenants(), Jobs()
         self.now_s = 0.0
-        self.queue: NDArray[np.int64] = np.empty(0, np.int64)
-        """Rows of the jobs that wait, in the order they came."""
+        self._queue: NDArray[np.int64] = np.empty(0, np.int64)
+        self._stale = False
+        """Whether jobs of the queue have been started."""
         self.active: NDArray[np.int64] = np.empty(0, np.int64)
         """Rows of the jobs that run, in the order they started."""
         self.places: dict[int, tuple[int, Placement]] = {}
         """Of each that runs its pool, and its nodes there."""
+
+    @property
+    def queue(self) -> NDArray[np.int64]:
+        """Rows of the jobs that wait, in the order they came."""
+        if self._stale:
+            self._queue, self._stale = self._queue[~self.jobs.running[self._queue]], False
+        return self._queue
 
     # -- what happens
 
@@ -162,8 +202,9 @@ class Snapshot:
             values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in ("name", "tenant")}
             tenant = self.tenants.rows[job.tenant]
             values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan)}
+            values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
             rows.append(self.jobs.add(job.name, tenant=tenant, **values))
-        self.queue = np.concatenate((self.queue, np.array(rows, np.int64)))
+        self._queue = np.concatenate((self.queue, np.array(rows, np.int64)))
         return rows
 
     def check(self, job: Job) -> None:
@@ -175,8 +216,15 @@ class Snapshot:
             raise UsageError(f"job {job.name} is of {job.tenant}, whom nobody has named", hint=f"there are {known}")
         if job.name in self.jobs.rows:
             raise UsageError(f"job {job.name} is there already")
-        if job.gpus > self.gpus:
-            raise UsageError(f"job {job.name} asks for {job.gpus} GPUs, of {self.gpus}", hint=f"{self.gpus} at most")
+        if job.within is not None and job.within not in self.nodes.levels:
+            levels = ", ".join(self.nodes.levels) or "none"
+            raise UsageError(f"job {job.name} must lie within a {job.within}", hint=f"levels here: {levels}")
+        largest = self.nodes.largest(ANYWHERE if job.within is None else self.nodes.levels.index(job.within))
+        if job.gpus > largest:
+            where = f" within one {job.within}" if job.within else ""
+            raise UsageError(
+                f"job {job.name} asks for {job.gpus} GPUs{where}, and there are {largest}", hint=f"{largest} at most"
+            )
         allowed = int(self.allowance(self.tenants.rows[job.tenant]))
         if job.gpus > allowed:
             raise UsageError(
@@ -200,7 +248,7 @@ class Snapshot:
         self.places[row] = (pool, place)
         jobs.running[row], jobs.since_s[row] = True, self.now_s
         jobs.starts[row] += 1
-        self.queue = self.queue[self.queue != row]
+        self._stale = True
         self.active = np.append(self.active, row)
 
     def end(self, row: int) -> None:
@@ -208,7 +256,7 @@ class Snapshot:
         if self.jobs.running[row]:
             self._release(row)
         else:
-            self.queue = self.queue[self.queue != row]
+            self._queue = self.queue[self.queue != row]
         self.jobs.drop(row)
 
     def stop(self, row: int, done_s: float | None = None) -> None:
@@ -218,10 +266,11 @@ class Snapshot:
             done_s = float(self.saved_s(np.array([row]), self.now_s)[0])
         jobs.ran_s[row] += self.now_s - jobs.since_s[row]
         jobs.done_s[row] = done_s
+        queue = self.queue  # while the job is none of it
         self._release(row)
         jobs.running[row], jobs.since_s[row], jobs.waits_s[row] = False, math.nan, self.now_s
-        at = int(np.searchsorted(jobs.submit_s[self.queue], jobs.submit_s[row], side="left"))
-        self.queue = np.insert(self.queue, at, row)
+        at = int(np.searchsorted(jobs.submit_s[queue], jobs.submit_s[row], side="left"))
+        self._queue = np.insert(queue, at, row)
 
     def _release(self, row: int) -> None:
         pool, place = self.places.pop(row)
@@ -271,8 +320,9 @@ class Snapshot:
             )
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
+             "domains": self.nodes.domains(number),
              "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]]}
-            for pool in self.nodes.pools
+            for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
         found = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
         return json.dumps(found, indent=1)
@@ -285,7 +335,7 @@ class Snapshot:
             raise UsageError(f"this is no snapshot that is known here (format {found.get('format')})")
         made = cls()
         for pool in found["pools"]:
-            there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"])
+            there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"], pool["domains"])
             made.nodes.state[there.first : there.end] = [STATES.index(state) for state in pool["state"]]
         for tenant in found["tenants"]:
             row = made.tenants.join(
@@ -298,7 +348,7 @@ class Snapshot:
             known = {key: value for key, value in job.items() if value is not None and key not in ("name", "tenant")}
             row = made.jobs.add(job["name"], tenant=made.tenants.rows[job["tenant"]], **known)
             if place is None:
-                made.queue = np.append(made.queue, row)
+                made._queue = np.append(made._queue, row)
                 continue
             gpus, nodes = np.array(place["gpus"], np.int32), np.array(place["nodes"], np.int32)
             made.places[row] = (place["pool"], Placement(nodes, gpus))

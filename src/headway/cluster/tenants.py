@@ -47,6 +47,8 @@ class Tenants(Columns):
             }
         )
         self._paths: list[NDArray[np.int32]] = []
+        self._below: list[int] = []
+        """Those that belong to another."""
 
     def join(
         self,
@@ -68,6 +70,8 @@ class Tenants(Columns):
         above = NOBODY if parent is None else self.rows[parent]
         row = self.add(name, guarantee=guarantee, parent=above, **limits)
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
+        if above != NOBODY:
+            self._below.append(row)
         return row
 
     def check(self, gpus: int) -> None:
@@ -102,9 +106,8 @@ class Tenants(Columns):
         if kept.any():  # what those at the top do not lend is free to them alone
             top = np.flatnonzero(parent == NOBODY)
             room[top] = np.minimum(room[top], free - int(kept[top].sum()) + kept[top])
-        for row in range(count):  # parents come first
-            if parent[row] != NOBODY:
-                room[row] = min(room[row], room[parent[row]])
+        for row in self._below:  # parents come first
+            room[row] = min(room[row], room[parent[row]])
         most: NDArray[np.int64] = np.maximum(room, 0)
         return most
 

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.policies import Policy, Rows
-from headway.cluster.room import Placement
-from headway.cluster.snapshot import ANY_POOL, Snapshot
+from headway.cluster.room import ANYWHERE, Placement
+from headway.cluster.snapshot import Snapshot
 
 __all__ = ["Trial"]
 
@@ -30,10 +30,12 @@ class Trial:
     def fitting(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these jobs could start now."""
         jobs = self.snapshot.jobs
-        gpus = jobs.gpus[rows]
+        gpus, within = jobs.gpus[rows], jobs.within[rows]
         fits = np.zeros(len(rows), np.bool_)
         for number, largest in enumerate(self.largest):
             usable = gpus <= largest
+            for level in np.unique(within[within != ANYWHERE]).tolist():
+                usable &= (within != level) | (gpus <= self.rooms[number].largest(level))
             if len(self.largest) > 1:
                 usable &= (jobs.pools[rows] >> number) & 1 > 0
             fits |= usable
@@ -42,17 +44,20 @@ class Trial:
     def fits(self, row: int) -> bool:
         """Whether one could."""
         jobs = self.snapshot.jobs
-        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
-        if self.allowed is not None and gpus > self.allowed[jobs.tenant[row]]:
+        if self.allowed is not None and jobs.gpus[row] > self.allowed[jobs.tenant[row]]:
             return False
+        if jobs.within[row] != ANYWHERE:
+            return self.find(row) is not None
+        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
 
     def find(self, row: int) -> tuple[int, Placement] | None:
         """A pool and a place there."""
-        gpus, pools = int(self.snapshot.jobs.gpus[row]), int(self.snapshot.jobs.pools[row])
+        jobs = self.snapshot.jobs
+        gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
         for number, room in enumerate(self.rooms):
-            if (pools == ANY_POOL or pools >> number & 1) and gpus <= self.largest[number]:
-                place = room.find(gpus)
+            if pools >> number & 1 and gpus <= self.largest[number]:
+                place = room.find(gpus, within)
                 if place is not None:
                     return number, place
         return None

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.policies import Rows
-from headway.cluster.room import Room
+from headway.cluster.room import ANYWHERE, Room
 from headway.cluster.snapshot import Snapshot
 
 __all__ = ["Yielding"]
@@ -32,14 +32,16 @@ class Yielding:
         # what one node of a gang costs: stopping it frees the others too
         self._cost = self.lost_gpu_s[self._index] / np.repeat(np.array(counts, np.float64), counts)
 
-    def cheapest(self, room: Room, pool: int, gpus: int, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+    def cheapest(
+        self, room: Room, pool: int, gpus: int, may: NDArray[np.bool_], within: int = ANYWHERE
+    ) -> NDArray[np.int64] | None:
         """Which of those that `may` be stopped yield so that a gang fits; None where not even all of them do."""
         here = np.flatnonzero((self._pool == pool) & (may & self.there)[self._index])
         if not len(here):
             return None
         whole, rest = divmod(gpus, room.size)
         if whole:
-            return self._whole_nodes(room, here, whole + (rest > 0))
+            return self._whole_nodes(room, here, whole + (rest > 0), within)
         return self._one_node(room, here, gpus)
 
     def _one_node(self, room: Room, here: NDArray[np.int64], gpus: int) -> NDArray[np.int64] | None:
@@ -58,13 +60,22 @@ class Yielding:
         begin = int(first[np.searchsorted(first, last, side="right") - 1])
         return np.unique(self._index[order[begin : last + 1]])
 
-    def _whole_nodes(self, room: Room, here: NDArray[np.int64], count: int) -> NDArray[np.int64] | None:
-        """The nodes that can be emptied at the least loss."""
+    def _whole_nodes(self, room: Room, here: NDArray[np.int64], count: int, within: int) -> NDArray[np.int64] | None:
+        """The nodes that can be emptied at the least loss, all in one domain where they must be."""
         freed = room.free + np.bincount(self._node[here], self._gpus[here], len(room.free)).astype(np.int64)
         lost = np.bincount(self._node[here], self._cost[here], len(room.free))
         able = np.flatnonzero(freed >= room.size)
         if len(able) < count:
             return None
+        domain = np.zeros(len(room.free), np.int64) if within == ANYWHERE else room.domains[within]
+        order = able[np.lexsort((lost[able], domain[able]))]
+        # of each domain the cheapest `count` nodes, by their sum
+        first = np.flatnonzero(np.r_[True, domain[order][1:] != domain[order][:-1]])
+        first = first[np.diff(np.r_[first, len(order)]) >= count]
+        if not len(first):
+            return None
+        sums = np.r_[0.0, np.cumsum(lost[order])]
+        best = int(first[np.argmin(sums[first + count] - sums[first])])
         chosen = np.zeros(len(room.free), np.bool_)
-        chosen[able[np.argsort(lost[able], kind="stable")[:count]]] = True
+        chosen[order[best : best + count]] = True
         return np.unique(self._index[here[chosen[self._node[here]]]])

@@ -3,6 +3,7 @@
 from headway.cluster.simulate.compare import compare, find_policies, without_waiting
 from headway.cluster.simulate.engine import Setup, simulate
 from headway.cluster.simulate.outcome import Outcome, summary
+from headway.cluster.simulate.sacct import import_sacct
 from headway.cluster.simulate.trace import Trace, read_trace
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Trace",
     "compare",
     "find_policies",
+    "import_sacct",
     "read_trace",
     "simulate",
     "summary",
