@@ -29,6 +29,13 @@ def simulate(
         float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Between a job's checkpoints.")
     ] = 1800,
     restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="What a restart takes.")] = 120,
+    node_days: Annotated[
+        float | None, typer.Option("--node-days", min=0.01, help="Days between failures of a node; default never.")
+    ] = None,
+    repair: Annotated[
+        float, typer.Option("--repair", min=0, metavar="SECONDS", help="What mending a node takes.")
+    ] = 14400,
+    spares: Annotated[int, typer.Option("--spares", min=0, help="Of the nodes, how many wait to replace one.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of what a log does not say.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw what happened.")] = None,
     record: Annotated[
@@ -39,6 +46,7 @@ def simulate(
     """Run a log of jobs through the scheduler, months in seconds, under several policies."""
     from headway.cli.text import print_json
     from headway.cluster.simulate import Setup, compare, find_policies, read_trace, summary, without_waiting
+    from headway.errors import UsageError
     from headway.hardware import parse_on
 
     policies, cluster = find_policies(policy), parse_on(on)
@@ -49,8 +57,13 @@ def simulate(
         preemptible=preemptible,
         save_every_s=save_every,
         restart_s=restart,
+        node_days=node_days,
+        repair_s=repair,
+        spares=spares,
         seed=seed,
     )
+    if spares >= cluster.nodes:
+        raise UsageError(f"--spares {spares}, of {cluster.nodes} nodes", hint="leave some to work on")
     trace = read_trace(log)
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ LEVELS_GPU_S = np.array([0.5, 4.0, 16.0, 64.0]) * 3600
 STARVING, STARVING_FROM_S = 20.0, 6 * 3600.0
 """Who has waited so many times as long as it has run, or as these seconds, is served as if it were new."""
 OWED_AFTER_S = 4 * 3600.0
-"""So is a job that was stopped this long ago, while its tenant uses less than its guarantee."""
+"""So is a job that was stopped this long ago, while its tenant uses less than its guarantee, or that lost a node."""
 MIN_RUN_S = 300.0
 """Whoever was started runs so long before it may be stopped."""
 AGE, SHARE, SIZE = 1000.0, 1000.0, 100.0
@@ -75,7 +75,7 @@ def served(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
     count = len(tenants)
     unused = (tenants.guarantee[:count] - tenants.used[:count])[jobs.tenant[rows]]
     owed = (jobs.starts[rows] > 0) & (jobs.gpus[rows] <= unused) & (now - jobs.waits_s[rows] > OWED_AFTER_S)
-    return np.where(~jobs.running[rows] & (starving | owed), 0, levels)
+    return np.where(~jobs.running[rows] & (starving | owed | jobs.failed[rows]), 0, levels)
 
 
 def least_served(snapshot: Snapshot, now: float) -> Rows:

@@ -58,6 +58,14 @@ class Recorder:
         """A job is done."""
         self._write({"at": now, "end": name})
 
+    def failed(self, now: float, node: str) -> None:
+        """A node is lost."""
+        self._write({"at": now, "fail": node})
+
+    def mended(self, now: float, node: str, state: int) -> None:
+        """A node is well again."""
+        self._write({"at": now, "mend": node, "state": state})
+
     def decided(self, now: float, snapshot: Snapshot, decisions: Sequence[Decision]) -> None:
         """A cycle is over; `snapshot` is as it was before."""
         self._write({"at": now, "decided": [_said(snapshot, decision) for decision in decisions]})
@@ -148,6 +156,10 @@ def _lines(path: Path) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
                     snapshot.submit([Job(**job)], [line.get("known_s", math.nan)])
                 elif "end" in line:
                     snapshot.end(snapshot.jobs.rows[line["end"]])
+                elif "fail" in line:
+                    snapshot.fail(snapshot.nodes.rows[line["fail"]])
+                elif "mend" in line:
+                    snapshot.mend(snapshot.nodes.rows[line["mend"]], line["state"])
                 yield snapshot, policy, line
     except (FileNotFoundError, IsADirectoryError):
         raise UsageError(f"there is no record {path}", hint="headway simulate --record DIR writes one") from None

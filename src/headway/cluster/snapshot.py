@@ -136,6 +136,7 @@ class Jobs(Columns):
         ran_s: NDArray[np.float64]
         waits_s: NDArray[np.float64]
         starts: NDArray[np.int32]
+        failed: NDArray[np.bool_]
         known_s: NDArray[np.float64]
 
     def __init__(self) -> None:
@@ -157,6 +158,7 @@ class Jobs(Columns):
                 "ran_s": (np.float64, 0.0),  # seconds that earlier starts held their GPUs
                 "waits_s": (np.float64, 0.0),  # since when it waits, or waited last
                 "starts": (np.int32, 0),
+                "failed": (np.bool_, False),  # waits since a node of its failed
                 "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
             },
             room=1024,
@@ -248,15 +250,17 @@ class Snapshot:
         self.places[row] = (pool, place)
         jobs.running[row], jobs.since_s[row] = True, self.now_s
         jobs.starts[row] += 1
+        jobs.failed[row] = False
         self._stale = True
         self.active = np.append(self.active, row)
 
     def end(self, row: int) -> None:
         """A job is done, or was taken back by who sent it."""
+        queue = self.queue  # without those that were started: the row may be another's soon
         if self.jobs.running[row]:
             self._release(row)
         else:
-            self._queue = self.queue[self.queue != row]
+            self._queue = queue[queue != row]
         self.jobs.drop(row)
 
     def stop(self, row: int, done_s: float | None = None) -> None:
@@ -271,6 +275,25 @@ class Snapshot:
         jobs.running[row], jobs.since_s[row], jobs.waits_s[row] = False, math.nan, self.now_s
         at = int(np.searchsorted(jobs.submit_s[queue], jobs.submit_s[row], side="left"))
         self._queue = np.insert(queue, at, row)
+
+    def fail(self, node: int) -> list[int]:
+        """A node is lost, with what its jobs had not saved; they wait again, and a spare of its pool replaces it."""
+        nodes = self.nodes
+        pool = next(pool for pool in nodes.pools if pool.first <= node < pool.end)
+        hit = [row for row, (number, place) in self.places.items()
+               if number == pool.number and node - pool.first in place.nodes]  # fmt: skip
+        for row in hit:
+            self.stop(row)
+            self.jobs.failed[row] = True
+        served, nodes.state[node] = nodes.state[node] == HEALTHY, QUARANTINED
+        spares = np.flatnonzero(nodes.state[pool.first : pool.end] == SPARE)
+        if served and len(spares):
+            nodes.state[pool.first + spares[0]] = HEALTHY
+        return hit
+
+    def mend(self, node: int, state: int = HEALTHY) -> None:
+        """A node is well again, to be used or as a spare."""
+        self.nodes.state[node] = state
 
     def _release(self, row: int) -> None:
         pool, place = self.places.pop(row)

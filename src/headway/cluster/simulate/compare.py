@@ -11,7 +11,7 @@ import numpy as np
 from headway.cluster.policies import POLICIES, Policy
 from headway.cluster.record import record_of
 from headway.cluster.simulate.engine import Setup, simulate
-from headway.cluster.simulate.outcome import Outcome, summary
+from headway.cluster.simulate.outcome import CAUSES, Outcome, summary
 from headway.cluster.simulate.trace import Trace
 from headway.errors import UsageError
 
@@ -54,9 +54,9 @@ def compare(
 
 def without_waiting(trace: Trace) -> dict[str, Any]:
     """The bound: every job starts when it comes, and never stops."""
-    nothing = np.zeros(len(trace))
+    counts = np.empty(0, np.int64)
     outcome = Outcome(
         trace, 1, trace.submit_s, trace.submit_s + trace.duration_s, np.ones(len(trace), np.int64),
-        0.0, 0.0, 0.0, 1.0, 0, nothing[:0], nothing[:0].astype(np.int64), nothing[:0].astype(np.int64),
+        0.0, {}, dict.fromkeys(CAUSES, 0), 0.0, 1.0, 0, np.empty(0), counts, counts,
     )  # fmt: skip
     return {key: value for key, value in summary(outcome).items() if key.endswith("_s") and "gpu" not in key}

@@ -14,7 +14,7 @@ from headway.cluster.policies import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
 from headway.cluster.simulate.trace import Trace
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import HEALTHY, SPARE, Job, Snapshot
 from headway.errors import UsageError
 
 __all__ = ["Setup", "simulate"]
@@ -39,12 +39,17 @@ class Setup:
     restart_s: float = 120.0
     limits: tuple[float, float] | None = (2.0, 20.0)
     """Time limits are durations times a factor between these, as users guess; None gives all the longest."""
+    node_days: float | None = None
+    """Between failures of a node, on average; None: nodes never fail."""
+    repair_s: float = 4 * 3600.0
+    spares: int = 0
+    """Of the nodes, those that wait to take the place of a failed one."""
     seed: int = 0
 
     @property
     def gpus(self) -> int:
-        """In all."""
-        return self.per_node * self.nodes
+        """In all, but for spares."""
+        return self.per_node * (self.nodes - self.spares)
 
 
 def simulate(
@@ -85,24 +90,61 @@ class _Story:
         self._coming = 0
         self._ends: list[tuple[float, int, int]] = []
         """When a start of a job would end: time, job, number of the start."""
+        self._wear: list[tuple[float, int, bool]] = []
+        """When a node fails, or (true) is well again: time, node, which."""
+        if setup.node_days is not None:
+            self._chance = np.random.default_rng((setup.seed, 1))
+            self._wear = [(self._lasts_s(), node, False) for node in range(setup.nodes)]
+            heapq.heapify(self._wear)
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
         self.ended = 0
 
     def next_s(self) -> float:
-        """When something happens next."""
-        return min(self._comes_s(), self._ends[0][0] if self._ends else math.inf)
+        """When something happens next; never again once all jobs are done."""
+        if self.ended == len(self._trace):
+            return math.inf
+        return min(self._comes_s(), self._ends_s(), self._wear[0][0] if self._wear else math.inf)
 
     def _comes_s(self) -> float:
         return float(self._trace.submit_s[self._coming]) if self._coming < len(self._trace) else math.inf
 
+    def _ends_s(self) -> float:
+        return self._ends[0][0] if self._ends else math.inf
+
+    def _lasts_s(self) -> float:
+        """How long a node will last."""
+        assert self._setup.node_days is not None
+        return float(self._chance.exponential(self._setup.node_days * 86400))
+
     def happen(self, at: float) -> None:
-        """A job ends, or else one comes."""
+        """A job ends, or else a node fails or is mended, or else a job comes."""
         self._pass(at)
-        if self._ends and self._ends[0][0] <= self._comes_s():
+        if self._ends_s() <= at:
             self._end(at)
+        elif self._wear and self._wear[0][0] <= at:
+            self._wear_out(at)
         else:
             self._come(at)
+
+    def _wear_out(self, at: float) -> None:
+        _, node, mends = heapq.heappop(self._wear)
+        snapshot, name = self._snapshot, self._snapshot.nodes.names[node]
+        if mends:
+            serving = int(np.count_nonzero(snapshot.nodes.state[: self._setup.nodes] == HEALTHY))
+            state = HEALTHY if serving < self._setup.nodes - self._setup.spares else SPARE
+            snapshot.mend(node, state)
+            if self._recorder:
+                self._recorder.mended(at, name, state)
+            heapq.heappush(self._wear, (at + self._lasts_s(), node, False))
+            return
+        active = snapshot.active
+        lost = dict(zip(active.tolist(), snapshot.worked_s(active, at) - snapshot.saved_s(active, at), strict=True))
+        for row in snapshot.fail(node):
+            self._meter.stopped(self._job_of[row], float(lost[row]) + self._setup.restart_s, "failure")
+        if self._recorder:
+            self._recorder.failed(at, name)
+        heapq.heappush(self._wear, (at + self._setup.repair_s, node, True))
 
     def _pass(self, now: float) -> None:
         self._meter.advance(now)
@@ -152,7 +194,7 @@ class _Story:
         stops = np.array([decision.job for decision in decisions if decision.kind == "stop"], np.int64)
         lost = snapshot.worked_s(stops, now) - snapshot.saved_s(stops, now)
         for row, seconds in zip(stops.tolist(), lost.tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], seconds + self._setup.restart_s)
+            self._meter.stopped(self._job_of[row], seconds + self._setup.restart_s, "preemption")
         carry_out(snapshot, decisions)
         for decision in decisions:
             if decision.kind == "start":
@@ -176,6 +218,7 @@ class _Story:
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
     snapshot = Snapshot()
     snapshot.nodes.join(setup.chip, setup.per_node, (f"node-{number:04}" for number in range(setup.nodes)))
+    snapshot.nodes.state[setup.nodes - setup.spares : setup.nodes] = SPARE
     guarantees = setup.guarantees or _proportional(trace, setup.gpus)
     unknown = [name for name in trace.tenants if name not in guarantees]
     if unknown:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["Meter", "Outcome", "summary"]
+__all__ = ["CAUSES", "Meter", "Outcome", "summary"]
 
 LONG_S = 86400.0
+Cause = Literal["preemption", "failure"]
+CAUSES: tuple[Cause, ...] = ("preemption", "failure")
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class Outcome:
     starts: NDArray[np.int64]
     used_gpu_s: float
     """Between the first submission and the last end."""
-    lost_gpu_s: float
-    """Work done again, and restarts."""
+    lost_gpu_s: dict[str, float]
+    """Work done again, and restarts, by what stopped jobs."""
+    stops: dict[str, int]
     owed_gpu_s: float
     """What tenants asked for within their guarantees and did not have."""
     guaranteed_gpu_s: float
@@ -61,7 +64,9 @@ class Meter:
         self._row = np.array([snapshot.tenants.rows[name] for name in trace.tenants])
         self._leaves = np.array(snapshot.tenants.leaves())
         self._now = float(trace.submit_s[0])
-        self._used, self._lost, self._owed, self._guaranteed = 0.0, 0.0, 0.0, 0.0
+        self._used, self._owed, self._guaranteed = 0.0, 0.0, 0.0
+        self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self._stops: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._cycles, self._seen = 0, list[tuple[float, int, int]]()
 
     def advance(self, now: float) -> None:
@@ -88,10 +93,11 @@ class Meter:
         if math.isnan(self._first[job]):
             self._first[job] = now
 
-    def stopped(self, job: int, lost_s: float) -> None:
+    def stopped(self, job: int, lost_s: float, cause: Cause) -> None:
         """It lost them, and so much of its work."""
         self.came(job)
-        self._lost += lost_s * float(self._trace.gpus[job])
+        self._lost[cause] += lost_s * float(self._trace.gpus[job])
+        self._stops[cause] += 1
 
     def ended(self, job: int, now: float) -> None:
         """It is done."""
@@ -115,6 +121,7 @@ class Meter:
             self._starts,
             self._used,
             self._lost,
+            self._stops,
             self._owed,
             self._guaranteed,
             self._cycles,
@@ -142,7 +149,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "mean_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
         "utilization": outcome.used_gpu_s / (span * outcome.gpus),
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
-        "preemptions": int((outcome.starts - 1).sum()),
+        "preemptions": outcome.stops["preemption"],
+        "failures": outcome.stops["failure"],
         "lost_gpu_s": outcome.lost_gpu_s,
         "cycles": outcome.cycles,
     }
