@@ -1,13 +1,16 @@
 """The scheduler's cycle: which of the jobs that wait start now, and where. Pure: the snapshot stays as it is."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.policies import MIN_RUN_S, Policy, Rows
-from headway.cluster.room import Room
+from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.cluster.yielding import Yielding
@@ -40,7 +43,7 @@ def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
         return decisions
     # 4 keep a place for that one, and let others pass as far as they do not delay it
     head = int(rows[blocked])
-    kept = _reserve(trial, head, now)
+    kept = _reserve(trial, head, now, decisions)
     return [*decisions, *([kept.decision] if kept else ()), *_backfill(trial, rows[blocked + 1 :], head, kept, now)]
 
 
@@ -138,64 +141,72 @@ class _Kept:
     later: Room
 
 
-def _reserve(trial: Trial, row: int, now: float) -> _Kept | None:
+def _reserve(trial: Trial, row: int, now: float, started: Sequence[Decision]) -> _Kept | None:
     """The earliest place for a job, if all that runs ends by its limit; None where limits say nothing."""
-    snapshot = trial.snapshot
-    jobs, active = snapshot.jobs, snapshot.active
-    ends = np.maximum(jobs.since_s[active] + jobs.limit_s[active] - jobs.ran_s[active], now)
-    gpus, best = int(jobs.gpus[row]), None
-    for number in range(len(trial.rooms)):
+    jobs, best = trial.snapshot.jobs, None
+    gpus, within = int(jobs.gpus[row]), int(jobs.within[row])
+    ends = _ends(trial.snapshot, now, started)
+    for number, room in enumerate(trial.rooms):
         if not jobs.pools[row] >> number & 1:
             continue
-        later = trial.rooms[number].copy()
-        order = np.argsort(ends, kind="stable")
-        order = order[[snapshot.places[int(active[i])][0] == number for i in order]] if len(trial.rooms) > 1 else order
-        # no use looking before enough GPUs are free at all
-        freed = later.total + np.cumsum(jobs.gpus[active[order]])
-        first = int(np.searchsorted(freed, gpus))
-        for i, index in enumerate(order):
-            later.give(snapshot.places[int(active[index])][1])
-            if i >= first and np.isfinite(ends[index]):
-                place = later.find(gpus, int(jobs.within[row]))
-                if place is not None:
-                    if best is None or ends[index] < best.decision.at_s:
-                        later.take(place)
-                        numbers = (("gpus", gpus), ("wait_s", float(ends[index] - now)))
-                        reason = Reason(Code.RESERVED, numbers)
-                        best = _Kept(Decision("reserve", row, number, place, reason, float(ends[index])), later)
-                    break
+        here = [(end_s, place) for end_s, pool, place in ends if pool == number and math.isfinite(end_s)]
+        later, freed = room.copy(), room.total
+        for end_s, place in here:
+            later.give(place)
+            freed += place.total
+            if freed < gpus or (best is not None and end_s >= best.decision.at_s):
+                continue
+            found = later.find(gpus, within)
+            if found is not None:
+                later.take(found)
+                reason = Reason(Code.RESERVED, (("gpus", gpus), ("wait_s", end_s - now)))
+                best = _Kept(Decision("reserve", row, number, found, reason, end_s), later)
+                break
     return best
+
+
+def _ends(snapshot: Snapshot, now: float, started: Sequence[Decision]) -> list[tuple[float, int, Placement]]:
+    """When all that runs, and what is started now, ends by its limit, and what it leaves; the first first."""
+    jobs, active = snapshot.jobs, snapshot.active
+    limits = np.maximum(jobs.since_s[active] + jobs.limit_s[active] - jobs.ran_s[active], now).tolist()
+    ends = [(end_s, *snapshot.places[row]) for end_s, row in zip(limits, active.tolist(), strict=True)]
+    left = [float(jobs.limit_s[one.job] - jobs.ran_s[one.job]) for one in started]
+    ends += [(now + max(seconds, 0.0), one.pool, one.place) for seconds, one in zip(left, started, strict=True)]
+    return sorted(ends, key=itemgetter(0))
 
 
 def _backfill(trial: Trial, rows: Rows, head: int, kept: _Kept | None, now: float) -> list[Decision]:
     """Those that may pass: they end before the place is needed, or lie beside it."""
-    snapshot, decisions = trial.snapshot, list[Decision]()
-    jobs, name = snapshot.jobs, snapshot.jobs.names[head]
+    decisions, jobs = list[Decision](), trial.snapshot.jobs
     if kept is None:
         return decisions
-    gap = kept.decision.at_s - now
-    short = jobs.limit_s[rows] - jobs.ran_s[rows] <= gap
-    pool = kept.decision.pool
-    open_ = np.ones(len(rows), np.bool_)
-    while True:
-        beside = kept.later.copy(trial.rooms[pool].free)
-        able = open_ & trial.fitting(rows) & (short | (jobs.gpus[rows] <= beside.largest()) | (len(trial.rooms) > 1))
-        at = int(able.argmax()) if len(able) else 0
-        if not len(able) or not able[at]:
-            return decisions
-        open_[at] = False
-        row = int(rows[at])
-        if short[at]:
-            found = trial.find(row)
-            reason = Reason(Code.BACKFILL, (("limit_s", float(jobs.limit_s[row])), ("head", name), ("gap_s", gap)))
-        else:
-            place = beside.find(int(jobs.gpus[row]), int(jobs.within[row]))
-            found = (pool, place) if place is not None else trial.find(row)
-            if found is not None and place is None and found[0] == pool:
+    name, gap = jobs.names[head], kept.decision.at_s - now
+    for begin in range(0, len(rows), BLOCK):
+        block = rows[begin : begin + BLOCK]
+        for row in block[trial.fitting(block)].tolist():
+            short = bool(jobs.limit_s[row] - jobs.ran_s[row] <= gap)
+            found = trial.find(row) if short else _beside(trial, row, kept)
+            if found is None or not trial.fits(row):
                 continue
-            reason = Reason(Code.PAST, (("head", name),))
-        assert found is not None
-        trial.take(row, *found)
-        if not short[at] and found[0] == pool:
-            kept.later.take(found[1])
-        decisions.append(Decision("start", row, *found, reason))
+            trial.take(row, *found)
+            if short:
+                numbers = (("limit_s", float(jobs.limit_s[row])), ("head", name), ("gap_s", gap))
+                decisions.append(Decision("start", row, *found, Reason(Code.BACKFILL, numbers)))
+            else:
+                if found[0] == kept.decision.pool:
+                    kept.later.take(found[1])
+                decisions.append(Decision("start", row, *found, Reason(Code.PAST, (("head", name),))))
+    return decisions
+
+
+def _beside(trial: Trial, row: int, kept: _Kept) -> tuple[int, Placement] | None:
+    """A place that leaves the kept one as it is, however long the job may hold it."""
+    jobs = trial.snapshot.jobs
+    gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+    for number, room in enumerate(trial.rooms):
+        if pools >> number & 1 and gpus <= trial.largest[number]:
+            there = kept.later.copy(room.free) if number == kept.decision.pool else room
+            place = there.find(gpus, within)
+            if place is not None:
+                return number, place
+    return None

@@ -34,9 +34,17 @@ class Placement:
 class Room:
     """Free GPUs of nodes of one size, to try placements on; the nodes themselves learn nothing of it."""
 
-    def __init__(self, free: NDArray[np.int32], size: int, domains: NDArray[np.int32] | None = None) -> None:
-        """`domains`: of each level, from the smallest, the number of each node's domain."""
-        self.free = free.copy()
+    def __init__(
+        self,
+        free: NDArray[np.int32],
+        size: int,
+        domains: NDArray[np.int32] | None = None,
+        usable: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`domains`: of each level, from the smallest, the number of each node's domain. Of nodes that are not
+        `usable` nothing is free, whatever is given back."""
+        self.free = free.copy() if usable is None or usable.all() else np.where(usable, free, 0)
+        self.usable = np.ones(len(free), np.bool_) if usable is None else usable
         self.size = size
         self.domains = np.empty((0, len(free)), np.int32) if domains is None else domains
         self.total = int(self.free.sum())
@@ -47,7 +55,7 @@ class Room:
     def copy(self, at_most: NDArray[np.int32] | None = None) -> "Room":
         """Another to try on, with no more free than `at_most`."""
         free = self.free if at_most is None else np.minimum(self.free, at_most)
-        return Room(free, self.size, self.domains)
+        return Room(free, self.size, self.domains, self.usable)
 
     def largest(self, within: int = ANYWHERE) -> int:
         """GPUs of the largest gang that would find a place, or find one within a domain of a level."""
@@ -112,6 +120,8 @@ class Room:
 
     def _change(self, place: Placement, sign: int) -> None:
         for node, gpus in zip(place.nodes.tolist(), place.gpus.tolist(), strict=True):
+            if not self.usable[node]:
+                continue
             before = int(self.free[node])
             after = before + sign * gpus
             self.free[node] = after

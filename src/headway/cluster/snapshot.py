@@ -36,6 +36,13 @@ class Pool:
     first: int
     end: int
     """Rows of its nodes."""
+    spares: int = 0
+    """How many of them wait at any time to take the place of one that fails; at first the last ones."""
+
+    @property
+    def gpus(self) -> int:
+        """What jobs can count on."""
+        return self.size * (self.end - self.first - self.spares)
 
 
 class Nodes(Columns):
@@ -56,20 +63,22 @@ class Nodes(Columns):
         self._largest: dict[int, int] = {}
 
     def join(
-        self, chip: str, size: int, names: Iterable[str], domains: Mapping[str, Sequence[str]] | None = None
+        self,
+        chip: str,
+        size: int,
+        names: Iterable[str],
+        domains: Mapping[str, Sequence[str]] | None = None,
+        spares: int = 0,
     ) -> Pool:
         """Add a pool of nodes; `domains` names, for each level from the smallest, the domain of each node."""
-        if size < 1:
-            raise UsageError(f"a node of {chip} has {size} GPUs", hint="at least one")
+        names = list(names)
+        self._check(chip, size, names, domains)
         first = len(self.names)
         for name in names:
-            if name in self.rows:
-                raise UsageError(f"node {name} is named twice")
             self.add(name, gpus=size, free=size)
-        pool = Pool(len(self.pools), chip, size, first, len(self.names))
-        domains = domains or {level: ["all"] * (pool.end - first) for level in self.levels}
-        if self.pools and tuple(domains) != self.levels:
-            raise UsageError(f"nodes of {chip} have levels {', '.join(domains)}", hint=f"not {', '.join(self.levels)}")
+        pool = Pool(len(self.pools), chip, size, first, len(self.names), spares)
+        self.state[pool.end - spares : pool.end] = SPARE
+        domains = domains or {level: ["all"] * len(names) for level in self.levels}
         self.levels = tuple(domains)
         self._domain_names.append({level: list(of) for level, of in domains.items()})
         numbers = [np.unique(np.array(of), return_inverse=True)[1] for of in domains.values()]
@@ -78,6 +87,21 @@ class Nodes(Columns):
         self._largest.clear()
         return pool
 
+    def _check(self, chip: str, size: int, names: Sequence[str], domains: Mapping[str, Sequence[str]] | None) -> None:
+        """UsageError for what cannot join."""
+        if size < 1 or size != int(size):
+            raise UsageError(f"a node of {chip} has {size} GPUs", hint="GPUs are counted in whole numbers, from 1 on")
+        seen = set(self.rows)
+        for name in names:
+            if name in seen:
+                raise UsageError(f"node {name} is named twice")
+            seen.add(name)
+        for level, of in (domains or {}).items():
+            if len(of) != len(names):
+                raise UsageError(f"{len(names)} nodes of {chip} have {len(of)} domains of level {level}")
+        if self.pools and domains and tuple(domains) != self.levels:
+            raise UsageError(f"nodes of {chip} have levels {', '.join(domains)}", hint=f"not {', '.join(self.levels)}")
+
     def domains(self, pool: int) -> dict[str, list[str]]:
         """Of each level, the domain of each node of a pool."""
         return self._domain_names[pool]
@@ -85,13 +109,19 @@ class Nodes(Columns):
     def room(self, pool: Pool) -> Room:
         """What is free for new jobs in a pool."""
         rows = slice(pool.first, pool.end)
-        free = np.where(self.state[rows] == HEALTHY, self.free[rows], 0).astype(np.int32)
-        return Room(free, pool.size, self._domains[pool.number])
+        return Room(self.free[rows], pool.size, self._domains[pool.number], self.state[rows] == HEALTHY)
 
     def largest(self, within: int) -> int:
         """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
         if within not in self._largest:
-            rooms = [Room(self.gpus[one.first : one.end], one.size, self._domains[one.number]) for one in self.pools]
+            rooms = [
+                Room(
+                    self.gpus[one.first : one.end - one.spares],
+                    one.size,
+                    self._domains[one.number][:, : one.end - one.spares - one.first],
+                )
+                for one in self.pools
+            ]
             self._largest[within] = max((room.largest(within) for room in rooms), default=0)
         return self._largest[within]
 
@@ -135,6 +165,7 @@ class Jobs(Columns):
         done_s: NDArray[np.float64]
         ran_s: NDArray[np.float64]
         waits_s: NDArray[np.float64]
+        number: NDArray[np.int64]
         starts: NDArray[np.int32]
         failed: NDArray[np.bool_]
         known_s: NDArray[np.float64]
@@ -157,6 +188,7 @@ class Jobs(Columns):
                 "done_s": (np.float64, 0.0),  # seconds of work that earlier starts left behind
                 "ran_s": (np.float64, 0.0),  # seconds that earlier starts held their GPUs
                 "waits_s": (np.float64, 0.0),  # since when it waits, or waited last
+                "number": (np.int64, 0),  # in the order they were told
                 "starts": (np.int32, 0),
                 "failed": (np.bool_, False),  # waits since a node of its failed
                 "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
@@ -174,6 +206,8 @@ class Snapshot:
         self._queue: NDArray[np.int64] = np.empty(0, np.int64)
         self._stale = False
         """Whether jobs of the queue have been started."""
+        self._told = 0
+        """Jobs so far."""
         self.active: NDArray[np.int64] = np.empty(0, np.int64)
         """Rows of the jobs that run, in the order they started."""
         self.places: dict[int, tuple[int, Placement]] = {}
@@ -196,22 +230,29 @@ class Snapshot:
             self.now_s = now_s
 
     def submit(self, jobs: Iterable[Job], known_s: Iterable[float] = ()) -> list[int]:
-        """Jobs join the queue; UsageError for one that can never run."""
-        known = iter(known_s)
-        rows = []
+        """Jobs join the queue, all or, where one can never run, none: UsageError."""
+        jobs, seen = list(jobs), set[str]()
         for job in jobs:
             self.check(job)
+            if job.name in seen:
+                raise UsageError(f"job {job.name} is named twice")
+            seen.add(job.name)
+        known, rows = iter(known_s), []
+        for job in jobs:
             values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in ("name", "tenant")}
-            tenant = self.tenants.rows[job.tenant]
-            values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan)}
+            values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan), "number": self._told}
             values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
-            rows.append(self.jobs.add(job.name, tenant=tenant, **values))
-        self._queue = np.concatenate((self.queue, np.array(rows, np.int64)))
+            rows.append(self.jobs.add(job.name, tenant=self.tenants.rows[job.tenant], **values))
+            self._told += 1
+        queue = np.concatenate((self.queue, np.array(rows, np.int64)))
+        if (np.diff(self.jobs.submit_s[queue]) < 0).any():
+            queue = queue[np.lexsort((self.jobs.number[queue], self.jobs.submit_s[queue]))]
+        self._queue = queue
         return rows
 
     def check(self, job: Job) -> None:
         """UsageError for a job that can never run here, with the nearest that could."""
-        if job.gpus != int(job.gpus) or job.gpus < 1:
+        if not math.isfinite(job.gpus) or job.gpus != int(job.gpus) or job.gpus < 1:
             raise UsageError(f"job {job.name} asks for {job.gpus} GPUs", hint="GPUs are counted in whole numbers")
         if job.tenant not in self.tenants.rows:
             known = ", ".join(self.tenants.names) or "nobody"
@@ -221,27 +262,28 @@ class Snapshot:
         if job.within is not None and job.within not in self.nodes.levels:
             levels = ", ".join(self.nodes.levels) or "none"
             raise UsageError(f"job {job.name} must lie within a {job.within}", hint=f"levels here: {levels}")
+        for key, least in (("submit_s", -math.inf), ("limit_s", 0.0), ("save_every_s", 0.0)):
+            if not getattr(job, key) > least:
+                raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint="seconds, more than none")
+        if not 0 <= job.restart_s < math.inf or math.isinf(job.submit_s):
+            raise UsageError(f"job {job.name}: submit_s is {job.submit_s}, restart_s {job.restart_s}", hint="seconds")
         largest = self.nodes.largest(ANYWHERE if job.within is None else self.nodes.levels.index(job.within))
-        if job.gpus > largest:
-            where = f" within one {job.within}" if job.within else ""
-            raise UsageError(
-                f"job {job.name} asks for {job.gpus} GPUs{where}, and there are {largest}", hint=f"{largest} at most"
-            )
         allowed = int(self.allowance(self.tenants.rows[job.tenant]))
-        if job.gpus > allowed:
+        if job.gpus > min(largest, allowed):
+            where = f" within one {job.within}" if job.within else ""
+            what = f"and there are {largest}{where}" if largest <= allowed else f"and {job.tenant} may use {allowed}"
             raise UsageError(
-                f"job {job.name} asks for {job.gpus} GPUs, and {job.tenant} may use {allowed} together",
-                hint=f"{allowed} at most, or a higher borrowing limit",
+                f"job {job.name} asks for {job.gpus} GPUs{where}, {what}", hint=f"{min(largest, allowed)} at most"
             )
 
     def allowance(self, tenant: int) -> int:
         """GPUs that a tenant may use at most, if nobody else uses any."""
-        tenants = self.tenants
-        return min(int(tenants.guarantee[row] + min(tenants.borrow[row], self.gpus)) for row in tenants.path(tenant))
+        return int(self.tenants.room(self.gpus, np.zeros(len(self.tenants), np.int64))[tenant])
 
     def start(self, row: int, pool: int, place: Placement) -> None:
         """A job that waits has its nodes."""
         jobs, nodes = self.jobs, self.nodes
+        assert not jobs.running[row], "a job runs once"
         rows = place.nodes + nodes.pools[pool].first
         assert (nodes.free[rows] >= place.gpus).all(), "nodes are never given twice"
         assert place.total == jobs.gpus[row], "all of a gang or nothing"
@@ -273,7 +315,8 @@ class Snapshot:
         queue = self.queue  # while the job is none of it
         self._release(row)
         jobs.running[row], jobs.since_s[row], jobs.waits_s[row] = False, math.nan, self.now_s
-        at = int(np.searchsorted(jobs.submit_s[queue], jobs.submit_s[row], side="left"))
+        low, high = (int(np.searchsorted(jobs.submit_s[queue], jobs.submit_s[row], side)) for side in ("left", "right"))
+        at = low + int(np.searchsorted(jobs.number[queue[low:high]], jobs.number[row]))
         self._queue = np.insert(queue, at, row)
 
     def fail(self, node: int) -> list[int]:
@@ -305,8 +348,8 @@ class Snapshot:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
-        return sum(pool.size * (pool.end - pool.first) for pool in self.nodes.pools)
+        """Of all nodes but spares."""
+        return sum(pool.gpus for pool in self.nodes.pools)
 
     def held_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """Seconds that jobs have held their GPUs so far, in all starts."""
@@ -323,7 +366,9 @@ class Snapshot:
         """Of that, what is saved: jobs save after each so many seconds of work in one start."""
         jobs = self.jobs
         here = self.worked_s(rows, now) - jobs.done_s[rows]
-        return jobs.done_s[rows] + np.floor(here / jobs.save_every_s[rows]) * jobs.save_every_s[rows]
+        every = jobs.save_every_s[rows]
+        saved: NDArray[np.float64] = np.floor(here / every) * np.where(np.isinf(every), 0.0, every)
+        return jobs.done_s[rows] + saved
 
     # -- on disk
 
@@ -338,12 +383,10 @@ class Snapshot:
             if row in self.places:
                 pool, place = self.places[row]
                 job["place"] = {"pool": pool, "nodes": place.nodes.tolist(), "gpus": place.gpus.tolist()}
-            jobs.append(
-                {key: None if value in (math.inf, None) or value != value else value for key, value in job.items()}
-            )
+            jobs.append({key: _plain(value) for key, value in job.items()})
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
-             "domains": self.nodes.domains(number),
+             "domains": self.nodes.domains(number), "spares": pool.spares,
              "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]]}
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
@@ -352,30 +395,51 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, text: str) -> "Snapshot":
-        """What `to_json` wrote."""
-        found: dict[str, Any] = json.loads(text)
-        if found.get("format") != 1:
-            raise UsageError(f"this is no snapshot that is known here (format {found.get('format')})")
+        """What `to_json` wrote; UsageError for anything else."""
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or found.get("format") != 1:
+                raise UsageError("this is no snapshot that is known here", hint="its format is 1")
+            return cls._read(found)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"this is no snapshot: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _read(cls, found: dict[str, Any]) -> "Snapshot":
         made = cls()
         for pool in found["pools"]:
-            there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"], pool["domains"])
+            there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"], pool["domains"], pool.get("spares", 0))
             made.nodes.state[there.first : there.end] = [STATES.index(state) for state in pool["state"]]
-        for tenant in found["tenants"]:
-            row = made.tenants.join(
-                tenant["name"], tenant["guarantee"], tenant["parent"], tenant["borrow"], tenant["lend"]
-            )
-            made.tenants.recent[row] = tenant["recent"]
+        for one in found["tenants"]:
+            row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"])
+            made.tenants.recent[row] = one["recent"]
         made.now_s = found["now_s"]
         for job in found["jobs"]:
-            place = job.pop("place", None)
-            known = {key: value for key, value in job.items() if value is not None and key not in ("name", "tenant")}
-            row = made.jobs.add(job["name"], tenant=made.tenants.rows[job["tenant"]], **known)
-            if place is None:
-                made._queue = np.append(made._queue, row)
-                continue
-            gpus, nodes = np.array(place["gpus"], np.int32), np.array(place["nodes"], np.int32)
-            made.places[row] = (place["pool"], Placement(nodes, gpus))
-            made.nodes.free[nodes + made.nodes.pools[place["pool"]].first] -= gpus
-            made.tenants.take(made.jobs.tenant[row], int(gpus.sum()))
-            made.active = np.append(made.active, row)
+            made._read_job(dict(job))
+        made._told = int(max((made.jobs.number[row] for row in made.jobs.rows.values()), default=-1)) + 1
         return made
+
+    def _read_job(self, job: dict[str, Any]) -> None:
+        place, name, tenant = job.pop("place", None), job.pop("name"), job.pop("tenant")
+        if name in self.jobs.rows:
+            raise UsageError(f"job {name} is named twice")
+        known = {key: math.inf if value == "inf" else value for key, value in job.items() if value is not None}
+        row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
+        if place is None:
+            self._queue = np.append(self._queue, row)
+            return
+        gpus, nodes = np.array(place["gpus"], np.int32), np.array(place["nodes"], np.int32)
+        rows = nodes + self.nodes.pools[place["pool"]].first
+        if (self.nodes.free[rows] < gpus).any() or gpus.sum() != self.jobs.gpus[row]:
+            raise UsageError(f"job {name} runs on GPUs that it cannot have")
+        self.places[row] = (place["pool"], Placement(nodes, gpus))
+        self.nodes.free[rows] -= gpus
+        self.tenants.take(self.jobs.tenant[row], int(gpus.sum()))
+        self.active = np.append(self.active, row)
+
+
+def _plain(value: Any) -> Any:
+    """A value as strict JSON has it: nothing for no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "inf" if value > 0 else None
+    return value

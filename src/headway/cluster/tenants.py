@@ -5,6 +5,7 @@ others do not use it borrows, up to its borrowing limit. A tenant below another 
 department uses too. Guarantees of children add up to at most their parent's.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,8 @@ class Tenants(Columns):
             }
         )
         self._paths: list[NDArray[np.int32]] = []
-        self._below: list[int] = []
-        """Those that belong to another."""
+        self._groups: list[tuple[NDArray[np.int64], int]] = []
+        """Tenants that belong to the same one, or to nobody; parents come first."""
 
     def join(
         self,
@@ -60,7 +61,7 @@ class Tenants(Columns):
     ) -> int:
         """Add a tenant below another, or at the top."""
         for what, count in (("guarantee", guarantee), ("borrow", borrow), ("lend", lend)):
-            if count is not None and (count != int(count) or count < 0):
+            if count is not None and (not math.isfinite(count) or count != int(count) or count < 0):
                 raise UsageError(f"tenant {name}: {what} is {count}", hint="GPUs are counted in whole numbers")
         if name in self.rows:
             raise UsageError(f"tenant {name} is named twice")
@@ -70,8 +71,10 @@ class Tenants(Columns):
         above = NOBODY if parent is None else self.rows[parent]
         row = self.add(name, guarantee=guarantee, parent=above, **limits)
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
-        if above != NOBODY:
-            self._below.append(row)
+        parents = self.parent[: len(self)]
+        self._groups = [
+            (np.flatnonzero(parents == one), one) for one in (NOBODY, *sorted({*parents.tolist()} - {NOBODY}))
+        ]
         return row
 
     def check(self, gpus: int) -> None:
@@ -100,16 +103,17 @@ class Tenants(Columns):
         """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
         count = len(self)
         used = self.used[:count] if used is None else used
-        guarantee, parent = self.guarantee[:count], self.parent[:count]
-        room = np.minimum(guarantee - used + self.borrow[:count], free)
-        kept = np.maximum(guarantee - used - self.lend[:count], 0)
-        if kept.any():  # what those at the top do not lend is free to them alone
-            top = np.flatnonzero(parent == NOBODY)
-            room[top] = np.minimum(room[top], free - int(kept[top].sum()) + kept[top])
-        for row in self._below:  # parents come first
-            room[row] = min(room[row], room[parent[row]])
-        most: NDArray[np.int64] = np.maximum(room, 0)
-        return most
+        unused = self.guarantee[:count] - used
+        kept = np.maximum(unused - self.lend[:count], 0)
+        room = unused + self.borrow[:count]
+        for group, above in self._groups:
+            there = free if above == NOBODY else int(room[above])
+            promised = int(kept[group].sum())
+            most = there - promised + kept[group]  # what others do not lend is not theirs
+            if promised > there:  # nodes are away: then whoever asks first has what it kept
+                most = np.maximum(most, np.minimum(kept[group], there))
+            room[group] = np.maximum(np.minimum(room[group], most), 0)
+        return room
 
     def age(self, seconds: float) -> None:
         """Let time pass: what is used now is added to what was, and what was counts less."""

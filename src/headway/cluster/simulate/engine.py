@@ -139,9 +139,9 @@ class _Story:
             heapq.heappush(self._wear, (at + self._lasts_s(), node, False))
             return
         active = snapshot.active
-        lost = dict(zip(active.tolist(), snapshot.worked_s(active, at) - snapshot.saved_s(active, at), strict=True))
+        lost = dict(zip(active.tolist(), self._lost_s(active, at).tolist(), strict=True))
         for row in snapshot.fail(node):
-            self._meter.stopped(self._job_of[row], float(lost[row]) + self._setup.restart_s, "failure")
+            self._meter.stopped(self._job_of[row], lost[row], "failure")
         if self._recorder:
             self._recorder.failed(at, name)
         heapq.heappush(self._wear, (at + self._setup.repair_s, node, True))
@@ -156,7 +156,7 @@ class _Story:
         if self._snapshot.jobs.starts[row] != starts or not self._snapshot.jobs.running[row]:
             return  # that start was stopped
         self._snapshot.end(row)
-        self._meter.ended(job, at)
+        self._meter.ended(job, at, self._setup.restart_s if starts > 1 else 0.0)
         if self._recorder:
             self._recorder.ended(at, self._trace.names[job])
         del self._job_of[row], self._row_of[job]
@@ -192,14 +192,18 @@ class _Story:
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
         stops = np.array([decision.job for decision in decisions if decision.kind == "stop"], np.int64)
-        lost = snapshot.worked_s(stops, now) - snapshot.saved_s(stops, now)
-        for row, seconds in zip(stops.tolist(), lost.tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], seconds + self._setup.restart_s, "preemption")
+        for row, seconds in zip(stops.tolist(), self._lost_s(stops, now).tolist(), strict=True):
+            self._meter.stopped(self._job_of[row], seconds, "preemption")
         carry_out(snapshot, decisions)
         for decision in decisions:
             if decision.kind == "start":
                 self._started(decision.job, now)
         self._meter.cycle()
+
+    def _lost_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """Seconds that jobs have held their GPUs in this start for nothing, if they are stopped now."""
+        jobs = self._snapshot.jobs
+        return (now - jobs.since_s[rows]) - (self._snapshot.saved_s(rows, now) - jobs.done_s[rows])
 
     def _started(self, row: int, now: float) -> None:
         job, starts = self._job_of[row], int(self._snapshot.jobs.starts[row])
@@ -217,8 +221,8 @@ class _Story:
 
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
     snapshot = Snapshot()
-    snapshot.nodes.join(setup.chip, setup.per_node, (f"node-{number:04}" for number in range(setup.nodes)))
-    snapshot.nodes.state[setup.nodes - setup.spares : setup.nodes] = SPARE
+    names = (f"node-{number:04}" for number in range(setup.nodes))
+    snapshot.nodes.join(setup.chip, setup.per_node, names, spares=setup.spares)
     guarantees = setup.guarantees or _proportional(trace, setup.gpus)
     unknown = [name for name in trace.tenants if name not in guarantees]
     if unknown:
@@ -246,5 +250,5 @@ def _limits(trace: Trace, setup: Setup, chance: np.random.Generator) -> NDArray[
     else:
         low, high = np.log(setup.limits)
         guessed = trace.duration_s * np.exp(chance.uniform(low, high, len(trace)))
-    guessed = np.maximum(np.minimum(guessed, LONGEST_LIMIT_S), trace.duration_s)
+    guessed = np.maximum(np.minimum(guessed, LONGEST_LIMIT_S), np.maximum(trace.duration_s, 1.0))
     return np.where(np.isnan(trace.limit_s), guessed, trace.limit_s)

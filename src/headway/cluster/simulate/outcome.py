@@ -67,6 +67,8 @@ class Meter:
         self._used, self._owed, self._guaranteed = 0.0, 0.0, 0.0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._stops: dict[str, int] = dict.fromkeys(CAUSES, 0)
+        self._cause: dict[int, Cause] = {}
+        """Of jobs that were stopped, what stopped them last."""
         self._cycles, self._seen = 0, list[tuple[float, int, int]]()
 
     def advance(self, now: float) -> None:
@@ -98,10 +100,13 @@ class Meter:
         self.came(job)
         self._lost[cause] += lost_s * float(self._trace.gpus[job])
         self._stops[cause] += 1
+        self._cause[job] = cause
 
-    def ended(self, job: int, now: float) -> None:
-        """It is done."""
+    def ended(self, job: int, now: float, late_s: float) -> None:
+        """It is done; its last start was late by what a restart takes."""
         self._end[job] = now
+        if job in self._cause:
+            self._lost[self._cause[job]] += late_s * float(self._trace.gpus[job])
 
     def cycle(self) -> None:
         """The scheduler has decided."""
@@ -147,7 +152,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "worst_delay_s": float(delay.max()),
         "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
         "mean_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
-        "utilization": outcome.used_gpu_s / (span * outcome.gpus),
+        "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
         "preemptions": outcome.stops["preemption"],
         "failures": outcome.stops["failure"],

@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from headway.errors import UsageError
 __all__ = ["Trace", "read_trace"]
 
 NEEDED = ("job_id", "submit_s", "duration_s", "num_gpus")
+SECONDS, WHOLE = "a number of seconds, not negative", "GPUs are counted in whole numbers, from 1 on"
+MOST_GPUS = 2**31 - 1
 NOBODYS = "all"
 """The tenant of jobs whose log names none."""
 
@@ -50,16 +53,19 @@ def read_trace(path: Path) -> Trace:
     """UsageError names the line of the first mistake."""
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode()
+        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"there is no {path}", hint="a CSV file of jobs, gzipped or not") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     reader = csv.DictReader(io.StringIO(text))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
     if missing:
         raise UsageError(f"{path}: line 1 names no {', '.join(missing)}", hint=f"it must name {', '.join(NEEDED)}")
-    rows = list(_rows(path, reader))
+    try:
+        rows = list(_rows(path, reader))
+    except csv.Error as error:
+        raise UsageError(f"{path}: line {reader.line_num + 1}: {error}") from None
     if not rows:
         raise UsageError(f"{path} has no jobs")
     names = tuple(row.name for row in rows)
@@ -114,23 +120,23 @@ def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[_Row]:
         yield row
 
 
-def _number(where: str, line: Mapping[str, str | None], key: str, missing: float | None = None) -> float:
+def _number(
+    where: str, line: Mapping[str, str | None], key: str, missing: float | None = None, hint: str = SECONDS
+) -> float:
     text = (line.get(key) or "").strip()
     if not text and missing is not None:
         return missing
     try:
         number = float(text)
     except ValueError:
-        raise UsageError(f"{where}: {key} is {text!r}", hint="a number of seconds") from None
+        raise UsageError(f"{where}: {key} is {text!r}", hint=hint) from None
     if not math.isfinite(number) or number < 0:
-        raise UsageError(f"{where}: {key} is {text}", hint="seconds are finite and not negative")
+        raise UsageError(f"{where}: {key} is {text}", hint=hint)
     return number
 
 
 def _gpus(where: str, line: Mapping[str, str | None]) -> int:
-    number = _number(where, line, "num_gpus")
-    if number != int(number) or number < 1:
-        raise UsageError(
-            f"{where}: num_gpus is {line['num_gpus']}", hint="GPUs are counted in whole numbers, from 1 on"
-        )
+    number = _number(where, line, "num_gpus", hint=WHOLE)
+    if number != int(number) or not 1 <= number <= MOST_GPUS:
+        raise UsageError(f"{where}: num_gpus is {line['num_gpus']}", hint=WHOLE)
     return int(number)
