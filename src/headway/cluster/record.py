@@ -124,9 +124,7 @@ def replay(path: Path) -> Iterator[Difference | None]:
 def as_it_was(path: Path, at_s: float) -> tuple[Snapshot, Policy]:
     """The snapshot after everything that happened until a time, and the policy it was under."""
     found: tuple[Snapshot, Policy] | None = None
-    for snapshot, policy, line in _lines(path):
-        if line["at"] > at_s:
-            break
+    for snapshot, policy, line in _lines(path, at_s):
         if "decided" in line:
             carry_out(snapshot, decide(snapshot, line["at"], policy))
         found = snapshot, policy
@@ -139,16 +137,18 @@ def _at(decisions: Sequence[Any], number: int) -> Any:
     return decisions[number] if number < len(decisions) else ()
 
 
-def _lines(path: Path) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
-    """Each line, with the snapshot as it is then: jobs that came and ended are in it, a cycle's decisions are not."""
+def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
+    """Each line until a time, with the snapshot as it is then: jobs that came and ended are in it, a cycle's decisions are not."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             head = json.loads(next(file, "{}"))
-            if head.get("format") != FORMAT or head.get("policy") not in POLICIES:
+            if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("policy") not in POLICIES:
                 raise UsageError(f"{path} is no record of decisions that is known here")
             snapshot, policy = Snapshot.from_json(json.dumps(head["cluster"])), POLICIES[head["policy"]]
             for text in file:
                 line = json.loads(text)
+                if line["at"] > until_s:
+                    return
                 snapshot.advance(line["at"])
                 if "job" in line:
                     job = line["job"]

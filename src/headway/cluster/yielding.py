@@ -45,20 +45,35 @@ class Yielding:
         return self._one_node(room, here, gpus)
 
     def _one_node(self, room: Room, here: NDArray[np.int64], gpus: int) -> NDArray[np.int64] | None:
-        """On each node the dearest GPUs stay; of all nodes the one that loses least."""
-        order = here[np.lexsort((self._cost[here] / self._gpus[here], self._node[here]))]
-        nodes = self._node[order]
-        first = np.flatnonzero(np.r_[True, nodes[1:] != nodes[:-1]])
-        lengths = np.diff(np.r_[first, len(nodes)])
-        freed, lost = np.cumsum(self._gpus[order]), np.cumsum(self._cost[order])
-        freed -= np.repeat(freed[first] - self._gpus[order[first]], lengths)
-        lost -= np.repeat(lost[first] - self._cost[order[first]], lengths)
-        enough = np.flatnonzero(freed + room.free[nodes] >= gpus)
+        """One job that is enough, or on a node those that lose least for each GPU: whichever loses less."""
+        lost, freed, nodes = self.lost_gpu_s[self._index[here]], self._gpus[here], self._node[here]
+        alone = np.flatnonzero(freed + room.free[nodes] >= gpus)
+        one = int(alone[np.argmin(lost[alone])]) if len(alone) else None
+        order = np.lexsort((lost / freed, nodes))
+        first = np.flatnonzero(np.r_[True, nodes[order][1:] != nodes[order][:-1]])
+        lengths = np.diff(np.r_[first, len(order)])
+        sums, losses = np.cumsum(freed[order]), np.cumsum(lost[order])
+        sums -= np.repeat(sums[first] - freed[order[first]], lengths)
+        losses -= np.repeat(losses[first] - lost[order[first]], lengths)
+        enough = np.flatnonzero(sums + room.free[nodes[order]] >= gpus)
         if not len(enough):
             return None
-        last = int(enough[np.argmin(lost[enough])])
+        last = int(enough[np.argmin(losses[enough])])
+        if one is not None and lost[one] <= losses[last]:
+            return np.array([self._index[here[one]]])
         begin = int(first[np.searchsorted(first, last, side="right") - 1])
-        return np.unique(self._index[order[begin : last + 1]])
+        chosen = order[begin : last + 1]
+        return np.unique(self._index[here[self._needed(chosen, freed, gpus - int(room.free[nodes[chosen[0]]]))]])
+
+    @staticmethod
+    def _needed(chosen: NDArray[np.int64], freed: NDArray[np.int32], gpus: int) -> list[int]:
+        """Those of some jobs on a node that are needed for so many GPUs: the dearest is spared first."""
+        kept, spare = chosen.tolist(), int(freed[chosen].sum()) - gpus
+        for number in chosen[::-1].tolist():
+            if freed[number] <= spare:
+                kept.remove(number)
+                spare -= int(freed[number])
+        return kept
 
     def _whole_nodes(self, room: Room, here: NDArray[np.int64], count: int, within: int) -> NDArray[np.int64] | None:
         """The nodes that can be emptied at the least loss, all in one domain where they must be."""

@@ -1,0 +1,81 @@
+"""`headway simulate`, `replay`, `why` and `trace import` as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOG = "job_id,submit_s,duration_s,num_gpus,vc\n" + "".join(
+    f"j{number},{number * 40},{200 + 977 * (number % 7)},{(1, 2, 4, 8, 16)[number % 5]},{'ab'[number % 2]}\n"
+    for number in range(60)
+)
+
+
+def headway(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = "from headway.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", program, *map(str, words)], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("logs")
+    (made / "log.csv").write_text(LOG)
+    done = headway("simulate", "log.csv", "--on", "a100x8x3", "--record", "kept", "--plot", "p.png", folder=made)
+    assert done.returncode == 0, done.stderr
+    (made / "screen.txt").write_text(done.stdout)
+    return made
+
+
+def test_the_table_is_narrow_and_names_all_policies(folder: Path) -> None:
+    lines = (folder / "screen.txt").read_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "60 jobs of 2 tenants in 0 days, on 24 GPUs (8 a node)"
+    assert [line.split()[0] for line in lines[4:8]] == ["headway", "slurm", "kueue", "fifo"]
+    assert (folder / "p.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_json_has_every_policy_and_the_bound(folder: Path) -> None:
+    done = headway("simulate", "log.csv", "--on", "a100x8x3", "--policy", "headway,fifo", "--json", folder=folder)
+    told = json.loads(done.stdout)
+    assert list(told["policies"]) == ["headway", "fifo"]
+    wanted = {"mean_jct_s", "p99_jct_s", "mean_delay_s", "worst_delay_s", "quota_deficit", "utilization", "preemptions"}
+    for numbers in told["policies"].values():
+        assert wanted <= set(numbers)
+        assert numbers["mean_jct_s"] >= told["without_waiting"]["mean_jct_s"]
+
+
+def test_a_record_is_replayed_and_asked(folder: Path) -> None:
+    done = headway("replay", "kept", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("every decision equal") == 4
+    told = json.loads(headway("replay", "kept", "--json", folder=folder).stdout)
+    assert told["equal"]
+    answer = json.loads(
+        headway("why", "j30", "--from", "kept", "--at", 1300, "--policy", "fifo", "--json", folder=folder).stdout
+    )
+    assert answer["state"] in ("waits", "runs", "starts")
+    assert answer["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["simulate", "none.csv", "--on", "a100x8x3"], "there is no none.csv"),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--policy", "best"], "there is no policy 'best'"),
+        (["simulate", "log.csv", "--on", "a100x8x1"], "asks for 16 GPUs, and there are 8"),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--spares", "3"], "--spares 3, of 3 nodes"),
+        (["simulate", "log.csv", "--on", "abacus"], "abacus"),
+        (["why", "j30", "--from", "kept", "--policy", "las"], "has no record of las"),
+        (["why", "nobody", "--from", "kept", "--at", "1300"], "there is no job nobody"),
+        (["replay", "."], "has no records"),
+        (["trace", "import", "none", "out.csv"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder: Path, words: list[str], said: str) -> None:
+    done = headway(*words, folder=folder)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
