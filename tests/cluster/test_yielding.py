@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.decide import decide
-from headway.cluster.policies import MIN_RUN_S, POLICIES
+from headway.cluster.decide import MIN_RUN_S, decide
+from headway.cluster.least_served import POLICIES
 from headway.cluster.record import carry_out
 from headway.cluster.snapshot import Job, Snapshot
 from headway.cluster.yielding import Yielding
@@ -83,9 +83,9 @@ def test_loss_is_what_was_not_saved_and_the_restart_times_gpus() -> None:
     assert chosen.tolist() == [1]
 
 
-@pytest.mark.parametrize(("age", "stops"), [(MIN_RUN_S - 1, 0), (MIN_RUN_S, 0), (2000.0, 1)])
+@pytest.mark.parametrize(("age", "stops"), [(MIN_RUN_S - 1, 0), (MIN_RUN_S, 1), (2000.0, 1)])
 def test_a_new_job_stops_one_that_has_had_more_and_has_run_for_a_while(age: float, stops: int) -> None:
-    """Four GPUs for 300 s are 1,200 GPU-seconds, and a new job's level ends at 1,800."""
+    """Four GPUs with their next half hour are at the end of the first level, two GPU-hours, from the start."""
     snapshot = running([4], [int(age)], 1)
     snapshot.submit([Job("new", "all", 1, submit_s=10_000.0)])
     decisions = decide(snapshot, 10_000.0, POLICIES["headway"])

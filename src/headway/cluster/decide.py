@@ -4,22 +4,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
-from headway.cluster.policies import MIN_RUN_S, Policy, Rows
+from headway.cluster.policies import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.cluster.yielding import Yielding
 
-__all__ = ["decide"]
+__all__ = ["MIN_RUN_S", "decide"]
 
-MOST = 2**31
 BLOCK = 1024
 """Jobs that are looked at together."""
+MIN_RUN_S = 120.0
+"""Whoever was started runs so long before it may be stopped."""
 FEW_STOPS = 16
 """Jobs that one cycle may stop, or a fiftieth of those that run, if that is more."""
 
@@ -27,18 +29,18 @@ FEW_STOPS = 16
 def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
     """What to do now."""
     # 1 what is free, to try on
-    trial = Trial(snapshot, policy)
+    trial = Trial(snapshot, policy, now)
     # 2 who is first
     rows = policy.order(snapshot, now)
     # 3 all that fit, in this order, until one does not
     decisions, blocked = _starts(trial, rows, policy)
     if blocked is None:
         return decisions
-    if policy.level is not None:
-        # 4 for the others, whoever has had more of the cluster yields
+    if policy.stops is not None:
+        # 4 for the others, whoever may be stopped for them yields
         started = {decision.job for decision in decisions}
         left = rows[[row not in started for row in rows.tolist()]]
-        return [*decisions, *_displace(trial, left, now, policy)]
+        return [*decisions, *_displace(trial, left, now, policy.stops)]
     if policy.behind != "backfill":
         return decisions
     # 4 keep a place for that one, and let others pass as far as they do not delay it
@@ -75,28 +77,31 @@ def _start(trial: Trial, row: int) -> Decision:
     return Decision("start", row, *found, Reason(Code.FIRST, (("gpus", gpus),)))
 
 
-def _displace(trial: Trial, rows: Rows, now: float, policy: Policy) -> list[Decision]:
-    """Stop jobs of higher levels for those that wait, and start these in their place."""
-    assert policy.level is not None
+def _displace(trial: Trial, rows: Rows, now: float, stops: Stops) -> list[Decision]:
+    """Stop jobs for those that wait, and start these in their place."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
     stoppable = active[jobs.preemptible[active] & (now - jobs.since_s[active] >= MIN_RUN_S)]
     if not len(stoppable):
         return []
-    yielding = Yielding(snapshot, stoppable, now)
-    above = policy.level(snapshot, stoppable, now)
-    decisions, failed = list[Decision](), dict[tuple[int, int, int], int]()
-    brake = max(FEW_STOPS, len(active) // 50)
-    for row, level in zip(rows.tolist(), policy.level(snapshot, rows, now).tolist(), strict=True):
-        gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
-        kind = (level, pools, int(jobs.within[row]))
-        if gpus >= failed.get(kind, MOST) or not trial.allows(row, gpus):
+    brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()
+    waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
+    alike = _alike(waits.levels, stops.kinds(snapshot, waits, now), jobs.pools[rows], jobs.within[rows])
+    yielding, left, at = Yielding(snapshot, stoppable, now), trial.bounded(rows), 0
+    while at < len(rows) and brake > 0:  # the next cycle goes on: a storm of restarts would stall all who load and save
+        at += int(left[at:].argmax())
+        if not left[at]:
+            break
+        row = int(rows[at])
+        left[at] = False
+        if not trial.allows(row, int(jobs.gpus[row])):
             continue
         stopped = np.empty(0, np.int64)
         if (found := trial.find(row)) is None:
-            chosen = _who_yields(trial, row, yielding, above > level)
+            one = Ranked(waits.rows[at : at + 1], waits.levels[at : at + 1])
+            chosen = _who_yields(trial, row, yielding, stops.may(snapshot, trial.used, one, runs, now))
             if chosen is None:
-                failed[kind] = gpus  # larger ones find no more
+                left &= (alike != alike[at]) | (jobs.gpus[rows] < jobs.gpus[row])  # larger ones find no more
                 continue
             stopped = chosen
             brake -= len(stopped)
@@ -107,9 +112,16 @@ def _displace(trial: Trial, rows: Rows, now: float, policy: Policy) -> list[Deci
         lost = float(yielding.lost_gpu_s[stopped].sum())
         reason = Reason(Code.DISPLACES, (("count", len(stopped)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *found, reason))
-        if brake <= 0:  # the next cycle goes on: a storm of restarts would stall what all jobs load and save from
-            break
     return decisions
+
+
+def _alike(*columns: NDArray[Any]) -> NDArray[np.int64]:
+    """The same number for rows that agree in all columns."""
+    number = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        values, places = np.unique(column, return_inverse=True)
+        number = number * len(values) + places
+    return number
 
 
 def _who_yields(trial: Trial, row: int, yielding: Yielding, may: NDArray[np.bool_]) -> NDArray[np.int64] | None:

@@ -9,28 +9,44 @@ sjf     the shortest first; an oracle, which is told durations      nobody waits
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["MIN_RUN_S", "POLICIES", "Policy", "Rows"]
+__all__ = ["PEERS", "Flags", "Policy", "Ranked", "Rows", "Stops"]
 
 Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 LONGEST_AGE_S = 7 * 86400.0
 """Age counts up to this."""
-LEVELS_GPU_S = np.array([0.5, 4.0, 16.0, 64.0]) * 3600
-"""GPU-seconds after which a job is of the next level."""
-STARVING, STARVING_FROM_S = 20.0, 6 * 3600.0
-"""Who has waited so many times as long as it has run, or as these seconds, is served as if it were new."""
-OWED_AFTER_S = 4 * 3600.0
-"""So is a job that was stopped this long ago, while its tenant uses less than its guarantee, or that lost a node."""
-MIN_RUN_S = 300.0
-"""Whoever was started runs so long before it may be stopped."""
 AGE, SHARE, SIZE = 1000.0, 1000.0, 100.0
 """Weights of a multifactor priority."""
+
+
+class Ranked(NamedTuple):
+    """Jobs and their levels."""
+
+    rows: Rows
+    levels: NDArray[np.int64]
+
+
+class Stops(Protocol):
+    """Who may stop whom."""
+
+    def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
+        """Of jobs, waiting or running."""
+        ...
+
+    def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
+        """Of jobs that wait, beside their levels: those of one kind may stop the same."""
+        ...
+
+    def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
+        """Which of those that run one that waits may stop; `used` are GPUs of tenants as decided so far."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,8 +58,10 @@ class Policy:
     """Rows of the jobs that wait, the best first."""
     behind: Literal["wait", "pass", "backfill"]
     """What a job that finds no room means for those behind it."""
-    level: Callable[[Snapshot, Rows, float], NDArray[np.int64]] | None = None
-    """Of jobs, waiting or running: one that waits may stop those of a higher level, if they can be stopped."""
+    stops: Stops | None = None
+    """Who may stop whom; None: nobody is ever stopped."""
+    bound: Callable[[Snapshot, Rows, float], NDArray[np.float64]] | None = None
+    """Of jobs that cannot be stopped: GPUs that all such may hold once it has started; None: as many as there are."""
     quotas: bool = False
     """Whether tenants keep to their guarantees and limits."""
     oracle: bool = False
@@ -65,26 +83,6 @@ def multifactor(snapshot: Snapshot, now: float) -> Rows:
     return _ranked(snapshot, -score)
 
 
-def served(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
-    """The level of jobs: by the GPU-seconds they have had, lower for those that have waited too long."""
-    jobs, tenants = snapshot.jobs, snapshot.tenants
-    held = snapshot.held_s(rows, now)
-    levels = np.searchsorted(LEVELS_GPU_S, held * jobs.gpus[rows], side="right")
-    waited = now - jobs.submit_s[rows] - held
-    starving = waited > STARVING * np.maximum(held, STARVING_FROM_S)
-    count = len(tenants)
-    unused = (tenants.guarantee[:count] - tenants.used[:count])[jobs.tenant[rows]]
-    owed = (jobs.starts[rows] > 0) & (jobs.gpus[rows] <= unused) & (now - jobs.waits_s[rows] > OWED_AFTER_S)
-    return np.where(~jobs.running[rows] & (starving | owed | jobs.failed[rows]), 0, levels)
-
-
-def least_served(snapshot: Snapshot, now: float) -> Rows:
-    """By priority, then by level, smaller gangs first."""
-    jobs, rows = snapshot.jobs, snapshot.queue
-    sizes = np.log2(jobs.gpus[rows]) / 64
-    return _ranked(snapshot, served(snapshot, rows, now) + sizes - 1e6 * jobs.priority[rows])
-
-
 def shortest(snapshot: Snapshot, _: float) -> Rows:
     """By the work that is left, which only an oracle knows."""
     jobs, rows = snapshot.jobs, snapshot.queue
@@ -96,14 +94,13 @@ def _ranked(snapshot: Snapshot, scores: NDArray[np.float64]) -> Rows:
     return snapshot.queue[np.argsort(scores, kind="stable")]
 
 
-POLICIES = {
+PEERS = {
     policy.name: policy
     for policy in (
         Policy("fifo", as_they_came, behind="wait"),
         Policy("kueue", as_they_came, behind="pass", quotas=True),
         Policy("slurm", multifactor, behind="backfill"),
-        Policy("headway", least_served, behind="pass", level=served, quotas=True),
         Policy("sjf", shortest, behind="pass", oracle=True),
     )
 }
-"""By name."""
+"""What others do, and an oracle, by name."""

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Decision
-from headway.cluster.policies import POLICIES, Policy
+from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import Policy
 from headway.cluster.snapshot import Job, Snapshot
 from headway.errors import UsageError
 
@@ -83,11 +84,13 @@ def _said(snapshot: Snapshot, decision: Decision) -> list[Any]:
 
 
 def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
-    """Do to a snapshot what was decided, at its own time."""
+    """Do to a snapshot what was decided, at its own time: stops first, which make room for the starts."""
+    decisions = list(decisions)
+    stops = [decision.job for decision in decisions if decision.kind == "stop"]
+    if stops:
+        snapshot.stop_all(stops)
     for decision in decisions:
-        if decision.kind == "stop":
-            snapshot.stop(decision.job)
-        elif decision.kind == "start":
+        if decision.kind == "start":
             snapshot.start(decision.job, decision.pool, decision.place)
 
 
@@ -138,7 +141,7 @@ def _at(decisions: Sequence[Any], number: int) -> Any:
 
 
 def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
-    """Each line until a time, with the snapshot as it is then: jobs that came and ended are in it, a cycle's decisions are not."""
+    """Each line until a time, with the snapshot as it is then: what happened is in it, a cycle's decisions are not."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             head = json.loads(next(file, "{}"))

@@ -7,6 +7,7 @@ whoever can place a gang can place every smaller one, and one failure answers fo
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 
 import numpy as np
@@ -25,7 +26,7 @@ class Placement:
     nodes: NDArray[np.int32]
     gpus: NDArray[np.int32]
 
-    @property
+    @cached_property
     def total(self) -> int:
         """GPUs in all."""
         return int(self.gpus.sum())

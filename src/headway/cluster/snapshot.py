@@ -243,6 +243,7 @@ class Snapshot:
             values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan), "number": self._told}
             values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
             rows.append(self.jobs.add(job.name, tenant=self.tenants.rows[job.tenant], **values))
+            self.tenants.want(self.tenants.rows[job.tenant], job.gpus)
             self._told += 1
         queue = np.concatenate((self.queue, np.array(rows, np.int64)))
         if (np.diff(self.jobs.submit_s[queue]) < 0).any():
@@ -289,6 +290,7 @@ class Snapshot:
         assert place.total == jobs.gpus[row], "all of a gang or nothing"
         nodes.free[rows] -= place.gpus
         self.tenants.take(jobs.tenant[row], place.total)
+        self.tenants.want(jobs.tenant[row], -place.total)
         self.places[row] = (pool, place)
         jobs.running[row], jobs.since_s[row] = True, self.now_s
         jobs.starts[row] += 1
@@ -303,21 +305,29 @@ class Snapshot:
             self._release(row)
         else:
             self._queue = queue[queue != row]
+            self.tenants.want(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
         self.jobs.drop(row)
 
     def stop(self, row: int, done_s: float | None = None) -> None:
         """A job has lost its nodes and waits again, at its old place; what it saved last of its work stays done."""
-        jobs = self.jobs
-        if done_s is None:
-            done_s = float(self.saved_s(np.array([row]), self.now_s)[0])
-        jobs.ran_s[row] += self.now_s - jobs.since_s[row]
-        jobs.done_s[row] = done_s
-        queue = self.queue  # while the job is none of it
-        self._release(row)
-        jobs.running[row], jobs.since_s[row], jobs.waits_s[row] = False, math.nan, self.now_s
-        low, high = (int(np.searchsorted(jobs.submit_s[queue], jobs.submit_s[row], side)) for side in ("left", "right"))
-        at = low + int(np.searchsorted(jobs.number[queue[low:high]], jobs.number[row]))
-        self._queue = np.insert(queue, at, row)
+        rows = np.array([row])
+        self._stop(rows, self.saved_s(rows, self.now_s) if done_s is None else np.array([done_s]))
+
+    def stop_all(self, rows: Sequence[int]) -> None:
+        """Several have, at once."""
+        some = np.array(rows, np.int64)
+        self._stop(some, self.saved_s(some, self.now_s))
+
+    def _stop(self, rows: NDArray[np.int64], done_s: NDArray[np.float64]) -> None:
+        jobs, queue = self.jobs, self.queue  # while the jobs are none of it
+        jobs.ran_s[rows] += self.now_s - jobs.since_s[rows]
+        jobs.done_s[rows] = done_s
+        for row in rows.tolist():
+            self._release(row)
+            self.tenants.want(jobs.tenant[row], int(jobs.gpus[row]))
+        jobs.running[rows], jobs.since_s[rows], jobs.waits_s[rows] = False, math.nan, self.now_s
+        queue = np.concatenate((queue, rows))
+        self._queue = queue[np.lexsort((jobs.number[queue], jobs.submit_s[queue]))]
 
     def fail(self, node: int) -> list[int]:
         """A node is lost, with what its jobs had not saved; they wait again, and a spare of its pool replaces it."""
@@ -325,9 +335,8 @@ class Snapshot:
         pool = next(pool for pool in nodes.pools if pool.first <= node < pool.end)
         hit = [row for row, (number, place) in self.places.items()
                if number == pool.number and node - pool.first in place.nodes]  # fmt: skip
-        for row in hit:
-            self.stop(row)
-            self.jobs.failed[row] = True
+        self.stop_all(hit)
+        self.jobs.failed[hit] = True
         served, nodes.state[node] = nodes.state[node] == HEALTHY, QUARANTINED
         spares = np.flatnonzero(nodes.state[pool.first : pool.end] == SPARE)
         if served and len(spares):
@@ -412,7 +421,7 @@ class Snapshot:
             made.nodes.state[there.first : there.end] = [STATES.index(state) for state in pool["state"]]
         for one in found["tenants"]:
             row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"])
-            made.tenants.recent[row] = one["recent"]
+            made.tenants.recent[row], made.tenants.short[row] = one["recent"], one["short"]
         made.now_s = found["now_s"]
         for job in found["jobs"]:
             made._read_job(dict(job))
@@ -427,6 +436,7 @@ class Snapshot:
         row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
         if place is None:
             self._queue = np.append(self._queue, row)
+            self.tenants.want(self.jobs.tenant[row], int(self.jobs.gpus[row]))
             return
         gpus, nodes = np.array(place["gpus"], np.int32), np.array(place["nodes"], np.int32)
         rows = nodes + self.nodes.pools[place["pool"]].first

@@ -23,6 +23,9 @@ UNBOUNDED = 2**40
 """GPUs: more than there are."""
 HALF_LIFE_S = 7 * 86400.0
 """After which past use counts half in shares."""
+SHORT_HALF_LIFE_S = 30 * 86400.0
+"""After which what a tenant lacked counts half."""
+LN2 = math.log(2.0)
 
 
 class Tenants(Columns):
@@ -34,7 +37,9 @@ class Tenants(Columns):
         borrow: NDArray[np.int64]
         lend: NDArray[np.int64]
         used: NDArray[np.int64]
+        wanted: NDArray[np.int64]
         recent: NDArray[np.float64]
+        short: NDArray[np.float64]
 
     def __init__(self) -> None:
         super().__init__(
@@ -44,12 +49,16 @@ class Tenants(Columns):
                 "borrow": (np.int64, UNBOUNDED),  # GPUs above the guarantee, at most
                 "lend": (np.int64, UNBOUNDED),  # GPUs of the guarantee that others may use, at most
                 "used": (np.int64, 0),  # GPUs now, its children's too
+                "wanted": (np.int64, 0),  # GPUs that its jobs wait for, its children's too
                 "recent": (np.float64, 0.0),  # GPU-seconds used, with a half-life
+                "short": (np.float64, 0.0),  # GPU-seconds it lacked of its guarantee, with a longer one
             }
         )
         self._paths: list[NDArray[np.int32]] = []
         self._groups: list[tuple[NDArray[np.int64], int]] = []
         """Tenants that belong to the same one, or to nobody; parents come first."""
+        self._boundless = True
+        """Whether all lend and borrow without a limit."""
 
     def join(
         self,
@@ -71,6 +80,7 @@ class Tenants(Columns):
         above = NOBODY if parent is None else self.rows[parent]
         row = self.add(name, guarantee=guarantee, parent=above, **limits)
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
+        self._boundless &= not limits
         parents = self.parent[: len(self)]
         self._groups = [
             (np.flatnonzero(parents == one), one) for one in (NOBODY, *sorted({*parents.tolist()} - {NOBODY}))
@@ -99,9 +109,15 @@ class Tenants(Columns):
         """Count GPUs as used, or with a negative number as free again."""
         self.used[self._paths[row]] += gpus
 
+    def want(self, row: int, gpus: int) -> None:
+        """Count GPUs as waited for, or with a negative number no longer."""
+        self.wanted[self._paths[row]] += gpus
+
     def room(self, free: int, used: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
         count = len(self)
+        if self._boundless:
+            return np.full(count, max(free, 0), np.int64)
         used = self.used[:count] if used is None else used
         unused = self.guarantee[:count] - used
         kept = np.maximum(unused - self.lend[:count], 0)
@@ -116,11 +132,18 @@ class Tenants(Columns):
         return room
 
     def age(self, seconds: float) -> None:
-        """Let time pass: what is used now is added to what was, and what was counts less."""
+        """Let time pass: what is used, and what is lacked, is added to what was, and what was counts less."""
         count = len(self)
-        kept = 0.5 ** (seconds / HALF_LIFE_S)
-        scale = HALF_LIFE_S / np.log(2.0)
-        self.recent[:count] = self.recent[:count] * kept + self.used[:count] * (scale * (1 - kept))
+        used, guarantee = self.used[:count], self.guarantee[:count]
+        lacks = np.maximum(np.minimum(guarantee, used + self.wanted[:count]) - used, 0)
+        for past, now, half_life in ((self.recent, used, HALF_LIFE_S), (self.short, lacks, SHORT_HALF_LIFE_S)):
+            kept = 0.5 ** (seconds / half_life)
+            past[:count] = past[:count] * kept + now * (half_life / LN2 * (1 - kept))
+
+    def shortfalls(self) -> NDArray[np.float64]:
+        """What each has lacked of late, as a share of what it is guaranteed."""
+        count = len(self)
+        return self.short[:count] / (np.maximum(self.guarantee[:count], 1) * (SHORT_HALF_LIFE_S / LN2))
 
     def shares(self) -> NDArray[np.float64]:
         """Recent use of each beside its share of all guarantees: one where it has used just that."""

@@ -13,19 +13,27 @@ __all__ = ["Trial"]
 class Trial:
     """Free GPUs and quotas, as they would be after what was decided so far."""
 
-    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+    def __init__(self, snapshot: Snapshot, policy: Policy, now: float) -> None:
         self.snapshot = snapshot
+        self._most = None if policy.bound is None else np.full(len(snapshot.jobs.gpus), np.inf)
+        """Of each that waits: GPUs that jobs that cannot be stopped may hold once it has started."""
+        if self._most is not None and policy.bound is not None:
+            fixed = snapshot.queue[~snapshot.jobs.preemptible[snapshot.queue]]
+            self._most[fixed] = policy.bound(snapshot, fixed, now)
+        active = snapshot.active
+        self.fixed = int(snapshot.jobs.gpus[active[~snapshot.jobs.preemptible[active]]].sum())
+        """GPUs of jobs that cannot be stopped."""
         self.rooms = [snapshot.nodes.room(pool) for pool in snapshot.nodes.pools]
         self.largest = [room.largest() for room in self.rooms]
         self.quotas = policy.quotas
-        self._used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
+        self.used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
         self.allowed = self._allowed()
 
     def _allowed(self) -> NDArray[np.int64] | None:
         """GPUs that each tenant may take, where quotas count."""
         if not self.quotas:
             return None
-        return self.snapshot.tenants.room(sum(room.total for room in self.rooms), self._used)
+        return self.snapshot.tenants.room(sum(room.total for room in self.rooms), self.used)
 
     def fitting(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of these jobs could start now."""
@@ -39,11 +47,21 @@ class Trial:
             if len(self.largest) > 1:
                 usable &= (jobs.pools[rows] >> number) & 1 > 0
             fits |= usable
+        fits &= self.bounded(rows)
         return fits if self.allowed is None else fits & (gpus <= self.allowed[jobs.tenant[rows]])
+
+    def bounded(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these jobs could start without too many GPUs being held by jobs that cannot be stopped."""
+        if self._most is None:
+            return np.ones(len(rows), np.bool_)
+        within: NDArray[np.bool_] = self.fixed + self.snapshot.jobs.gpus[rows] <= self._most[rows]
+        return within
 
     def fits(self, row: int) -> bool:
         """Whether one could."""
         jobs = self.snapshot.jobs
+        if self._most is not None and self.fixed + jobs.gpus[row] > self._most[row]:
+            return False
         if self.allowed is not None and jobs.gpus[row] > self.allowed[jobs.tenant[row]]:
             return False
         if jobs.within[row] != ANYWHERE:
@@ -65,23 +83,27 @@ class Trial:
     def take(self, row: int, pool: int, place: Placement) -> None:
         """Count a place as used."""
         self.rooms[pool].take(place)
+        self.fixed += 0 if self.snapshot.jobs.preemptible[row] else place.total
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
-            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
+            self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
             self.allowed = self._allowed()
 
     def allows(self, row: int, more: int) -> bool:
-        """Whether a job's tenant may take as many GPUs, of those that are free and `more`."""
+        """Whether a job's tenant may take as many GPUs, of those that are free and `more`, and all bounds hold."""
+        if self._most is not None and self.fixed + self.snapshot.jobs.gpus[row] > self._most[row]:
+            return False
         if not self.quotas:
             return True
         jobs, free = self.snapshot.jobs, sum(room.total for room in self.rooms)
-        return bool(jobs.gpus[row] <= self.snapshot.tenants.room(free + more, self._used)[jobs.tenant[row]])
+        return bool(jobs.gpus[row] <= self.snapshot.tenants.room(free + more, self.used)[jobs.tenant[row]])
 
     def give(self, row: int) -> None:
         """Count the place of a job that runs as free."""
         pool, place = self.snapshot.places[row]
         self.rooms[pool].give(place)
+        self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else place.total
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
-            self._used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total
+            self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total
             self.allowed = self._allowed()

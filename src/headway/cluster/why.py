@@ -52,7 +52,7 @@ def why(snapshot: Snapshot, now: float, policy: Policy, name: str) -> Why:
         if decision.job == row and decision.kind != "stop":
             state = "starts" if decision.kind == "start" else "waits"
             return Why(name, state, decision.reason, _holders(snapshot) if state == "waits" else (), ())
-    trial = Trial(snapshot, policy)
+    trial = Trial(snapshot, policy, now)
     for decision in decisions:
         if decision.kind == "stop":
             trial.give(decision.job)

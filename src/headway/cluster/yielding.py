@@ -23,12 +23,13 @@ class Yielding:
         self.lost_gpu_s *= jobs.gpus[rows]
         self.there = np.ones(len(rows), np.bool_)
         """Which of them have not been stopped yet."""
-        places = [snapshot.places[int(row)] for row in rows]
-        counts = [len(place.nodes) for _, place in places]
+        pools, places = zip(*(snapshot.places[row] for row in rows.tolist()), strict=True) if len(rows) else ((), ())
+        nodes = [place.nodes for place in places] or [np.empty(0, np.int32)]
+        counts = [len(some) for some in nodes][: len(rows)]
         self._index = np.repeat(np.arange(len(rows)), counts)
-        self._pool = np.repeat(np.array([pool for pool, _ in places], np.int64), counts)
-        self._node = np.concatenate([place.nodes for _, place in places]) if places else np.empty(0, np.int32)
-        self._gpus = np.concatenate([place.gpus for _, place in places]) if places else np.empty(0, np.int32)
+        self._pool = np.array(pools, np.int64)[self._index]
+        self._node = np.concatenate(nodes)
+        self._gpus = np.concatenate([place.gpus for place in places] or [np.empty(0, np.int32)])
         # what one node of a gang costs: stopping it frees the others too
         self._cost = self.lost_gpu_s[self._index] / np.repeat(np.array(counts, np.float64), counts)
 
@@ -68,7 +69,8 @@ class Yielding:
     @staticmethod
     def _needed(chosen: NDArray[np.int64], freed: NDArray[np.int32], gpus: int) -> list[int]:
         """Those of some jobs on a node that are needed for so many GPUs: the dearest is spared first."""
-        kept, spare = chosen.tolist(), int(freed[chosen].sum()) - gpus
+        kept: list[int] = chosen.tolist()
+        spare = int(freed[chosen].sum()) - gpus
         for number in chosen[::-1].tolist():
             if freed[number] <= spare:
                 kept.remove(number)

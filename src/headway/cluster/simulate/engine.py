@@ -21,6 +21,8 @@ __all__ = ["Setup", "simulate"]
 
 CYCLE_S = 30.0
 """Between two cycles of the scheduler at least."""
+PATIENCE_S = 3600.0
+"""After which jobs that wait are looked at again, though nothing has happened."""
 LONGEST_LIMIT_S = 30 * 86400.0
 
 
@@ -62,8 +64,8 @@ def simulate(
     """Run all jobs of a log; `progress` hears how many have ended, and `record` is a file to write decisions to."""
     story = _Story(trace, setup, policy, record)
     ended, cycle_s = 0, -math.inf
-    while (event_s := story.next_s()) < math.inf:
-        # 1 the next cycle: when something happens, and not before the last is long enough ago
+    while (event_s := min(story.next_s(), cycle_s + PATIENCE_S if story.waiting else math.inf)) < math.inf:
+        # 1 the next cycle: when something happens, or some have waited for long, and not too soon after the last
         cycle_s = max(event_s, cycle_s + CYCLE_S)
         # 2 what happens until then, in its order
         while (at := story.next_s()) <= cycle_s and at < math.inf:
@@ -99,6 +101,11 @@ class _Story:
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
         self.ended = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return len(self._snapshot.queue)
 
     def next_s(self) -> float:
         """When something happens next; never again once all jobs are done."""

@@ -1,0 +1,107 @@
+"""Headway's own policy: whoever has had least of the cluster goes first, and what has had much yields.
+
+Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
+likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a higher
+level, if that can be stopped, and those are stopped first that lose least. Beside that stand four rules:
+
+    due     who has waited for a week in all goes first, and is not stopped again
+    owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
+            if it has been short of late
+    shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
+    band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
+
+No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise;
+what is owed is taken after half an hour of waiting at the earliest, and who is due is never stopped.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.policies import PEERS, Flags, Policy, Ranked, Rows
+from headway.cluster.snapshot import Snapshot
+
+__all__ = ["DUE", "POLICIES", "LeastServed"]
+
+LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
+"""2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
+NEXT_S = 1800.0
+"""A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
+DUE_S = 7 * 86400.0
+DUE = -1
+OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
+SHORT = 0.004
+"""Of its guarantee: who lacked more of late is short."""
+BAND = 0.07
+"""Of the cluster, for each doubling of a gang."""
+
+
+class LeastServed:
+    """Who may stop whom."""
+
+    def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
+        """By the GPU-seconds that jobs have had; whoever lost a node counts as new, and DUE are those that are due."""
+        jobs, held = snapshot.jobs, snapshot.held_s(rows, now)
+        levels = np.searchsorted(LEVELS_GPU_S, (held + NEXT_S) * jobs.gpus[rows], side="right")
+        levels[jobs.failed[rows]] = 0
+        levels[due(snapshot, rows, now)] = DUE
+        return levels
+
+    def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
+        """The tenant, where it matters: of who is owed, and where others are shielded."""
+        owed = self._owed(snapshot, snapshot.tenants.used[: len(snapshot.tenants)], waits.rows, now)
+        shielded = (waits.levels > 0) & _short(snapshot).any()
+        tenants = snapshot.jobs.tenant[waits.rows].astype(np.int64)
+        return np.where(owed, 2 * tenants + 2, np.where(shielded, 2 * tenants + 1, 0))
+
+    def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
+        """Those of a higher level that no shield protects, and borrowers where it is owed."""
+        (level,) = waits.levels.tolist()
+        tenants, tenant = snapshot.jobs.tenant[runs.rows], int(snapshot.jobs.tenant[waits.rows[0]])
+        borrows = (used > snapshot.tenants.guarantee[: len(used)])[tenants]
+        may: Flags = runs.levels > level
+        if level > 0:
+            may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants]
+        if self._owed(snapshot, used, waits.rows, now)[0]:
+            may |= borrows & (tenants != tenant) & (runs.levels != DUE)
+        return may
+
+    def _owed(self, snapshot: Snapshot, used: NDArray[np.int64], rows: Rows, now: float) -> Flags:
+        """Whether the tenants of jobs may take back what others have borrowed."""
+        jobs, tenants = snapshot.jobs, snapshot.jobs.tenant[rows]
+        patience = np.where(_short(snapshot)[tenants], OWED_SOON_S, OWED_S)
+        within = used[tenants] + jobs.gpus[rows] <= snapshot.tenants.guarantee[tenants]
+        owed: Flags = within & (now - jobs.waits_s[rows] >= patience)
+        return owed
+
+
+def _short(snapshot: Snapshot) -> Flags:
+    """Which tenants lacked much of their guarantees of late."""
+    short: Flags = snapshot.tenants.shortfalls() > SHORT
+    return short
+
+
+def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
+    """Who has waited long enough in all."""
+    long: Flags = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now) > DUE_S
+    return long
+
+
+def order(snapshot: Snapshot, now: float) -> Rows:
+    """By priority, then by level, smaller gangs first; who is due as they came."""
+    jobs, rows = snapshot.jobs, snapshot.queue
+    levels = STOPS.levels(snapshot, rows, now)
+    sizes = np.where(levels == DUE, 0, jobs.gpus[rows])
+    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64)))]
+
+
+def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
+    """GPUs that jobs that cannot be stopped may hold, with one of these: it alone at least, all of them who is due."""
+    gpus = snapshot.jobs.gpus[rows]
+    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * np.log2(gpus))
+    most: NDArray[np.float64] = np.maximum(share, gpus)
+    return most
+
+
+STOPS = LeastServed()
+POLICIES = {"headway": Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True), **PEERS}
+"""All there are, by name."""
