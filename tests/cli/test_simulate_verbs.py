@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_table_is_narrow_and_names_all_policies(folder: Path) -> None:
     lines = (folder / "screen.txt").read_text().splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "60 jobs of 2 tenants in 0 days, on 24 GPUs (8 a node)"
+    assert lines[0] == "60 jobs of 2 tenants in 39.3 min, on 24 GPUs (8 a node)"
     assert [line.split()[0] for line in lines[4:8]] == ["headway", "slurm", "kueue", "fifo"]
     assert (folder / "p.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -142,3 +142,39 @@ def test_a_job_that_runs_and_one_that_nobody_knows(records: Path) -> None:
 def test_before_anything_has_happened(records: Path) -> None:
     with pytest.raises(UsageError, match="nothing had happened"):
         as_it_was(record_of(records, "headway"), -1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "cut", "said"),
+    [
+        ("the end", lambda lines: lines[:-1], "is cut off"),
+        ("half", lambda lines: lines[: len(lines) // 2], "is cut off"),
+        ("the last cycles", lambda lines: [*lines[:-4], lines[-1]], "was changed"),
+        ("every decision", lambda lines: [line for line in lines if "decided" not in line], "was changed"),
+    ],
+)
+def test_a_record_that_lacks_something_proves_nothing(records: Path, tmp_path: Path, what: str, cut, said: str) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(("\n".join(cut(lines_of(record_of(records, "fifo")))) + "\n").encode()))
+    with pytest.raises(UsageError, match=said):
+        list(replay(path))
+
+
+def test_a_gang_that_the_band_holds_back_is_told_so(tmp_path: Path) -> None:
+    """Twelve GPUs of jobs that cannot be stopped, and four more would leave nothing of sixteen."""
+    trace = Trace(
+        tuple(f"j{number}" for number in range(13)),
+        np.array([0.0] * 12 + [10.0]),
+        np.full(13, 5000.0),
+        np.array([1] * 12 + [4]),
+        np.zeros(13, np.int64),
+        ("all",),
+        np.full(13, np.nan),
+        np.full(13, np.nan),
+    )
+    path = tmp_path / "headway.jsonl.gz"
+    simulate(trace, Setup("a100", 8, 2, preemptible=0.0), POLICIES["headway"], record=path)
+    snapshot, policy = as_it_was(path, 100.0)
+    told = why(snapshot, 100.0, policy, "j12")
+    assert told.reason.code == "band"
+    assert told.reason.sentence.endswith("such jobs may hold 14 at most")

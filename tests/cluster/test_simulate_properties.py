@@ -283,7 +283,7 @@ def test_the_numbers_of_a_small_log():
     assert found["mean_jct_s"] == 600.0
     assert found["mean_delay_s"] == 150.0
     assert found["worst_delay_s"] == 300.0
-    assert found["mean_wait_s"] == 150.0
+    assert found["mean_first_wait_s"] == 150.0
     assert found["utilization"] == pytest.approx(1.0)
     assert found["preemptions"] == 0
     assert outcome.guaranteed_gpu_s == pytest.approx(8 * 900.0)

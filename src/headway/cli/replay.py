@@ -43,5 +43,8 @@ def replay(
 def _words(decision: tuple[object, ...]) -> str:
     if not decision:
         return "nothing"
-    kind, job, place, _, code, _ = decision
-    return f"{kind} {job} ({code}), pool, nodes and GPUs {place}"
+    kind, job, place, at_s, code, numbers = decision
+    assert isinstance(numbers, list)
+    why = ", ".join(f"{name} {number}" for name, number in numbers)
+    when = f" at {at_s} s" if kind == "reserve" else ""
+    return f"{kind} {job}{when} on (pool, nodes, GPUs) {place}: {code} ({why})"

@@ -66,7 +66,7 @@ def simulate(
         raise UsageError(f"--spares {spares}, of {cluster.nodes} nodes", hint="leave some to work on")
     trace = read_trace(log)
     if record is not None:
-        record.mkdir(parents=True, exist_ok=True)
+        _new_folder(record)
     with _bars([one.name for one in policies], len(trace)) as progress:
         outcomes = compare(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
@@ -77,6 +77,18 @@ def simulate(
         print_json(limits | {"policies": summaries})
     else:
         print("\n".join(_table(trace, setup, summaries, without_waiting(trace))))
+
+
+def _new_folder(record: Path) -> None:
+    """For records of this log alone."""
+    from headway.errors import UsageError
+
+    try:
+        record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--record {record}: {error.strerror}", hint="it names a new folder") from None
+    if any(record.glob("*.jsonl.gz")):
+        raise UsageError(f"--record {record}: there are records of another simulation", hint="name a new folder")
 
 
 @contextmanager
@@ -95,18 +107,24 @@ def _bars(names: list[str], jobs: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bound: dict[str, Any]) -> Iterator[str]:
-    days = (trace.submit_s[-1] - trace.submit_s[0]) / 86400
+    span = _short(trace.submit_s[-1] - trace.submit_s[0])
+    jobs = "one job" if len(trace) == 1 else f"{len(trace):,} jobs"
+    spares = f", spare nodes: {setup.spares}" if setup.spares else ""
     tenants = f"{len(trace.tenants)} tenants" if len(trace.tenants) > 1 else "one tenant"
-    yield f"{len(trace):,} jobs of {tenants} in {days:.0f} days, on {setup.gpus:,} GPUs ({setup.per_node} a node)"
+    yield f"{jobs} of {tenants} in {span}, on {setup.gpus:,} GPUs ({setup.per_node} a node{spares})"
     yield ""
-    yield f"{'':9}{'completion':>17}  {'delay':>27}  {'GPUs':>5}  {'owed':>5}  {'stops':>6}"
-    yield f"{'':9}{'mean':>9}{'p99':>8}  {'mean':>9}{'p99':>9}{'worst':>9}  {'used':>5}"
+    yield f"{'':8}{'completion':>18}  {'delay':>27}  {'GPUs':>5}  {'owed':>5}  {'stops':>6}"
+    yield f"{'':8}{'mean':>9}{'p99':>9}  {'mean':>9}{'p99':>9}{'worst':>9}  {'used':>5}"
     for name, one in found.items():
-        completion = f"{_short(one['mean_jct_s']):>9}{_short(one['p99_jct_s']):>8}"
+        completion = f"{_short(one['mean_jct_s']):>9}{_short(one['p99_jct_s']):>9}"
         delay = f"{_short(one['mean_delay_s']):>9}{_short(one['p99_delay_s']):>9}{_short(one['worst_delay_s']):>9}"
         use = f"{one['utilization']:>5.0%}  {one['quota_deficit']:>5.1%}  {one['preemptions']:>6,}"
-        yield f"{name:9}{completion}  {delay}  {use}"
-    yield f"{'no wait':9}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>8}"
+        yield f"{name:8}{completion}  {delay}  {use}"
+    yield f"{'no wait':8}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>9}"
+    if setup.node_days is not None:
+        for name, one in found.items():
+            lost = one["lost_gpu_s"]["failure"] / 3600
+            yield f"{name}: failing nodes stopped {one['failures']:,} jobs, which lost {lost:,.0f} GPU-hours"
     yield ""
     yield "delay: completion less the run time alone. owed: what tenants asked for within"
     yield "their guarantees and did not have, of all that is guaranteed."
@@ -133,15 +151,17 @@ def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
     import numpy as np
     from matplotlib import pyplot
 
+    last = max(float(outcome.times[-1] - outcome.trace.submit_s[0]) for outcome in outcomes.values())
+    size, unit = (86400, "days") if last > 3 * 86400 else (3600, "hours")
     figure, (use, queue, done) = pyplot.subplots(3, 1, figsize=(9, 10), layout="constrained")
     for name, outcome in outcomes.items():
-        days = (outcome.times - outcome.trace.submit_s[0]) / 86400
+        days = (outcome.times - outcome.trace.submit_s[0]) / size
         use.step(days, outcome.used, where="post", label=name, linewidth=0.8)
         queue.step(days, outcome.waiting, where="post", label=name, linewidth=0.8)
         completion = np.sort(outcome.completion_s)
         done.plot(completion / 3600, np.arange(1, len(completion) + 1) / len(completion), label=name, linewidth=1.2)
-    use.set(ylabel="GPUs in use", xlabel="days")
-    queue.set(ylabel="GPUs waited for", xlabel="days")
+    use.set(ylabel="GPUs in use", xlabel=unit)
+    queue.set(ylabel="GPUs waited for", xlabel=unit)
     done.set(
         ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0.4, 1.005)
     )

@@ -18,7 +18,7 @@ def why(
         float | None, typer.Option("--at", metavar="SECONDS", help="When; by default at the end of the record.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="NAME", help="Whose decisions, where there are several.")
+        str | None, typer.Option("--policy", metavar="NAME", help="Whose decisions; by default headway's.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -37,11 +37,14 @@ def why(
     if name not in there:
         raise UsageError(f"{record} has no record of {name}", hint=f"there are {', '.join(there)}")
     snapshot, found = as_it_was(record_of(record, name), math.inf if at is None else at)
-    told = answer(snapshot, snapshot.now_s if at is None else at, found, job)
+    try:
+        told = answer(snapshot, snapshot.now_s if at is None else at, found, job)
+    except UsageError as error:
+        raise UsageError(error.message, hint=_life(record_of(record, name), job)) from None
     if json:
         print_json(asdict(told) | {"sentence": told.reason.sentence, "policy": name})
         return
-    print(f"{told.job} {told.state}: {told.reason.sentence}")
+    print(f"{told.job} {told.state} ({name}): {told.reason.sentence}")
     if told.holders:
         print("GPUs are held by")
         for holder in told.holders[:8]:
@@ -49,3 +52,14 @@ def why(
             print(f"  {holder.tenant:20} {holder.gpus:>7,} in {holder.jobs:,} {kind}, {holder.guarantee:,} guaranteed")
     for change in told.instead:
         print(f"it would start now by {change}")
+
+
+def _life(record: Path, job: str) -> str:
+    """When a job was there."""
+    from headway.cluster.record import life_of
+
+    came, ended = life_of(record, job)
+    if came is None:
+        return "the record has no such job"
+    until = "the end of the record" if ended is None else f"{ended:.0f} s"
+    return f"it was there from {came:.0f} s to {until}: --at names a time"

@@ -18,6 +18,7 @@ class Code(StrEnum):
     RESERVED = "reserved"
     NO_ROOM = "no-room"
     QUOTA = "quota"
+    BAND = "band"
     BEHIND = "behind"
     DISPLACES = "displaces"
     YIELDS = "yields"
@@ -30,7 +31,8 @@ _SENTENCES = {
     Code.PAST: "fits beside what is kept for {head}",
     Code.RESERVED: "{gpus} GPUs are free {wait_s:.0f} s from now, if jobs end by their limits",
     Code.NO_ROOM: "needs {gpus} GPUs, and the largest gang that finds a place is of {largest}",
-    Code.QUOTA: "needs {gpus} GPUs, and {tenant} may take {room} more",
+    Code.QUOTA: "needs {gpus} GPUs, and tenant {tenant} may take {room} more",
+    Code.BAND: "cannot be stopped, as {held} of the GPUs in use; with its {gpus} such jobs may hold {most:.0f} at most",
     Code.DISPLACES: "{count} of higher levels yield, and lose {lost_gpu_s:.0f} GPU-seconds of work",
     Code.YIELDS: "{head} has had less of the cluster, and stopping this loses least: {lost_gpu_s:.0f} GPU-seconds",
     Code.RUNS: "has {gpus} GPUs since {since_s:.0f} s",

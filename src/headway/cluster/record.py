@@ -2,7 +2,8 @@
 
 A record is a gzipped file of JSON lines: the cluster and its policy first, then each thing that happened (jobs that
 came or ended) and each cycle with what was decided. Nothing else moves a Snapshot, so that whoever reads the lines has
-it as it was at any time. What was decided is compared with what the same function decides of it today.
+it as it was at any time. What was decided is compared with what the same function decides of it today. The last line
+counts the others and has a checksum of them: a record that was cut off or changed is known for one.
 """
 
 import gzip
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import xxhash
+
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Decision
 from headway.cluster.least_served import POLICIES
@@ -20,7 +23,7 @@ from headway.cluster.policies import Policy
 from headway.cluster.snapshot import Job, Snapshot
 from headway.errors import UsageError
 
-__all__ = ["Difference", "Recorder", "as_it_was", "carry_out", "policies_in", "record_of", "replay"]
+__all__ = ["Difference", "Recorder", "as_it_was", "carry_out", "life_of", "policies_in", "record_of", "replay"]
 
 FORMAT = 1
 
@@ -43,11 +46,15 @@ class Recorder:
 
     def __init__(self, path: Path, snapshot: Snapshot, policy: Policy) -> None:
         self._file: TextIO = gzip.open(path, "wt", encoding="utf-8", compresslevel=3)  # noqa: SIM115 (until `close`)
+        self._sum, self._count = xxhash.xxh3_64(), 0
         head = {"format": FORMAT, "policy": policy.name, "cluster": json.loads(snapshot.to_json())}
         self._write(head)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._file.write(text)
+        self._sum.update(text.encode())
+        self._count += 1
 
     def came(self, now: float, job: Job, known_s: float = math.nan) -> None:
         """A job was submitted."""
@@ -73,6 +80,7 @@ class Recorder:
 
     def close(self) -> None:
         """Nothing more will happen."""
+        self._file.write(json.dumps({"lines": self._count, "sum": self._sum.hexdigest()}) + "\n")
         self._file.close()
 
 
@@ -136,6 +144,16 @@ def as_it_was(path: Path, at_s: float) -> tuple[Snapshot, Policy]:
     return found
 
 
+def life_of(path: Path, job: str) -> tuple[float | None, float | None]:
+    """When a job came, and when it was done; None for what the record does not have."""
+    came = ended = None
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in map(json.loads, file):
+            came = line["at"] if line.get("job", {}).get("name") == job else came
+            ended = line["at"] if line.get("end") == job else ended
+    return came, ended
+
+
 def _at(decisions: Sequence[Any], number: int) -> Any:
     return decisions[number] if number < len(decisions) else ()
 
@@ -144,14 +162,21 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
     """Each line until a time, with the snapshot as it is then: what happened is in it, a cycle's decisions are not."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            head = json.loads(next(file, "{}"))
+            first = next(file, "{}")
+            head, total, count = json.loads(first), xxhash.xxh3_64(first.encode()), 1
             if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("policy") not in POLICIES:
                 raise UsageError(f"{path} is no record of decisions that is known here")
             snapshot, policy = Snapshot.from_json(json.dumps(head["cluster"])), POLICIES[head["policy"]]
             for text in file:
                 line = json.loads(text)
+                if "sum" in line:
+                    if (line["lines"], line["sum"]) != (count, total.hexdigest()):
+                        raise UsageError(f"{path} was changed after it was written", hint="record it again")
+                    return
                 if line["at"] > until_s:
                     return
+                total.update(text.encode())
+                count += 1
                 snapshot.advance(line["at"])
                 if "job" in line:
                     job = line["job"]
@@ -164,6 +189,7 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
                 elif "mend" in line:
                     snapshot.mend(snapshot.nodes.rows[line["mend"]], line["state"])
                 yield snapshot, policy, line
+        raise UsageError(f"{path} is cut off: what wrote it did not come to its end", hint="record it again")
     except (FileNotFoundError, IsADirectoryError):
         raise UsageError(f"there is no record {path}", hint="headway simulate --record DIR writes one") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

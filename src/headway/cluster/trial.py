@@ -1,5 +1,7 @@
 """What-if: free GPUs and quotas of a snapshot, to try decisions on. The snapshot learns nothing of it."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,6 +90,10 @@ class Trial:
         if self.quotas:
             self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
             self.allowed = self._allowed()
+
+    def most(self, row: int) -> float:
+        """GPUs that jobs that cannot be stopped may hold once a job has started."""
+        return math.inf if self._most is None else float(self._most[row])
 
     def allows(self, row: int, more: int) -> bool:
         """Whether a job's tenant may take as many GPUs, of those that are free and `more`, and all bounds hold."""

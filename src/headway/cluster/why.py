@@ -65,6 +65,8 @@ def why(snapshot: Snapshot, now: float, policy: Policy, name: str) -> Why:
 def _binds(snapshot: Snapshot, trial: Trial, policy: Policy, row: int, now: float) -> Reason:
     """The constraint that keeps it from starting, once everything that was decided now is done."""
     gpus, tenant = int(snapshot.jobs.gpus[row]), int(snapshot.jobs.tenant[row])
+    if trial.fixed + gpus > trial.most(row):
+        return Reason(Code.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.most(row))))
     if trial.allowed is not None and not trial.allows(row, gpus):
         room = int(trial.allowed[tenant])
         names = (("gpus", gpus), ("tenant", snapshot.tenants.names[tenant]), ("room", room))

@@ -151,7 +151,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "p99_delay_s": float(np.percentile(delay, 99)),
         "worst_delay_s": float(delay.max()),
         "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
-        "mean_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
+        "mean_first_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
         "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
         "preemptions": outcome.stops["preemption"],

@@ -5,7 +5,9 @@
 """
 
 import csv
+import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -46,9 +48,12 @@ class _Line:
 
 def import_sacct(source: Path, out: Path) -> Imported:
     """Write the jobs of sacct's output that had GPUs, ran and ended, as CSV; UsageError names a line that is wrong."""
+    if out.exists():
+        raise UsageError(f"{out} is there already", hint="remove it, or name another")
     try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = source.read_bytes()
+        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UsageError(f"{source} cannot be read: {error}") from None
     counts = {"without_gpus": 0, "never_ran": 0, "unfinished": 0}
     lines = sorted(_lines(source, text, counts), key=lambda line: (line.submit, line.name))

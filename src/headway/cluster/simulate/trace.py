@@ -21,8 +21,8 @@ from headway.errors import UsageError
 __all__ = ["Trace", "read_trace"]
 
 NEEDED = ("job_id", "submit_s", "duration_s", "num_gpus")
-SECONDS, WHOLE = "a number of seconds, not negative", "GPUs are counted in whole numbers, from 1 on"
-MOST_GPUS = 2**31 - 1
+SECONDS, WHOLE = "a number of seconds, neither negative nor above 1e10", "GPUs are counted in whole numbers, from 1 on"
+MOST_GPUS, LONGEST_S = 2**31 - 1, 1e10
 NOBODYS = "all"
 """The tenant of jobs whose log names none."""
 
@@ -130,7 +130,7 @@ def _number(
         number = float(text)
     except ValueError:
         raise UsageError(f"{where}: {key} is {text!r}", hint=hint) from None
-    if not math.isfinite(number) or number < 0:
+    if not 0 <= number <= LONGEST_S:
         raise UsageError(f"{where}: {key} is {text}", hint=hint)
     return number
 
