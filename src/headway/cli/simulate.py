@@ -163,7 +163,7 @@ def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
     use.set(ylabel="GPUs in use", xlabel=unit)
     queue.set(ylabel="GPUs waited for", xlabel=unit)
     done.set(
-        ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0.4, 1.005)
+        ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0, 1.005)
     )
     for axes in (use, queue, done):
         axes.grid(alpha=0.3)
