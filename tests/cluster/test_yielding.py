@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.cluster.decide import MIN_RUN_S, decide
 from headway.cluster.least_served import POLICIES
 from headway.cluster.record import carry_out
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import DRAINING, Job, Snapshot
 from headway.cluster.yielding import Yielding
 
 SIZE = 4
@@ -110,3 +110,14 @@ def test_who_yields_is_not_started_again_by_its_own_stop() -> None:
     assert names == ["new"]
     snapshot.advance(10_000.0 + MIN_RUN_S)
     assert decide(snapshot, snapshot.now_s, POLICIES["headway"]) == []
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_nobody_is_stopped_for_gpus_of_a_node_that_is_drained(gpus: int) -> None:
+    snapshot = running([4, 4], [9000, 9000], 2)
+    snapshot.nodes.state[0] = DRAINING
+    snapshot.submit([Job("new", "all", gpus, submit_s=10_000.0)])
+    decisions = decide(snapshot, 10_000.0, POLICIES["headway"])
+    stopped = [snapshot.jobs.names[one.job] for one in decisions if one.kind == "stop"]
+    assert stopped == ([] if gpus == 8 else ["j1"])
+    carry_out(snapshot, decisions)

@@ -38,6 +38,7 @@ class Yielding:
     ) -> NDArray[np.int64] | None:
         """Which of those that `may` be stopped yield so that a gang fits; None where not even all of them do."""
         here = np.flatnonzero((self._pool == pool) & (may & self.there)[self._index])
+        here = here[room.usable[self._node[here]]]  # what a drained node gives back is nobody's
         if not len(here):
             return None
         whole, rest = divmod(gpus, room.size)
