@@ -4,8 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# One more than cores: many tests wait for processes of their own.
-TESTERS ?= $(shell expr $$(nproc) + 1)
 
 .PHONY: demo test test-slow test-gpu lint bench bench-state bench-agent chaos clean
 
@@ -13,7 +11,7 @@ demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow

@@ -28,14 +28,6 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-HEAVY = ("agent", "train", "parallel", "cli", "profile", "tests")
-"""Folders whose files take longest: they go first, so that no worker is left with one at the end."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in HEAVY)
-
-
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of a few ten thousand tokens, made of the standard library's json package."""
