@@ -20,13 +20,12 @@ from headway.train.stacks import listen
 
 class Loader:
     def read_the_next_batch_of_a_very_long_name(self):
-        time.sleep(600)
+        print("ready", flush=True); time.sleep(600)
 
 def a():
     Loader().read_the_next_batch_of_a_very_long_name()
 
 listen(Path(sys.argv[1]), 2, int(sys.argv[2]))
-print("ready", flush=True)
 a()
 """
 
