@@ -88,7 +88,9 @@ def test_what_is_decided_otherwise_is_found_and_named(records: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b"[1]\n"), gzip.compress(b'{"format": 1}\n{"at"')]
+    "content",
+    [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b"[1]\n"), gzip.compress(b'{"format": 1}\n{"at"')],
+    ids=["empty", "not gzip", "no format", "a list", "cut short"],  # gzip writes the time of day
 )
 def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.jsonl.gz"

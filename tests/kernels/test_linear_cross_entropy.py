@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 
 from headway.kernels import linear_cross_entropy as module
+from headway.kernels.inputs import IGNORED
 from headway.kernels.linear_cross_entropy import (
-    IGNORED,
     chunk_rows,
-    new_logits,
     reference_summed_cross_entropy,
     reference_token_scores,
-    slopes_,
-    statistics,
     summed_cross_entropy,
     token_scores,
 )
+from headway.kernels.logits import new_logits, slopes_, statistics
 from headway.models import loss as plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16 say so once

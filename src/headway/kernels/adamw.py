@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.addresses import map_of, named_type, uploaded
 from headway.kernels.ahead import Ahead
-from headway.kernels.clip import map_of, named_type, uploaded
 from headway.kernels.language import tl, triton
 from headway.state.box import Box
 
@@ -45,10 +45,12 @@ __all__ = [
     "Table",
     "adamw",
     "advanced",
+    "cut_of",
     "factors_of",
     "pointer",
     "reference",
     "rounded",
+    "shares_of",
     "spread",
     "table_of",
 ]
@@ -443,6 +445,18 @@ def factors_of(launch: Launch, lr: float | Tensor, betas: tuple[float, float], w
     return made
 
 
+def shares_of(betas: tuple[float, float]) -> tuple[float, float, float, float]:
+    """What stays of each moment, and what is new of it."""
+    return betas[0], 1 - betas[0], betas[1], 1 - betas[1]
+
+
+def cut_of(kind: Kind, clipped: bool) -> dict[str, Any]:
+    """The constants of a launch that every form of AdamW has."""
+    types = {"WEIGHT": named_type(kind.weight), "GRADIENT": named_type(kind.gradient)}
+    shape = {"ALIGNED": kind.aligned, "EACH": kind.each, "TALL": kind.tall, "LOOPS": LOOPS, "num_warps": WARPS}
+    return {**types, **shape, "SHOWN": kind.shown, "CLIPPED": clipped}
+
+
 def adamw(
     parts: Sequence[Part],
     *,
@@ -467,23 +481,12 @@ def adamw(
             launch.pieces,
             factors,
             factors if factor is None else factor,
-            betas[0],
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
+            *shares_of(betas),
             eps,
-            WEIGHT=named_type(kind.weight),
-            GRADIENT=named_type(kind.gradient),
             MOMENT=named_type(kind.moment),
-            SHOWN=kind.shown,
-            CLIPPED=factor is not None,
-            ALIGNED=kind.aligned,
-            EACH=kind.each,
             FLAT=kind.flat,
-            TALL=kind.tall,
             SPAN=kind.span,
-            LOOPS=LOOPS,
-            num_warps=WARPS,
+            **cut_of(kind, clipped=factor is not None),
         )
     return table
 

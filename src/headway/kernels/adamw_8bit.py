@@ -31,15 +31,16 @@ from headway.kernels.adamw import (
     Part,
     Table,
     advanced,
+    cut_of,
     factors_of,
     pointer,
     rounded,
+    shares_of,
     spread,
     table_of,
 )
 from headway.kernels.adamw import reference as reference_adamw
 from headway.kernels.ahead import Ahead
-from headway.kernels.clip import named_type
 from headway.kernels.language import tl, triton
 
 __all__ = ["AHEAD", "Books", "adamw_8bit", "books_of", "reference"]
@@ -257,20 +258,9 @@ def adamw_8bit(
             books.numbers,
             books.cells,
             books.lowest,
-            betas[0],
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
+            *shares_of(betas),
             eps,
-            WEIGHT=named_type(kind.weight),
-            GRADIENT=named_type(kind.gradient),
-            SHOWN=kind.shown,
-            CLIPPED=factor is not None,
-            ALIGNED=kind.aligned,
-            EACH=kind.each,
-            TALL=kind.tall,
-            LOOPS=LOOPS,
-            num_warps=WARPS,
+            **cut_of(kind, clipped=factor is not None),
         )
     return table
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.addresses import map_of, named_type, uploaded
 from headway.kernels.ahead import Ahead
 from headway.kernels.language import tl, triton
 
@@ -30,14 +31,11 @@ __all__ = [
     "Table",
     "clip_factor",
     "gradient_norm",
-    "map_of",
-    "named_type",
     "reference",
     "reference_scale",
     "scale",
     "sum_of_squares",
     "table_of",
-    "uploaded",
 ]
 
 LEAST_NORM = 1e-6
@@ -47,30 +45,6 @@ BLOCK = 4096
 LOOPS = 4
 """Blocks of a program: a map of 8 and a sum of 4 bytes for each 16384 elements."""
 WARPS = 4
-
-
-def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Numbers on a device, without waiting for it."""
-    made = torch.from_numpy(numbers)
-    if device.type != "cuda":
-        return made.to(device)
-    # The allocator of pinned memory keeps it until the copy is done, whoever lets go of it before.
-    return made.pin_memory().to(device, non_blocking=True)
-
-
-def map_of(counts: Sequence[int]) -> np.ndarray:
-    """For each piece, in the order of their tensors, the number of its tensor and its own number there."""
-    whose = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    firsts = np.cumsum([0, *counts])[:-1]
-    return np.stack([whose, np.arange(len(whose), dtype=np.int64) - firsts[whose]], axis=1).astype(np.int32)
-
-
-def named_type(dtype: torch.dtype) -> Any:
-    """Triton's name of a floating-point type; ValueError for others."""
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-    if dtype not in names:
-        raise ValueError(f"gradients, weights and moments are float32, bfloat16 or float16, not {dtype}")
-    return getattr(tl, names[dtype])
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy"]
+from headway.kernels.inputs import IGNORED, autocast
 
-IGNORED = -100
-"""A label that is left out of the loss."""
+__all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy"]
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 """Logits the loss holds at once, by kind of device."""
@@ -40,12 +39,6 @@ def summed_cross_entropy(
     x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
-
-
-def autocast(x: Tensor) -> Tensor:
-    """In the precision of an enclosing autocast: inside a Function no cast would be recorded for the backward pass."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def chunk_rows(kind: str, vocabulary: int) -> int:
