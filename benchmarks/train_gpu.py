@@ -1,128 +1,356 @@
-"""Whole runs on one GPU: speed, MFU and where the time goes, for a 0.1B and a 0.5B decoder.
+"""A training step on one GPU: Headway beside transformers, with and without Liger-Kernel.
 
-    python benchmarks/train_gpu.py [--json FILE]
+    python benchmarks/train_gpu.py [--rows NAME ...] [--ways WAY ...] [--rounds 1] [--json FILE] [--profile FILE]
 
-Every row is a real `headway train` of 60 steps in a temporary folder, read back through its own ledger; the data is the
-standard library's source. Beside it stands the same model in a bare PyTorch loop (same precision, batch and
-optimizer, no recording, no data) in the same process environment.
+Every way of a row runs in a process of its own, one after the other, in as many rounds; a process warms up, then times
+at least 20 steps of random tokens on its own clock, the device idle before the first and after the last. Rows say what
+is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm),
+with gradients clipped to 1; the peers use torch.optim.AdamW (fused) and clip nothing, which is in their favour.
+
+The bound of a row is the sum of what no step can do without, at the rates measured in the same run: its products at
+their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everything else at the speed of a copy.
 """
 
 import argparse
+import gc
 import json
+import os
+import statistics
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from headway.models import empty_decoder, init_weights
-from headway.plan import architecture_of, flops_per_token, parameters
-from headway.recipe import Model
-from headway.track import RunFolder, account, read_metric, read_run
-
-SHAPES = {
-    "0.1B": {"layers": 12, "dim": 768, "heads": 12, "vocab_size": 32000, "tie_embeddings": True},
-    "0.5B": {"layers": 24, "dim": 1280, "heads": 10, "kv_heads": 5, "vocab_size": 32000, "tie_embeddings": True},
-}
-VARIANTS = [
-    {"shape": "0.1B", "compile": False, "recompute": "none"},
-    {"shape": "0.1B", "compile": True, "recompute": "none"},
-    {"shape": "0.5B", "compile": False, "recompute": "full"},
-    {"shape": "0.5B", "compile": True, "recompute": "none"},
-]
-SEQ, ROWS, STEPS = 2048, 16, 60
-PEAK = 989.4e12
-
-
-def headway(*words: str, folder: Path) -> None:
-    subprocess.run([sys.executable, "-m", "headway.cli.main", *words], cwd=folder, check=True)
-
-
-def trained(folder: Path, variant: dict) -> dict:
-    """One run, and its ledger."""
-    settings = {f"model.{key}": value for key, value in SHAPES[variant["shape"]].items()}
-    settings |= {f"train.{key}": variant[key] for key in ("compile", "recompute")}
-    settings |= {"train.dtype": "bfloat16", "train.batch": ROWS, "train.steps": STEPS, "data.seq": SEQ}
-    settings |= {"checkpoint.every_steps": 0, "train.warmup_steps": 10}
-    recipe = folder / "r.toml"
-    recipe.write_text('name = "gpu"\n[data]\npath = "data"\n')
-    name = f"r{time.time_ns()}"
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={str(value).lower()}")]
-    headway("train", "r.toml", "--name", name, *words, folder=folder)
-    run = RunFolder(folder / "runs" / name)
-    ledger = account(read_run(run))
-    steps = sorted(read_metric(run, "step_s")[1][20:].tolist())
-    saves = [event["seconds"] for r in read_run(run) for event in r.events if event["kind"] == "checkpoint"]
-    return {
-        "step_s": steps[len(steps) // 2],
-        "shares": {key: round(value / ledger.total_ns, 4) for key, value in ledger.accounts.items()},
-        "seconds": {key: round(value / 1e9, 3) for key, value in ledger.accounts.items()},
-        "save_s": saves[-1],
-    }
-
-
-def bare(variant: dict) -> float:
-    """Median step of a loop with nothing in it but the model."""
-    model = Model(**SHAPES[variant["shape"]])
-    decoder = empty_decoder(model).cuda()
-    init_weights(decoder, 0)
-    if variant["recompute"] == "full":
-        from torch.utils.checkpoint import checkpoint
-
-        for block in decoder.layers:
-            block.forward = lambda *args, inner=block.forward: checkpoint(inner, *args, use_reentrant=False)
-    if variant["compile"]:
-        for block in decoder.layers:
-            block.forward = torch.compile(block.forward)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, 2000, (ROWS, SEQ + 1), device="cuda")
-    times = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = decoder(tokens[:, :-1], tokens[:, 1:]) / (ROWS * SEQ)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return sorted(times[10:])[10]
+PEAK = 990e12
+STEPS, WARM = 20, 4
+LLAMA_1B = {"layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "tie_embeddings": True}
+LLAMA_3B = {"layers": 28, "dim": 3072, "heads": 24, "kv_heads": 8, "head_dim": 128, "hidden": 8192,
+            "tie_embeddings": True}  # fmt: skip
+LLAMA_8B = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "tie_embeddings": False}
+QWEN_4B = {"layers": 36, "dim": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "hidden": 9728, "qk_norm": True,
+           "tie_embeddings": True, "vocab_size": 151936}  # fmt: skip
+LOW = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
+ROWS: dict[str, dict[str, Any]] = {
+    "1B 4096x4": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW},
+    "1B 4096x16": {"model": LLAMA_1B, "seq": 4096, "batch": 16, "train": LOW},
+    "8B 4096x2": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW},
+    "8B 8192x1": {"model": LLAMA_8B, "seq": 8192, "batch": 1, "train": LOW},
+    "8B 16384x1": {"model": LLAMA_8B, "seq": 16384, "batch": 1, "train": LOW | {"recompute": "selective"}},
+    "4B 4096x4": {"model": QWEN_4B, "seq": 4096, "batch": 4, "train": LOW},
+    "1B 4096x4 float32": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": {"dtype": "bfloat16"}},
+    "3B 4096x2 float32": {"model": LLAMA_3B, "seq": 4096, "batch": 2, "train": {"dtype": "bfloat16"}},
+    "1B 4096x4 masters": {
+        "model": LLAMA_1B, "seq": 4096, "batch": 4,
+        "train": {"dtype": "bfloat16", "weights": "bfloat16", "master": True},
+    },
+}  # fmt: skip
+WAYS = ("headway", "liger", "transformers", "bound")
+Step = Callable[[], torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Run all, print a table; or, as a child, one way of one row."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=["1B 4096x4", "8B 4096x2"])
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="Append a table of kernels of one step of each way.")
+    parser.add_argument("--one", nargs=2, metavar=("ROW", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        library = sysconfig.get_path("stdlib")
-        headway("data", "build", "data", f"{library}/*.py", f"{library}/*/*.py", "--vocab-size", "2048", folder=folder)
-        for variant in VARIANTS:
-            result = trained(folder, variant)
-            alone = bare(variant)
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
-            model = Model(**SHAPES[variant["shape"]])
-            mfu = flops_per_token(architecture_of(model), SEQ) * ROWS * SEQ / result["step_s"] / PEAK
-            count = parameters(architecture_of(model))
-            rows.append(variant | {"parameters": count, "bare_step_s": alone, "mfu": mfu} | result)
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {ROWS} x {SEQ} tokens a step")
-    print("shape   compile  recompute  step ms  bare ms  ratio    MFU  unattr.  save s")
-    for row in rows:
-        print(
-            f"{row['shape']:6}{row['compile']!s:>9}{row['recompute']:>11}{row['step_s'] * 1e3:9.1f}"
-            f"{row['bare_step_s'] * 1e3:9.1f}{row['step_s'] / row['bare_step_s']:7.3f}{row['mfu']:7.1%}"
-            f"{row['shares']['unattributed']:9.2%}{row['save_s']:8.2f}"
-        )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
+    if options.one:
+        print(json.dumps(measured(*options.one, options.set, options.profile)))
+        return
+    found = list[dict[str, Any]]()
+    for _ in range(options.rounds):
+        for row in options.rows:
+            for way in options.ways:
+                found.append(in_a_process(row, way, options))
+                print(line(found[-1], found), flush=True)
+                if options.json:
+                    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "clocks": clocks()}
+                    options.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+
+
+def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One way of one row, by a process of its own."""
+    words = [sys.executable, __file__, "--one", row, way, "--set", *options.set]
+    words += ["--profile", str(options.profile)] if options.profile else []
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"row": row, "way": way, "error": f"exit status {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
+    """For people, with the ratio to Liger's of the same row."""
+    if "error" in one:
+        return f"{one['row']:20}{one['way']:14}{one['error']}"
+    text = f"{one['row']:20}{one['way']:14}{one['step_s'] * 1e3:8.1f} ms{one['tokens_s']:9,.0f} tokens/s"
+    text += f"{one['mfu']:7.1%} MFU{one.get('gib', 0):7.1f} GiB"
+    ligers = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "liger")]
+    if one["way"] == "liger":
+        ours = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "headway")]
+        return text + (f"   headway x{one['step_s'] / statistics.median(ours):.3f}" if ours else "")
+    if one["way"] == "headway":
+        text += f"   first step {one['first_s']:.1f} s, busy {one['busy']:.1%}"
+    return text + (f"   x{statistics.median(ligers) / one['step_s']:.3f} of liger" if ligers else "")
+
+
+def clocks() -> str:
+    """Clocks, power and temperature, as the driver tells them."""
+    asked = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    done = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    return done.stdout.strip()
+
+
+def measured(row: str, way: str, settings: list[str], profile: Path | None) -> dict[str, Any]:
+    """One way of one row, in this process."""
+    from headway.plan import architecture_of, flops_per_token
+    from headway.recipe import Model
+
+    shape = ROWS[row]
+    model = Model(**{"vocab_size": 128256} | shape["model"])
+    tokens = shape["batch"] * shape["seq"]
+    flops = flops_per_token(architecture_of(model), shape["seq"]) * tokens
+    about = {"row": row, "way": way}
+    if way == "bound":
+        total, parts = bound(model, shape)
+        rates = {"step_s": total, "tokens_s": tokens / total, "mfu": flops / total / PEAK}
+        return {**about, **rates, "parts_ms": parts}
+    began = time.perf_counter()
+    step = (headway if way == "headway" else peer)(model, shape, way, settings)
+    loss = step()
+    torch.cuda.synchronize()
+    first_s = time.perf_counter() - began
+    for _ in range(WARM):
+        step()
+    torch.cuda.synchronize()
+    times, begin = list[float](), time.perf_counter()
+    for _ in range(4):
+        for _ in range(STEPS // 4):
+            loss = step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / (STEPS // 4))
+        begin = time.perf_counter()
+    step_s = statistics.median(times)
+    busy = kernels_of(step, f"{row}, {way}", profile)
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    rates = {"step_s": step_s, "tokens_s": tokens / step_s, "mfu": flops / step_s / PEAK, "gib": memory}
+    found = {"loss": loss.item(), "first_s": first_s, "busy": busy, "times_s": times, "power": clocks()}
+    return {**about, **rates, **found}
+
+
+def headway(model: Any, shape: dict[str, Any], way: str, settings: list[str]) -> Step:  # noqa: ARG001
+    """The trainer's own step, but for the data."""
+    from headway.models import empty_decoder
+    from headway.parallel import World, apply, total_norm
+    from headway.recipe.load import parse_recipe
+    from headway.train.optim import build_optimizer, clip, lower, set_step, widen_gradients
+
+    train = {"batch": shape["batch"], "lr": 1e-4, **shape["train"]}
+    values = {"model": model.model_dump(exclude_defaults=True), "data": {"path": "none", "seq": shape["seq"]}}
+    recipe = parse_recipe({**values, "train": train}, dict(one.split("=", 1) for one in settings), "benchmark")
+    world = World(0, 1, torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    plain = empty_decoder(recipe.model, "meta")
+    lower(plain, recipe.train)
+    spread = apply(plain, recipe, world)
+    if spread.accumulates:
+        widen_gradients(spread.model)
+    draw(spread.model)
+    optimizer = build_optimizer(spread.model, recipe.train, 0, world)
+    parameters = dict(spread.model.named_parameters())
+    tokens = random_tokens(model, shape)
+    inputs, labels, scale = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / (shape["batch"] * shape["seq"])
+    done = 0
+
+    def step() -> torch.Tensor:
+        nonlocal done
+        done += 1
+        loss = spread.passes(inputs, labels, scale)
+        norm = total_norm(parameters, world)
+        clip(optimizer, parameters.values(), norm, recipe.train.clip)
+        set_step(optimizer.param_groups, done, 1e-4)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def peer(model: Any, shape: dict[str, Any], way: str, settings: list[str]) -> Step:  # noqa: ARG001
+    """transformers' model and torch's optimizer; with Liger, its kernels put in."""
+    import transformers
+
+    norms = getattr(model, "qk_norm", False)
+    kind = "Qwen3" if norms else "Llama"
+    if way == "liger":
+        from liger_kernel import transformers as liger
+
+        (liger.apply_liger_kernel_to_qwen3 if norms else liger.apply_liger_kernel_to_llama)()
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=model.vocabulary, hidden_size=model.dim, intermediate_size=model.hidden,
+        num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim, tie_word_embeddings=model.tie_embeddings, max_position_embeddings=32768,
+        attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    low = shape["train"].get("weights") == "bfloat16"
+    torch.set_default_dtype(torch.bfloat16 if low else torch.float32)
+    with torch.device("meta"):
+        made = getattr(transformers, f"{kind}ForCausalLM")(config)
+    made = made.to_empty(device="cuda")
+    torch.set_default_dtype(torch.float32)
+    # its table is no parameter, and to_empty emptied it
+    made.model.rotary_emb = type(made.model.rotary_emb)(config).to("cuda")
+    made.tie_weights()
+    draw(made)
+    made.train()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    tokens = random_tokens(model, shape)[:, :-1].contiguous()
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not low):
+            loss: torch.Tensor = made(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def draw(model: torch.nn.Module) -> None:
+    """Weights as a fresh model has them, on the device."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
+
+
+def random_tokens(model: Any, shape: dict[str, Any]) -> torch.Tensor:
+    """A batch."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randint(model.vocabulary, (shape["batch"], shape["seq"] + 1), device="cuda", generator=generator)
+
+
+def kernels_of(step: Step, name: str, profile: Path | None) -> float:
+    """The share of a step in which some kernel runs; where a file is named, with a table of them."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA")
+    busy, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        busy, end = busy + max(0.0, stop - max(begin, end)), max(end, stop)
+    share = busy / (end - spans[0][0])
+    if profile is not None:
+        rows = sorted(found.key_averages(), key=lambda e: -e.device_time_total)[:40]
+        text = [f"{e.device_time_total / 2e3:9.3f} ms {e.count // 2:5}  {e.key[:120]}" for e in rows]
+        with profile.open("a") as file:
+            file.write(f"== {name}: busy {busy / 2e3:.1f} ms a step, {share:.2%}\n" + "\n".join(text) + "\n")
+    return share
+
+
+# -- the least that a step could take
+
+
+def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """Seconds, and milliseconds of each part."""
+    tokens, width, layers = shape["batch"] * shape["seq"], model.dim, model.layers
+    inner, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    products = [(width, inner), (width, kv), (width, kv), (inner, width), (width, model.hidden), (width, model.hidden),
+                (model.hidden, width)]  # fmt: skip
+    parts = {"products": layers * sum(three_products(tokens, *one) for one in products)}
+    parts["head"] = three_products(tokens, width, model.vocabulary)
+    parts["attention"] = layers * attention(model, shape)
+    gc.collect()
+    torch.cuda.empty_cache()
+    speed = copy_speed()
+    # Of each layer's stream, once each way: two norms with their additions read and write two of it in the forward pass
+    # and three and one in the backward pass; turns read and write queries and keys, both ways; the gate as it is.
+    stream = tokens * width * 2
+    moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2 + (3 + 5) * tokens * model.hidden * 2
+    parts["between"] = layers * moved / speed
+    parts["loss rows"] = 2 * tokens * model.vocabulary * 2 / speed
+    kept = shape["train"]
+    weights = 2 if kept.get("weights") == "bfloat16" else 4
+    moments = 2 if kept.get("moments") == "bfloat16" else 4
+    masters = 8 if kept.get("master") else 0
+    count = parameters_of(model)
+    each = (2 * weights if not masters else weights + masters) + 4 * moments + 2 * min(weights, 4)  # with the norm
+    parts["update"] = count * each / speed
+    return sum(parts.values()), {name: round(seconds * 1e3, 3) for name, seconds in parts.items()}
+
+
+def parameters_of(model: Any) -> int:
+    """Of the whole model."""
+    from headway.plan import architecture_of, parameters
+
+    return int(parameters(architecture_of(model)))
+
+
+def clocked(call: Callable[[], object], times: int = 10) -> float:
+    """The median of some calls, in seconds."""
+    for _ in range(3):
+        call()
+    found = list[float]()
+    for _ in range(times):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def three_products(tokens: int, inputs: int, outputs: int) -> float:
+    """A linear map's forward pass and both gradients; of a head, a part of the tokens at a time."""
+    rows = min(tokens, max(1024, 2**31 // (2 * outputs)))
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
+    calls = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
+    return sum(clocked(call) for call in calls) * tokens / rows
+
+
+def attention(model: Any, shape: dict[str, Any]) -> float:
+    """Causal, both passes, by cuDNN."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def heads(count: int) -> torch.Tensor:
+        made = torch.randn(shape["batch"], shape["seq"], count, model.head_dim, device="cuda", dtype=torch.bfloat16)
+        return made.transpose(1, 2).requires_grad_()
+
+    q, k, v = heads(model.heads), heads(model.kv_heads), heads(model.kv_heads)
+    slope = torch.randn_like(q)
+
+    def both() -> None:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(y, (q, k, v), slope)
+
+    return clocked(both)
+
+
+def copy_speed() -> float:
+    """Bytes read and written in a second."""
+    a = torch.empty(2**30, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / clocked(lambda: b.copy_(a))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     main()

@@ -30,7 +30,7 @@ VERBS = [
     ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
     ["train", "recipes/demo.toml", "--set", "data.path=none"],
-    ["resume", "last"], ["stop", "last"], ["ps"], ["stacks", "last"], ["chaos", "none.toml"],
+    ["resume", "last"], ["stop", "last"], ["ps"], ["kernels", "--help"], ["stacks", "last"], ["chaos", "none.toml"],
     ["model", "show", "recipes/demo.toml"], ["model", "show", "none"], ["model", "diff", "recipes/demo.toml", "none"],
     ["simulate", "--help"], ["simulate", "none.csv", "--on", "a100x8x4"],
     ["trace", "import", "none", "out.csv"], ["replay", "none"], ["why", "job", "--from", "none"],

@@ -413,8 +413,8 @@ def test_on_a_gpu_bits_are_the_dices_and_numbers_the_papers(kind: str) -> None:
             if kept.dtype == HALF:
                 bits = dice.bits(f"{part.name}/{name}", part.box, part.shape, torch.device("cuda"))
                 value = to_bfloat16(value, bits)
-            # the compiler may fuse otherwise in another kernel: float32 off by its last bit rounds otherwise at times
-            assert (kept != value).float().mean() < 1e-3, (part.name, key)
+            # products are fused alike in every kind of launch, so that the bits are
+            assert torch.equal(kept, value), (part.name, key)
 
 
 @pytest.mark.gpu
@@ -429,7 +429,7 @@ def test_on_a_gpu_masters_are_shown_rounded_to_the_nearest() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_near_torchs_own() -> None:
     part = part_of((3000, 2048), device="cuda")
-    other = copied(part)
+    other, before = copied(part), part.weight.clone()
     adamw([part], **RATES)
     torch._fused_adamw_(
         [other.weight],
@@ -446,8 +446,12 @@ def test_on_a_gpu_it_is_near_torchs_own() -> None:
         amsgrad=False,
         maximize=False,
     )
-    for key in ("weight", "mean", "square"):
-        torch.testing.assert_close(getattr(part, key), getattr(other, key), rtol=5e-7, atol=1e-8)
+    for key in ("mean", "square"):
+        torch.testing.assert_close(getattr(part, key), getattr(other, key), rtol=5e-7, atol=1e-7)
+    size = (
+        before.abs() + (part.weight - before).abs()
+    )  # a weight near zero is the difference of two numbers that are not
+    assert ((part.weight - other.weight).abs() <= 1e-6 * size + 1e-8).all()
 
 
 @pytest.mark.gpu

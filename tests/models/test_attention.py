@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headway.kernels.table import make_plain
 from headway.models.attention import attend, choose, see
 
 
@@ -61,7 +62,7 @@ def test_every_kernel_on_a_cpu(rows, length, heads, packed, window, softcap, sun
     q, k, v, documents = draw(rows, length, *heads, seed)
     documents = documents if packed else None
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed + 1)) if sunk else None
-    kernel = choose("cpu", masked=True, capped=softcap is not None, sinks=sunk)
+    kernel = choose(q, masked=True, capped=softcap is not None, sinks=sunk)
     mask = see(length, {window}, documents, torch.device("cpu"), kernel)[window]
     found = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
     expected = by_hand(q, k, v, documents, window, softcap, sinks)
@@ -92,29 +93,13 @@ def test_documents_never_see_each_other() -> None:
     assert torch.equal(v.grad[other], torch.zeros_like(v.grad[other]))
 
 
-@pytest.mark.parametrize(
-    ("device", "masked", "capped", "sinks", "kernel"),
-    [
-        ("cpu", False, False, False, "causal"),
-        ("cuda", False, False, False, "causal"),
-        ("cpu", True, False, False, "masked"),
-        ("cuda", True, False, False, "flex"),
-        ("cuda", False, True, False, "flex"),
-        ("cpu", True, True, False, "plain"),
-        ("cuda", True, False, True, "plain"),
-    ],
-)
-def test_the_table(device: str, masked: bool, capped: bool, sinks: bool, kernel: str) -> None:
-    assert choose(device, masked, capped, sinks) == kernel
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("softcap", "sunk"), [(None, False), (5.0, False), (None, True)])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("packed", [True, False])
-def test_flex_equals_plain_on_a_gpu(
-    dtype: torch.dtype, softcap: float | None, window: int | None, packed: bool
+def test_the_table_s_kernel_equals_plain_on_a_gpu(
+    dtype: torch.dtype, softcap: float | None, sunk: bool, window: int | None, packed: bool
 ) -> None:
     """Forward and backward; blocks that nobody sees are left out, which must change nothing."""
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -125,12 +110,17 @@ def test_flex_equals_plain_on_a_gpu(
     documents = (
         (torch.rand(2, 384, generator=generator, device="cuda") < 0.02).int().cumsum(1).int() if packed else None
     )
+    sinks = torch.randn(8, generator=generator, device="cuda").requires_grad_() if sunk else None
+    wanted = made if sinks is None else [*made, sinks]
     found = []
-    for kernel in ("flex", "plain"):
-        mask = see(384, {window}, documents, torch.device("cuda"), kernel)[window]
-        sinks = torch.full((8,), -1e9, device="cuda") if kernel == "plain" else None  # which asks for the plain kernel
-        out = attend(*made, mask, window=window, softcap=softcap, sinks_N=sinks)
-        gradients = torch.autograd.grad(out.float().square().sum(), made)
+    for kernel, plain in (("flex", ()), ("plain", ("attention",))):
+        make_plain(plain)
+        try:
+            mask = see(384, {window}, documents, torch.device("cuda"), kernel)[window]
+            out = attend(*made, mask, window=window, softcap=softcap, sinks_N=sinks)
+        finally:
+            make_plain(())
+        gradients = torch.autograd.grad(out.float().square().sum(), wanted)
         found.append([out.detach(), *gradients])
     bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
     for one, other in zip(*found, strict=True):

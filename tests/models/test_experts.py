@@ -14,12 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from headway.kernels.table import Choice
 from headway.models.experts import (
     BiasBalance,
     EvenLoad,
     Experts,
     Mixture,
-    choose,
     set_loss_scale,
     softmax_top_k,
     top_k_softmax,
@@ -123,20 +123,6 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     assert [bool(experts.gate.grad[e].any()) for e in range(3)] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "dim", "hidden", "kernel"),
-    [
-        ("cpu", torch.bfloat16, 8, 8, "loop"),
-        ("cuda", torch.float32, 8, 8, "loop"),
-        ("cuda", torch.bfloat16, 64, 128, "grouped"),
-        ("cuda", torch.bfloat16, 64, 100, "loop"),
-        ("cuda", torch.bfloat16, 12, 128, "loop"),
-    ],
-)
-def test_kernels(device: str, dtype: torch.dtype, dim: int, hidden: int, kernel: str) -> None:
-    assert choose(device, dtype, dim, hidden) == kernel
-
-
 @no_bfloat16_cpu
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_products_equal_the_loop_s(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +134,7 @@ def test_grouped_products_equal_the_loop_s(bias: bool, monkeypatch: pytest.Monke
     chosen[chosen == 3] = 1
     results = []
     for kernel in ("loop", "grouped"):
-        monkeypatch.setattr("headway.models.experts.choose", lambda *_, kernel=kernel: kernel)
+        monkeypatch.setattr("headway.kernels.table.experts", lambda *_, kernel=kernel: Choice(kernel, ""))
         x = stream(37, 16).bfloat16().requires_grad_()
         experts.zero_grad()
         out = experts(x, weights, chosen)

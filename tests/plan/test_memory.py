@@ -96,7 +96,7 @@ def test_the_parts_are_the_whole() -> None:
 
 
 def own(mesh: Mesh, microbatch: int, batch: int, *, offloads: bool = False, **changes: Any) -> Settings:
-    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh)
+    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh, passes=2)
     settings = Settings(mesh, 2048, microbatch, batch, 3 if mesh.shard > 1 else 0, software=software)
     return settings.but(**changes)
 

@@ -29,7 +29,7 @@ BLOCK = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
 
 def way(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
     """Eight sequences of 32 tokens for each data rank, two at once."""
-    software = own_software(compiled=False, autocasts=precision == "bf16", older=True).on(mesh)
+    software = own_software(compiled=False, autocasts=precision == "bf16", older=True).on(mesh, passes=2)
     settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.shard > 1 else 0, precision=precision, software=software)
     return settings.but(**changes)
 

@@ -15,6 +15,7 @@ from headway.train.optim.rounding import Dice, to_bfloat16
 pytestmark = pytest.mark.gpu
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    "adamw": ({}, 1e-5),
     "adamw in bfloat16": (HALF | {"moments": "bfloat16"}, 0.02),
     "adamw with masters": (HALF | {"master": True}, 0.01),
     "adamw-8bit": ({"optimizer": "adamw-8bit"}, 0.02),

@@ -17,6 +17,7 @@ from headway.cli import (
     data,
     diff,
     hardware,
+    kernels,
     logs,
     metrics,
     model,
@@ -65,6 +66,7 @@ app.command()(diff.diff)
 app.command()(check.check)
 app.command()(chaos.chaos)
 app.command()(sample.sample)
+app.command()(kernels.kernels)
 app.command()(simulate.simulate)
 app.command()(replay.replay)
 app.command()(why.why)

@@ -288,10 +288,12 @@ def rounded(value, row, column, TYPE: tl.constexpr):
 @triton.jit
 def advanced(w, g, m, v, decay, size, root, beta1, rest1, beta2, rest2, eps):
     """Weight and moments after one update."""
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * (g * g)
-    w = w - decay * w
-    w = w - tl.div_rn(size * m, tl.sqrt_rn(v) * root + eps)
+    # Which product is fused with a sum is said here: left to the compiler, it differs from one kind of launch to the
+    # next, and with it the last bit of the same element on another mesh.
+    m = tl.fma(beta1, m, rest1 * g)
+    v = tl.fma(beta2, v, rest2 * (g * g))
+    w = tl.fma(-decay, w, w)
+    w = w - tl.div_rn(size * m, tl.fma(tl.sqrt_rn(v), root, eps))
     return w, m, v
 
 

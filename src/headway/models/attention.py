@@ -1,30 +1,39 @@
 """Attention: who sees whom, and the one function that computes it, by whichever kernel serves the device and the mask.
 
     device  documents or window  soft cap or sinks   kernel
-    any     no                   no                  SDPA, causal: PyTorch picks flash, cuDNN or its CPU kernel
+    GPU     no                   no                  cuDNN in half precision; else SDPA, which picks flash or its own
+    CPU     no                   no                  SDPA, causal
     CPU     yes                  no                  SDPA with a mask
-    GPU     yes                  soft cap            flex attention, whose blocks of nothing are not computed
-    any     any                  the rest            plain: products and a softmax
+    GPU     yes, or              yes                 flex attention, whose blocks of nothing are not computed
+    CPU     any                  yes                 plain: products and a softmax
 
-Tokens of one row that belong to different documents never see each other. `choose` is that table.
+Tokens of one row that belong to different documents never see each other. `kernels.table.attention` is that table.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headway.kernels import table
 from headway.recipe.model import Model
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Context", "Kernel", "KeyValues", "attend", "choose", "see", "windows_of"]
+__all__ = ["Context", "KeyValues", "attend", "choose", "see", "windows_of"]
 
-Kernel = Literal["causal", "masked", "flex", "plain"]
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""A shape that cuDNN does not know goes to the next."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,16 @@ class KeyValues:
         return self.keys[:, :end], self.values[:, :end]
 
 
-def choose(device: str, masked: bool, capped: bool, sinks: bool) -> Kernel:
-    """The kernel for a kind of device and what is asked of it."""
-    if not masked and not capped and not sinks:
-        return "causal"
-    if device == "cuda" and not sinks:
-        return "flex"
-    return "plain" if capped or sinks else "masked"
+def choose(x: Tensor, masked: bool, capped: bool, sinks: bool) -> str:
+    """The kernel for queries like these and what is asked of it."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    exact = torch.are_deterministic_algorithms_enabled()
+    return table.attention(kind, dtype, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
 
 
 def see(
-    length: int, windows: Collection[int | None], documents_BL: Tensor | None, device: torch.device, kernel: Kernel
+    length: int, windows: Collection[int | None], documents_BL: Tensor | None, device: torch.device, kernel: str
 ) -> "dict[int | None, Tensor | BlockMask | None]":
     """Masks of whole sequences, by window. A window that reaches back to the first token is none."""
     masks: dict[int | None, Tensor | BlockMask | None] = {}
@@ -128,19 +136,25 @@ def attend(
         if window is not None:
             k_BLKH, v_BLKH = k_BLKH[:, -window:], v_BLKH[:, -window:]
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    kernel = choose(q.device.type, mask is not None, softcap is not None, sinks_N is not None)
+    kernel = choose(q, mask is not None, softcap is not None, sinks_N is not None)
     grouped = q.shape[1] != k.shape[1]
     if kernel == "flex":
-        y = _flex(q, k, v, mask, scale, softcap, grouped)
+        y = _flex(q, k, v, mask, scale, softcap, sinks_N, grouped)
     elif kernel == "plain":
         y = _plain(q, k, v, mask, scale, softcap, sinks_N)
+    elif kernel == "cudnn":
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            y = _sdpa(q, k, v, None, scale, grouped)
     else:
-        assert mask is None or isinstance(mask, Tensor)
-        causal = mask is None and q.shape[2] > 1
-        y = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        y = _sdpa(q, k, v, mask, scale, grouped)
     return y.transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, grouped: bool) -> Tensor:
+    causal = mask is None and q.shape[2] > 1
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 @cache
@@ -151,14 +165,35 @@ def _compiled_flex() -> Any:
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, softcap: float | None, grouped: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scale: float | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
+    grouped: bool,
 ) -> Tensor:
-    """Of a single query or with a soft cap there may be no mask, which flex takes for seeing all: so there is one."""
+    """Of a single query or with a soft cap there may be no mask, which flex takes for seeing all: so there is one.
+
+    With s the sum of a query's exponentials, a sink makes it s + exp(sink): what comes out shrinks by their quotient.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
     if mask is None and q.shape[2] > 1:
         mask = _block_mask(q.shape[2], None, None, q.device)
-    scored = None if softcap is None else _capped(softcap)
-    out: Tensor = _compiled_flex()(q, k, v, score_mod=scored, block_mask=mask, scale=scale, enable_gqa=grouped)
-    return out
+    options = {
+        "score_mod": None if softcap is None else _capped(softcap),
+        "block_mask": mask,
+        "scale": scale,
+        "enable_gqa": grouped,
+    }
+    if sinks_N is None:
+        out: Tensor = _compiled_flex()(q, k, v, **options)
+        return out
+    seen, beside = _compiled_flex()(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    kept_BNL: Tensor = torch.sigmoid(beside.lse - sinks_N.float().view(1, -1, 1))
+    return (seen * kept_BNL.unsqueeze(-1)).to(seen.dtype)
 
 
 def _capped(softcap: float) -> Any:

@@ -1,7 +1,7 @@
 """Mixtures of experts: which tokens an expert sees, what it makes of them, and how all come to see about as many.
 
 No token is dropped: tokens are sorted by expert, each expert's go through its matrices, and what it makes of them comes
-back weighted. Every sum has an order of its own that nothing changes. `choose` says by which kernel:
+back weighted. Every sum has an order of its own that nothing changes. `kernels.table.experts` says by which kernel:
 
     device  precision, widths          kernel
     GPU     bfloat16, multiples of 8   grouped: one product for all experts, for which the host never waits
@@ -9,12 +9,13 @@ back weighted. Every sum has an order of its own that nothing changes. `choose` 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headway.models.layers import Linear, silu
+from headway.kernels import table
+from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "Experts",
     "Mixture",
     "Route",
-    "choose",
     "set_loss_scale",
     "softmax_top_k",
     "swiglu",
@@ -34,7 +34,6 @@ __all__ = [
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From logits [T, E] to the weights [T, X] and numbers [T, X] of the experts that each token sees."""
-Kernel = Literal["grouped", "loop"]
 
 
 # -- routers
@@ -59,14 +58,7 @@ def top_k_softmax(logits_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """What most experts do between their matrices."""
-    return silu(gate) * up
-
-
-def choose(device: str, dtype: torch.dtype, dim: int, hidden: int) -> Kernel:
-    """The kernel for a kind of device, a precision and widths."""
-    # Rows of the grouped product begin at multiples of 16 bytes.
-    aligned = dim % 8 == 0 and hidden % 8 == 0
-    return "grouped" if device == "cuda" and dtype == torch.bfloat16 and aligned else "loop"
+    return gated(silu, gate, up)
 
 
 class Experts(nn.Module):
@@ -99,7 +91,7 @@ class Experts(nn.Module):
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
         count, hidden, dim = self.gate.shape
-        kernel = choose(x_TD.device.type, x_TD.dtype, dim, hidden)
+        kernel = table.experts(x_TD.device.type, x_TD.dtype, dim, hidden).kernel
         expert_N, order_N = chosen_TX.flatten().sort(stable=True)
         back_N = order_N.argsort()
         numbers_E = torch.arange(count, device=x_TD.device)
@@ -110,7 +102,8 @@ class Experts(nn.Module):
         else:
             made_ND = self.loop(rows_ND, ends_E)
         made_TXD = _Gathered.apply(made_ND, back_N, order_N, 1).unflatten(0, chosen_TX.shape)
-        return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
+        with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
+            return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
 
     def loop(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert through its matrices, one expert after the other."""

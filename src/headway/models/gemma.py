@@ -5,20 +5,16 @@ and keys instead of caps of scores, and positions of their own in windowed layer
 `models/layers.py`.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from headway.models.attention import Context, KeyValues, attend
 from headway.models.decoder import Contexts, Decoder, Embedding
-from headway.models.layers import GatedFeedForward, Linear
+from headway.models.layers import GatedFeedForward, Linear, gelu
 from headway.models.rotary import rotary_table, rotate
 from headway.recipe.families.gemma import Gemma2, Gemma3, GemmaLike, GemmaWindowed
 
 __all__ = ["Attention", "Block", "Gemma2Decoder", "Gemma3Decoder", "GemmaDecoder", "Norm", "WindowedBlock"]
-
-gelu = partial(nn.functional.gelu, approximate="tanh")
 
 
 class Norm(nn.Module):

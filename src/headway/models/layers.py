@@ -9,14 +9,28 @@ Tensor names end in their shape, as everywhere in `models/`:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", "silu"]
+from headway.kernels.gated import geglu, swiglu
+from headway.kernels.table import fuses
+
+__all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", "gated", "gelu", "silu"]
 
 silu = nn.functional.silu
+gelu = partial(nn.functional.gelu, approximate="tanh")
+FUSED: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {silu: swiglu, gelu: geglu}
+"""Kernels that bend a gate and multiply by it."""
+
+
+def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """A bent gate times what it lets through."""
+    if fuses("gated", gate) and activation in FUSED:
+        return FUSED[activation](gate, up)
+    return activation(gate) * up
 
 
 class Linear(nn.Linear):
@@ -68,7 +82,7 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Transform each token by itself."""
-        return self.down(self.activation(self.gate(x_BLD)) * self.up(x_BLD))
+        return self.down(gated(self.activation, self.gate(x_BLD), self.up(x_BLD)))
 
 
 class FeedForward(nn.Module):

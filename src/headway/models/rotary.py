@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from headway.kernels.rope import rope_one
+from headway.kernels.table import fuses
 from headway.recipe.rope import Scaling
 
 __all__ = ["frequencies", "rotary_table", "rotate", "rotate_pairs", "scaled"]
@@ -84,6 +86,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
     """Turn each pair (i, i + R) of a head by its position's angle, in float32; numbers beyond 2R stay."""
+    if fuses("rope", x_BLNH):
+        return rope_one(x_BLNH, table_2LR)
     cos_L1R, sin_L1R = table_2LR.unsqueeze(2).unbind(0)
     turned, rest = x_BLNH, None
     if x_BLNH.shape[-1] > 2 * cos_L1R.shape[-1]:

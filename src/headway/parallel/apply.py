@@ -54,6 +54,8 @@ class Spread:
     """Of one step here."""
     microbatch: int
     """Rows in one pass."""
+    accumulates: bool
+    """Whether gradients of several passes add up in a step."""
     copies: bool
     """Whether the data axes hold copies only, and no shards."""
     reduce_each: bool = False
@@ -148,7 +150,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
-    if train.compile:
+    if recipe.compiles(world.device.type):
         for stage in stages.stages:
             for block in stage.blocks:
                 block.forward = torch.compile(block.forward)
@@ -178,6 +180,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
         names=names,
         rows=rows,
         microbatch=microbatch,
+        accumulates=schedule is not None or microbatch * world.data.size < max(train.batches),
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
@@ -239,8 +242,8 @@ def _set_forward(stage: Stage, recipe: Recipe, world: World, cuts: Cuts | None, 
         forward = partial(_of_tokens, model.forward)
         if stage.last:
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
-    # Shards are gathered in the right precision already; who has no data axis casts here.
-    casts = recipe.train.dtype == "bfloat16" and world.data.size == 1
+    # Shards are gathered in the right precision already; who has no data axis casts here, if weights are kept in more.
+    casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.data.size == 1
     context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
     dtype = _stream_dtype(recipe, world)
     model.forward = partial(_forward, forward, context, stage.last, dtype)

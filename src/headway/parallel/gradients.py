@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from headway.kernels.clip import gradient_norm, table_of
+from headway.kernels.table import fuses
 from headway.parallel.local import local
 from headway.parallel.world import World
 
@@ -35,13 +37,19 @@ def total_norm(parameters: Mapping[str, nn.Parameter], world: World, borrowed: C
     for name, parameter in parameters.items():
         if parameter.grad is not None and name not in borrowed:
             by_copies.setdefault(_copies(parameter.grad), []).append(local(parameter.grad))
-    norms = {copies: torch.nn.utils.get_total_norm(parts) for copies, parts in by_copies.items()}
+    norms = {copies: _norm(parts) for copies, parts in by_copies.items()}
     if world.size == 1:
         return norms[1]
     squares = torch.zeros((), device=world.device)
     for copies, norm in norms.items():
         squares += norm.float().square() / copies
     return world.sum(squares).sqrt()
+
+
+def _norm(parts: list[Tensor]) -> Tensor:
+    if parts and fuses("norm", parts[0]):
+        return gradient_norm(table_of([part for part in parts if part.numel()]))
+    return torch.nn.utils.get_total_norm(parts)
 
 
 def _copies(gradient: Tensor) -> int:

@@ -39,8 +39,9 @@ def candidates(task: Task, cluster: Cluster, choices: Choices, context: bool = F
 
 def settings_of(task: Task, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
     """The plainest way to run a task on a mesh."""
+    software = task.software.on(mesh, task.batch // (mesh.data * microbatch))
     return Settings(
-        mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=task.software.on(mesh),
+        mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=software,
         keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
     )  # fmt: skip
 
@@ -50,15 +51,16 @@ def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: 
     arch, limits = task.architecture, choices.limits
     sizes = choices.microbatches or _sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
-    software = task.software.on(mesh)
     gathers = zero == 3 and mesh.shard > 1 and mesh.pipeline == 1
     keeps, sums = (choices.keeps_weights, choices.reduces_each) if gathers else (None, None)
     rest = list(product(
-        choices.recompute, choices.precisions or (task.precision,),
-        [replace(software, moment_bytes=size) for size in moments], keeps or (task.keeps_weights,), sums or (False,),
+        choices.recompute, choices.precisions or (task.precision,), moments, keeps or (task.keeps_weights,),
+        sums or (False,),
     ))  # fmt: skip
     for size, (schedule, chunks) in product(sizes, list(_orders(arch, choices, mesh.pipeline))):
-        for i, (recompute, kind, program, kept, each) in enumerate(rest):
+        software = task.software.on(mesh, task.batch // (mesh.data * size))
+        for i, (recompute, kind, moment_bytes, kept, each) in enumerate(rest):
+            program = replace(software, moment_bytes=moment_bytes)
             if each and size == task.batch // mesh.data:
                 continue  # there is one microbatch, and its gradients travel anyway
             made = Settings(

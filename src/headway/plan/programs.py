@@ -116,7 +116,7 @@ def program_of(line: Mapping[str, str]) -> Program:
     if program.name == "headway":
         compiled, gpu = "compile" in line.get("notes", ""), line.get("gpu", "").lower()
         software = own_software(compiled=compiled, autocasts=True, older="a100" in gpu)
-        software = software.on(Mesh()) if line.get("n_gpus") == "1" else software
+        software = software.on(Mesh(), passes=2) if line.get("n_gpus") == "1" else software
     if "202412" in source:
         software = replace(software, loss="eager")  # the loss was not compiled yet
     if program.name == "megatron-bridge":

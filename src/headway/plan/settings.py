@@ -146,14 +146,16 @@ class Software:
     """Headway's own trainer, of which more is known than of others: a pipeline's stages are cut by cost, gradients wait
     whole for a step's last microbatch, and what the model's ends hold and exchange is counted."""
 
-    def on(self, mesh: Mesh) -> "Software":
-        """What it does on a mesh: autocast only where FSDP's policy, which rounds shards, has none to round."""
+    def on(self, mesh: Mesh, passes: int) -> "Software":
+        """What it does on a mesh, with so many passes a step: autocast only where FSDP's policy, which rounds shards,
+        has none to round."""
         if not self.autocasts:
             return self
         alone = mesh.data * mesh.context == 1
         casts = alone and self.weight_bytes > 2
-        # gradients of bfloat16 weights are summed in float32, and FSDP rounds the sum
-        gradient_bytes = 2 if self.weight_bytes == 2 and not alone else self.gradient_bytes
+        # gradients of bfloat16 weights are summed in float32 over passes, and FSDP rounds the sum
+        summed = alone and (passes > 1 or mesh.pipeline > 1)
+        gradient_bytes = 2 if self.weight_bytes == 2 and not summed else self.gradient_bytes
         return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
 
 

@@ -71,7 +71,10 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     train = recipe.train
     older = chip.name.startswith(("a100", "l40s", "rtx", "cpu"))
     software = own_software(
-        compiled=train.compile, autocasts=train.dtype == "bfloat16", older=older, offloads=train.offload_optimizer
+        compiled=recipe.compiles("cpu" if chip.name == "cpu" else "cuda"),
+        autocasts=train.dtype == "bfloat16",
+        older=older,
+        offloads=train.offload_optimizer,
     )
     return replace(
         software,

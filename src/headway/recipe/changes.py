@@ -18,6 +18,7 @@ CHANGEABLE = {
     "train.memory_gb": "same gradients, other memory",
     "train.offload_optimizer": "same gradients, other memory",
     "train.compile": "same gradients up to rounding",
+    "train.plain": "same gradients up to rounding",
     "train.deterministic": "slower, repeatable kernels",
     "train.device": "same state on another kind of device",
     "train.restarts": "patience only",

@@ -147,6 +147,13 @@ class Recipe(Section):
     health: Health = Field(default_factory=Health)
     """What counts as numbers gone wrong, and what to do then."""
 
+    def compiles(self, device: str) -> bool:
+        """Whether blocks are compiled on a kind of device: where nothing is said, those of our own families on GPUs."""
+        if self.train.compile is not None:
+            return self.train.compile
+        splits_backward = self.parallel is not None and self.parallel.schedule == "zero-bubble"
+        return device == "cuda" and self.model.class_ is None and not splits_backward
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.model.mup_base is not None and self.train.optimizer not in ("adamw", "adamw-8bit"):

@@ -11,6 +11,8 @@ from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 __all__ = ["Group", "Optimizer", "Train"]
 
 Optimizer = Literal["adamw", "muon", "adamw-8bit", "adafactor"]
+Operation = Literal["attention", "experts", "rms_norm", "rope", "gated", "loss", "adamw", "norm", "newton_schulz"]
+"""What has kernels of its own."""
 Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*$")]
 """Names of parameters: `*` stands for any one part, or some letters of one; `**` for any number of parts."""
 Decay = Annotated[float, Field(ge=0, le=10)]
@@ -120,8 +122,10 @@ class Train(Section):
     all there is."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in the host's memory, and bring them to the device for each step."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | None = None
+    """Compile each block with torch.compile; by default on GPUs, but for a class of one's own and for zero-bubble."""
+    plain: tuple[Operation, ...] = ()
+    """Operations that plain PyTorch does, and no kernel of their own; `headway kernels` lists them."""
     deterministic: bool = False
     """Refuse operations whose result can differ from one run to the next (GPUs; the CPU has none here)."""
     restarts: NotNegative = 3

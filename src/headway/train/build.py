@@ -11,6 +11,7 @@ from torch import nn
 from headway.data import WindowReader
 from headway.data.corpus import Corpus, open_corpus
 from headway.errors import ModelError
+from headway.kernels.table import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.own import build_own
 from headway.parallel import Spread, World, apply
@@ -87,6 +88,7 @@ def build(
     data = world.data
     seed_everything(recipe.seed, data.rank)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
+    make_plain(recipe.train.plain)
 
     corpus = open_corpus(recipe)
     reader = corpus.reader()
@@ -99,9 +101,9 @@ def build(
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     spread = apply(model, recipe, world, assignment.faults.mutations)
-    if world.data.size == 1:
+    if world.data.size == 1 and spread.accumulates:
         widen_gradients(spread.model)
-    if not recipe.train.compile:
+    if not recipe.compiles(world.device.type):
         mark_blocks(spread, beat)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
     if recipe.model.class_ is not None:

@@ -21,7 +21,7 @@ from headway.train.build import Parts, Progress, RecordLost
 from headway.train.evaluate import evaluate
 from headway.train.meter import Measured
 from headway.train.numbers import BadNumbers, Watch
-from headway.train.optim import set_step
+from headway.train.optim import clip, set_step
 from headway.train.replicas import Replicas
 from headway.train.save import Saves
 from headway.train.schedule import learning_rate
@@ -76,7 +76,7 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
         # clip, step
         norm = total_norm(parameters, world, spread.borrowed)
         if recipe.train.clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters.values(), recipe.train.clip, norm)
+            clip(optimizer, parameters.values(), norm, recipe.train.clip)
         rate = learning_rate(recipe.train, step)
         set_step(optimizer.param_groups, step, rate)
         beat.enter("optimizer")

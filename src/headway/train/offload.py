@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from headway.kernels import adamw as kernels
+from headway.kernels.table import fuses
 from headway.parallel.local import local
+from headway.state.box import Box
 
 __all__ = ["OffloadedAdamW"]
 
@@ -48,25 +50,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         device = local(parameters[0]).device
         moments = [[state[key].to(device, non_blocking=True) for state in states] for key in ("exp_avg", "exp_avg_sq")]
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            moments[0],
-            moments[1],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        weights = [local(parameter).detach() for parameter in parameters]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        steps = [state["step"] for state in states]
+        rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        if fuses("adamw", weights[0]):
+            torch._foreach_add_(steps, 1.0)
+            parts = [_part(*tensors) for tensors in zip(weights, gradients, *moments, steps, strict=True)]
+            kernels.adamw(parts, betas=group["betas"], **rates)
+        else:
+            beta1, beta2 = group["betas"]
+            torch.optim.adamw.adamw(
+                weights, gradients, *moments, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, **rates,
+                maximize=False,
+            )  # fmt: skip
         for key, moved in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             for state, moment in zip(states, moved, strict=True):
                 state[key].copy_(moment, non_blocking=True)
+
+
+def _part(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> kernels.Part:
+    """In float32 throughout, so that nothing is rounded by its name or place."""
+    weight, gradient, mean, square = (x.view(1) if x.ndim == 0 else x for x in (weight, gradient, mean, square))
+    shape = tuple(weight.shape)
+    return kernels.Part(weight, gradient.contiguous(), mean, square, step, "", Box((0,) * len(shape), shape), shape)
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

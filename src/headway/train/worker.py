@@ -129,7 +129,7 @@ def place_of(error: BaseException) -> str:
 
 def tell_beginning(parts: Parts, assignment: Assignment) -> None:
     """Record where this attempt starts, on what, and what a token costs."""
-    if parts.recipe.train.compile:
+    if parts.recipe.compiles(parts.world.device.type):
         record_compilation(parts.recorder, parts.beat)
     record_facts(parts)
     if parts.world.first:

@@ -11,6 +11,6 @@ ema.py        an average of the weights
 
 from headway.train.optim.ema import Average
 from headway.train.optim.groups import freeze, lower, set_step, widen_gradients
-from headway.train.optim.updates import Updates, build_optimizer
+from headway.train.optim.updates import Updates, build_optimizer, clip
 
-__all__ = ["Average", "Updates", "build_optimizer", "freeze", "lower", "set_step", "widen_gradients"]
+__all__ = ["Average", "Updates", "build_optimizer", "clip", "freeze", "lower", "set_step", "widen_gradients"]

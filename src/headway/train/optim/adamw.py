@@ -1,21 +1,27 @@
-"""AdamW, whatever its moments and weights are kept in: the fused kernel of torch.optim, a bucket of rows at a time.
+"""AdamW, whatever its moments and weights are kept in.
 
-What is kept in float32 is updated in place, and is what torch.optim.AdamW would make of it, to the bit.
+`adamw` is PyTorch's: the fused kernel of torch.optim, a bucket of rows at a time. What is kept in float32 is updated in
+place, and is what torch.optim.AdamW would make of it, to the bit. `fused_adamw` is Triton's, for GPUs: one pass over
+all tensors, with clipping on the way. Both round by the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.errors import ModelError
-from headway.train.optim.eightbit import BLOCK, blocks, decode, encode
+from headway.kernels import adamw as kernels
+from headway.kernels.adamw import Table
+from headway.kernels.adamw_8bit import Books, adamw_8bit, books_of
+from headway.train.optim.eightbit import BLOCK, blocks, codebook, decode, encode
 from headway.train.optim.kept import State, Trained, laid_out, opened, zeros_like
 from headway.train.optim.rounding import Dice
 
-__all__ = ["adamw", "adamw_states", "eightbit_states"]
+__all__ = ["adamw", "adamw_states", "eightbit_states", "fused_adamw"]
 
 BUCKET_ELEMENTS = 1 << 25
 """Of weights, gradients and moments in float32 at once, where they are kept in less."""
@@ -85,6 +91,46 @@ class _Rows:
             codes, scales = encode(value, signed=key == "exp_avg")
             self.of(one.moment(key)).copy_(codes)
             self.of(one.moment(f"{key}_scale")).copy_(scales)
+
+
+def fused_adamw(
+    items: Sequence[Trained], group: Mapping[str, Any], dice: Dice, factor: Tensor | None, before: Table | None
+) -> Table | None:
+    """One update of each, and of what shows a master copy; gradients are multiplied by the factor on their way.
+
+    Returns where everything lies, which the next call may be given.
+    """
+    if not items:
+        return before
+    torch._foreach_add_([one.state["step"] for one in items], 1.0)
+    parts = [_part(one) for one in items]
+    rates = {"lr": group["lr"], "betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    if ROOT not in items[0].state:
+        return kernels.adamw(parts, **rates, factor=factor, draw=dice.key, before=before)
+    books = _books(items[0].weight.device)
+    return adamw_8bit(parts, books, **rates, factor=factor, draw=dice.key, before=before)
+
+
+def _part(one: Trained) -> kernels.Part:
+    eight = ROOT in one.state
+    return kernels.Part(
+        weight=one.weight.detach(),
+        gradient=one.gradient.contiguous(),
+        mean=one.moment("exp_avg"),
+        square=one.moment(ROOT if eight else "exp_avg_sq"),
+        step=one.state["step"],
+        name=one.name,
+        box=one.box,
+        shape=one.shape,
+        shown=one.shown,
+        scales=(one.moment("exp_avg_scale"), one.moment(f"{ROOT}_scale")) if eight else None,
+    )
+
+
+@cache
+def _books(device: torch.device) -> Books:
+    cpu = torch.device("cpu")
+    return books_of(codebook(True, cpu), codebook(False, cpu), device)
 
 
 def adamw(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:

@@ -44,6 +44,11 @@ class Trained:
         return _row(local(self.state.get("master", self.parameter)))
 
     @property
+    def shown(self) -> Tensor | None:
+        """The parameter here, where updates are made on a master copy of it."""
+        return _row(local(self.parameter)).detach() if "master" in self.state else None
+
+    @property
     def gradient(self) -> Tensor:
         """As the passes left it here."""
         assert self.parameter.grad is not None, "who has no gradient is not updated"
@@ -70,8 +75,8 @@ class Trained:
 
     def show_master(self) -> None:
         """Have the parameter be its master copy, rounded to the nearest."""
-        if "master" in self.state:
-            local(self.parameter).copy_(local(self.state["master"]))
+        if self.shown is not None:
+            self.shown.copy_(self.weight)
 
 
 def trained(name: str, parameter: nn.Parameter) -> Trained:

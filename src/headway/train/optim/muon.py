@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.kernels import newton_schulz
+from headway.kernels.table import fuses
 from headway.state.box import Box
 from headway.train.optim.kept import State, Trained, opened, team_of, zeros_like
 from headway.train.optim.rounding import Dice
@@ -44,9 +46,13 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     a, b, c = QUINTIC
+    fused = fuses("newton_schulz", x)
     for _ in range(STEPS):
-        square = x @ x.mT
-        x = a * x + (b * square + c * (square @ square)) @ x
+        if fused:
+            x = newton_schulz.step(x, a, b, c)
+        else:
+            square = x @ x.mT
+            x = a * x + (b * square + c * (square @ square)) @ x
     made: Tensor = (x if wide else x.mT).float()
     return made
 

@@ -30,9 +30,13 @@ class Dice:
     seed: int
     step: int
 
+    def key(self, name: str) -> bytes:
+        """What the bits of a tensor are made of beside an element's place."""
+        return hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()[:16]
+
     def bits(self, name: str, box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Those of a box of a whole tensor of this shape and name: an int32 for each element."""
-        k0, k1, k2, k3 = struct.unpack("<4i", hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()[:16])
+        k0, k1, k2, k3 = struct.unpack("<4i", self.key(name))
         rows = _mix(_mix(_rows(box, shape, device) ^ k0) ^ k1)
         columns = torch.arange(box.start[-1], box.stop[-1], dtype=torch.int32, device=device)
         return _mix(rows.unsqueeze(-1) + _mix(_mix(columns ^ k2) ^ k3))

@@ -1,23 +1,31 @@
-"""The optimizer of a run: AdamW as torch has it, or an update made of several rules."""
+"""The optimizer of a run: AdamW as torch has it, or an update made of several rules; on GPUs, always the latter."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from headway.kernels.adamw import Table
+from headway.kernels.clip import clip_factor
+from headway.kernels.table import fused
 from headway.parallel.world import World
 from headway.recipe import Layout, Train
 from headway.state.tensors import Held
 from headway.train.offload import OffloadedAdamW
 from headway.train.optim.adafactor import adafactor, adafactor_states
-from headway.train.optim.adamw import adamw, adamw_states, eightbit_states
+from headway.train.optim.adamw import adamw, adamw_states, eightbit_states, fused_adamw
 from headway.train.optim.groups import groups_of
 from headway.train.optim.kept import State, Trained, trained, zeros_like
 from headway.train.optim.muon import muon, muon_states
 from headway.train.optim.rounding import Dice
 
-__all__ = ["Updates", "build_optimizer"]
+__all__ = ["Updates", "build_optimizer", "clip"]
+
+
+FUSED = ("adamw", "adamw-8bit")
+"""Rules that one pass over all tensors follows."""
 
 
 def build_optimizer(
@@ -31,7 +39,8 @@ def build_optimizer(
     """What updates this worker's part of a model, whose weights are there. All workers of a world call it."""
     groups = groups_of(model, train, held or Held(), layout)
     betas = (train.beta1, train.beta2)
-    if (train.optimizer, train.weights, train.moments) != ("adamw", "float32", "float32"):
+    plain = (train.optimizer, train.weights, train.moments) == ("adamw", "float32", "float32")
+    if not plain or (_fuses(groups) and not train.offload_optimizer):
         both = _both(world) if train.optimizer == "muon" and world is not None else None
         return Updates(groups, train, seed, both)
     groups = [{key: value for key, value in group.items() if key not in ("names", "rule")} for group in groups]
@@ -49,8 +58,19 @@ def build_optimizer(
     return optimizer
 
 
+def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
+    """Have the next update see gradients of a norm of at most so much: scaled on their way into it, or here."""
+    if isinstance(optimizer, Updates) and optimizer.scales:
+        optimizer.factor = clip_factor(norm, most)
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+
+
 class Updates(torch.optim.Optimizer):
     """Each group of parameters by its own rule; nothing is read back from the device."""
+
+    factor: Tensor | None = None
+    """What gradients are multiplied by on their way into the next update."""
 
     def __init__(
         self, groups: list[dict[str, Any]], train: Train, seed: int, both: dist.ProcessGroup | None = None
@@ -63,6 +83,10 @@ class Updates(torch.optim.Optimizer):
         for group in self.param_groups:
             named = zip(group["names"], group["params"], strict=True)
             self._items.append([self._started(trained(name, p), group["rule"], train) for name, p in named])
+        self._fuses = _fuses(self.param_groups)
+        self._tables: list[Table | None] = [None] * len(self._items)
+        self.scales = self._fuses and all(group["rule"] in FUSED for group in self.param_groups)
+        """Whether all rules take a factor on the way."""
 
     def _started(self, one: Trained, rule: str, train: Train) -> Trained:
         """With its states, which are the optimizer's own too, as a save looks for them there."""
@@ -76,18 +100,29 @@ class Updates(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         assert closure is None, "the loss is made before"
-        for group, all_of_it in zip(self.param_groups, self._items, strict=True):
-            items = [one for one in all_of_it if one.parameter.grad is not None]
+        for number, group in enumerate(self.param_groups):
+            items = [one for one in self._items[number] if one.parameter.grad is not None]
+            here = [one for one in items if one.elements]
             dice = Dice(self._seed, group["number"])
             match group["rule"]:
                 case "muon":
                     muon(items, group, dice, self._both)
                 case "adafactor":
                     adafactor(items, group, dice)
+                case _ if self._fuses:
+                    self._tables[number] = fused_adamw(here, group, dice, self.factor, self._tables[number])
+                    continue  # with its masters shown
                 case _:
-                    adamw([one for one in items if one.elements], group, dice)
+                    adamw(here, group, dice)
             for one in items:
                 one.show_master()
+        self.factor = None
+
+
+def _fuses(groups: Iterable[dict[str, Any]]) -> bool:
+    """Whether Triton's kernels make AdamW's updates of these parameters."""
+    like = next(parameter for group in groups for parameter in group["params"])
+    return fused("adamw", like.device.type, like.dtype).kernel == "triton"
 
 
 def _states(one: Trained, rule: str, train: Train) -> State:

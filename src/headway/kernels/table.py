@@ -1,0 +1,156 @@
+"""Which kernel does an operation: one table, by device, precision, and what is asked of it. Nothing is patched.
+
+    operation      GPU                                                       CPU
+    attention      cuDNN; flash where bits must repeat; flex for documents,  PyTorch's; plain with caps or sinks
+                   windows, soft caps and sinks
+    experts        grouped: one product for all of them (bfloat16)           a loop over those that have tokens
+    rms_norm       PyTorch's own; inside compiled blocks, the compiler's     PyTorch's
+    rope, gated    Triton; inside compiled blocks, the compiler's            PyTorch's
+    loss           Triton between cuBLAS's products                          PyTorch's, in chunks
+    adamw, norm    Triton, all tensors in one launch                         PyTorch's
+    newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
+
+`headway kernels` prints what it says of a machine, with the reasons. A recipe's `train.plain` names operations that
+plain PyTorch does instead: what a kernel is held against when something looks wrong.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from headway.kernels.language import INSTALLED
+from headway.recipe.train import Operation
+
+__all__ = [
+    "OPERATIONS",
+    "Choice",
+    "Operation",
+    "Row",
+    "attention",
+    "experts",
+    "fused",
+    "fuses",
+    "make_plain",
+    "rows",
+]
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+LATEST = 9
+"""cuDNN's attention is the fastest from Hopper on; before, flash is."""
+IN_BLOCKS: tuple[Operation, ...] = ("rms_norm", "rope", "gated")
+"""What a compiler sees together with its neighbours, and joins to them: one pass over memory less than any kernel."""
+devices: tuple[str, ...] = ("cuda",)
+"""Kinds of device that Triton's kernels run on; tests add the CPU, where Triton interprets them."""
+_plain: frozenset[str] = frozenset()
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it is the one."""
+
+    kernel: str
+    why: str
+
+
+def make_plain(operations: Collection[str]) -> None:
+    """Have plain PyTorch do these in this process, and what the table says do the rest."""
+    global _plain
+    _plain = frozenset(operations)
+
+
+def fuses(operation: Operation, x: Tensor) -> bool:
+    """Whether a Triton kernel does this operation on a tensor."""
+    if x.device.type not in devices:  # the way of every CPU
+        return False
+    return fused(operation, x.device.type, x.dtype, torch.compiler.is_compiling()).kernel == "triton"
+
+
+def fused(operation: Operation, device: str, dtype: torch.dtype, compiled: bool = False) -> Choice:
+    """For operations that are Triton's or PyTorch's."""
+    if operation in _plain:
+        return Choice("pytorch", "the recipe says so")
+    if device not in devices:
+        return Choice("pytorch", "Triton's kernels are for GPUs")
+    if operation in IN_BLOCKS and compiled:
+        return Choice("compiler", "joined to its neighbours in the block")
+    if operation == "rms_norm":
+        return Choice("pytorch", "its own kernel does all of it in one pass")
+    if not INSTALLED:
+        return Choice("pytorch", "Triton is not installed")
+    if dtype not in FLOATS:
+        return Choice("pytorch", f"no kernel knows {dtype}")
+    return Choice("triton", _WHY[operation])
+
+
+_WHY = {
+    "rope": "queries or keys are turned in one pass",
+    "gated": "the gate is bent and multiplied in one pass, and made again in the backward pass",
+    "loss": "logits become slopes in place, a chunk of tokens at a time",
+    "adamw": "all tensors in one launch, with clipping and rounding on the way",
+    "norm": "all tensors in one launch",
+    "newton_schulz": "half of a symmetric product, where it fills the device",
+}
+
+
+def attention(device: str, dtype: torch.dtype, *, masked: bool, capped: bool, sinks: bool, exact: bool) -> Choice:
+    """By what is seen (`masked`: documents or a window) and how scores are bent; `exact` where bits must repeat."""
+    if not masked and not capped and not sinks:
+        if device != "cuda" or dtype not in HALVES:
+            return Choice("sdpa", "PyTorch's kernel for causal attention")
+        if "attention" in _plain:
+            return Choice("sdpa", "the recipe says so")
+        if exact:
+            return Choice("sdpa", "cuDNN's gradients do not repeat to the bit, flash's do")
+        return Choice("cudnn", "the fastest for causal attention since Hopper") if _latest() else _FLASH
+    if device == "cuda" and "attention" not in _plain:
+        return Choice("flex", "skips blocks of tokens that nobody sees, and bends scores on the way")
+    if capped or sinks:
+        return Choice("plain", "scores of all pairs in memory")
+    return Choice("masked", "PyTorch's kernel, given who sees whom")
+
+
+_FLASH = Choice("sdpa", "flash is the fastest before Hopper")
+
+
+def experts(device: str, dtype: torch.dtype, dim: int, hidden: int) -> Choice:
+    """By precision and widths: rows of the grouped product begin at multiples of 16 bytes."""
+    if "experts" in _plain:
+        return Choice("loop", "the recipe says so")
+    if device != "cuda" or dtype != torch.bfloat16:
+        return Choice("loop", "the grouped product is for bfloat16 on GPUs")
+    if dim % 8 or hidden % 8:
+        return Choice("loop", "the grouped product needs widths that are multiples of 8")
+    return Choice("grouped", "one product for all experts, for which the host never waits")
+
+
+class Row(NamedTuple):
+    """What runs for one case of an operation."""
+
+    operation: Operation
+    case: str
+    """Of an operation that has several; empty for the rest."""
+    choice: Choice
+
+
+def rows(device: str, dtype: torch.dtype, *, compiled: bool, exact: bool) -> list[Row]:
+    """What the table says of a kind of device and a precision, all of it."""
+    cases = {
+        "causal": {"masked": False, "capped": False, "sinks": False},
+        "documents or windows": {"masked": True, "capped": False, "sinks": False},
+        "soft caps": {"masked": False, "capped": True, "sinks": False},
+        "sinks": {"masked": False, "capped": False, "sinks": True},
+    }
+    found = [Row("attention", case, attention(device, dtype, **asked, exact=exact)) for case, asked in cases.items()]
+    found.append(Row("experts", "", experts(device, dtype, dim=64, hidden=64)))
+    rest = (one for one in OPERATIONS if one not in ("attention", "experts"))
+    return found + [Row(one, "", fused(one, device, dtype, compiled)) for one in rest]
+
+
+@torch.compiler.assume_constant_result
+def _latest() -> bool:
+    """Where there is no GPU to ask, the answer is that of today's."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= LATEST
