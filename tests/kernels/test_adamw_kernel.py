@@ -162,7 +162,7 @@ def test_what_is_rounded_has_the_bits_of_the_dice(kind: str, shape: tuple[int, .
     for key, name in (("weight", "weight"), ("mean", "exp_avg"), ("square", "exp_avg_sq")):
         kept, value = getattr(part, key), getattr(exact, key)
         if kept.dtype == HALF:
-            value = to_bfloat16(value, dice.bits(f"w0/{name}", part.box, part.shape, CPU))
+            value = to_bfloat16(value, dice.bits("w0", part.box, part.shape, CPU, name))
         assert torch.equal(kept, value), key
 
 
@@ -411,7 +411,7 @@ def test_on_a_gpu_bits_are_the_dices_and_numbers_the_papers(kind: str) -> None:
             kept, value = getattr(part, key), getattr(wide, key)
             assert torch.equal(kept, getattr(other, key))
             if kept.dtype == HALF:
-                bits = dice.bits(f"{part.name}/{name}", part.box, part.shape, torch.device("cuda"))
+                bits = dice.bits(part.name, part.box, part.shape, torch.device("cuda"), name)
                 value = to_bfloat16(value, bits)
             # products are fused alike in every kind of launch, so that the bits are
             assert torch.equal(kept, value), (part.name, key)

@@ -345,7 +345,10 @@ def test_a_compiled_caller_gets_the_same() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(1000, 256, 50257), (4096, 2048, 128256), (300, 64, 7001)])
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocabulary"),
+    [(1000, 256, 50257), (4096, 2048, 128256), (300, 64, 7001), (300, 64, 211), (7, 16, 5)],
+)
 def test_large_shapes_on_a_gpu(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()

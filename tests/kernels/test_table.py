@@ -25,6 +25,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the CPU count as a device of Triton's, which its interpreter makes it."""
     monkeypatch.setattr(table, "devices", ("cuda", "cpu"))
+    monkeypatch.setattr(table, "LEAST_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +47,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_attention(device: str, dtype: torch.dtype, asked: str, kernel: str) -> None:
     flags = {name: name in asked.split() for name in ("masked", "capped", "sinks", "exact")}
-    assert attention(device, dtype, **flags).kernel == kernel
+    assert attention(device, dtype, 64, **flags).kernel == kernel
 
 
 def test_a_recipe_switches_attention_off() -> None:
     make_plain(["attention"])
-    assert attention("cuda", HALF, masked=False, capped=False, sinks=False, exact=False).kernel == "sdpa"
-    assert attention("cuda", HALF, masked=True, capped=False, sinks=False, exact=False).kernel == "masked"
-    assert attention("cuda", HALF, masked=True, capped=True, sinks=False, exact=False).kernel == "plain"
+    assert attention("cuda", HALF, 64, masked=False, capped=False, sinks=False, exact=False).kernel == "sdpa"
+    assert attention("cuda", HALF, 64, masked=True, capped=False, sinks=False, exact=False).kernel == "masked"
+    assert attention("cuda", HALF, 64, masked=True, capped=True, sinks=False, exact=False).kernel == "plain"
 
 
 def test_before_hopper_flash_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_latest", lambda: False)
-    assert attention("cuda", HALF, masked=False, capped=False, sinks=False, exact=False).kernel == "sdpa"
+    assert attention("cuda", HALF, 64, masked=False, capped=False, sinks=False, exact=False).kernel == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -83,15 +84,22 @@ def test_experts(device: str, dtype: torch.dtype, dim: int, hidden: int, kernel:
         ("rope", "cuda", False, "triton"),
         ("rope", "cuda", True, "compiler"),
         ("gated", "cuda", True, "compiler"),
-        ("rms_norm", "cuda", False, "pytorch"),
+        ("rms_norm", "cuda", False, "triton"),
+        ("rms_norm", "cuda", True, "compiler"),
         ("adamw", "cuda", False, "triton"),
         ("norm", "cuda", False, "triton"),
     ],
 )
 def test_what_is_triton_s(operation: Any, device: str, compiled: bool, kernel: str) -> None:
-    assert fused(operation, device, HALF, compiled).kernel == kernel
+    assert fused(operation, device, HALF, compiled=compiled).kernel == kernel
     make_plain([operation])
-    assert fused(operation, device, HALF, compiled).kernel == "pytorch"
+    assert fused(operation, device, HALF, compiled=compiled).kernel == "pytorch"
+
+
+def test_small_tensors_and_small_heads_are_pytorch_s() -> None:
+    assert fused("gated", "cuda", HALF, elements=1000).kernel == "pytorch"
+    assert fused("loss", "cuda", HALF, elements=1000).kernel == "triton"
+    assert attention("cuda", HALF, 8, masked=True, capped=False, sinks=False, exact=False).kernel == "masked"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

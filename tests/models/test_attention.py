@@ -62,7 +62,7 @@ def test_every_kernel_on_a_cpu(rows, length, heads, packed, window, softcap, sun
     q, k, v, documents = draw(rows, length, *heads, seed)
     documents = documents if packed else None
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed + 1)) if sunk else None
-    kernel = choose(q, masked=True, capped=softcap is not None, sinks=sunk)
+    kernel = choose(q, q.shape[-1], masked=True, capped=softcap is not None, sinks=sunk)
     mask = see(length, {window}, documents, torch.device("cpu"), kernel)[window]
     found = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
     expected = by_hand(q, k, v, documents, window, softcap, sinks)

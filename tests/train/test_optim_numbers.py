@@ -29,8 +29,11 @@ def bits_by_hand(seed: int, step: int, name: str, shape: tuple[int, ...]) -> np.
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 1), (3, 1, 2, 5)])
 def test_bits_are_the_formulas(shape: tuple[int, ...]) -> None:
-    made = Dice(3, 17).bits("blocks.0.w/weight", Box((0,) * len(shape), shape), shape, CPU)
-    assert np.array_equal(made.numpy().view(np.uint32), bits_by_hand(3, 17, "blocks.0.w/weight", shape))
+    word = bits_by_hand(3, 17, "blocks.0.w", shape)
+    halves = {"weight": word, "momentum": word, "exp_avg": word >> 16, "exp_avg_sq": word * np.uint32(0x9E3779B1) >> 16}
+    for kept, wanted in halves.items():
+        made = Dice(3, 17).bits("blocks.0.w", Box((0,) * len(shape), shape), shape, CPU, kept)
+        assert np.array_equal(made.numpy() & 0xFFFF, wanted & 0xFFFF)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -43,10 +46,12 @@ def test_the_bits_of_a_part_are_that_part_of_the_whole(seed: int) -> None:
     assert np.array_equal(made, bits_by_hand(seed, 2, "w", shape)[part.slices((0,) * len(shape))])
 
 
-def test_bits_look_random_and_differ_by_seed_step_and_name() -> None:
+def test_bits_look_random_and_differ_by_seed_step_name_and_what_is_kept() -> None:
     shape = (1000, 1000)
-    draws = [Dice(*key).bits(name, Box((0, 0), shape), shape, CPU).numpy().view(np.uint32)
-             for key, name in (((0, 1), "w"), ((1, 1), "w"), ((0, 2), "w"), ((0, 1), "v"))]  # fmt: skip
+    draws = [Dice(*key).bits(name, Box((0, 0), shape), shape, CPU, kept).numpy().view(np.uint32)
+             for key, name, kept in (((0, 1), "w", "weight"), ((1, 1), "w", "weight"), ((0, 2), "w", "weight"),
+                                     ((0, 1), "v", "weight"), ((0, 1), "w", "exp_avg"),
+                                     ((0, 1), "w", "exp_avg_sq"))]  # fmt: skip
     for i, drawn in enumerate(draws):
         for bit in range(16):  # five standard errors of a fair coin are 0.0025
             assert abs(((drawn >> np.uint32(bit)) & np.uint32(1)).mean() - 0.5) < 0.0025

@@ -8,7 +8,6 @@ import typer
 from headway.cli.options import Json, Settings
 
 if TYPE_CHECKING:
-    from headway.kernels.table import Row
     from headway.recipe import Recipe
 
 __all__ = ["kernels"]
@@ -41,31 +40,43 @@ def kernels(
     kind = devices().kind if asked == "auto" else asked
     found = _rows(made, kind)
     if json:
-        print_json([{"operation": row.operation, "case": row.case, **row.choice._asdict()} for row in found])
+        print_json(found)
         return
     print("\n".join(_lines(found)))
     print("next: train.plain = [OPERATION, ...] in a recipe switches kernels off")
 
 
-def _rows(recipe: "Recipe | None", kind: str) -> "list[Row]":
-    import torch
+def _rows(recipe: "Recipe | None", kind: str) -> list[dict[str, str]]:
+    import json
+    import subprocess
+    import sys
 
-    from headway.kernels.table import make_plain, rows
+    from headway.errors import HeadwayError
 
-    dtype = torch.bfloat16 if recipe is None else getattr(torch, recipe.train.dtype)
-    make_plain(() if recipe is None else recipe.train.plain)
-    compiled = kind == "cuda" if recipe is None else recipe.compiles(kind)
-    return rows(kind, dtype, compiled=compiled, exact=recipe is not None and recipe.train.deterministic)
+    asked = {
+        "device": kind,
+        "dtype": "bfloat16" if recipe is None else recipe.train.dtype,
+        "plain": [] if recipe is None else recipe.train.plain,
+        "compiled": kind == "cuda" if recipe is None else recipe.compiles(kind),
+        "exact": recipe is not None and recipe.train.deterministic,
+    }
+    words = [sys.executable, "-m", "headway.kernels.show"]
+    done = subprocess.run(words, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it ended without a word"]
+        raise HeadwayError(f"the table of kernels could not be read: {said[-1]}", hint="is torch installed here?")
+    found: list[dict[str, str]] = json.loads(done.stdout)
+    return found
 
 
-def _lines(found: "list[Row]") -> list[str]:
+def _lines(found: list[dict[str, str]]) -> list[str]:
     from textwrap import wrap
 
-    names = [f"{row.operation}, {row.case}" if row.case else row.operation for row in found]
-    wide, kernel = max(map(len, names)), max(len(row.choice.kernel) for row in found)
+    names = [f"{row['operation']}, {row['case']}" if row["case"] else row["operation"] for row in found]
+    wide, kernel = max(map(len, names)), max(len(row["kernel"]) for row in found)
     lines = [f"{'operation':{wide}}  {'kernel':{kernel}}  why"]
     for name, row in zip(names, found, strict=True):
-        first, *more = wrap(row.choice.why, 80 - wide - kernel - 4)
-        lines.append(f"{name:{wide}}  {row.choice.kernel:{kernel}}  {first}")
+        first, *more = wrap(row["why"], 80 - wide - kernel - 4)
+        lines.append(f"{name:{wide}}  {row['kernel']:{kernel}}  {first}")
         lines += [" " * (wide + kernel + 4) + line for line in more]
     return lines

@@ -33,6 +33,7 @@ from headway.kernels.adamw import (
     advanced,
     cut_of,
     factors_of,
+    mix,
     pointer,
     rounded,
     shares_of,
@@ -213,7 +214,7 @@ def _adamw_8bit_kernel(
         w, m, v = advanced(w, g * share, m, v * v, decay, size, root, beta1, rest1, beta2, rest2, eps)
         if tl.bfloat16 == WEIGHT:
             weight_rows = spread(whole_row + i * TALL, k0, k1)
-        tl.store(weights + places, rounded(w, _each(weight_rows), weight_columns, WEIGHT), mask=inside)
+        tl.store(weights + places, rounded(w, mix(_each(weight_rows) + weight_columns), WEIGHT), mask=inside)
         if SHOWN:
             tl.store(shown + places, w.to(tl.bfloat16), mask=inside)
         # what is outside of a short block must not be its largest

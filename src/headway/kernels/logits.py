@@ -24,8 +24,9 @@ ROW_TILE = 64
 
 TILE = tl.constexpr(ROW_TILE)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Below any logit, and finite: times zero it is zero."""
+LOWEST = tl.constexpr(-(2.0**100))
+"""Below any logit, and finite: times zero it is zero. A power of two, whose product with any number is exact: rounded
+and not, as a fused multiplication has it, are the same, and their difference is zero."""
 
 
 # ---- a row of logits

@@ -2,10 +2,10 @@
 
     operation      GPU                                                       CPU
     attention      cuDNN; flash where bits must repeat; flex for documents,  PyTorch's; plain with caps or sinks
-                   windows, soft caps and sinks
+                   windows, soft caps and sinks (heads of 16 and more)
     experts        grouped: one product for all of them (bfloat16)           a loop over those that have tokens
-    rms_norm       PyTorch's own; inside compiled blocks, the compiler's     PyTorch's
-    rope, gated    Triton; inside compiled blocks, the compiler's            PyTorch's
+    rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
+    rope, gated    compiled blocks, the compiler's
     loss           Triton between cuBLAS's products                          PyTorch's, in chunks
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
@@ -44,6 +44,10 @@ LATEST = 9
 """cuDNN's attention is the fastest from Hopper on; before, flash is."""
 IN_BLOCKS: tuple[Operation, ...] = ("rms_norm", "rope", "gated")
 """What a compiler sees together with its neighbours, and joins to them: one pass over memory less than any kernel."""
+LEAST_ELEMENTS = 2**22
+"""Of a tensor whose pass takes a GPU longer than an operation of PyTorch's own kind takes to be launched."""
+LEAST_HEAD = 16
+"""Numbers of a head that flex attention takes."""
 devices: tuple[str, ...] = ("cuda",)
 """Kinds of device that Triton's kernels run on; tests add the CPU, where Triton interprets them."""
 _plain: frozenset[str] = frozenset()
@@ -66,19 +70,21 @@ def fuses(operation: Operation, x: Tensor) -> bool:
     """Whether a Triton kernel does this operation on a tensor."""
     if x.device.type not in devices:  # the way of every CPU
         return False
-    return fused(operation, x.device.type, x.dtype, torch.compiler.is_compiling()).kernel == "triton"
+    return fused(operation, x.device.type, x.dtype, x.numel(), torch.compiler.is_compiling()).kernel == "triton"
 
 
-def fused(operation: Operation, device: str, dtype: torch.dtype, compiled: bool = False) -> Choice:
-    """For operations that are Triton's or PyTorch's."""
+def fused(
+    operation: Operation, device: str, dtype: torch.dtype, elements: int = 2**24, compiled: bool = False
+) -> Choice:
+    """For operations that are Triton's or PyTorch's, by how large a tensor is and whether a compiler sees it."""
     if operation in _plain:
         return Choice("pytorch", "the recipe says so")
     if device not in devices:
         return Choice("pytorch", "Triton's kernels are for GPUs")
     if operation in IN_BLOCKS and compiled:
         return Choice("compiler", "joined to its neighbours in the block")
-    if operation == "rms_norm":
-        return Choice("pytorch", "its own kernel does all of it in one pass")
+    if operation in IN_BLOCKS and elements < LEAST_ELEMENTS:
+        return Choice("pytorch", "the host takes longer to launch it than the device to do it")
     if not INSTALLED:
         return Choice("pytorch", "Triton is not installed")
     if dtype not in FLOATS:
@@ -87,6 +93,7 @@ def fused(operation: Operation, device: str, dtype: torch.dtype, compiled: bool 
 
 
 _WHY = {
+    "rms_norm": "its backward pass reads and writes everything once",
     "rope": "queries or keys are turned in one pass",
     "gated": "the gate is bent and multiplied in one pass, and made again in the backward pass",
     "loss": "logits become slopes in place, a chunk of tokens at a time",
@@ -96,8 +103,11 @@ _WHY = {
 }
 
 
-def attention(device: str, dtype: torch.dtype, *, masked: bool, capped: bool, sinks: bool, exact: bool) -> Choice:
-    """By what is seen (`masked`: documents or a window) and how scores are bent; `exact` where bits must repeat."""
+def attention(
+    device: str, dtype: torch.dtype, head: int, *, masked: bool, capped: bool, sinks: bool, exact: bool
+) -> Choice:
+    """By the size of a head, what is seen (`masked`: documents or a window) and how scores are bent; `exact` where bits
+    must repeat."""
     if not masked and not capped and not sinks:
         if device != "cuda" or dtype not in HALVES:
             return Choice("sdpa", "PyTorch's kernel for causal attention")
@@ -106,7 +116,7 @@ def attention(device: str, dtype: torch.dtype, *, masked: bool, capped: bool, si
         if exact:
             return Choice("sdpa", "cuDNN's gradients do not repeat to the bit, flash's do")
         return Choice("cudnn", "the fastest for causal attention since Hopper") if _latest() else _FLASH
-    if device == "cuda" and "attention" not in _plain:
+    if device == "cuda" and "attention" not in _plain and head >= LEAST_HEAD:
         return Choice("flex", "skips blocks of tokens that nobody sees, and bends scores on the way")
     if capped or sinks:
         return Choice("plain", "scores of all pairs in memory")
@@ -144,10 +154,12 @@ def rows(device: str, dtype: torch.dtype, *, compiled: bool, exact: bool) -> lis
         "soft caps": {"masked": False, "capped": True, "sinks": False},
         "sinks": {"masked": False, "capped": False, "sinks": True},
     }
-    found = [Row("attention", case, attention(device, dtype, **asked, exact=exact)) for case, asked in cases.items()]
+    found = [
+        Row("attention", case, attention(device, dtype, 64, **asked, exact=exact)) for case, asked in cases.items()
+    ]
     found.append(Row("experts", "", experts(device, dtype, dim=64, hidden=64)))
     rest = (one for one in OPERATIONS if one not in ("attention", "experts"))
-    return found + [Row(one, "", fused(one, device, dtype, compiled)) for one in rest]
+    return found + [Row(one, "", fused(one, device, dtype, compiled=compiled)) for one in rest]
 
 
 @torch.compiler.assume_constant_result

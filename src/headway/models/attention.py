@@ -70,12 +70,12 @@ class KeyValues:
         return self.keys[:, :end], self.values[:, :end]
 
 
-def choose(x: Tensor, masked: bool, capped: bool, sinks: bool) -> str:
-    """The kernel for queries like these and what is asked of it."""
+def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str:
+    """The kernel for tensors like this one, heads of a size, and what is asked of it."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     exact = torch.are_deterministic_algorithms_enabled()
-    return table.attention(kind, dtype, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
+    return table.attention(kind, dtype, head, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
 
 
 def see(
@@ -136,7 +136,7 @@ def attend(
         if window is not None:
             k_BLKH, v_BLKH = k_BLKH[:, -window:], v_BLKH[:, -window:]
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    kernel = choose(q, mask is not None, softcap is not None, sinks_N is not None)
+    kernel = choose(q, q.shape[-1], mask is not None, softcap is not None, sinks_N is not None)
     grouped = q.shape[1] != k.shape[1]
     if kernel == "flex":
         y = _flex(q, k, v, mask, scale, softcap, sinks_N, grouped)

@@ -38,7 +38,7 @@ class Contexts(nn.Module):
     def forward(self, like_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> Context:
         """That of `like`'s L positions, from `first` on; tokens of different documents do not see each other."""
         length, device = like_BL.shape[1], like_BL.device
-        kernel = choose(like_BL, masked=True, capped=self.capped, sinks=self.sinks)
+        kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
         masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
         tables = self.tables(first, length, device)
         return Context(tuple(table.view(torch.int32) for table in tables), masks)

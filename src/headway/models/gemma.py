@@ -8,6 +8,8 @@ and keys instead of caps of scores, and positions of their own in windowed layer
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.rms_norm import rms_norm
+from headway.kernels.table import fuses
 from headway.models.attention import Context, KeyValues, attend
 from headway.models.decoder import Contexts, Decoder, Embedding
 from headway.models.layers import GatedFeedForward, Linear, gelu
@@ -27,6 +29,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim; all in float32, since bfloat16 would round 1 + w to 8 bits."""
+        if fuses("rms_norm", x):
+            return rms_norm(x, self.weight, self.eps, offset=1.0)
         return nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 

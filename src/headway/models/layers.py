@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.gated import geglu, swiglu
+from headway.kernels.rms_norm import rms_norm
 from headway.kernels.table import fuses
 
 __all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", "gated", "gelu", "silu"]
@@ -50,6 +51,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim."""
+        if fuses("rms_norm", x):
+            return rms_norm(x, self.weight, self.eps)
         # rms_norm sums bfloat16 in float32 by itself; given two dtypes it would leave its fused kernel.
         return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 

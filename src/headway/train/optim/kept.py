@@ -70,7 +70,7 @@ class Trained:
                 kept.copy_(value)
             return
         start = (self.box.start[0] + first, *self.box.start[1:])
-        bits = dice.bits(f"{self.name}/{key}", Box(start, tuple(kept.shape)), self.shape, kept.device)
+        bits = dice.bits(self.name, Box(start, tuple(kept.shape)), self.shape, kept.device, key)
         kept.copy_(to_bfloat16(value, bits))
 
     def show_master(self) -> None:

@@ -5,10 +5,12 @@ where it was: updates too small for the format add up all the same. The bits com
 mesh draws the same for the same element, as does a run that went back and came again.
 
     row, column   of the element: its flat index in the whole tensor, divided by the length of the last dim
-    k0 .. k3      the first four words of sha256("seed/step/name")
-    bits          mix(mix(mix(row ^ k0) ^ k1) + mix(mix(column ^ k2) ^ k3)), of 32 bits, of which the lower 16 count
+    k0 .. k3      the first four words of sha256("seed/step/name"), by the parameter's name
+    word          mix(mix(mix(row ^ k0) ^ k1) + mix(mix(column ^ k2) ^ k3)), of 32 bits
 
-All of it are operations on int32 that wrap, which CPUs and GPUs do alike.
+Sixteen bits round a number, and one word serves all that is kept of an element: its lower half the weight (or Muon's
+momentum), its upper half the mean, and the upper half of its product with an odd number the mean of squares. All of it
+are operations on int32 that wrap, which CPUs and GPUs do alike.
 """
 
 import hashlib
@@ -23,6 +25,10 @@ from headway.state.box import Box
 __all__ = ["Dice", "to_bfloat16"]
 
 
+OTHER = 0x9E3779B1 - 2**32
+"""An odd number: the upper half of a product with it depends on all bits of the other."""
+
+
 @dataclass(frozen=True)
 class Dice:
     """The random bits of one step of a run."""
@@ -31,15 +37,23 @@ class Dice:
     step: int
 
     def key(self, name: str) -> bytes:
-        """What the bits of a tensor are made of beside an element's place."""
+        """What the bits of a parameter are made of beside an element's place."""
         return hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()[:16]
 
-    def bits(self, name: str, box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Those of a box of a whole tensor of this shape and name: an int32 for each element."""
+    def bits(self, name: str, box: Box, shape: tuple[int, ...], device: torch.device, kept: str = "weight") -> Tensor:
+        """Those of a box of a parameter of this name and whole shape, or of what else is kept of it: an int32 for each
+        element, of which the lower 16 bits count."""
         k0, k1, k2, k3 = struct.unpack("<4i", self.key(name))
         rows = _mix(_mix(_rows(box, shape, device) ^ k0) ^ k1)
         columns = torch.arange(box.start[-1], box.stop[-1], dtype=torch.int32, device=device)
-        return _mix(rows.unsqueeze(-1) + _mix(_mix(columns ^ k2) ^ k3))
+        word = _mix(rows.unsqueeze(-1) + _mix(_mix(columns ^ k2) ^ k3))
+        match kept:
+            case "exp_avg":
+                return word >> 16
+            case "exp_avg_sq":
+                return word.mul_(OTHER) >> 16
+            case _:
+                return word
 
 
 def to_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
