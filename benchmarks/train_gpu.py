@@ -4,8 +4,8 @@
 
 Every way of a row runs in a process of its own, one after the other, in as many rounds; a process warms up, then times
 at least 20 steps of random tokens on its own clock, the device idle before the first and after the last. Rows say what
-is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm),
-with gradients clipped to 1; the peers use torch.optim.AdamW (fused) and clip nothing, which is in their favour.
+is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm); the
+peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out for peers.
 
 The bound of a row is the sum of what no step can do without, at the rates measured in the same run: its products at
 their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everything else at the speed of a copy.
@@ -59,12 +59,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
+    parser.add_argument("--peers-do-not-clip", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path, help="Append a table of kernels of one step of each way.")
     parser.add_argument("--one", nargs=2, metavar=("ROW", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measured(*options.one, options.set, options.profile)))
+        print(json.dumps(measured(*options.one, options)))
         return
     found = list[dict[str, Any]]()
     for _ in range(options.rounds):
@@ -81,6 +82,7 @@ def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, A
     """One way of one row, by a process of its own."""
     words = [sys.executable, __file__, "--one", row, way, "--set", *options.set]
     words += ["--profile", str(options.profile)] if options.profile else []
+    words += ["--peers-do-not-clip"] if options.peers_do_not_clip else []
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"row": row, "way": way, "error": f"exit status {done.returncode}"}
@@ -100,6 +102,7 @@ def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
         return text + (f"   headway x{one['step_s'] / statistics.median(ours):.3f}" if ours else "")
     if one["way"] == "headway":
         text += f"   first step {one['first_s']:.1f} s, busy {one['busy']:.1%}"
+        text += f", the host waits: {one['host_waits']}" if one["host_waits"] else ", the host never waits"
     return text + (f"   x{statistics.median(ligers) / one['step_s']:.3f} of liger" if ligers else "")
 
 
@@ -111,7 +114,7 @@ def clocks() -> str:
     return done.stdout.strip()
 
 
-def measured(row: str, way: str, settings: list[str], profile: Path | None) -> dict[str, Any]:
+def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way of one row, in this process."""
     from headway.plan import architecture_of, flops_per_token
     from headway.recipe import Model
@@ -126,7 +129,7 @@ def measured(row: str, way: str, settings: list[str], profile: Path | None) -> d
         rates = {"step_s": total, "tokens_s": tokens / total, "mfu": flops / total / PEAK}
         return {**about, **rates, "parts_ms": parts}
     began = time.perf_counter()
-    step = (headway if way == "headway" else peer)(model, shape, way, settings)
+    step = headway(model, shape, options.set) if way == "headway" else peer(model, shape, way, options)
     loss = step()
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
@@ -141,14 +144,28 @@ def measured(row: str, way: str, settings: list[str], profile: Path | None) -> d
         times.append((time.perf_counter() - begin) / (STEPS // 4))
         begin = time.perf_counter()
     step_s = statistics.median(times)
-    busy = kernels_of(step, f"{row}, {way}", profile)
+    waits = host_waits(step)
+    busy = kernels_of(step, f"{row}, {way}", options.profile)
     memory = torch.cuda.max_memory_allocated() / 2**30
     rates = {"step_s": step_s, "tokens_s": tokens / step_s, "mfu": flops / step_s / PEAK, "gib": memory}
     found = {"loss": loss.item(), "first_s": first_s, "busy": busy, "times_s": times, "power": clocks()}
-    return {**about, **rates, **found}
+    return {**about, **rates, **found, "host_waits": waits, "settings": options.set}
 
 
-def headway(model: Any, shape: dict[str, Any], way: str, settings: list[str]) -> Step:  # noqa: ARG001
+def host_waits(step: Step) -> str:
+    """Where the host waits for the device in a step; empty where it does not."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def headway(model: Any, shape: dict[str, Any], settings: list[str]) -> Step:
     """The trainer's own step, but for the data."""
     from headway.models import empty_decoder
     from headway.parallel import World, apply, total_norm
@@ -186,7 +203,7 @@ def headway(model: Any, shape: dict[str, Any], way: str, settings: list[str]) ->
     return step
 
 
-def peer(model: Any, shape: dict[str, Any], way: str, settings: list[str]) -> Step:  # noqa: ARG001
+def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespace) -> Step:
     """transformers' model and torch's optimizer; with Liger, its kernels put in."""
     import transformers
 
@@ -220,6 +237,8 @@ def peer(model: Any, shape: dict[str, Any], way: str, settings: list[str]) -> St
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not low):
             loss: torch.Tensor = made(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        if not options.peers_do_not_clip:
+            torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

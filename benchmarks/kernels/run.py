@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def main() -> None:
     """Run the cases of all modules, or of those named."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("operations", nargs="*", choices=[[], *MODULES], default=[])
+    parser.add_argument("--ways", nargs="*", help="Only these: headway, eager, compiled, liger, torch.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     flush = torch.empty(2**26, device="cuda", dtype=torch.int32)
@@ -81,6 +83,8 @@ def main() -> None:
     rows = []
     for name in options.operations or MODULES:
         for case in import_module(name).cases():
+            if options.ways:
+                case = replace(case, ways={way: case.ways[way] for way in case.ways if way in options.ways})
             row = measured(case, flush, bytes_s, flops_s)
             rows.append(row)
             shares = "  ".join(
