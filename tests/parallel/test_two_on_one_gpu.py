@@ -27,7 +27,7 @@ MESHES = {
 
 def make_recipe(mesh: dict[str, Any] | None, **train: Any) -> Recipe:
     values: dict[str, Any] = {"model": MODEL, "data": {"path": "-", "seq": SEQ}}
-    values["train"] = {"batch": ROWS, "microbatch": 1} | train
+    values["train"] = {"batch": ROWS, "microbatch": 1, "compile": False} | train
     return parse_recipe(values | ({"parallel": mesh} if mesh else {}), {}, "test")
 
 

@@ -14,9 +14,9 @@ device.
 What is kept in bfloat16 is rounded up or down by the bits of train/optim/rounding.py, which depend on an element's row
 and column in the whole tensor. A program takes 1024 columns of 8 rows, one row after the other: what a column adds to
 the bits is hashed once for all of them, what a row adds once for all columns, and one mix is left for each element,
-which weight and moments share. Integer operations bind it otherwise: with a mix for each of the three, an H200 took 38
-ms for 8 billion parameters, whose bytes take 26. Matrices of fewer than 512 columns go 8 rows of 128 at a time. Where
-nothing is rounded, rows do not matter and tensors go by in one stretch.
+which weight and moments share. Matrices of fewer than 512 columns go 8 rows of 128 at a time. Where nothing is rounded,
+rows do not matter and tensors go by in one stretch. Measured on an H200: 95 % of a copy's speed all in float32, 75 to
+79 % all in bfloat16, where instructions bind, and not those of the mixing: one mix for each of the three took as long.
 
 Nothing is differentiated, and tensors hide behind their addresses: call this outside of compiled graphs.
 """

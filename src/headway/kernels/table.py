@@ -1,7 +1,7 @@
 """Which kernel does an operation: one table, by device, precision, and what is asked of it. Nothing is patched.
 
     operation      GPU                                                       CPU
-    attention      cuDNN; flash where bits must repeat; flex for documents,  PyTorch's; plain with caps or sinks
+    attention      cuDNN; PyTorch's, where bits repeat; flex for documents,  PyTorch's; plain with caps or sinks
                    windows, soft caps and sinks (heads of 16 and more)
     experts        grouped: one product for all of them (bfloat16)           a loop over those that have tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
@@ -24,6 +24,7 @@ from headway.kernels.language import INSTALLED
 from headway.recipe.train import Operation
 
 __all__ = [
+    "LEAST_HEAD",
     "OPERATIONS",
     "Choice",
     "Operation",
@@ -114,7 +115,7 @@ def attention(
         if "attention" in _plain:
             return Choice("sdpa", "the recipe says so")
         if exact:
-            return Choice("sdpa", "cuDNN's gradients do not repeat to the bit, flash's do")
+            return Choice("sdpa", "PyTorch picks among those whose bits it says repeat")
         return Choice("cudnn", "the fastest for causal attention since Hopper") if _latest() else _FLASH
     if device == "cuda" and "attention" not in _plain and head >= LEAST_HEAD:
         return Choice("flex", "skips blocks of tokens that nobody sees, and bends scores on the way")

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.table import LEAST_HEAD
 from headway.models.attention import Context, KeyValues, attend
 from headway.models.decoder import Decoder
 from headway.models.experts import BiasBalance, Experts
@@ -65,7 +66,7 @@ class LatentAttention(nn.Module):
         k_BLNP, v_BLNU = kv_BLNH.split((self.plain_dim, self.value_dim), dim=-1)
         k_BLNH = torch.cat((k_BLNP, k_BL1Q.expand(-1, -1, self.heads, -1)), dim=-1)
         mask = context.masks.get(None)
-        if mask is None or isinstance(mask, Tensor):
+        if mask is None or isinstance(mask, Tensor) or self.value_dim < LEAST_HEAD:
             v_BLNU = _as_wide(v_BLNU, self.head_dim)
         y_BLNU = attend(torch.cat((q_BLNP, q_BLNQ), dim=-1), k_BLNH, v_BLNU, mask, scale=self.scale)
         return self.o(y_BLNU[..., : self.value_dim].flatten(2))
