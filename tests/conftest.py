@@ -1,8 +1,12 @@
 """What tests of whole runs share: a small data set, a warm zygote, and recipes that take seconds."""
 
+import gc
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,15 @@ TINY: dict[str, dict[str, Any]] = {
     "train": {"steps": 8, "batch": 8, "lr": 1e-2, "warmup_steps": 1, "restarts": 0},
     "checkpoint": {"every_steps": 0, "retry_s": 0},
 }
+
+
+def pytest_configure() -> None:
+    gc.disable()  # what is imported and collected stays, so that looking for garbage in it is waste
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +114,31 @@ class Lived:
     def chain(self) -> str:
         """After the last step."""
         return str(self.events("step")[-1]["chain"])
+
+
+def when(there: Callable[[], Any], *acts: Callable[[], Any], patience_s: float = 60) -> None:
+    """Do something, from beside, once there is something, or when patience ends."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + patience_s
+        while not there() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for act in acts:
+            act()
+
+    threading.Thread(target=wait).start()
+
+
+def send(number: signal.Signals) -> Callable[[], None]:
+    """Sends a signal to this process, which is the agent of the runs it lives through."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def recorded(root: Path, kind: str, step: int, process: str = "rank-0") -> bool:
+    """Whether a run below a folder has this step in its record by now."""
+    words = (f'"kind":"{kind}"', f'"step":{step},')
+    lines = [line for path in root.glob(f"*/events/*-{process}.jsonl") for line in path.read_text().splitlines()]
+    return any(all(word in line for word in words) for line in lines)
 
 
 def left_alone(root: Path, make_lab: Callable[[Path], Lab], recipe: Recipe) -> dict[int, Lived]:

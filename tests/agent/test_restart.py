@@ -5,16 +5,14 @@ Truth is a run of the same recipe that nothing happened to: the chain stands for
 
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from conftest import Lab, Lived
+from conftest import Lab, Lived, send, when
 from headway.agent.zygote import Zygote
 from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT
@@ -287,20 +285,8 @@ def test_dropout_and_frozen_weights_come_back(tmp_path: Path, own_zygote: Zygote
 # -- what is asked for while a save is under way, and when the agent decides
 
 
-def stop_when(there: Callable[[], Any], patience_s: float = 60) -> None:
-    """Have this process stop its run once there is something."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + patience_s
-        while not there() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait).start()
-
-
 def test_a_stop_while_a_save_is_written_leaves_everything_durable(lab, recipe) -> None:
-    stop_when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")))
+    when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")), send(signal.SIGTERM))
     settings = {"train.steps": 100_000, "checkpoint.every_steps": 2, "checkpoint.keep_last": 1000}
     lived = lab.train(recipe(settings), faults=FaultPlan().stall("write", 2, 1.0, rank=AGENT))
     assert (lived.outcome.state, lived.outcome.reason) == ("stopped", "stopped on request, state saved")

@@ -168,10 +168,12 @@ class Kills(Bare):
 
 
 class Slow(Bare):
-    """Takes its time as long as a file is there."""
+    """Takes its time as long as a file is there, and writes into it that it does."""
 
     def __init__(self, vocabulary: int = 320, flag: str = "") -> None:
         super().__init__(vocabulary)
+        if Path(flag).exists():
+            Path(flag).write_text("seen")
         deadline = time.monotonic() + 60
         while Path(flag).exists() and time.monotonic() < deadline:
             time.sleep(0.05)

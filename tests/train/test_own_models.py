@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from conftest import Lab, Lived
+from conftest import Lab, Lived, send, when
 from headway.agent.zygote import Zygote
 from headway.cli.checkpoint import app
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
@@ -246,7 +245,7 @@ def test_a_class_that_cannot_train_is_told_in_one_sentence(
 def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: Lab, make: Any, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    when(flag.read_text, send(signal.SIGINT))
     lived = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
     assert lived.outcome.state == "stopped"
     assert not list(lived.run.path.glob("initial/step-*"))
