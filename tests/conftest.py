@@ -16,6 +16,8 @@ import pytest
 # Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+# Testers are as many as cores: second threads would only wait for each other, which takes as much of a core as work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.agent import Attempt, Outcome, new_run, resume_run, supervise
 from headway.agent.zygote import Zygote
@@ -52,7 +54,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Workers are forked from here, so that a test pays for a run and not for importing torch."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass

@@ -50,7 +50,7 @@ def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     folder = tmp_path_factory.mktemp("own")
     (folder / "half.py").write_text(OWN)
     paths = [str(folder), str(Path(__file__).parents[1] / "train")]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
     process = Zygote.start(folder / "log", os.environ | environment)
     yield process
     process.close()

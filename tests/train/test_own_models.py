@@ -49,7 +49,7 @@ TRAIN = {"steps": STEPS, "batch": 8, "lr": 1e-2, "warmup_steps": 0, "schedule": 
 def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Forks workers that find this folder's modules, as those of a user who has set PYTHONPATH."""
     paths = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | paths
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | paths
     process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass
