@@ -53,8 +53,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Workers are forked from here, so that a test pays for a run and not for importing torch."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    """Workers are forked from here, so that a test pays for a run and not for importing torch.
+
+    They find `own_models`, as those of a user who has set PYTHONPATH.
+    """
+    paths = [str(Path(__file__).parent / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass

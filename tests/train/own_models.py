@@ -193,6 +193,14 @@ class Dropped(Tiny):
         return self.head(self.norm(x))
 
 
+class Half(Dropped):
+    """Dropout, whose masks must come back, and a block that is not trained."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.blocks[0].requires_grad_(False)
+
+
 class WithACounter(Tiny):
     """A buffer of the model itself, which no stage of a pipeline owns."""
 
