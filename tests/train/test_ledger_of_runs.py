@@ -9,7 +9,7 @@ from headway.track import account, read_run
 
 WORKERS = 2
 STALL_S = 2.0
-STALLS = {"data": "data stall", "save": "checkpoint stall", "evaluation": "evaluation"}
+STALLS = {"data": "data stall", "save": "checkpoint stall"}
 """Points of a step, and the accounts that waiting there belongs to."""
 
 
@@ -19,16 +19,21 @@ def seconds(run) -> dict[str, float]:
     return {name: ns / 1e9 for name, ns in ledger.accounts.items()}
 
 
-def test_stalls_are_found_where_they_were_put(lab, recipe) -> None:
+@pytest.mark.parametrize(
+    "stalls",
+    [STALLS, pytest.param({"evaluation": "evaluation"}, marks=pytest.mark.slow)],
+    ids=lambda stalls: " and ".join(stalls),
+)
+def test_stalls_are_found_where_they_were_put(lab, recipe, stalls: dict[str, str]) -> None:
     """All in one run, each in its own account."""
     settings = {"checkpoint.every_steps": 4, "eval.every_steps": 4, "eval.windows": 2}
     plain = seconds(lab.train(recipe(settings), workers=WORKERS).run)
     faults = FaultPlan()
-    for point in STALLS:
+    for point in stalls:
         faults = faults.stall(point, 4, STALL_S)
     stalled = seconds(lab.train(recipe(settings), WORKERS, faults).run)
     # Two saves or evaluations cost a little by themselves; what the stall added is the truth.
-    for name in STALLS.values():
+    for name in stalls.values():
         assert stalled[name] - plain[name] == pytest.approx(WORKERS * STALL_S, rel=0.05), name
 
 
