@@ -10,8 +10,9 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
+# In the order of the folders: by number of tests, the longest files, which have few, would come last.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
@@ -43,12 +44,14 @@ chaos: $(INSTALLED) data/python-stdlib
 data/python-stdlib:
 	@$(BIN)/headway data build $@ "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/*.py" --vocab-size 2048
 
-# Reinstalls only when the lock or the package's own description changes.
+# Reinstalls only when the lock or the package's own description changes. Modules are compiled on all cores, where pip
+# takes one, and without packages' own tests; a few are of newer Pythons and stay as they are.
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Headway needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -1,8 +1,12 @@
 """What tests of whole runs share: a small data set, a warm zygote, and recipes that take seconds."""
 
+import gc
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import pytest
 # Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+# Testers are as many as cores: second threads would only wait for each other, which takes as much of a core as work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.agent import Attempt, Outcome, new_run, resume_run, supervise
 from headway.agent.zygote import Zygote
@@ -28,6 +34,15 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+def pytest_configure() -> None:
+    gc.disable()  # what is imported and collected stays, so that looking for garbage in it is waste
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of a few ten thousand tokens, made of the standard library's json package."""
@@ -38,8 +53,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Workers are forked from here, so that a test pays for a run and not for importing torch."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    """Workers are forked from here, so that a test pays for a run and not for importing torch.
+
+    They find `own_models`, as those of a user who has set PYTHONPATH.
+    """
+    paths = [str(Path(__file__).parent / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass
@@ -101,6 +120,31 @@ class Lived:
     def chain(self) -> str:
         """After the last step."""
         return str(self.events("step")[-1]["chain"])
+
+
+def when(there: Callable[[], Any], *acts: Callable[[], Any], patience_s: float = 60) -> None:
+    """Do something, from beside, once there is something, or when patience ends."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + patience_s
+        while not there() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for act in acts:
+            act()
+
+    threading.Thread(target=wait).start()
+
+
+def send(number: signal.Signals) -> Callable[[], None]:
+    """Sends a signal to this process, which is the agent of the runs it lives through."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def recorded(root: Path, kind: str, step: int, process: str = "rank-0") -> bool:
+    """Whether a run below a folder has this step in its record by now."""
+    words = (f'"kind":"{kind}"', f'"step":{step},')
+    lines = [line for path in root.glob(f"*/events/*-{process}.jsonl") for line in path.read_text().splitlines()]
+    return any(all(word in line for word in words) for line in lines)
 
 
 def left_alone(root: Path, make_lab: Callable[[Path], Lab], recipe: Recipe) -> dict[int, Lived]:

@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, and what starts without torch."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -82,27 +83,51 @@ def test_the_control_side_never_imports_torch(path: Path) -> None:
     assert not [module for module in imports_of(path) if module.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_verbs_start_without_torch(verb: list[str], tmp_path: Path) -> None:
-    """Each verb runs, or fails with a sentence, where importing torch is an error."""
-    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
-    program = "import sys; from headway.cli.main import main; sys.argv[0] = 'headway'; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", program, *verb],
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": f"{tmp_path}:{SOURCE.parent}",
-            "HEADWAY_RUNS": str(tmp_path / "runs"),
-        },
-        cwd=SOURCE.parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert "torch was imported" not in result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
-    assert result.returncode in (0, 1, 2)
-    if result.returncode:
-        assert "error: " in result.stderr.lower()
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys, traceback
+from headway.cli.main import main
+for verb in json.load(sys.stdin):
+    status, out, err, sys.argv = 0, io.StringIO(), io.StringIO(), ["headway", *verb]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code or 0
+        except BaseException:
+            traceback.print_exc()
+    print(json.dumps([status, err.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """Status and standard error of each verb, in a process where importing torch is an error, again each time."""
+    folder = tmp_path_factory.mktemp("without-torch")
+    (folder / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{folder}:{SOURCE.parent}",
+        "HEADWAY_RUNS": str(folder / "runs"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER],
+        input=json.dumps(VERBS), env=environment, cwd=SOURCE.parent.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(VERBS)
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(VERBS)), ids=[" ".join(verb) for verb in VERBS])
+def test_verbs_start_without_torch(spoken: list[tuple[int, str]], number: int) -> None:
+    """Each verb runs, or fails with a sentence."""
+    status, error = spoken[number]
+    assert "torch was imported" not in error
+    assert "Traceback" not in error, error
+    assert status in (0, 1, 2)
+    if status:
+        assert "error: " in error.lower()
 
 
 def test_every_package_lists_its_contents() -> None:

@@ -19,7 +19,7 @@ from headway.errors import RunError
 from headway.recipe import Recipe
 
 NAMES = ("kill-worker", "kill-agent")
-SETTINGS = {"train.steps": 36, "checkpoint.every_steps": 9, "checkpoint.memory_every_steps": 1}
+SETTINGS = {"train.steps": 18, "checkpoint.every_steps": 6, "checkpoint.memory_every_steps": 1}
 
 
 class Struck(NamedTuple):
@@ -61,17 +61,17 @@ def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) ->
     ends = []
     for run in ("truth-1", f"{name}-1"):
         last = [event for event in struck.events(run, "rank-0") if event["kind"] == "step"][-1]
-        manifest = struck.root / run / "checkpoints" / "step-00000036" / "manifest.json"
+        manifest = struck.root / run / "checkpoints" / "step-00000018" / "manifest.json"
         ends.append((last["step"], last["chain"], json.loads(manifest.read_bytes())["digest"]))
     assert ends[0] == ends[1]
-    assert ends[0][0] == 36
+    assert ends[0][0] == 18
     (mark,) = {path.name[:4] for path in (struck.root / f"{name}-1" / "faults").glob("*.json")}
     assert mark == "0000", "and it was struck, by the one fault of its plan"
 
 
 def test_what_was_done_about_each(struck: Struck) -> None:
     killed, agent = (struck.result(name).tries[0] for name in NAMES)
-    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 11, from memory",)
+    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 5, from memory",)
     assert killed.figures is not None
     assert killed.figures.redone == 0
     assert killed.figures.stepping_s > killed.figures.noticed_s > 0

@@ -5,17 +5,12 @@ Truth is a run of the same recipe that nothing happened to: the chain stands for
 
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from conftest import Lab, Lived
-from headway.agent.zygote import Zygote
+from conftest import Lived, send, when
 from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT
 from headway.state import verify
@@ -33,29 +28,6 @@ POINTS: dict[str, int] = {"start": 2, "data": 3, "compute": 4, "evaluation": 5, 
 """Where a worker is killed, and at which step, one after the other."""
 RECORDED = ("evaluation", "save", "saved")
 """Points that come after the step was recorded: it is done again."""
-OWN = '''
-import own_models
-
-
-class Half(own_models.Dropped):
-    """Dropout, whose masks must come back, and a block that is not trained."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary)
-        self.blocks[0].requires_grad_(False)
-'''
-
-
-@pytest.fixture(scope="module")
-def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Forks workers that find the class above; it imports torch while the first tests run."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "half.py").write_text(OWN)
-    paths = [str(folder), str(Path(__file__).parents[1] / "train")]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    process = Zygote.start(folder / "log", os.environ | environment)
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +91,6 @@ def saved_steps(lived: Lived) -> list[int]:
     return [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())]
 
 
-@pytest.mark.usefixtures("own_zygote")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
     """Three restarts are allowed in a row, and six are needed: steps that are new give them back."""
@@ -262,15 +233,14 @@ def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
 # -- a class of one's own
 
 
-def test_dropout_and_frozen_weights_come_back(tmp_path: Path, own_zygote: Zygote, recipe) -> None:
+def test_dropout_and_frozen_weights_come_back(lab, recipe) -> None:
     """From memory, then from the disk; what is frozen lies there once."""
-    own = Lab(tmp_path, own_zygote)
-    model = {"class": "half:Half", "args": {"vocabulary": 301}}
+    model = {"class": "own_models:Half", "args": {"vocabulary": 301}}
     rules = {"checkpoint.every_steps": 2, "checkpoint.memory_every_steps": 0, "checkpoint.keep_last": 9}
     faults = together(killed(4, 1, "save"), *[FaultPlan().fail(6, 1, "save", attempt=number) for number in (2, 3)])
-    failed = own.train(recipe(SETTINGS | rules | {"train.steps": 6, "model": model}), workers=2, faults=faults)
+    failed = lab.train(recipe(SETTINGS | rules | {"train.steps": 6, "model": model}), workers=2, faults=faults)
     assert failed.outcome.state == "failed"
-    lived = own.resume(failed.run)
+    lived = lab.resume(failed.run)
     assert lived.outcome.state == "finished", lived.outcome
     assert resumed(lived) == [0, 2, 4, 4]
     assert_done_twice(lived, {1: {3, 4}, 2: {5, 6}, 3: {5, 6}})
@@ -287,20 +257,8 @@ def test_dropout_and_frozen_weights_come_back(tmp_path: Path, own_zygote: Zygote
 # -- what is asked for while a save is under way, and when the agent decides
 
 
-def stop_when(there: Callable[[], Any], patience_s: float = 60) -> None:
-    """Have this process stop its run once there is something."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + patience_s
-        while not there() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait).start()
-
-
 def test_a_stop_while_a_save_is_written_leaves_everything_durable(lab, recipe) -> None:
-    stop_when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")))
+    when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")), send(signal.SIGTERM))
     settings = {"train.steps": 100_000, "checkpoint.every_steps": 2, "checkpoint.keep_last": 1000}
     lived = lab.train(recipe(settings), faults=FaultPlan().stall("write", 2, 1.0, rank=AGENT))
     assert (lived.outcome.state, lived.outcome.reason) == ("stopped", "stopped on request, state saved")

@@ -35,12 +35,13 @@ AT = 4
 POINTS = [
     ("write", 1, 2),
     ("written", 2, 2),
-    ("commit", 1, 2),
-    ("committed", 1, 4),
     ("upload", 2, 4),
     ("uploaded", 1, 4),
 ]
 """Where agent and keeper are killed, with how many workers, and the step of the newest checkpoint there is then."""
+MORE = [("commit", 1, 2), ("committed", 1, 4)]
+"""What a disk looks like then, it looks like after `written` and before `upload`; test_checkpoint.py kills between
+any two of a save's calls."""
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +119,13 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, recipe) -> Iterator[dict[str, Future[Killed]]]:
-    """The command killed at every point, two of them at a time, from here on."""
+def killed(tmp_path_factory, recipe, request) -> Iterator[dict[str, Future[Killed]]]:
+    """The command killed at every point that tests ask for, two of them at a time, from here on."""
+    asked = {item.callspec.params.get("point") for item in request.session.items if hasattr(item, "callspec")}
     root, cores = tmp_path_factory.mktemp("killed"), sorted(os.sched_getaffinity(0))
     with ThreadPoolExecutor(2) as pool:
         found = {}
-        for number, (point, workers, _) in enumerate(POINTS):
+        for number, (point, workers, _) in enumerate(one for one in POINTS + MORE if one[0] in asked):
             store = {"checkpoint.store": {"url": f"file://{root}/{point}/store", "every_steps": 4}}
             made = to_toml(recipe(SETTINGS | (store if point.startswith("upload") else {})))
             some = cores[:workers] if number % 2 else cores[-workers:]
@@ -300,7 +302,9 @@ def test_a_run_goes_back_behind_whatever_was_tampered_with(lab, recipe, unharmed
 # -- and the agent again
 
 
-@pytest.mark.parametrize(("point", "workers", "durable"), POINTS)
+@pytest.mark.parametrize(
+    ("point", "workers", "durable"), [*POINTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
+)
 def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
     one = killed[point].result()
     assert (one.status, one.alive) == (-signal.SIGKILL, [])

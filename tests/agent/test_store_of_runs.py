@@ -61,7 +61,7 @@ def road(s3_port: int) -> Iterator[s3.Proxy]:
 @pytest.fixture(scope="module")
 def own_zygote(road: s3.Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Forks workers that find the way; it imports torch while the first tests run."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     yield process
     process.close()

@@ -5,22 +5,44 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 
 import psutil
 import pytest
 
+from conftest import Lab, Lived, recorded, send, when
 from headway.data import BuildOptions, build
 from headway.errors import DataError, ModelError, RecipeError, RunError, StateError
 from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT
 from headway.state import verify
-from headway.track import account, hold, read_run
+from headway.track import RunFolder, account, hold, read_run
 
 
 def descendants() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory, make_lab, recipe) -> Lived:
+    """A run that one worker has finished."""
+    return make_lab(tmp_path_factory.mktemp("two-steps")).train(recipe({"train.steps": 2}), workers=1)
+
+
+@pytest.fixture
+def done(two_steps, lab) -> RunFolder:
+    """A copy of it that a test may do anything with."""
+    return copied(two_steps, lab)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, make_lab, recipe) -> Lived:
+    """A run whose workers were killed in step 5, with checkpoints of steps 2 and 4."""
+    recipe = recipe({"checkpoint.every_steps": 2})
+    return make_lab(tmp_path_factory.mktemp("killed")).train(recipe, workers=2, faults=FaultPlan().kill(5))
+
+
+def copied(lived: Lived, lab: Lab) -> RunFolder:
+    return RunFolder(shutil.copytree(lived.run.path, lab.root / lived.run.name, symlinks=True))
 
 
 def test_a_finished_run_leaves_its_record_and_nothing_running(lab, recipe) -> None:
@@ -91,7 +113,7 @@ def test_a_last_state_that_cannot_be_saved_fails_the_run_and_leaves_the_older_ch
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None:
     settings = {"train.steps": 10_000}
-    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
+    when(lambda: recorded(lab.root, "step", 2), send(number))
     lived = lab.train(recipe(settings), workers=2)
     assert lived.outcome.state == "stopped"
     assert lived.outcome.exit_status == 75
@@ -104,45 +126,38 @@ def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None
 
 
 def test_two_signals_stop_at_once(lab, recipe) -> None:
-    faults = FaultPlan().stall("compute", step=3, seconds=60)
-    for delay in (1.5, 2.0):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
+    faults = FaultPlan().stall("compute", step=3, seconds=600)
+    when(lambda: recorded(lab.root, "step", 2), send(signal.SIGINT), send(signal.SIGTERM))  # one kind may come once
     lived = lab.train(recipe(), workers=2, faults=faults)
-    assert time.monotonic() - started < 30
     assert lived.outcome.state == "stopped"
     assert "at once" in lived.outcome.reason
     assert lived.events("checkpoint", "agent") == []
 
 
-def test_a_run_in_use_is_left_alone(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
-    before = sorted(run.events.iterdir())
-    with hold(run), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
-        lab.resume(run, "train.steps=4")
-    assert sorted(run.events.iterdir()) == before
+def test_a_run_in_use_is_left_alone(lab, done) -> None:
+    before = sorted(done.events.iterdir())
+    with hold(done), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+        lab.resume(done, "train.steps=4")
+    assert sorted(done.events.iterdir()) == before
 
 
-def test_a_checkpoint_that_is_gone_is_missed(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
-    (run.checkpoints / "step-00000002").rename(run.path / "elsewhere")
+def test_a_checkpoint_that_is_gone_is_missed(lab, done) -> None:
+    (done.checkpoints / "step-00000002").rename(done.path / "elsewhere")
     with pytest.raises(StateError, match="saved step 2, but"):
-        lab.resume(run, "train.steps=4")
+        lab.resume(done, "train.steps=4")
 
 
-def test_a_run_that_is_done_says_how_to_go_on(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+def test_a_run_that_is_done_says_how_to_go_on(lab, done) -> None:
     with pytest.raises(RunError, match="all of its 2 steps") as caught:
-        lab.resume(run)
+        lab.resume(done)
     assert "train.steps=4" in caught.value.hint
 
 
-def test_what_may_not_change_is_refused_and_nothing_is_written(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
-    before = run.recipe_file.read_bytes()
+def test_what_may_not_change_is_refused_and_nothing_is_written(lab, done) -> None:
+    before = done.recipe_file.read_bytes()
     with pytest.raises(RecipeError, match=r"train\.lr cannot change"):
-        lab.resume(run, "train.lr=0.5", "train.steps=4")
-    assert run.recipe_file.read_bytes() == before
+        lab.resume(done, "train.lr=0.5", "train.steps=4")
+    assert done.recipe_file.read_bytes() == before
 
 
 def test_a_batch_that_does_not_share_out_names_the_nearest(lab, recipe) -> None:
@@ -152,32 +167,29 @@ def test_a_batch_that_does_not_share_out_names_the_nearest(lab, recipe) -> None:
     assert not lab.root.exists(), "no run folder is made for a recipe that cannot run"
 
 
-def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, recipe, dataset, tmp_path) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, dataset, tmp_path) -> None:
     (tmp_path / "a.txt").write_text("other words " * 500)
     build(tmp_path / "other", [tmp_path / "a.txt"], BuildOptions(vocab_size=280))
-    before = run.recipe_file.read_bytes()
+    before = done.recipe_file.read_bytes()
     with pytest.raises(DataError, match="version"):
-        lab.resume(run, "train.steps=4", f"data.path={tmp_path / 'other'}")
-    assert run.recipe_file.read_bytes() == before
+        lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'other'}")
+    assert done.recipe_file.read_bytes() == before
     shutil.copytree(dataset, tmp_path / "moved")
-    assert lab.resume(run, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
+    assert lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
 
 
-def test_a_branch_without_steps_to_do_is_refused(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+def test_a_branch_without_steps_to_do_is_refused(lab, recipe, done) -> None:
     with pytest.raises(RecipeError, match=r"has done 2 steps, and train\.steps is 2"):
-        lab.train(recipe({"train.steps": 2}), origin=run.name)
+        lab.train(recipe({"train.steps": 2}), origin=done.name)
     with pytest.raises(StateError, match=r"no checkpoint of step 1|step 1"):
-        lab.train(recipe({"train.steps": 4}), origin=f"{run.name}@1")
+        lab.train(recipe({"train.steps": 4}), origin=f"{done.name}@1")
     with pytest.raises(StateError, match=r"model\.layers is 2 in the checkpoint and 3"):
-        lab.train(recipe({"train.steps": 4, "model.layers": 3}), origin=run.name)
+        lab.train(recipe({"train.steps": 4, "model.layers": 3}), origin=done.name)
 
 
-def test_a_shape_that_contradicts_where_it_starts_from_is_refused(lab, recipe) -> None:
-    first = lab.train(recipe({"train.steps": 1, "train.warmup_steps": 0}), workers=1).run
+def test_a_shape_that_contradicts_where_it_starts_from_is_refused(lab, recipe, done) -> None:
     with pytest.raises(ModelError, match=r"model\.dim is 64 in the recipe and 32"):
-        lab.train(recipe({"model": {"init": first.name, "dim": 64}}))
+        lab.train(recipe({"model": {"init": done.name, "dim": 64}}))
 
 
 def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, recipe) -> None:
@@ -190,21 +202,19 @@ def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, recip
     assert not any("gloo" in text or "connection" in text for text in told)
 
 
-def test_a_damaged_recipe_is_named(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
+def test_a_damaged_recipe_is_named(lab, done) -> None:
     for content in ("", "{", '{"a": 1}'):
-        run.recipe_file.write_text(content)
+        done.recipe_file.write_text(content)
         with pytest.raises(RunError, match=r"recipe\.json is not the recipe of a run"):
-            lab.resume(run)
-    run.recipe_file.unlink()
+            lab.resume(done)
+    done.recipe_file.unlink()
     with pytest.raises(RunError, match=r"recipe\.json cannot be read"):
-        lab.resume(run)
+        lab.resume(done)
 
 
-def test_a_damaged_environment_file_does_not_stop_a_run(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=1).run
-    run.environment_file.write_text('{"work')
-    assert lab.resume(run, "train.steps=4").outcome.state == "finished"
+def test_a_damaged_environment_file_does_not_stop_a_run(lab, done) -> None:
+    done.environment_file.write_text('{"work')
+    assert lab.resume(done, "train.steps=4").outcome.state == "finished"
 
 
 def test_workers_are_as_before_even_when_the_record_is_lost(lab, recipe) -> None:
@@ -214,29 +224,29 @@ def test_workers_are_as_before_even_when_the_record_is_lost(lab, recipe) -> None
     assert resumed.events("attempt", "agent")[-1]["workers"] == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, recipe) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, recipe, killed) -> None:
     whole = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2)
-    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(5))
-    shard = killed.run.checkpoints / "step-00000004" / "rank-00001.safetensors"
+    run = copied(killed, lab)
+    shard = run.checkpoints / "step-00000004" / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
-    resumed = lab.resume(killed.run)
+    resumed = lab.resume(run)
     assert resumed.outcome.state == "finished"
     assert (resumed.chain, resumed.digest) == (whole.chain, whole.digest)
-    told = [incident.text for incident in account(read_run(killed.run)).incidents]
+    told = [incident.text for incident in account(read_run(run)).incidents]
     assert any("rank-00001.safetensors is damaged" in text for text in told)
     (back,) = [text for text in told if text.startswith("resumed")]
     assert back.startswith("resumed after step 2, 2 steps to redo; from disk, ")
 
 
-def test_no_state_is_made_up_when_every_checkpoint_is_damaged(lab, recipe) -> None:
-    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(5))
-    for shard in killed.run.checkpoints.glob("*/rank-00001.safetensors"):
+def test_no_state_is_made_up_when_every_checkpoint_is_damaged(lab, killed) -> None:
+    run = copied(killed, lab)
+    for shard in run.checkpoints.glob("*/rank-00001.safetensors"):
         content = bytearray(shard.read_bytes())
         content[-1] ^= 1
         shard.write_bytes(bytes(content))
-    failed = lab.resume(killed.run)
+    failed = lab.resume(run)
     assert failed.outcome.state == "failed"
     assert "rank-00001.safetensors is damaged" in failed.outcome.reason
 
@@ -252,8 +262,8 @@ def test_a_full_disk_under_the_record_ends_the_run_with_its_name(lab, recipe, tm
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk]).returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
-        threading.Timer(2.0, fill, (disk / "filler", 3 << 20)).start()
         lab.root = disk / "runs"
+        when(lambda: recorded(lab.root, "step", 2), lambda: fill(disk / "filler", 3 << 20))
         lived = lab.train(recipe({"train.steps": 100_000, "data.holdout": 0}), workers=2)
         assert lived.outcome.state == "failed"
         assert "could not write the run's record" in lived.outcome.reason

@@ -65,7 +65,7 @@ def error(*words: str) -> HeadwayError:
         (str(RECIPES / "demo.toml"), "--on", "cpu", "--explain"),
         (str(RECIPES / "demo.toml"), "--on", "cpu"),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words).replace(str(RECIPES), "recipes"),
 )
 def test_screens_are_plain_and_narrow(words: tuple[str, ...]) -> None:
     # paths of this machine may be long; what stands around them may not

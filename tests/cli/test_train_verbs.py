@@ -1,15 +1,18 @@
 """`headway train`, `resume` and `stop` as a person types them: real processes, real signals, exit statuses."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
 
+from headway.cli.main import main
 from headway.recipe import to_toml
 from headway.track import RunFolder, holder, read_run
 
@@ -34,6 +37,18 @@ class Desk:
         process = self.start(*words)
         out, err = process.communicate(timeout=120)
         assert process.returncode == status, (process.returncode, out, err)
+        return out, err
+
+    def say(self, *words: str, status: int = 0) -> tuple[str, str]:
+        """The same in this process, which has imported everything already: for what starts no other."""
+        told = [io.StringIO(), io.StringIO()]
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(told[0]), redirect_stderr(told[1]):
+            patch.setattr(sys, "argv", ["headway", *words])
+            patch.chdir(self.folder)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        out, err = (one.getvalue() for one in told)
+        assert (ended.value.code or 0) == status, (ended.value.code, out, err)
         return out, err
 
     def run(self, name: str) -> RunFolder:
@@ -61,13 +76,11 @@ def test_train_then_resume_then_look(desk) -> None:
     result = json.loads(out)
     assert result["step"] == 12
     assert result["plan"] == json.loads(desk.run("one").plan_file.read_text())
-    report = json.loads(desk.type("report", "one", "--json")[0])
+    report = json.loads(desk.say("report", "one", "--json")[0])
     assert report["steps"] == 12
     assert report["plan"]["measured"]["steps"] == 12
-    out, _ = desk.type("diff", "one", "one")
+    out, _ = desk.say("diff", "one", "one")
     assert "equal" in out
-    out, _ = desk.type("sample", "one", "--prompt", "def ", "--max-tokens", "5", "--seed", "1")
-    assert out.strip()
 
 
 def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None:
@@ -84,7 +97,7 @@ def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None
         time.sleep(0.05)
 
 
-def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
+def test_ctrl_c_saves_and_exits_75(desk) -> None:
     process = desk.start("train", "r.toml", "--name", "long", "--set", "train.steps=100000")
     desk.wait_for_step("long", 3)
     process.send_signal(signal.SIGINT)
@@ -95,15 +108,6 @@ def test_ctrl_c_saves_and_exits_75_and_a_second_stops_at_once(desk) -> None:
     saved = [event for record in read_run(desk.run("long")) for event in record.events if event["kind"] == "checkpoint"]
     steps = [event for record in read_run(desk.run("long")) for event in record.events if event["kind"] == "step"]
     assert saved[-1]["step"] == steps[-1]["step"]
-
-
-def test_a_terminal_that_closes_saves_and_stops(desk) -> None:
-    process = desk.start("train", "r.toml", "--name", "hup", "--set", "train.steps=100000")
-    desk.wait_for_step("hup", 3)
-    process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "state saved" in out
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
@@ -119,10 +123,13 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
 def test_errors_are_json_too_when_asked(desk) -> None:
     out, err = desk.type("train", "r.toml", "--set", "train.lr=50", "--json", status=2)
     assert json.loads(out)["error"] in err
-    json.loads(desk.type("recipe", "schema", "--json")[0])
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    json.loads(desk.say("recipe", "schema", "--json")[0])
 
 
 def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk) -> None:
+    """And a terminal that closes saves and stops what was resumed."""
     process = desk.start("train", "r.toml", "--name", "early")
     deadline = time.monotonic() + 30
     while holder(desk.run("early")) is None:
@@ -134,13 +141,19 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     assert process.returncode == 75, (out, err)
     assert psutil.wait_procs(children, timeout=10)[1] == []
     assert "stopped at step 0 of 8" in out
-    report = json.loads(desk.type("report", "early", "--json")[0])
+    report = json.loads(desk.say("report", "early", "--json")[0])
     shares = report["shares"]
     assert shares["compute"] == shares["data stall"] == shares["rework"] == 0
     assert shares["start-up"] + shares["shut-down"] + shares["unattributed"] == pytest.approx(1)
     assert shares["start-up"] > shares["shut-down"]
-    out, _ = desk.type("resume", "early")
-    assert "early: finished at step 8 of 8" in out
+    process = desk.start("resume", "early", "--set", "train.steps=100000")
+    desk.wait_for_step("early", 3)
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "state saved" in out
+    (resumed,) = [e for record in read_run(desk.run("early")) for e in record.events if e["kind"] == "resumed"]
+    assert resumed["step"] == 0
 
 
 def test_detached_runs_are_stopped_by_name(desk) -> None:
@@ -149,7 +162,7 @@ def test_detached_runs_are_stopped_by_name(desk) -> None:
     pid = holder(desk.run("bg"))
     assert pid is not None
     desk.wait_for_step("bg", 2)
-    _, err = desk.type("resume", "bg", status=1)
+    _, err = desk.say("resume", "bg", status=1)
     assert f"run bg is in use by process {pid}" in err
     assert "hint:" in err
     out, _ = desk.type("stop", "bg")
@@ -158,8 +171,8 @@ def test_detached_runs_are_stopped_by_name(desk) -> None:
     if psutil.pid_exists(pid):
         psutil.wait_procs([psutil.Process(pid)], timeout=10)
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert "stopped: stopped on request" in desk.type("logs", "bg")[0]
-    _, err = desk.type("stop", "bg", status=1)
+    assert "stopped: stopped on request" in desk.say("logs", "bg")[0]
+    _, err = desk.say("stop", "bg", status=1)
     assert "is not running" in err
 
 
@@ -199,10 +212,9 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
     ],
 )
 def test_bad_input_is_one_sentence_and_changes_nothing(desk, words: list[str], status: int, message: str) -> None:
-    _, err = desk.type(*words, status=status)
+    _, err = desk.say(*words, status=status)
     assert message in err
     assert err.startswith("error: ")
-    assert "Traceback" not in err
     assert not (desk.folder / "runs").exists() or not any((desk.folder / "runs").iterdir())
 
 
@@ -215,6 +227,6 @@ def test_a_corrupt_shard_is_found_before_training(desk, dataset: Path, tmp_path:
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
     shard.write_bytes(bytes(content))
-    _, err = desk.type("train", "r.toml", "--set", f"data.path={copy}", status=1)
+    _, err = desk.say("train", "r.toml", "--set", f"data.path={copy}", status=1)
     assert "tokens-00000.bin" in err
     assert not (desk.folder / "runs").exists()

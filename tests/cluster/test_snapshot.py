@@ -454,8 +454,15 @@ def written() -> dict[str, Any]:
 
 
 def test_json_is_strict():
-    """Other readers take neither NaN nor Infinity."""
-    json.loads(json.dumps(written()), parse_constant=lambda name: pytest.fail(name))
+    """Other readers take neither NaN nor Infinity, and a job without a limit, started or not, holds both."""
+    snapshot = one_node()
+    rows = snapshot.submit([Job("a", "all", 8), Job("b", "all", 1)])
+    assert begin(snapshot, rows[0])
+    assert np.isinf(snapshot.jobs.limit_s[rows]).all()
+    constants: list[str] = []
+    found = json.loads(snapshot.to_json(), parse_constant=constants.append)
+    assert constants == []
+    assert [job["limit_s"] for job in found["jobs"]] == ["inf", "inf"]
 
 
 def test_a_snapshot_read_back_goes_on():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from headway.agent.runnable import old_torch
 from headway.models import empty_decoder, init_weights, initial_weight
 from headway.parallel import apply, finish_gradients, make_mesh, total_norm
+from headway.parallel.local import local
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -137,7 +138,8 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
             found[f"{step}/{name}"] = whole
         with torch.no_grad():
             for parameter in spread.model.parameters():
-                parameter -= RATE * parameter.grad
+                assert getattr(parameter.grad, "placements", None) == getattr(parameter, "placements", None)
+                local(parameter).sub_(local(parameter.grad), alpha=RATE)  # on whole ones torch thinks for long
                 parameter.grad = None
     with torch.no_grad():
         found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from headway.cli import hardware
 from headway.errors import RunError
 from headway.hardware import read_ceilings
 from headway.profile.collectives import collectives
-from headway.profile.measure import CPU_QUICK, GPU, _sustained, measure
+from headway.profile.measure import CPU_QUICK, GPU, _sustained, main, measure
 from headway.profile.operations import LAYOUTS, Pool, layer_shapes, product
 from headway.profile.timing import Timer
 
@@ -113,18 +111,11 @@ def test_a_rank_that_fails_is_named() -> None:
         collectives("no such device", 1, ["not a size"])  # type: ignore[list-item]
 
 
-def serve(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.profile.measure"],
-        input=json.dumps(request), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_no_gpu_is_an_error_with_a_hint() -> None:
-    status, answer = serve({"device": "cuda", "quick": True, "ranks": 1})
-    assert status == 1
+def test_no_gpu_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"device": "cuda", "quick": True, "ranks": 1})))
+    assert main() == 1
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "torch cannot use a GPU here" in answer["error"]
     assert "--device cpu" in answer["hint"]
 

@@ -50,11 +50,15 @@ def unharmed(tmp_path_factory, make_lab, mixed):
     return lived
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
-def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, unharmed, step):
-    killed = lab.train(mixed(), workers=2, faults=FaultPlan().kill(step, 1, "data"))
-    assert killed.outcome.state == "failed"
-    assert_same(lab.resume(killed.run), unharmed)
+def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, unharmed):
+    lived = lab.train(mixed(), workers=2, faults=FaultPlan().kill(2, 1, "data"))
+    for number, step in enumerate((5, 8), start=2):
+        assert lived.outcome.state == "failed"
+        lived = lab.resume(lived.run, faults=FaultPlan().kill(step, 1, "data", attempt=number))
+    assert lived.outcome.state == "failed"
+    lived = lab.resume(lived.run)
+    assert [event["step"] for event in lived.events("resumed")] == [0, 0, 3, 6]
+    assert_same(lived, unharmed)
 
 
 def test_another_number_of_workers_sees_the_same_samples(lab, mixed, unharmed):

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from conftest import Lived
 from headway.recipe import FaultPlan
 from headway.state import verify
-from headway.track import compare
+from headway.track import compare, read_run
 
 STEPS = 12
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 4, "eval.every_steps": 6, "eval.windows": 4}
@@ -25,30 +26,53 @@ def unharmed(tmp_path_factory, make_lab, recipe):
     return lived
 
 
-@pytest.mark.parametrize(
-    ("step", "rank", "point"), [*KILLS[:6], *(pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[6:])]
-)
-def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, rank: int | None, point: str) -> None:
-    killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(step, rank, point))
-    assert killed.outcome.state == "failed"
-    assert "SIGKILL" in killed.outcome.reason
-    resumed = lab.resume(killed.run)
-    assert resumed.outcome.state == "finished", resumed.outcome
-    assert resumed.chain == unharmed.chain
-    assert resumed.digest == unharmed.digest
-    comparison = compare(resumed.run, unharmed.run)
+def killed_and_resumed(lab, recipe, kills) -> Lived:
+    """A run that each kill ended an attempt of; the last attempt is left alone."""
+    lived = None
+    for number, (step, rank, point) in enumerate(kills, start=1):
+        faults = FaultPlan().kill(step, rank, point, attempt=number)
+        lived = lab.resume(lived.run, faults=faults) if lived else lab.train(recipe(SETTINGS), 2, faults)
+        assert lived.outcome.state == "failed"
+        assert "SIGKILL" in lived.outcome.reason
+    return lab.resume(lived.run)
+
+
+def assert_equal(lived: Lived, unharmed: Lived) -> None:
+    assert lived.outcome.state == "finished", lived.outcome
+    assert lived.chain == unharmed.chain
+    assert lived.digest == unharmed.digest
+    comparison = compare(lived.run, unharmed.run)
     assert comparison.equal, comparison.sentence
 
 
-@pytest.mark.parametrize("point", ["save", "saved"])
-def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed, point: str) -> None:
-    killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(8, 0, point))
-    assert killed.outcome.state == "failed"
-    steps = sorted(path.name for path in killed.run.checkpoints.glob("step-*"))
-    assert steps == ["step-00000004"]
-    verify(killed.run.checkpoints / steps[0])
-    resumed = lab.resume(killed.run)
-    assert resumed.digest == unharmed.digest
+def test_killed_at_random_steps_and_resumed_each_time(lab, recipe, unharmed) -> None:
+    """Every attempt does the steps that it has in common with the run that was left alone as that one did."""
+    lived = killed_and_resumed(lab, recipe, sorted(KILLS[:6], key=lambda kill: kill[0]))
+    assert [event["step"] for event in lived.events("resumed")] == [0, 0, 0, 0, 4, 4, 8]
+    truth = {event["step"]: event["chain"] for event in unharmed.events("step")}
+    for record in read_run(lived.run, "rank-0"):
+        chains = {event["step"]: event["chain"] for event in record.events if event["kind"] == "step"}
+        assert chains == {step: truth[step] for step in chains}
+    assert_equal(lived, unharmed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "rank", "point"), KILLS)
+def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, rank: int | None, point: str) -> None:
+    """The same with one kill a run."""
+    assert_equal(killed_and_resumed(lab, recipe, [(step, rank, point)]), unharmed)
+
+
+def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed) -> None:
+    """As a save begins, and in the next attempt as it ends."""
+    lived = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(8, 0, "save"))
+    for after in (FaultPlan().kill(8, 0, "saved", attempt=2), None):
+        assert lived.outcome.state == "failed"
+        steps = sorted(path.name for path in lived.run.checkpoints.glob("step-*"))
+        assert steps == ["step-00000004"]
+        verify(lived.run.checkpoints / steps[0])
+        lived = lab.resume(lived.run, faults=after)
+    assert lived.digest == unharmed.digest
 
 
 def test_the_same_recipe_twice_is_equal_and_another_seed_is_not(lab, recipe, unharmed) -> None:
@@ -67,17 +91,16 @@ def test_when_it_is_saved_changes_nothing(lab, recipe, unharmed) -> None:
 
 
 def test_other_workers_take_over_a_state_exactly_and_then_go_on_closely(lab, recipe, unharmed) -> None:
-    first = lab.train(recipe(SETTINGS | {"train.steps": 4, "train.schedule": "constant"}), workers=2)
-    resumed = lab.resume(first.run, "train.steps=8", workers=4)
-    straight = lab.train(recipe(SETTINGS | {"train.steps": 8, "train.schedule": "constant"}), workers=2)
+    killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(9))
+    resumed = lab.resume(killed.run, workers=4)
     assert resumed.outcome.state == "finished", resumed.outcome
-    ours = [event["loss"] for event in resumed.events("step")]
-    assert ours == pytest.approx([event["loss"] for event in straight.events("step")], rel=1e-4)
+    assert [event["step"] for event in resumed.events("resumed")] == [0, 8]
+    ours = {event["step"]: event["loss"] for event in resumed.events("step")}
+    assert ours == pytest.approx({event["step"]: event["loss"] for event in unharmed.events("step")}, rel=1e-4)
 
 
-def test_a_branch_from_a_step_repeats_the_run_it_left(lab, recipe, unharmed) -> None:
-    run = lab.train(recipe(SETTINGS), workers=2).run
-    branch = lab.train(recipe(SETTINGS), workers=2, origin=f"{run.name}@8")
+def test_a_branch_from_a_step_repeats_the_run_it_left(make_lab, recipe, unharmed) -> None:
+    branch = make_lab(unharmed.run.path.parent).train(recipe(SETTINGS), workers=2, origin=f"{unharmed.run.name}@8")
     assert branch.outcome.state == "finished", branch.outcome
     assert branch.events("resumed")[0]["step"] == 8
     assert branch.digest == unharmed.digest

@@ -9,6 +9,8 @@ from headway.track import account, read_run
 
 WORKERS = 2
 STALL_S = 2.0
+STALLS = {"data": "data stall", "save": "checkpoint stall"}
+"""Points of a step, and the accounts that waiting there belongs to."""
 
 
 def seconds(run) -> dict[str, float]:
@@ -18,19 +20,21 @@ def seconds(run) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("point", "name"),
-    [
-        ("data", "data stall"),
-        ("save", "checkpoint stall"),
-        pytest.param("evaluation", "evaluation", marks=pytest.mark.slow),
-    ],
+    "stalls",
+    [STALLS, pytest.param({"evaluation": "evaluation"}, marks=pytest.mark.slow)],
+    ids=lambda stalls: " and ".join(stalls),
 )
-def test_a_stall_is_found_where_it_was_put(lab, recipe, point: str, name: str) -> None:
+def test_stalls_are_found_where_they_were_put(lab, recipe, stalls: dict[str, str]) -> None:
+    """All in one run, each in its own account."""
     settings = {"checkpoint.every_steps": 4, "eval.every_steps": 4, "eval.windows": 2}
     plain = seconds(lab.train(recipe(settings), workers=WORKERS).run)
-    stalled = seconds(lab.train(recipe(settings), WORKERS, FaultPlan().stall(point, 4, STALL_S)).run)
+    faults = FaultPlan()
+    for point in stalls:
+        faults = faults.stall(point, 4, STALL_S)
+    stalled = seconds(lab.train(recipe(settings), WORKERS, faults).run)
     # Two saves or evaluations cost a little by themselves; what the stall added is the truth.
-    assert stalled[name] - plain[name] == pytest.approx(WORKERS * STALL_S, rel=0.05)
+    for name in stalls.values():
+        assert stalled[name] - plain[name] == pytest.approx(WORKERS * STALL_S, rel=0.05), name
 
 
 def test_a_kill_is_found_as_rework_and_restart(lab, recipe) -> None:

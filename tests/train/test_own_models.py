@@ -5,10 +5,8 @@ The reference below knows Headway's data order and nothing else of it: a seed, a
 
 import json
 import math
-import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from conftest import Lab, Lived
-from headway.agent.zygote import Zygote
+from conftest import Lab, Lived, send, when
 from headway.cli.checkpoint import app
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, StateError
@@ -46,22 +43,10 @@ LAYOUT = {
 TRAIN = {"steps": STEPS, "batch": 8, "lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "clip": 0.5}
 
 
-@pytest.fixture(scope="module")
-def own_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Forks workers that find this folder's modules, as those of a user who has set PYTHONPATH."""
-    paths = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | paths
-    process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
-    while not process.ready(timeout_s=60):
-        pass
-    yield process
-    process.close()
-
-
 @pytest.fixture
-def own(tmp_path: Path, own_zygote: Zygote) -> Lab:
+def own(lab: Lab) -> Lab:
     """A place to run recipes whose workers find `own_models`."""
-    return Lab(tmp_path / "runs", own_zygote)
+    return lab
 
 
 @pytest.fixture(scope="session")
@@ -246,7 +231,7 @@ def test_a_class_that_cannot_train_is_told_in_one_sentence(
 def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: Lab, make: Any, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    when(flag.read_text, send(signal.SIGINT))
     lived = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
     assert lived.outcome.state == "stopped"
     assert not list(lived.run.path.glob("initial/step-*"))

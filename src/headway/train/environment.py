@@ -87,10 +87,10 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     if device.type == "cuda":
         chip = find_chip(device_name(device))
         return (chip.peaks.get(dtype), chip.source) if chip else (None, "unknown chip")
-    return measured_matmul(), "best of 5 float32 products of 768 x 768 matrices, all workers at once"
+    return measured_matmul(), "best of 5 float32 products of 512 x 512 matrices, all workers at once"
 
 
-def measured_matmul(size: int = 768, tries: int = 5) -> float:
+def measured_matmul(size: int = 512, tries: int = 5) -> float:
     """FLOP/s of a matrix product on this worker's threads."""
     generator = torch.Generator()  # of its own: the run's random state was restored just before
     a, b = (torch.rand(size, size, generator=generator) for _ in range(2))
