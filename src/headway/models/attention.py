@@ -73,7 +73,8 @@ class KeyValues:
 def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str:
     """The kernel for tensors like this one, heads of a size, and what is asked of it."""
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    casts = kind == "cuda" and torch.is_autocast_enabled(kind)  # which no one may ask of the meta device
+    dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
     exact = torch.are_deterministic_algorithms_enabled()
     return table.attention(kind, dtype, head, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
 
