@@ -7,6 +7,7 @@ how long at most, what it has done so far and when it last saved.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,8 @@ class Job:
     """Seconds from a start until it works again."""
     within: str | None = None
     """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
+    user: str = ""
+    """Who sent it, where somebody said."""
 
 
 class Jobs(Columns):
@@ -169,6 +172,7 @@ class Jobs(Columns):
         starts: NDArray[np.int32]
         failed: NDArray[np.bool_]
         known_s: NDArray[np.float64]
+        user: NDArray[np.str_]
 
     def __init__(self) -> None:
         super().__init__(
@@ -192,6 +196,7 @@ class Jobs(Columns):
                 "starts": (np.int32, 0),
                 "failed": (np.bool_, False),  # waits since a node of its failed
                 "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
+                "user": ("U32", ""),
             },
             room=1024,
         )
@@ -219,6 +224,13 @@ class Snapshot:
         if self._stale:
             self._queue, self._stale = self._queue[~self.jobs.running[self._queue]], False
         return self._queue
+
+    def copy(self) -> "Snapshot":
+        """Another, to look ahead with: what happens to it does not happen here."""
+        made = copy(self)
+        made.nodes, made.tenants, made.jobs = self.nodes.copy(), self.tenants.copy(), self.jobs.copy()
+        made.places = self.places.copy()
+        return made
 
     # -- what happens
 

@@ -180,6 +180,7 @@ class _Story:
             limit_s=float(self._limits[job]),
             save_every_s=setup.save_every_s,
             restart_s=setup.restart_s,
+            user=trace.users[job] if trace.users else "",
         )
         known = float(trace.duration_s[job]) if self._policy.oracle else math.nan
         (row,) = self._snapshot.submit([asked], [known])
