@@ -11,7 +11,7 @@ import json
 import time
 from pathlib import Path
 
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.simulate import Setup, compare, read_trace, summary
 
 NAMES = ("headway", "headway without stops", "slurm", "kueue", "fifo")

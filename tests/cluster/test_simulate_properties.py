@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
 from headway.cluster.simulate import Outcome, Setup, Trace, simulate, summary
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError

@@ -17,10 +17,10 @@ what is owed is taken after half an hour of waiting at the earliest, and who is 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import PEERS, Flags, Policy, Ranked, Rows
+from headway.cluster.policy import Flags, Policy, Ranked, Rows
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["DUE", "POLICIES", "LeastServed"]
+__all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
 
 LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
@@ -103,5 +103,4 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-POLICIES = {"headway": Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True), **PEERS}
-"""All there are, by name."""
+LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True)

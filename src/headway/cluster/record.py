@@ -18,8 +18,8 @@ import xxhash
 
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Decision
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
 from headway.cluster.snapshot import Job, Snapshot
 from headway.errors import UsageError
 

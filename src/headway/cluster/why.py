@@ -6,7 +6,7 @@ import numpy as np
 
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Reason
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.errors import UsageError

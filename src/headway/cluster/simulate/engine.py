@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decide import decide
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
 from headway.cluster.simulate.trace import Trace
