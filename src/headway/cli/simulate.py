@@ -20,7 +20,10 @@ def simulate(
     log: Annotated[Path, typer.Argument(metavar="TRACE", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")],
     on: Annotated[str, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")],
     policy: Annotated[
-        str, typer.Option("--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo; sjf is an oracle.")
+        str,
+        typer.Option(
+            "--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo, las; sjf and srtf are oracles."
+        ),
     ] = "headway,slurm,kueue,fifo",
     preemptible: Annotated[
         float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
