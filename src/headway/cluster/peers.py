@@ -4,6 +4,7 @@ name    order                                                       behind one t
 fifo    priority, then as they came                                 all wait
 kueue   priority, then as they came; guarantees, borrowing          nobody waits
 slurm   age, size and past use of the tenant against its share      only those that would delay it, by time limits
+edf     the earliest deadline first                                 nobody waits; those with later ones yield
 las     the least attained service first, in levels                 nobody waits; higher levels yield
 sjf     the shortest first; an oracle, which is told durations      nobody waits
 srtf    the least work left first; an oracle too                    nobody waits; those with more left yield
@@ -27,7 +28,7 @@ AGE, SHARE, SIZE = 1000.0, 1000.0, 100.0
 ATTAINED_GPU_S = 3600 * 2.0 ** np.arange(12)
 """1, 2, 4 ... 2,048 GPU-hours: beyond each a job is of the next level."""
 UNKNOWN_S = 1e12
-"""Seconds left of jobs of which an oracle was told nothing: they are last."""
+"""Seconds left of jobs of which an oracle was told nothing, or that have no deadline: they are last."""
 
 
 def as_they_came(snapshot: Snapshot, _: float) -> Rows:
@@ -72,6 +73,11 @@ def attained(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
     return np.searchsorted(ATTAINED_GPU_S, snapshot.held_s(rows, now) * snapshot.jobs.gpus[rows], side="right")
 
 
+def deadlines(snapshot: Snapshot, rows: Rows, _: float) -> NDArray[np.int64]:
+    """Whole seconds; jobs without one are last."""
+    return np.ceil(np.minimum(snapshot.jobs.deadline_s[rows], UNKNOWN_S)).astype(np.int64)
+
+
 def left(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
     """GPU-seconds of work that jobs have left, with their next restart: only an oracle knows."""
     jobs = snapshot.jobs
@@ -103,6 +109,7 @@ PEERS = (
     Policy("fifo", as_they_came, behind="wait"),
     Policy("kueue", as_they_came, behind="pass", quotas=True),
     Policy("slurm", multifactor, behind="backfill"),
+    Policy("edf", by_level(deadlines), behind="pass", stops=HigherYield(deadlines)),
     Policy("las", by_level(attained), behind="pass", stops=HigherYield(attained)),
     Policy("sjf", shortest, behind="pass", oracle=True),
     Policy("srtf", by_level(left), behind="pass", stops=HigherYield(left), oracle=True),

@@ -59,8 +59,8 @@ class Recorder:
     def came(self, now: float, job: Job, known_s: float = math.nan) -> None:
         """A job was submitted."""
         told = {} if math.isnan(known_s) else {"known_s": known_s}
-        limit = None if math.isinf(job.limit_s) else job.limit_s
-        self._write({"at": now, "job": {**asdict(job), "limit_s": limit}} | told)
+        asked = {key: "inf" if value == math.inf else value for key, value in asdict(job).items()}
+        self._write({"at": now, "job": asked} | told)
 
     def ended(self, now: float, name: str) -> None:
         """A job is done."""
@@ -179,9 +179,10 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
                 count += 1
                 snapshot.advance(line["at"])
                 if "job" in line:
-                    job = line["job"]
-                    job["limit_s"] = math.inf if job["limit_s"] is None else job["limit_s"]
-                    snapshot.submit([Job(**job)], [line.get("known_s", math.nan)])
+                    asked: dict[str, Any] = {
+                        key: math.inf if value == "inf" else value for key, value in line["job"].items()
+                    }
+                    snapshot.submit([Job(**asked)], [line.get("known_s", math.nan)])
                 elif "end" in line:
                     snapshot.end(snapshot.jobs.rows[line["end"]])
                 elif "fail" in line:

@@ -178,6 +178,7 @@ class _Story:
             submit_s=float(trace.submit_s[job]),
             preemptible=bool(self._can_stop[job]),
             limit_s=float(self._limits[job]),
+            deadline_s=float(np.nan_to_num(trace.deadline_s[job], nan=math.inf)),
             save_every_s=setup.save_every_s,
             restart_s=setup.restart_s,
         )
