@@ -8,7 +8,7 @@ import pytest
 
 from headway.cluster.estimates import Estimate, estimate, quantile
 from headway.cluster.history import History
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.room import Placement
 from headway.cluster.snapshot import DRAINING, Job, Snapshot
 from headway.errors import UsageError

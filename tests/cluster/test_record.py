@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.record import as_it_was, policies_in, record_of, replay
 from headway.cluster.simulate import Setup, Trace, simulate
 from headway.cluster.why import why

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from headway.cluster.room import Placement
 from headway.cluster.snapshot import DRAINING, HEALTHY, QUARANTINED, SPARE, Job, Snapshot
 from headway.errors import UsageError
 

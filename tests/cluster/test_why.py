@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import decide
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
 from headway.cluster.room import Placement
 from headway.cluster.snapshot import Job, Snapshot

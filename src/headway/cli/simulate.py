@@ -20,7 +20,10 @@ def simulate(
     log: Annotated[Path, typer.Argument(metavar="TRACE", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")],
     on: Annotated[str, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")],
     policy: Annotated[
-        str, typer.Option("--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo; sjf is an oracle.")
+        str,
+        typer.Option(
+            "--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles."
+        ),
     ] = "headway,slurm,kueue,fifo",
     preemptible: Annotated[
         float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
@@ -121,6 +124,9 @@ def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bou
         use = f"{one['utilization']:>5.0%}  {one['quota_deficit']:>5.1%}  {one['preemptions']:>6,}"
         yield f"{name:8}{completion}  {delay}  {use}"
     yield f"{'no wait':8}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>9}"
+    if known := next(iter(found.values()))["deadlines"]:
+        misses = ", ".join(f"{name} {one['deadline_misses']:,}" for name, one in found.items())
+        yield f"of {known:,} deadlines missed: {misses}"
     if setup.node_days is not None:
         for name, one in found.items():
             lost = one["lost_gpu_s"]["failure"] / 3600

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
-from headway.cluster.policies import Policy, Ranked, Rows, Stops
+from headway.cluster.policy import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial

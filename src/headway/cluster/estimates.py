@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.cluster.decide import decide
 from headway.cluster.history import Came, History
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.record import carry_out
 from headway.cluster.runtimes import Kind, Known, Lives
 from headway.cluster.snapshot import Snapshot

@@ -2,31 +2,34 @@
 
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
 likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a higher
-level, if that can be stopped, and those are stopped first that lose least. Beside that stand four rules:
+level, if that can be stopped, and those are stopped first that lose least. Beside that stand five rules:
 
-    due     who has waited for a week in all goes first, and is not stopped again
+    slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
+            passed gives way to all others
+    due     who has waited for a week in all (four, if its deadline has passed) goes first, and is not stopped again
     owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
             if it has been short of late
     shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
     band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
 
-No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise;
+No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise
+(with time, slack only shrinks);
 what is owed is taken after half an hour of waiting at the earliest, and who is due is never stopped.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import PEERS, Flags, Policy, Ranked, Rows
+from headway.cluster.policy import Flags, Policy, Ranked, Rows
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["DUE", "POLICIES", "LeastServed"]
+__all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
 
 LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
 NEXT_S = 1800.0
 """A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
-DUE_S = 7 * 86400.0
+DUE_S, LATE_DUE_S = 7 * 86400.0, 28 * 86400.0
 DUE = -1
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
@@ -39,12 +42,21 @@ class LeastServed:
     """Who may stop whom."""
 
     def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
-        """By the GPU-seconds that jobs have had; whoever lost a node counts as new, and DUE are those that are due."""
+        """By the GPU-seconds that jobs have had, and their deadlines; whoever lost a node counts as new, and DUE are
+        those that are due."""
         jobs, held = snapshot.jobs, snapshot.held_s(rows, now)
         levels = np.searchsorted(LEVELS_GPU_S, (held + NEXT_S) * jobs.gpus[rows], side="right")
+        levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
+        levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows]] = 0
         levels[due(snapshot, rows, now)] = DUE
         return levels
+
+    def _has_slack(self, snapshot: Snapshot, rows: Rows, now: float) -> Flags:
+        """Whether a deadline could be met: one that has run for long will likely run for as long again."""
+        left_s = snapshot.jobs.deadline_s[rows] - now
+        slack: Flags = (left_s > np.maximum(snapshot.held_s(rows, now), NEXT_S)) & (left_s < np.inf)
+        return slack
 
     def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
         """The tenant, where it matters: of who is owed, and where others are shielded."""
@@ -82,7 +94,8 @@ def _short(snapshot: Snapshot) -> Flags:
 
 def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
     """Who has waited long enough in all."""
-    long: Flags = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now) > DUE_S
+    most = np.where(snapshot.jobs.deadline_s[rows] <= now, LATE_DUE_S, DUE_S)
+    long: Flags = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now) > most
     return long
 
 
@@ -103,5 +116,4 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-POLICIES = {"headway": Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True), **PEERS}
-"""All there are, by name."""
+LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True)

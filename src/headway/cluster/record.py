@@ -21,8 +21,8 @@ import xxhash
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.history import History
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
 from headway.cluster.room import Placement
 from headway.cluster.snapshot import Job, Snapshot
 from headway.errors import UsageError
@@ -74,8 +74,8 @@ class Recorder:
     def came(self, now: float, job: Job, known_s: float = math.nan) -> None:
         """A job was submitted."""
         told = {} if math.isnan(known_s) else {"known_s": known_s}
-        limit = None if math.isinf(job.limit_s) else job.limit_s
-        self._write({"at": now, "job": {**asdict(job), "limit_s": limit}} | told)
+        asked = {key: "inf" if value == math.inf else value for key, value in asdict(job).items()}
+        self._write({"at": now, "job": asked} | told)
 
     def ended(self, now: float, name: str) -> None:
         """A job is done."""
@@ -217,10 +217,11 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[History, Sna
                 count += 1
                 snapshot.advance(line["at"])
                 if "job" in line:
-                    job = line["job"]
-                    job["limit_s"] = math.inf if job["limit_s"] is None else job["limit_s"]
-                    snapshot.submit([Job(**job)], [line.get("known_s", math.nan)])
-                    history.submitted(Job(**job))
+                    asked: dict[str, Any] = {
+                        key: math.inf if value == "inf" else value for key, value in line["job"].items()
+                    }
+                    snapshot.submit([Job(**asked)], [line.get("known_s", math.nan)])
+                    history.submitted(Job(**asked))
                 elif "end" in line:
                     row = snapshot.jobs.rows[line["end"]]
                     if snapshot.jobs.running[row]:

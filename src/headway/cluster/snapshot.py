@@ -147,6 +147,8 @@ class Job:
     """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
     user: str = ""
     """Who sent it, where somebody said."""
+    deadline_s: float = math.inf
+    """When it should be done."""
 
 
 class Jobs(Columns):
@@ -160,6 +162,7 @@ class Jobs(Columns):
         pools: NDArray[np.int64]
         submit_s: NDArray[np.float64]
         limit_s: NDArray[np.float64]
+        deadline_s: NDArray[np.float64]
         save_every_s: NDArray[np.float64]
         restart_s: NDArray[np.float64]
         within: NDArray[np.int8]
@@ -184,6 +187,7 @@ class Jobs(Columns):
                 "pools": (np.int64, ANY_POOL),  # a bit for each pool that it can use
                 "submit_s": (np.float64, 0.0),
                 "limit_s": (np.float64, math.inf),
+                "deadline_s": (np.float64, math.inf),
                 "save_every_s": (np.float64, 1800.0),
                 "restart_s": (np.float64, 120.0),
                 "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
@@ -278,6 +282,8 @@ class Snapshot:
         for key, least in (("submit_s", -math.inf), ("limit_s", 0.0), ("save_every_s", 0.0)):
             if not getattr(job, key) > least:
                 raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint="seconds, more than none")
+        if not job.deadline_s > job.submit_s:
+            raise UsageError(f"job {job.name}: deadline_s is {job.deadline_s}, and it comes at {job.submit_s}")
         if not 0 <= job.restart_s < math.inf or math.isinf(job.submit_s):
             raise UsageError(f"job {job.name}: submit_s is {job.submit_s}, restart_s {job.restart_s}", hint="seconds")
         largest = self.nodes.largest(ANYWHERE if job.within is None else self.nodes.levels.index(job.within))

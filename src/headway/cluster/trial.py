@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import Policy, Rows
+from headway.cluster.policy import Policy, Rows
 from headway.cluster.room import ANYWHERE, Placement
 from headway.cluster.snapshot import Snapshot
 

@@ -10,7 +10,7 @@ from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Reason
 from headway.cluster.estimates import Estimate, estimate
 from headway.cluster.history import History
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.room import ANYWHERE
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial

@@ -6,7 +6,7 @@ Stopping a job loses the work it has done since it last saved, and what a restar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import Rows
+from headway.cluster.policy import Rows
 from headway.cluster.room import ANYWHERE, Room
 from headway.cluster.snapshot import Snapshot
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decide import decide
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
 from headway.cluster.simulate.trace import Trace
@@ -178,6 +178,7 @@ class _Story:
             submit_s=float(trace.submit_s[job]),
             preemptible=bool(self._can_stop[job]),
             limit_s=float(self._limits[job]),
+            deadline_s=float(np.nan_to_num(trace.deadline_s[job], nan=math.inf)),
             save_every_s=setup.save_every_s,
             restart_s=setup.restart_s,
             user=trace.users[job] if trace.users else "",

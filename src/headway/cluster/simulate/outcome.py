@@ -153,6 +153,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
         "mean_first_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
         "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
+        "deadlines": int(np.count_nonzero(np.isfinite(trace.deadline_s))),
+        "deadline_misses": int(np.count_nonzero(outcome.end_s > trace.deadline_s)),
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
         "preemptions": outcome.stops["preemption"],
         "failures": outcome.stops["failure"],

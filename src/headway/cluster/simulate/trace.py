@@ -120,6 +120,10 @@ def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[_Row]:
             raise UsageError(
                 f"{where}: job {row.name} was submitted before the one above it", hint="sort the file by submit_s"
             )
+        if row.deadline_s <= row.submit_s:
+            raise UsageError(
+                f"{where}: job {row.name} has its deadline_s before its submit_s", hint="both from one zero"
+            )
         seen.add(row.name)
         last = row.submit_s
         yield row
