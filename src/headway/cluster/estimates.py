@@ -74,7 +74,8 @@ def mirrored(history: History, now: float, around: float, but: str) -> Iterator[
     """Jobs that come: those of the past before a moment, backwards from it."""
     for job, kind in reversed(history.came):
         if job.submit_s <= around and job.name != but:
-            yield Came(replace(job, submit_s=now + (around - job.submit_s)), kind)
+            later = now + (around - job.submit_s)
+            yield Came(replace(job, submit_s=later, deadline_s=job.deadline_s + later - job.submit_s), kind)
 
 
 def quantile(found: list[float], share: float) -> float:

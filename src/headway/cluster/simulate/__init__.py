@@ -2,17 +2,23 @@
 
 from headway.cluster.simulate.compare import compare, find_policies, without_waiting
 from headway.cluster.simulate.engine import Setup, simulate
+from headway.cluster.simulate.generate import generate
 from headway.cluster.simulate.outcome import Outcome, summary
 from headway.cluster.simulate.sacct import import_sacct
+from headway.cluster.simulate.site import Site, read_site, read_topology
 from headway.cluster.simulate.trace import Trace, read_trace
 
 __all__ = [
     "Outcome",
     "Setup",
+    "Site",
     "Trace",
     "compare",
     "find_policies",
+    "generate",
     "import_sacct",
+    "read_site",
+    "read_topology",
     "read_trace",
     "simulate",
     "summary",

@@ -13,6 +13,7 @@ from headway.cluster.decide import decide
 from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
+from headway.cluster.simulate.site import Site, Tenant
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import HEALTHY, SPARE, Job, Snapshot
 from headway.errors import UsageError
@@ -35,6 +36,8 @@ class Setup:
     nodes: int
     guarantees: dict[str, int] = field(default_factory=dict)
     """GPUs of each tenant; by default in proportion to its demand."""
+    site: Site = field(default_factory=Site)
+    """Its hosts, network and tenants, where they are known."""
     preemptible: float = 0.5
     """Share of the jobs that may be stopped and started again."""
     save_every_s: float = 1800.0
@@ -229,15 +232,15 @@ class _Story:
 
 
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
-    snapshot = Snapshot()
-    names = (f"node-{number:04}" for number in range(setup.nodes))
-    snapshot.nodes.join(setup.chip, setup.per_node, names, spares=setup.spares)
-    guarantees = setup.guarantees or _proportional(trace, setup.gpus)
-    unknown = [name for name in trace.tenants if name not in guarantees]
+    snapshot, site = Snapshot(), setup.site
+    site.join_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
+    if not site.tenants:
+        guarantees = setup.guarantees or _proportional(trace, setup.gpus)
+        site = Site(tenants=tuple(Tenant(name, gpus) for name, gpus in guarantees.items()))
+    site.join_tenants(snapshot)
+    unknown = [name for name in trace.tenants if name not in snapshot.tenants.rows]
     if unknown:
         raise UsageError(f"tenant {unknown[0]} has jobs and no guarantee", hint="name it, with 0 GPUs at least")
-    for name, gpus in guarantees.items():
-        snapshot.tenants.join(name, gpus)
     snapshot.tenants.check(setup.gpus)
     return snapshot
 
