@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
+from headway.cluster.elastic import grow, shrink
 from headway.cluster.policy import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
@@ -27,26 +28,35 @@ FEW_STOPS = 16
 
 
 def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
-    """What to do now."""
+    """What to do now, in the order it can be done: stops make room first."""
     # 1 what is free, to try on
     trial = Trial(snapshot, policy, now)
     # 2 who is first
     rows = policy.order(snapshot, now)
     # 3 all that fit, in this order, until one does not
     decisions, blocked = _starts(trial, rows, policy)
-    if blocked is None:
-        return decisions
-    if policy.stops is not None:
-        # 4 for the others, whoever may be stopped for them yields
-        started = {decision.job for decision in decisions}
-        left = rows[[row not in started for row in rows.tolist()]]
-        return [*decisions, *_displace(trial, left, now, policy.stops)]
-    if policy.behind != "backfill":
-        return decisions
-    # 4 keep a place for that one, and let others pass as far as they do not delay it
-    head = int(rows[blocked])
-    kept = _reserve(trial, head, now, decisions)
-    return [*decisions, *([kept.decision] if kept else ()), *_backfill(trial, rows[blocked + 1 :], head, kept, now)]
+    if blocked is not None and policy.behind == "backfill":
+        # 4 keep a place for that one, and let others pass as far as they do not delay it
+        head = int(rows[blocked])
+        kept = _reserve(trial, head, now, decisions)
+        decisions += [kept.decision] if kept else []
+        decisions += _backfill(trial, rows[blocked + 1 :], head, kept, now)
+    # 5 for the others, elastic jobs give back what they have beyond their least size
+    if blocked is not None and policy.elastic and snapshot.sizes:
+        decisions += shrink(trial, _without(rows, decisions), MIN_RUN_S, now)
+    # 6 and whoever may be stopped for them yields
+    if blocked is not None and policy.stops is not None:
+        decisions += _displace(trial, _without(rows, decisions), now, policy.stops, decisions)
+    # 7 what idles still goes to those who make most of it
+    return grow(trial, decisions, now) if policy.elastic and snapshot.sizes else decisions
+
+
+def _without(rows: Rows, decisions: Sequence[Decision]) -> Rows:
+    """Those of which nothing is decided yet."""
+    decided = {decision.job for decision in decisions}
+    if not decided:
+        return rows
+    return rows[[row not in decided for row in rows.tolist()]]
 
 
 def _starts(trial: Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
@@ -77,11 +87,12 @@ def _start(trial: Trial, row: int) -> Decision:
     return Decision("start", row, *found, Reason(Code.FIRST, (("gpus", gpus),)))
 
 
-def _displace(trial: Trial, rows: Rows, now: float, stops: Stops) -> list[Decision]:
-    """Stop jobs for those that wait, and start these in their place."""
+def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequence[Decision]) -> list[Decision]:
+    """Stop jobs for those that wait, and start these in their place; not those of which something is decided."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
     stoppable = active[jobs.preemptible[active] & (now - jobs.since_s[active] >= MIN_RUN_S)]
+    stoppable = _without(stoppable, [one for one in before if one.kind == "resize"])
     if not len(stoppable):
         return []
     brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()

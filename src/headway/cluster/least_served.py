@@ -44,8 +44,8 @@ class LeastServed:
     def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
         """By the GPU-seconds that jobs have had, and their deadlines; whoever lost a node counts as new, and DUE are
         those that are due."""
-        jobs, held = snapshot.jobs, snapshot.held_s(rows, now)
-        levels = np.searchsorted(LEVELS_GPU_S, (held + NEXT_S) * jobs.gpus[rows], side="right")
+        jobs = snapshot.jobs
+        levels = np.searchsorted(LEVELS_GPU_S, snapshot.had_gpu_s(rows, now, NEXT_S), side="right")
         levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
         levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows]] = 0
@@ -116,4 +116,4 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True)
+LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, elastic=True, quotas=True)

@@ -92,7 +92,7 @@ def _said(snapshot: Snapshot, decision: Decision) -> list[Any]:
 
 
 def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
-    """Do to a snapshot what was decided, at its own time: stops first, which make room for the starts."""
+    """Do to a snapshot what was decided, at its own time: stops first, which make room, then the rest in its order."""
     decisions = list(decisions)
     stops = [decision.job for decision in decisions if decision.kind == "stop"]
     if stops:
@@ -100,6 +100,8 @@ def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
     for decision in decisions:
         if decision.kind == "start":
             snapshot.start(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            snapshot.resize(decision.job, decision.pool, decision.place)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,9 @@ class Job:
     """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
     deadline_s: float = math.inf
     """When it should be done."""
+    sizes: tuple[tuple[int, float], ...] = ()
+    """The scaling curve of an elastic job: GPUs, `gpus` first, and how fast it works with them (seconds of its work a
+    second). It starts with the first size, and has more when GPUs idle."""
 
 
 class Jobs(Columns):
@@ -154,6 +157,9 @@ class Jobs(Columns):
     if TYPE_CHECKING:
         tenant: NDArray[np.int32]
         gpus: NDArray[np.int32]
+        least: NDArray[np.int32]
+        speed: NDArray[np.float64]
+        other_gpu_s: NDArray[np.float64]
         priority: NDArray[np.int32]
         preemptible: NDArray[np.bool_]
         pools: NDArray[np.int64]
@@ -177,7 +183,10 @@ class Jobs(Columns):
         super().__init__(
             {
                 "tenant": (np.int32, NOBODY),
-                "gpus": (np.int32, 0),
+                "gpus": (np.int32, 0),  # that it has, or waits for
+                "least": (np.int32, 0),  # that it can do with
+                "speed": (np.float64, 1.0),  # seconds of its work a second
+                "other_gpu_s": (np.float64, 0.0),  # GPU-seconds had at other sizes, beyond its seconds at this one
                 "priority": (np.int32, 0),
                 "preemptible": (np.bool_, False),
                 "pools": (np.int64, ANY_POOL),  # a bit for each pool that it can use
@@ -216,6 +225,8 @@ class Snapshot:
         """Rows of the jobs that run, in the order they started."""
         self.places: dict[int, tuple[int, Placement]] = {}
         """Of each that runs its pool, and its nodes there."""
+        self.sizes: dict[int, tuple[tuple[int, float], ...]] = {}
+        """Scaling curves of elastic jobs."""
 
     @property
     def queue(self) -> NDArray[np.int64]:
@@ -243,10 +254,14 @@ class Snapshot:
             seen.add(job.name)
         known, rows = iter(known_s), []
         for job in jobs:
-            values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in ("name", "tenant")}
+            apart = ("name", "tenant", "sizes")
+            values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in apart}
+            values |= {"least": job.gpus, "speed": job.sizes[0][1] if job.sizes else 1.0}
             values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan), "number": self._told}
             values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
             rows.append(self.jobs.add(job.name, tenant=self.tenants.rows[job.tenant], **values))
+            if job.sizes:
+                self.sizes[rows[-1]] = tuple((int(gpus), float(speed)) for gpus, speed in job.sizes)
             self.tenants.want(self.tenants.rows[job.tenant], job.gpus)
             self._told += 1
         queue = np.concatenate((self.queue, np.array(rows, np.int64)))
@@ -270,6 +285,8 @@ class Snapshot:
         for key, least in (("submit_s", -math.inf), ("limit_s", 0.0), ("save_every_s", 0.0)):
             if not getattr(job, key) > least:
                 raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint="seconds, more than none")
+        if job.sizes:
+            _check_sizes(job)
         if not job.deadline_s > job.submit_s:
             raise UsageError(f"job {job.name}: deadline_s is {job.deadline_s}, and it comes at {job.submit_s}")
         if not 0 <= job.restart_s < math.inf or math.isinf(job.submit_s):
@@ -293,16 +310,41 @@ class Snapshot:
         assert not jobs.running[row], "a job runs once"
         rows = place.nodes + nodes.pools[pool].first
         assert (nodes.free[rows] >= place.gpus).all(), "nodes are never given twice"
-        assert place.total == jobs.gpus[row], "all of a gang or nothing"
+        assert place.total == jobs.gpus[row] or place.total in dict(self.sizes[row]), "all of a gang or nothing"
         nodes.free[rows] -= place.gpus
         self.tenants.take(jobs.tenant[row], place.total)
-        self.tenants.want(jobs.tenant[row], -place.total)
+        self.tenants.want(jobs.tenant[row], -int(jobs.gpus[row]))
+        self._size(row, place.total)
         self.places[row] = (pool, place)
         jobs.running[row], jobs.since_s[row] = True, self.now_s
         jobs.starts[row] += 1
         jobs.failed[row] = False
         self._stale = True
         self.active = np.append(self.active, row)
+
+    def resize(self, row: int, pool: int, place: Placement) -> None:
+        """A job that runs was asked to save, and goes on after a restart with more GPUs or fewer."""
+        jobs, nodes, rows = self.jobs, self.nodes, np.array([row])
+        assert place.total in dict(self.sizes[row]), "a size that the job can have"
+        before, old = self.places[row]
+        nodes.free[old.nodes + nodes.pools[before].first] += old.gpus
+        here = place.nodes + nodes.pools[pool].first
+        assert (nodes.free[here] >= place.gpus).all(), "nodes are never given twice"
+        nodes.free[here] -= place.gpus
+        self.places[row] = (pool, place)
+        self.tenants.take(jobs.tenant[row], place.total - old.total)
+        jobs.done_s[row] = self.worked_s(rows, self.now_s)[0]
+        jobs.ran_s[row] += self.now_s - jobs.since_s[row]
+        jobs.since_s[row] = self.now_s
+        jobs.starts[row] += 1
+        self._size(row, place.total)
+
+    def _size(self, row: int, gpus: int) -> None:
+        """A job has, or waits for, another number of GPUs; what it has had stays."""
+        jobs = self.jobs
+        if gpus != jobs.gpus[row]:
+            jobs.other_gpu_s[row] += float(self.held_s(np.array([row]), self.now_s)[0]) * (int(jobs.gpus[row]) - gpus)
+            jobs.gpus[row], jobs.speed[row] = gpus, dict(self.sizes[row])[gpus]
 
     def end(self, row: int) -> None:
         """A job is done, or was taken back by who sent it."""
@@ -312,6 +354,7 @@ class Snapshot:
         else:
             self._queue = queue[queue != row]
             self.tenants.want(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
+        self.sizes.pop(row, None)
         self.jobs.drop(row)
 
     def stop(self, row: int, done_s: float | None = None) -> None:
@@ -330,8 +373,10 @@ class Snapshot:
         jobs.done_s[rows] = done_s
         for row in rows.tolist():
             self._release(row)
-            self.tenants.want(jobs.tenant[row], int(jobs.gpus[row]))
+            self.tenants.want(jobs.tenant[row], int(jobs.least[row]))
         jobs.running[rows], jobs.since_s[rows], jobs.waits_s[rows] = False, math.nan, self.now_s
+        for row in rows.tolist():
+            self._size(row, int(jobs.least[row]))
         queue = np.concatenate((queue, rows))
         self._queue = queue[np.lexsort((jobs.number[queue], jobs.submit_s[queue]))]
 
@@ -371,19 +416,29 @@ class Snapshot:
         jobs = self.jobs
         return jobs.ran_s[rows] + np.where(jobs.running[rows], now - np.nan_to_num(jobs.since_s[rows]), 0.0)
 
+    def had_gpu_s(self, rows: NDArray[np.int64], now: float, more_s: float = 0.0) -> NDArray[np.float64]:
+        """GPU-seconds that jobs have held so far; `more_s` counts as had at their size."""
+        return (self.held_s(rows, now) + more_s) * self.jobs.gpus[rows] + self.jobs.other_gpu_s[rows]
+
     def worked_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """Seconds of work that jobs that run have done, what is not saved too."""
         jobs = self.jobs
         late = np.where(jobs.starts[rows] > 1, jobs.restart_s[rows], 0.0)
-        return jobs.done_s[rows] + np.maximum(now - jobs.since_s[rows] - late, 0.0)
+        return jobs.done_s[rows] + np.maximum(now - jobs.since_s[rows] - late, 0.0) * jobs.speed[rows]
 
     def saved_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """Of that, what is saved: jobs save after each so many seconds of work in one start."""
+        """Of that, what is saved: jobs save after each so many seconds that they work in one start."""
         jobs = self.jobs
-        here = self.worked_s(rows, now) - jobs.done_s[rows]
+        here = (self.worked_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
         every = jobs.save_every_s[rows]
         saved: NDArray[np.float64] = np.floor(here / every) * np.where(np.isinf(every), 0.0, every)
-        return jobs.done_s[rows] + saved
+        return jobs.done_s[rows] + saved * jobs.speed[rows]
+
+    def lost_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """What stopping jobs that run would lose: the work they have not saved, and a restart, times their GPUs."""
+        jobs = self.jobs
+        unsaved = (self.worked_s(rows, now) - self.saved_s(rows, now)) / jobs.speed[rows]
+        return (unsaved + jobs.restart_s[rows]) * jobs.gpus[rows]
 
     # -- on disk
 
@@ -398,6 +453,8 @@ class Snapshot:
             if row in self.places:
                 pool, place = self.places[row]
                 job["place"] = {"pool": pool, "nodes": place.nodes.tolist(), "gpus": place.gpus.tolist()}
+            if row in self.sizes:
+                job["sizes"] = self.sizes[row]
             jobs.append({key: _plain(value) for key, value in job.items()})
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
@@ -438,8 +495,12 @@ class Snapshot:
         place, name, tenant = job.pop("place", None), job.pop("name"), job.pop("tenant")
         if name in self.jobs.rows:
             raise UsageError(f"job {name} is named twice")
+        sizes = tuple((gpus, speed) for gpus, speed in job.pop("sizes", ()))
+        job.setdefault("least", job["gpus"])
         known = {key: math.inf if value == "inf" else value for key, value in job.items() if value is not None}
         row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
+        if sizes:
+            self.sizes[row] = sizes
         if place is None:
             self._queue = np.append(self._queue, row)
             self.tenants.want(self.jobs.tenant[row], int(self.jobs.gpus[row]))
@@ -452,6 +513,16 @@ class Snapshot:
         self.nodes.free[rows] -= gpus
         self.tenants.take(self.jobs.tenant[row], int(gpus.sum()))
         self.active = np.append(self.active, row)
+
+
+def _check_sizes(job: Job) -> None:
+    """UsageError for a scaling curve that is none."""
+    told = f"job {job.name}: sizes are {', '.join(f'{gpus}: {speed}' for gpus, speed in job.sizes)}"
+    gpus, speeds = zip(*job.sizes, strict=True)
+    if gpus[0] != job.gpus or any(one != int(one) for one in gpus) or any(np.diff(gpus) <= 0):
+        raise UsageError(told, hint=f"GPUs in whole numbers, from the {job.gpus} that it needs upwards")
+    if not all(0 < speed < math.inf for speed in speeds) or any(np.diff(speeds) <= 0):
+        raise UsageError(told, hint="a larger size is faster, and none stands still")
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ class Trial:
             fixed = snapshot.queue[~snapshot.jobs.preemptible[snapshot.queue]]
             self._most[fixed] = policy.bound(snapshot, fixed, now)
         active = snapshot.active
-        self.fixed = int(snapshot.jobs.gpus[active[~snapshot.jobs.preemptible[active]]].sum())
+        self.fixed = int(snapshot.jobs.least[active[~snapshot.jobs.preemptible[active]]].sum())
         """GPUs of jobs that cannot be stopped."""
         self.rooms = [snapshot.nodes.room(pool) for pool in snapshot.nodes.pools]
         self.largest = [room.largest() for room in self.rooms]
@@ -71,10 +71,10 @@ class Trial:
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
 
-    def find(self, row: int) -> tuple[int, Placement] | None:
-        """A pool and a place there."""
+    def find(self, row: int, size: int | None = None) -> tuple[int, Placement] | None:
+        """A pool and a place there, for as many GPUs as a job waits for, or another size of it."""
         jobs = self.snapshot.jobs
-        gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+        gpus, pools, within = size or int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
         for number, room in enumerate(self.rooms):
             if pools >> number & 1 and gpus <= self.largest[number]:
                 place = room.find(gpus, within)
@@ -85,10 +85,23 @@ class Trial:
     def take(self, row: int, pool: int, place: Placement) -> None:
         """Count a place as used."""
         self.rooms[pool].take(place)
-        self.fixed += 0 if self.snapshot.jobs.preemptible[row] else place.total
+        self.fixed += 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
             self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
+            self.allowed = self._allowed()
+
+    def swap(self, row: int, old: tuple[int, Placement] | None, new: tuple[int, Placement] | None) -> None:
+        """Count a place of a job as free, and another as used."""
+        for sign, held in ((-1, old), (1, new)):
+            if held is None:
+                continue
+            pool, place = held
+            (self.rooms[pool].take if sign > 0 else self.rooms[pool].give)(place)
+            self.largest[pool] = self.rooms[pool].largest()
+            if self.quotas:
+                self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += sign * place.total
+        if self.quotas:
             self.allowed = self._allowed()
 
     def most(self, row: int) -> float:
@@ -108,7 +121,7 @@ class Trial:
         """Count the place of a job that runs as free."""
         pool, place = self.snapshot.places[row]
         self.rooms[pool].give(place)
-        self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else place.total
+        self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
             self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total

@@ -58,6 +58,8 @@ def why(snapshot: Snapshot, now: float, policy: Policy, name: str) -> Why:
             trial.give(decision.job)
         elif decision.kind == "start":
             trial.take(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            trial.swap(decision.job, snapshot.places[decision.job], (decision.pool, decision.place))
     reason = _binds(snapshot, trial, policy, row, now)
     return Why(name, "waits", reason, _holders(snapshot), tuple(_instead(trial, row)))
 
