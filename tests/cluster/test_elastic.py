@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import MIN_RUN_S, decide
-from headway.cluster.elastic import WORTH_S, goodput, grown_sizes
+from headway.cluster.elastic import goodput, grown_sizes
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.record import carry_out, replay
 from headway.cluster.simulate import Setup, Trace, simulate
 from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.trial import WORTH_S
 from headway.errors import UsageError
 
 HEADWAY = POLICIES["headway"]

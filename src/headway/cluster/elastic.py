@@ -17,14 +17,12 @@ import numpy as np
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.policy import Rows
 from headway.cluster.room import Placement
-from headway.cluster.trial import Trial
+from headway.cluster.trial import WORTH_S, Trial
 
 __all__ = ["Curve", "goodput", "grow", "grown_sizes", "shrink"]
 
 Curve = Sequence[tuple[int, float]]
 """GPUs, and how fast a job works with them; the least first."""
-WORTH_S = 1800.0
-"""A larger size is worth a restart if it gains more than that within this time; and it is kept for as long."""
 
 
 def goodput(curve: Curve, gpus: int) -> float:
@@ -100,14 +98,10 @@ def _grown(trial: Trial, row: int, gpus: int, start: Decision | None) -> Decisio
     return Decision("resize" if start is None else "start", row, *found, reason)
 
 
-def shrink(trial: Trial, rows: Rows, min_run_s: float, now: float) -> list[Decision]:
-    """Start jobs that wait with what others have beyond their least sizes."""
+def shrink(trial: Trial, rows: Rows, able: Rows) -> list[Decision]:
+    """Start jobs that wait with what those that are `able` to give have beyond their least sizes."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
-    grown = {
-        row: snapshot.places[row]
-        for row in snapshot.sizes
-        if row in snapshot.places and jobs.gpus[row] > jobs.least[row] and now - jobs.since_s[row] >= min_run_s
-    }
+    grown = {row: snapshot.places[row] for row in able[jobs.gpus[able] > jobs.least[able]].tolist()}
     decisions, smallest = list[Decision](), np.inf
     for row in rows.tolist():
         if not grown:

@@ -92,13 +92,15 @@ def _said(snapshot: Snapshot, decision: Decision) -> list[Any]:
 
 
 def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
-    """Do to a snapshot what was decided, at its own time: stops first, which make room, then the rest in its order."""
+    """Do to a snapshot what was decided, at its own time: stops first, which make room, then all else in its order."""
     decisions = list(decisions)
     stops = [decision.job for decision in decisions if decision.kind == "stop"]
     if stops:
         snapshot.stop_all(stops)
     for decision in decisions:
-        if decision.kind == "start":
+        if decision.kind == "move":
+            snapshot.move(decision.job)
+        elif decision.kind == "start":
             snapshot.start(decision.job, decision.pool, decision.place)
         elif decision.kind == "resize":
             snapshot.resize(decision.job, decision.pool, decision.place)

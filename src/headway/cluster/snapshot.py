@@ -18,11 +18,13 @@ from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
-__all__ = ["DRAINING", "HEALTHY", "QUARANTINED", "SPARE", "Job", "Jobs", "Nodes", "Pool", "Snapshot"]
+__all__ = ["DRAINING", "HEALTHY", "LEAD_S", "QUARANTINED", "SPARE", "Job", "Jobs", "Nodes", "Pool", "Snapshot"]
 
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
 ANY_POOL = -1
+LEAD_S = 600.0
+"""So long before a node goes away nothing is on it any more."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,19 @@ class Nodes(Columns):
         gpus: NDArray[np.int32]
         free: NDArray[np.int32]
         state: NDArray[np.int8]
+        away_s: NDArray[np.float64]
+        back_s: NDArray[np.float64]
 
     def __init__(self) -> None:
-        super().__init__({"gpus": (np.int32, 0), "free": (np.int32, 0), "state": (np.int8, HEALTHY)})
+        super().__init__(
+            {
+                "gpus": (np.int32, 0),
+                "free": (np.int32, 0),
+                "state": (np.int8, HEALTHY),
+                "away_s": (np.float64, math.inf),  # when it goes away to be looked after
+                "back_s": (np.float64, -math.inf),
+            }
+        )
         self.pools: list[Pool] = []
         self.levels: tuple[str, ...] = ()
         """Of the network's domains, the smallest first."""
@@ -106,10 +118,40 @@ class Nodes(Columns):
         """Of each level, the domain of each node of a pool."""
         return self._domain_names[pool]
 
-    def room(self, pool: Pool) -> Room:
+    def room(self, pool: Pool, now: float = -math.inf) -> Room:
         """What is free for new jobs in a pool."""
         rows = slice(pool.first, pool.end)
-        return Room(self.free[rows], pool.size, self._domains[pool.number], self.state[rows] == HEALTHY)
+        usable = (self.state[rows] == HEALTHY) & ~self.leaving(now)[rows]
+        return Room(self.free[rows], pool.size, self._domains[pool.number], usable)
+
+    def announce(self, names: Iterable[str], away_s: float, back_s: float) -> None:
+        """Nodes will be away for some time: all of them are told, or, where one cannot be, none. UsageError."""
+        names = list(names)
+        if not -math.inf < away_s < back_s < math.inf:
+            raise UsageError(f"nodes are away from {away_s} s to {back_s} s", hint="seconds, the end after the begin")
+        for name in names:
+            if name not in self.rows:
+                raise UsageError(f"node {name} is to be away, and there is none of that name")
+            row = self.rows[name]
+            if self.back_s[row] > away_s:
+                told = f"from {self.away_s[row]:.0f} s to {self.back_s[row]:.0f} s"
+                raise UsageError(f"node {name} is away {told} already", hint="one time after the other")
+        rows = [self.rows[name] for name in names]
+        self.away_s[rows], self.back_s[rows] = away_s, back_s
+
+    def leaving(self, now: float) -> NDArray[np.bool_]:
+        """Which nodes are away, or nearly."""
+        leaving: NDArray[np.bool_] = (self.away_s - LEAD_S <= now) & (now < self.back_s)
+        return leaving
+
+    def stays_s(self, now: float) -> NDArray[np.float64]:
+        """How long each node will be there."""
+        return np.where(self.back_s > now, self.away_s - LEAD_S - now, math.inf)
+
+    def windows(self, pool: Pool) -> list[tuple[str, float, float]]:
+        """Of nodes of a pool that are or were to be away: name, and from when to when."""
+        rows = pool.first + np.flatnonzero(np.isfinite(self.away_s[pool.first : pool.end]))
+        return [(self.names[row], float(self.away_s[row]), float(self.back_s[row])) for row in rows.tolist()]
 
     def largest(self, within: int) -> int:
         """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
@@ -241,7 +283,7 @@ class Snapshot:
         """Let time pass."""
         assert now_s >= self.now_s, "time goes on"
         if now_s > self.now_s:
-            self.tenants.age(now_s - self.now_s)
+            self.tenants.age(now_s - self.now_s, self.now_s)
             self.now_s = now_s
 
     def submit(self, jobs: Iterable[Job], known_s: Iterable[float] = ()) -> list[int]:
@@ -310,7 +352,7 @@ class Snapshot:
         assert not jobs.running[row], "a job runs once"
         rows = place.nodes + nodes.pools[pool].first
         assert (nodes.free[rows] >= place.gpus).all(), "nodes are never given twice"
-        assert place.total == jobs.gpus[row] or place.total in dict(self.sizes[row]), "all of a gang or nothing"
+        assert place.total == jobs.gpus[row] or place.total in dict(self.sizes.get(row, ())), "all of a gang or nothing"
         nodes.free[rows] -= place.gpus
         self.tenants.take(jobs.tenant[row], place.total)
         self.tenants.want(jobs.tenant[row], -int(jobs.gpus[row]))
@@ -361,6 +403,11 @@ class Snapshot:
         """A job has lost its nodes and waits again, at its old place; what it saved last of its work stays done."""
         rows = np.array([row])
         self._stop(rows, self.saved_s(rows, self.now_s) if done_s is None else np.array([done_s]))
+
+    def move(self, row: int) -> None:
+        """A job whose node goes away was asked to save, and waits as one whose node failed: all its work is kept."""
+        self.stop(row, float(self.worked_s(np.array([row]), self.now_s)[0]))
+        self.jobs.failed[row] = True
 
     def stop_all(self, rows: Sequence[int]) -> None:
         """Several have, at once."""
@@ -447,6 +494,7 @@ class Snapshot:
         tenants = self.tenants.records(range(len(self.tenants)))
         for tenant in tenants:
             tenant["parent"] = None if tenant["parent"] == NOBODY else self.tenants.names[tenant["parent"]]
+            tenant["budget_gpu_s"] = _plain(tenant["budget_gpu_s"])
         jobs = []
         for row in (*self.queue.tolist(), *self.active.tolist()):
             job = self.jobs.record(row) | {"tenant": self.tenants.names[self.jobs.tenant[row]]}
@@ -459,7 +507,8 @@ class Snapshot:
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
              "domains": self.nodes.domains(number), "spares": pool.spares,
-             "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]]}
+             "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]],
+             "away": self.nodes.windows(pool)}
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
         found = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
@@ -482,8 +531,13 @@ class Snapshot:
         for pool in found["pools"]:
             there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"], pool["domains"], pool.get("spares", 0))
             made.nodes.state[there.first : there.end] = [STATES.index(state) for state in pool["state"]]
+            for name, away_s, back_s in pool.get("away", ()):
+                made.nodes.announce([name], away_s, back_s)
         for one in found["tenants"]:
-            row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"])
+            budget = one.get("budget_gpu_s", "inf")
+            hours = None if budget == "inf" else budget / 3600
+            row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"], hours)
+            made.tenants.spent_gpu_s[row] = one.get("spent_gpu_s", 0.0)
             made.tenants.recent[row], made.tenants.short[row] = one["recent"], one["short"]
         made.now_s = found["now_s"]
         for job in found["jobs"]:

@@ -14,10 +14,10 @@ from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
 from headway.cluster.simulate.trace import Trace
-from headway.cluster.snapshot import HEALTHY, SPARE, Job, Snapshot
+from headway.cluster.snapshot import HEALTHY, LEAD_S, SPARE, Job, Snapshot
 from headway.errors import UsageError
 
-__all__ = ["Setup", "simulate"]
+__all__ = ["Away", "Setup", "simulate"]
 
 CYCLE_S = 30.0
 """Between two cycles of the scheduler at least."""
@@ -26,6 +26,17 @@ PATIENCE_S = 3600.0
 LONGEST_LIMIT_S = 30 * 86400.0
 DOUBLED = 1.8
 """How much faster an elastic job is with twice the GPUs."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """Nodes that will be away for some time; their scheduler knows from the beginning."""
+
+    first: int
+    end: int
+    """The first node, and the first that stays."""
+    from_s: float
+    to_s: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,10 @@ class Setup:
     repair_s: float = 4 * 3600.0
     spares: int = 0
     """Of the nodes, those that wait to take the place of a failed one."""
+    away: tuple[Away, ...] = ()
+    """When nodes are looked after."""
+    budgets: dict[str, float] = field(default_factory=dict)
+    """GPU-hours a month of tenants that have a budget."""
     seed: int = 0
 
     @property
@@ -103,6 +118,8 @@ class _Story:
             self._chance = np.random.default_rng((setup.seed, 1))
             self._wear = [(self._lasts_s(), node, False) for node in range(setup.nodes)]
             heapq.heapify(self._wear)
+        self._tides = sorted({time for one in setup.away for time in (one.from_s - LEAD_S, one.to_s)}, reverse=True)
+        """When nodes go away or are back, the next last."""
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
         self.ended = 0
@@ -116,7 +133,8 @@ class _Story:
         """When something happens next; never again once all jobs are done."""
         if self.ended == len(self._trace):
             return math.inf
-        return min(self._comes_s(), self._ends_s(), self._wear[0][0] if self._wear else math.inf)
+        worn = self._wear[0][0] if self._wear else math.inf
+        return min(self._comes_s(), self._ends_s(), worn, self._tides[-1] if self._tides else math.inf)
 
     def _comes_s(self) -> float:
         return float(self._trace.submit_s[self._coming]) if self._coming < len(self._trace) else math.inf
@@ -132,7 +150,9 @@ class _Story:
     def happen(self, at: float) -> None:
         """A job ends, or else a node fails or is mended, or else a job comes."""
         self._pass(at)
-        if self._ends_s() <= at:
+        if self._tides and self._tides[-1] <= at:
+            self._tides.pop()
+        elif self._ends_s() <= at:
             self._end(at)
         elif self._wear and self._wear[0][0] <= at:
             self._wear_out(at)
@@ -201,17 +221,19 @@ class _Story:
         """One cycle of the scheduler."""
         self._pass(now)
         snapshot = self._snapshot
-        if not self.waiting:
+        if not self.waiting and not snapshot.nodes.leaving(now).any():
             return
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        stops, sizes = (
+        stops, moves, sizes = (
             np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
-            for kind in ("stop", "resize")
+            for kind in ("stop", "move", "resize")
         )
         for row, lost in zip(stops.tolist(), self._lost_gpu_s(stops, now).tolist(), strict=True):
             self._meter.stopped(self._job_of[row], lost, "preemption")
+        for row, lost in zip(moves.tolist(), self._late_gpu_s(moves, now).tolist(), strict=True):
+            self._meter.stopped(self._job_of[row], lost, "maintenance")
         for row, lost in zip(sizes.tolist(), self._late_gpu_s(sizes, now).tolist(), strict=True):
             self._meter.stopped(self._job_of[row], lost, "resize")
         carry_out(snapshot, decisions)
@@ -263,8 +285,15 @@ def _empty(trace: Trace, setup: Setup) -> Snapshot:
     unknown = [name for name in trace.tenants if name not in guarantees]
     if unknown:
         raise UsageError(f"tenant {unknown[0]} has jobs and no guarantee", hint="name it, with 0 GPUs at least")
+    for name in setup.budgets:
+        if name not in guarantees:
+            raise UsageError(f"tenant {name} has a budget and no guarantee", hint=f"there are {', '.join(guarantees)}")
     for name, gpus in guarantees.items():
-        snapshot.tenants.join(name, gpus)
+        snapshot.tenants.join(name, gpus, budget_gpu_h=setup.budgets.get(name))
+    for one in setup.away:
+        if not 0 <= one.first < one.end <= setup.nodes:
+            raise UsageError(f"nodes {one.first} to {one.end} are to be away, and there are {setup.nodes}")
+        snapshot.nodes.announce(snapshot.nodes.names[one.first : one.end], one.from_s, one.to_s)
     snapshot.tenants.check(setup.gpus)
     return snapshot
 

@@ -13,8 +13,8 @@ from headway.cluster.snapshot import Snapshot
 __all__ = ["CAUSES", "Meter", "Outcome", "summary"]
 
 LONG_S = 86400.0
-Cause = Literal["preemption", "failure", "resize"]
-CAUSES: tuple[Cause, ...] = ("preemption", "failure", "resize")
+Cause = Literal["preemption", "failure", "maintenance", "resize"]
+CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ class Meter:
         self._now = now
         leaves, tenants = self._leaves, self._snapshot.tenants
         used, guarantee = tenants.used[leaves], tenants.guarantee[leaves]
-        owed = np.minimum(guarantee, used + tenants.wanted[leaves]) - used
         self._used += passed * float(used.sum())
-        self._owed += passed * float(np.maximum(owed, 0).sum())
+        self._owed += passed * float(tenants.lacks()[leaves].sum())
         self._guaranteed += passed * float(guarantee.sum())
 
     def started(self, job: int, now: float) -> None:
@@ -150,6 +149,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
         "preemptions": outcome.stops["preemption"],
         "failures": outcome.stops["failure"],
+        "moves": outcome.stops["maintenance"],
         "resizes": outcome.stops["resize"],
         "lost_gpu_s": outcome.lost_gpu_s,
         "cycles": outcome.cycles,
