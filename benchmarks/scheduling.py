@@ -17,7 +17,7 @@ from headway.cluster.policies import POLICIES
 from headway.cluster.simulate import Setup, compare, read_trace, summary
 
 NAMES = ("headway", "headway without stops", "slurm", "kueue", "fifo")
-WITH_DEADLINES = ("headway", "edf", "las", "slurm", "fifo", "srtf")
+WITH_DEADLINES = ("headway", "headway elastic", "edf", "las", "slurm", "fifo", "srtf")
 
 
 def measured(trace, gpus: int, seed: int, names: Sequence[str] = NAMES) -> dict[str, dict]:
@@ -26,8 +26,9 @@ def measured(trace, gpus: int, seed: int, names: Sequence[str] = NAMES) -> dict[
     for name in names:
         policy = POLICIES[name.split()[0]]
         share = 0.0 if "without" in name else 0.5
+        setup = Setup("a100", 8, gpus // 8, preemptible=share, elastic=float("elastic" in name), seed=seed)
         begin = time.perf_counter()
-        outcome = compare(trace, Setup("a100", 8, gpus // 8, preemptible=share, seed=seed), [policy])[policy.name]
+        outcome = compare(trace, setup, [policy])[policy.name]
         found[name] = summary(outcome) | {"seconds": time.perf_counter() - begin}
     return found
 

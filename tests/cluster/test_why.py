@@ -62,7 +62,7 @@ def by_trying(snapshot: Snapshot, policy: str, name: str) -> dict[str, object]:
         found["preemptible"] = True
     if job["pools"] in (1, 2) and starts(snapshot, policy, name, pools=3):
         found["chip"] = "a100" if job["pools"] == 1 else "h100"
-    fewer = [gpus for gpus in range(1, job["gpus"]) if starts(snapshot, policy, name, gpus=gpus)]
+    fewer = [gpus for gpus in range(1, job["gpus"]) if starts(snapshot, policy, name, gpus=gpus, least=gpus)]
     return found | ({"gpus": max(fewer)} if fewer else {})
 
 

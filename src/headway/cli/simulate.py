@@ -46,6 +46,10 @@ def simulate(
     preemptible: Annotated[
         float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
     ] = 0.5,
+    elastic: Annotated[
+        float,
+        typer.Option("--elastic", min=0, max=1, help="Share of jobs that can have half to four times their GPUs."),
+    ] = 0.0,
     save_every: Annotated[
         float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Between a job's checkpoints.")
     ] = 1800,
@@ -77,6 +81,7 @@ def simulate(
         nodes,
         site=site,
         preemptible=preemptible,
+        elastic=elastic,
         save_every_s=save_every,
         restart_s=restart,
         node_days=node_days,

@@ -125,9 +125,9 @@ class _Future:
             decisions = decide(snapshot, now, self._policy)
             carry_out(snapshot, decisions)
             for decision in decisions:
-                if decision.kind == "start":
-                    if decision.job == row:
-                        return now - self._begin
+                if decision.kind == "start" and decision.job == row:
+                    return now - self._begin
+                if decision.kind in ("start", "resize"):
                     self._started(decision.job)
             last = now
         return math.inf
@@ -164,5 +164,5 @@ class _Future:
     def _will_end(self, row: int) -> None:
         snapshot, jobs = self._snapshot, self._snapshot.jobs
         late = float(jobs.restart_s[row]) if jobs.starts[row] > 1 else 0.0
-        end = float(jobs.since_s[row]) + late + self._takes[row] - float(jobs.done_s[row])
+        end = float(jobs.since_s[row] + late + (self._takes[row] - jobs.done_s[row]) / jobs.speed[row])
         heapq.heappush(self._ends, (max(end, snapshot.now_s), row, int(jobs.starts[row]), jobs.names[row]))

@@ -2,7 +2,7 @@
 
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
 likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a higher
-level, if that can be stopped, and those are stopped first that lose least. Beside that stand five rules:
+level, if that can be stopped, and those are stopped first that lose least. Beside that stand six rules:
 
     slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
             passed gives way to all others
@@ -10,6 +10,8 @@ level, if that can be stopped, and those are stopped first that lose least. Besi
     owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
             if it has been short of late
     shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
+    budget  jobs of a tenant that has spent its GPU-hours of the month run on what idles alone: they are last, all may
+            stop them, and those that cannot be stopped wait
     band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
 
 No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise
@@ -30,7 +32,7 @@ LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 NEXT_S = 1800.0
 """A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
 DUE_S, LATE_DUE_S = 7 * 86400.0, 28 * 86400.0
-DUE = -1
+DUE, BROKE = -1, 99
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
 """Of its guarantee: who lacked more of late is short."""
@@ -42,14 +44,15 @@ class LeastServed:
     """Who may stop whom."""
 
     def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
-        """By the GPU-seconds that jobs have had, and their deadlines; whoever lost a node counts as new, and DUE are
-        those that are due."""
-        jobs, held = snapshot.jobs, snapshot.held_s(rows, now)
-        levels = np.searchsorted(LEVELS_GPU_S, (held + NEXT_S) * jobs.gpus[rows], side="right")
+        """By the GPU-seconds that jobs have had, and their deadlines; whoever lost a node counts as new, DUE are
+        those that are due, and BROKE those of tenants that have spent their budgets."""
+        jobs = snapshot.jobs
+        levels = np.searchsorted(LEVELS_GPU_S, snapshot.had_gpu_s(rows, now, NEXT_S), side="right")
         levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
         levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows]] = 0
         levels[due(snapshot, rows, now)] = DUE
+        levels[snapshot.tenants.broke()[jobs.tenant[rows]]] = BROKE
         return levels
 
     def _has_slack(self, snapshot: Snapshot, rows: Rows, now: float) -> Flags:
@@ -72,7 +75,7 @@ class LeastServed:
         borrows = (used > snapshot.tenants.guarantee[: len(used)])[tenants]
         may: Flags = runs.levels > level
         if level > 0:
-            may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants]
+            may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants] | (runs.levels == BROKE)
         if self._owed(snapshot, used, waits.rows, now)[0]:
             may |= borrows & (tenants != tenant) & (runs.levels != DUE)
         return may
@@ -82,7 +85,7 @@ class LeastServed:
         jobs, tenants = snapshot.jobs, snapshot.jobs.tenant[rows]
         patience = np.where(_short(snapshot)[tenants], OWED_SOON_S, OWED_S)
         within = used[tenants] + jobs.gpus[rows] <= snapshot.tenants.guarantee[tenants]
-        owed: Flags = within & (now - jobs.waits_s[rows] >= patience)
+        owed: Flags = within & (now - jobs.waits_s[rows] >= patience) & ~snapshot.tenants.broke()[tenants]
         return owed
 
 
@@ -100,11 +103,13 @@ def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
 
 
 def order(snapshot: Snapshot, now: float) -> Rows:
-    """By priority, then by level, smaller gangs first; who is due as they came."""
+    """By priority, then by level, smaller gangs first. Before all others who is due, as they came, and after them who
+    has spent its budget."""
     jobs, rows = snapshot.jobs, snapshot.queue
     levels = STOPS.levels(snapshot, rows, now)
     sizes = np.where(levels == DUE, 0, jobs.gpus[rows])
-    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64)))]
+    tiers = np.where(levels == BROKE, 1, np.where(levels == DUE, -1, 0))
+    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64), tiers))]
 
 
 def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
@@ -116,4 +121,4 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True)
+LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, elastic=True, quotas=True)

@@ -70,7 +70,7 @@ class HigherYield:
 
 def attained(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
     """Levels by the GPU-seconds that jobs have had."""
-    return np.searchsorted(ATTAINED_GPU_S, snapshot.held_s(rows, now) * snapshot.jobs.gpus[rows], side="right")
+    return np.searchsorted(ATTAINED_GPU_S, snapshot.had_gpu_s(rows, now), side="right")
 
 
 def deadlines(snapshot: Snapshot, rows: Rows, _: float) -> NDArray[np.int64]:

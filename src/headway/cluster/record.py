@@ -115,14 +115,18 @@ def _meant(snapshot: Snapshot, said: Sequence[Any]) -> Decision:
 
 
 def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
-    """Do to a snapshot what was decided, at its own time: stops first, which make room for the starts."""
+    """Do to a snapshot what was decided, at its own time: stops first, which make room, then all else in its order."""
     decisions = list(decisions)
     stops = [decision.job for decision in decisions if decision.kind == "stop"]
     if stops:
         snapshot.stop_all(stops)
     for decision in decisions:
-        if decision.kind == "start":
+        if decision.kind == "move":
+            snapshot.move(decision.job)
+        elif decision.kind == "start":
             snapshot.start(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            snapshot.resize(decision.job, decision.pool, decision.place)
 
 
 @dataclass(frozen=True)

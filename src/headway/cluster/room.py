@@ -58,6 +58,10 @@ class Room:
         free = self.free if at_most is None else np.minimum(self.free, at_most)
         return Room(free, self.size, self.domains, self.usable)
 
+    def only(self, nodes: NDArray[np.bool_]) -> "Room":
+        """Another to try on, of some of the nodes alone."""
+        return Room(self.free, self.size, self.domains, self.usable & nodes)
+
     def largest(self, within: int = ANYWHERE) -> int:
         """GPUs of the largest gang that would find a place, or find one within a domain of a level."""
         if within == ANYWHERE or not self.whole:

@@ -73,10 +73,12 @@ def why(snapshot: Snapshot, now: float, policy: Policy, name: str, history: Hist
             return _waits(snapshot, now, policy, row, decision.reason, history)
     trial = Trial(snapshot, policy, now)
     for decision in decisions:
-        if decision.kind == "stop":
+        if decision.kind in ("stop", "move"):
             trial.give(decision.job)
         elif decision.kind == "start":
             trial.take(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            trial.swap(decision.job, snapshot.places[decision.job], (decision.pool, decision.place))
     reason = _binds(snapshot, trial, policy, row, now)
     return _waits(snapshot, now, policy, row, reason, history)
 
@@ -91,12 +93,17 @@ def _waits(snapshot: Snapshot, now: float, policy: Policy, row: int, reason: Rea
 def _binds(snapshot: Snapshot, trial: Trial, policy: Policy, row: int, now: float) -> Reason:
     """The constraint that keeps it from starting, once everything that was decided now is done."""
     gpus, tenant = int(snapshot.jobs.gpus[row]), int(snapshot.jobs.tenant[row])
+    if row in trial.broke:
+        budget = float(snapshot.tenants.budget_gpu_s[snapshot.tenants.path(tenant)].min()) / 3600
+        return Reason(Code.BUDGET, (("tenant", snapshot.tenants.names[tenant]), ("budget_gpu_h", budget)))
     if trial.fixed + gpus > trial.most(row):
         return Reason(Code.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.most(row))))
     if trial.allowed is not None and not trial.allows(row, gpus):
         room = int(trial.allowed[tenant])
         names = (("gpus", gpus), ("tenant", snapshot.tenants.names[tenant]), ("room", room))
         return Reason(Code.QUOTA, names)
+    if trial.find(row) is None and any(room.find(gpus, int(snapshot.jobs.within[row])) for room in trial.rooms):
+        return Reason(Code.WINDOW, (("gpus", gpus),))
     if trial.find(row) is None:
         return Reason(Code.NO_ROOM, (("gpus", gpus), ("largest", max(trial.largest))))
     order = policy.order(snapshot, now)

@@ -42,6 +42,8 @@ class Tenant:
     parent: str | None = None
     borrow: int | None = None
     lend: int | None = None
+    budget_gpu_h: float | None = None
+    """A month."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Site:
     def join_tenants(self, snapshot: Snapshot) -> None:
         """Tenants join."""
         for one in self.tenants:
-            snapshot.tenants.join(one.name, one.guarantee, one.parent, one.borrow, one.lend)
+            snapshot.tenants.join(one.name, one.guarantee, one.parent, one.borrow, one.lend, one.budget_gpu_h)
 
 
 def read_topology(file: Path) -> Site:
