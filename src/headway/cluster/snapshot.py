@@ -473,7 +473,7 @@ class Snapshot:
     def held_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """Seconds that jobs have held their GPUs so far, in all starts."""
         jobs = self.jobs
-        return jobs.ran_s[rows] + np.where(jobs.running[rows], now - np.nan_to_num(jobs.since_s[rows]), 0.0)
+        return jobs.ran_s[rows] + np.where(jobs.running[rows], now - jobs.since_s[rows], 0.0)
 
     def had_gpu_s(self, rows: NDArray[np.int64], now: float, more_s: float = 0.0) -> NDArray[np.float64]:
         """GPU-seconds that jobs have held so far; `more_s` counts as had at their size."""

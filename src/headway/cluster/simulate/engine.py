@@ -208,7 +208,7 @@ class _Story:
             submit_s=float(trace.submit_s[job]),
             preemptible=bool(self._can_stop[job]),
             limit_s=float(self._limits[job]),
-            deadline_s=float(np.nan_to_num(trace.deadline_s[job], nan=math.inf)),
+            deadline_s=math.inf if math.isnan(trace.deadline_s[job]) else float(trace.deadline_s[job]),
             save_every_s=setup.save_every_s,
             restart_s=setup.restart_s,
             user=trace.users[job] if trace.users else "",
@@ -230,16 +230,14 @@ class _Story:
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        stops, moves, sizes = (
-            np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
-            for kind in ("stop", "move", "resize")
-        )
-        for row, lost in zip(stops.tolist(), self._lost_gpu_s(stops, now).tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], lost, "preemption")
-        for row, lost in zip(moves.tolist(), self._late_gpu_s(moves, now).tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], lost, "maintenance")
-        for row, lost in zip(sizes.tolist(), self._late_gpu_s(sizes, now).tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], lost, "resize")
+        for kind, cause, lost_gpu_s in (
+            ("stop", "preemption", self._lost_gpu_s),
+            ("move", "maintenance", self._late_gpu_s),
+            ("resize", "resize", self._late_gpu_s),
+        ):
+            rows = np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
+            for row, lost in zip(rows.tolist(), lost_gpu_s(rows, now).tolist() if len(rows) else (), strict=True):
+                self._meter.stopped(self._job_of[row], lost, cause)
         carry_out(snapshot, decisions)
         for decision in decisions:
             if decision.kind == "start":
