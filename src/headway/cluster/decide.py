@@ -87,13 +87,16 @@ def _starts(trial: Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], i
         # who does not fit now fits no better after the others of the block have started
         fits = trial.fitting(block)
         blocked = begin + int(fits.argmin()) if blocked is None and not fits.all() else blocked
-        for number in np.flatnonzero(fits).tolist():
+        left = np.flatnonzero(fits)
+        while len(left):
+            number, left = int(left[0]), left[1:]
             if blocked is not None and begin + number > blocked and policy.behind != "pass":
                 return decisions, blocked
             if trial.fits(int(block[number])):
                 decisions.append(_start(trial, int(block[number])))
             else:
                 blocked = min(begin + number, len(rows) if blocked is None else blocked)
+                left = left[trial.fitting(block[left])]
         if blocked is not None and policy.behind != "pass":
             return decisions, blocked
     return decisions, blocked

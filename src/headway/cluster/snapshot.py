@@ -318,8 +318,9 @@ class Snapshot:
                 self.sizes[rows[-1]] = tuple((int(gpus), float(speed)) for gpus, speed in job.sizes)
             self.tenants.want(self.tenants.rows[job.tenant], job.gpus)
             self._told += 1
+        first = max(len(self.queue) - 1, 0)
         queue = np.concatenate((self.queue, np.array(rows, np.int64)))
-        if (np.diff(self.jobs.submit_s[queue]) < 0).any():
+        if (np.diff(self.jobs.submit_s[queue[first:]]) < 0).any():
             queue = queue[np.lexsort((self.jobs.number[queue], self.jobs.submit_s[queue]))]
         self._queue = queue
         return rows

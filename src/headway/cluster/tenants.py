@@ -65,6 +65,8 @@ class Tenants(Columns):
         """Tenants that belong to the same one, or to nobody; parents come first."""
         self._boundless = True
         """Whether all lend and borrow without a limit."""
+        self._budgets = False
+        """Whether anybody has a budget."""
 
     def join(
         self,
@@ -91,6 +93,7 @@ class Tenants(Columns):
         self.budget_gpu_s[row] = math.inf if budget_gpu_h is None else 3600 * budget_gpu_h
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
         self._boundless &= not limits
+        self._budgets |= budget_gpu_h is not None
         parents = self.parent[: len(self)]
         self._groups = [
             (np.flatnonzero(parents == one), one) for one in (NOBODY, *sorted({*parents.tolist()} - {NOBODY}))
@@ -158,11 +161,13 @@ class Tenants(Columns):
         count = len(self)
         used = self.used[:count]
         lacks = np.maximum(np.minimum(self.guarantee[:count], used + self.wanted[:count]) - used, 0)
-        return np.where(self.broke(), 0, lacks)
+        return np.where(self.broke(), 0, lacks) if self._budgets else lacks
 
     def broke(self) -> NDArray[np.bool_]:
         """Which have spent their budget of the month, or belong to one that has."""
         count = len(self)
+        if not self._budgets:
+            return np.zeros(count, np.bool_)
         broke: NDArray[np.bool_] = self.spent_gpu_s[:count] >= self.budget_gpu_s[:count]
         for row in np.flatnonzero(self.parent[:count] != NOBODY).tolist() if broke.any() else ():
             broke[row] |= broke[self.parent[row]]  # parents come first
