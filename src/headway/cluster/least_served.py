@@ -36,8 +36,9 @@ DUE, BROKE = -1, 99
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
 """Of its guarantee: who lacked more of late is short."""
-BAND = 0.07
-"""Of the cluster, for each doubling of a gang."""
+BAND, BAND_GPUS = 0.07, 256
+"""Of the cluster, for each doubling of a gang. In a larger cluster than this a gang counts by its share of it: 1,024 of
+6,776 GPUs as 38 of 256."""
 
 
 class LeastServed:
@@ -115,7 +116,8 @@ def order(snapshot: Snapshot, now: float) -> Rows:
 def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
     """GPUs that jobs that cannot be stopped may hold, with one of these: it alone at least, all of them who is due."""
     gpus = snapshot.jobs.gpus[rows]
-    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * np.log2(gpus))
+    doublings = np.log2(np.maximum(gpus * min(BAND_GPUS / max(snapshot.gpus, 1), 1.0), 1.0))
+    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * doublings)
     most: NDArray[np.float64] = np.maximum(share, gpus)
     return most
 
