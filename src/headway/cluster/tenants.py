@@ -67,6 +67,8 @@ class Tenants(Columns):
         """Whether all lend and borrow without a limit."""
         self._budgets = False
         """Whether anybody has a budget."""
+        self._lacks: NDArray[np.int64] | None = None
+        """What each lacks, until somebody takes or wants something."""
 
     def join(
         self,
@@ -94,6 +96,7 @@ class Tenants(Columns):
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
         self._boundless &= not limits
         self._budgets |= budget_gpu_h is not None
+        self._lacks = None
         parents = self.parent[: len(self)]
         self._groups = [
             (np.flatnonzero(parents == one), one) for one in (NOBODY, *sorted({*parents.tolist()} - {NOBODY}))
@@ -121,10 +124,12 @@ class Tenants(Columns):
     def take(self, row: int, gpus: int) -> None:
         """Count GPUs as used, or with a negative number as free again."""
         self.used[self._paths[row]] += gpus
+        self._lacks = None
 
     def want(self, row: int, gpus: int) -> None:
         """Count GPUs as waited for, or with a negative number no longer."""
         self.wanted[self._paths[row]] += gpus
+        self._lacks = None
 
     def room(self, free: int, used: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
@@ -158,10 +163,11 @@ class Tenants(Columns):
 
     def lacks(self) -> NDArray[np.int64]:
         """GPUs that each waits for within its guarantee, unless it has spent its budget."""
-        count = len(self)
-        used = self.used[:count]
-        lacks = np.maximum(np.minimum(self.guarantee[:count], used + self.wanted[:count]) - used, 0)
-        return np.where(self.broke(), 0, lacks) if self._budgets else lacks
+        if self._lacks is None:
+            count = len(self)
+            used = self.used[:count]
+            self._lacks = np.maximum(np.minimum(self.guarantee[:count], used + self.wanted[:count]) - used, 0)
+        return np.where(self.broke(), 0, self._lacks) if self._budgets else self._lacks
 
     def broke(self) -> NDArray[np.bool_]:
         """Which have spent their budget of the month, or belong to one that has."""

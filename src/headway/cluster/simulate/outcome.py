@@ -61,6 +61,7 @@ class Meter:
         self._first, self._end = np.full(count, math.nan), np.full(count, math.nan)
         self._starts = np.zeros(count, np.int64)
         self._leaves = np.array(snapshot.tenants.leaves())
+        self._promised = float(snapshot.tenants.guarantee[self._leaves].sum())
         self._now = float(trace.submit_s[0])
         self._used, self._owed, self._guaranteed = 0.0, 0.0, 0.0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
@@ -76,10 +77,9 @@ class Meter:
             return
         self._now = now
         leaves, tenants = self._leaves, self._snapshot.tenants
-        used, guarantee = tenants.used[leaves], tenants.guarantee[leaves]
-        self._used += passed * float(used.sum())
+        self._used += passed * float(tenants.used[leaves].sum())
         self._owed += passed * float(tenants.lacks()[leaves].sum())
-        self._guaranteed += passed * float(guarantee.sum())
+        self._guaranteed += passed * self._promised
 
     def started(self, job: int, now: float) -> None:
         """It has its GPUs."""
