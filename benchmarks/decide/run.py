@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.cluster.decide import decide
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
 from headway.cluster.snapshot import Job, Snapshot
 

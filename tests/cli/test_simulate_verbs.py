@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli.simulate import _told
+
 LOG = "job_id,submit_s,duration_s,num_gpus,vc\n" + "".join(
     f"j{number},{number * 40},{200 + 977 * (number % 7)},{(1, 2, 4, 8, 16)[number % 5]},{'ab'[number % 2]}\n"
     for number in range(60)
@@ -59,6 +61,25 @@ def test_a_record_is_replayed_and_asked(folder: Path) -> None:
     assert answer["sentence"]
 
 
+def test_a_job_that_waits_is_told_when_it_may_start(folder: Path) -> None:
+    asked = ("why", "j34", "--from", "kept", "--at", 2100, "--policy", "fifo")
+    answer = json.loads(headway(*asked, "--json", folder=folder).stdout)
+    assert answer["state"] == "waits"
+    assert 0 < answer["start"]["p50_s"] <= answer["start"]["p90_s"]
+    assert "as likely as not" in headway(*asked, folder=folder).stdout
+
+
+def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 1.0, 11.0, 11.0, 12.0, 22.0, 22.0])
+    progress = _told(100, lambda: next(times))
+    for count in (30, 30, 40, 50):
+        progress("slurm", count)
+    assert capsys.readouterr().err.splitlines() == [
+        "slurm: 60 of 100 jobs",
+        "slurm: 50 of 100 jobs, with other limits",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -67,6 +88,9 @@ def test_a_record_is_replayed_and_asked(folder: Path) -> None:
         (["simulate", "log.csv", "--on", "a100x8x1"], "asks for 16 GPUs, and there are 8"),
         (["simulate", "log.csv", "--on", "a100x8x3", "--spares", "3"], "--spares 3, of 3 nodes"),
         (["simulate", "log.csv", "--on", "abacus"], "abacus"),
+        (["simulate", "log.csv"], "neither --on nor --cluster says where"),
+        (["simulate", "--on", "a100x8x3"], "there is no log of jobs"),
+        (["simulate", "--generate", "acme-like", "--on", "a100x8x3"], "gangs of 1,024 GPUs"),
         (["why", "j30", "--from", "kept", "--policy", "las"], "has no record of las"),
         (["why", "nobody", "--from", "kept", "--at", "1300"], "there is no job nobody"),
         (["replay", "."], "has no records"),

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.decide import decide
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import DRAINING, Job, Snapshot
 

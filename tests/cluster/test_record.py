@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cluster.least_served import POLICIES
+from headway.cluster.policies import POLICIES
 from headway.cluster.record import as_it_was, policies_in, record_of, replay
 from headway.cluster.simulate import Setup, Trace, simulate
 from headway.cluster.why import why
@@ -113,7 +113,7 @@ def waiting(records: Path, name: str) -> tuple[float, str]:
     for line in map(json.loads, lines_of(record_of(records, name))):
         if "decided" not in line or line["at"] < 10_000:
             continue
-        snapshot, policy = as_it_was(record_of(records, name), line["at"])
+        snapshot, policy, *_ = as_it_was(record_of(records, name), line["at"])
         if len(snapshot.queue):
             return line["at"], snapshot.jobs.names[int(policy.order(snapshot, line["at"])[-1])]
     raise AssertionError("somebody waits in every log")
@@ -122,7 +122,7 @@ def waiting(records: Path, name: str) -> tuple[float, str]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_job_that_waits_is_told_why(records: Path, name: str) -> None:
     at, job = waiting(records, name)
-    snapshot, policy = as_it_was(record_of(records, name), at)
+    snapshot, policy, *_ = as_it_was(record_of(records, name), at)
     before = snapshot.to_json()
     told = why(snapshot, at, policy, job)
     assert told.state == "waits"
@@ -133,7 +133,7 @@ def test_a_job_that_waits_is_told_why(records: Path, name: str) -> None:
 
 def test_a_job_that_runs_and_one_that_nobody_knows(records: Path) -> None:
     at, _ = waiting(records, "headway")
-    snapshot, policy = as_it_was(record_of(records, "headway"), at)
+    snapshot, policy, *_ = as_it_was(record_of(records, "headway"), at)
     told = why(snapshot, at, policy, snapshot.jobs.names[int(snapshot.active[0])])
     assert told.state == "runs"
     assert "GPUs since" in told.reason.sentence
@@ -176,7 +176,7 @@ def test_a_gang_that_the_band_holds_back_is_told_so(tmp_path: Path) -> None:
     )
     path = tmp_path / "headway.jsonl.gz"
     simulate(trace, Setup("a100", 8, 2, preemptible=0.0), POLICIES["headway"], record=path)
-    snapshot, policy = as_it_was(path, 100.0)
+    snapshot, policy, *_ = as_it_was(path, 100.0)
     told = why(snapshot, 100.0, policy, "j12")
     assert told.reason.code == "band"
     assert told.reason.sentence.endswith("such jobs may hold 14 at most")

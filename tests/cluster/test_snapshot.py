@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from headway.cluster.room import Placement
 from headway.cluster.snapshot import DRAINING, HEALTHY, QUARANTINED, SPARE, Job, Snapshot
 from headway.errors import UsageError
 
@@ -512,3 +513,21 @@ def test_what_is_no_snapshot_is_refused_in_one_sentence(name, change):
 def test_what_is_not_even_json_is_refused_too(text):
     with pytest.raises(UsageError):
         Snapshot.from_json(text)
+
+
+def test_what_happens_to_a_copy_does_not_happen_here() -> None:
+    snapshot = Snapshot()
+    snapshot.nodes.join("h100", 4, ["a", "b"])
+    snapshot.tenants.join("red", 8)
+    one, two = snapshot.submit([Job("one", "red", 4, user="ann"), Job("two", "red", 4)])
+    snapshot.start(one, 0, Placement(np.array([0], np.int32), np.array([4], np.int32)))
+    before = snapshot.to_json()
+    other = snapshot.copy()
+    assert other.to_json() == before
+    other.advance(5000.0)
+    other.start(two, 0, Placement(np.array([1], np.int32), np.array([4], np.int32)))
+    other.end(one)
+    other.submit([Job("three", "red", 1)])
+    other.fail(1)
+    assert other.to_json() != before
+    assert snapshot.to_json() == before

@@ -1,6 +1,7 @@
 """`headway simulate`: a log of jobs on a cluster, under several policies."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,20 +12,44 @@ import typer
 from headway.cli.options import Json
 
 if TYPE_CHECKING:
-    from headway.cluster.simulate import Outcome, Setup, Trace
+    from headway.cluster.simulate import Outcome, Setup, Site, Trace
 
 __all__ = ["simulate"]
 
 
 def simulate(
-    log: Annotated[Path, typer.Argument(metavar="TRACE", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")],
-    on: Annotated[str, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")],
+    log: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE", help="Or a cluster.toml, with tenants and topology.")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option("--topology", metavar="FILE", help="Hosts and their switches as CSV.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option("--generate", metavar="NAME", help="Make a log up: acme-like, seren-like.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Of a log that is made up.")] = None,
+    load: Annotated[
+        float, typer.Option("--load", min=0.01, max=10, help="GPUs that such a log asks for, of those there are.")
+    ] = 0.8,
     policy: Annotated[
-        str, typer.Option("--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo; sjf is an oracle.")
+        str,
+        typer.Option(
+            "--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles."
+        ),
     ] = "headway,slurm,kueue,fifo",
     preemptible: Annotated[
         float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
     ] = 0.5,
+    elastic: Annotated[
+        float,
+        typer.Option("--elastic", min=0, max=1, help="Share of jobs that can have half to four times their GPUs."),
+    ] = 0.0,
     save_every: Annotated[
         float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Between a job's checkpoints.")
     ] = 1800,
@@ -45,16 +70,18 @@ def simulate(
 ) -> None:
     """Run a log of jobs through the scheduler, months in seconds, under several policies."""
     from headway.cli.text import print_json
-    from headway.cluster.simulate import Setup, compare, find_policies, read_trace, summary, without_waiting
+    from headway.cluster.simulate import Setup, compare, find_policies, summary, without_waiting
     from headway.errors import UsageError
-    from headway.hardware import parse_on
 
-    policies, cluster = find_policies(policy), parse_on(on)
+    policies = find_policies(policy)
+    chip, per_node, nodes, site = _where(on, cluster, topology)
     setup = Setup(
-        cluster.chip.name,
-        cluster.per_node,
-        cluster.nodes,
+        chip,
+        per_node,
+        nodes,
+        site=site,
         preemptible=preemptible,
+        elastic=elastic,
         save_every_s=save_every,
         restart_s=restart,
         node_days=node_days,
@@ -62,12 +89,12 @@ def simulate(
         spares=spares,
         seed=seed,
     )
-    if spares >= cluster.nodes:
-        raise UsageError(f"--spares {spares}, of {cluster.nodes} nodes", hint="leave some to work on")
-    trace = read_trace(log)
+    if spares >= nodes:
+        raise UsageError(f"--spares {spares}, of {nodes} nodes", hint="leave some to work on")
+    trace = _jobs(log, workload, setup, jobs, load)
     if record is not None:
         _new_folder(record)
-    with _bars([one.name for one in policies], len(trace)) as progress:
+    with _bars([one.name for one in policies], len(trace), quiet=json) as progress:
         outcomes = compare(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
     if plot is not None:
@@ -77,6 +104,36 @@ def simulate(
         print_json(limits | {"policies": summaries})
     else:
         print("\n".join(_table(trace, setup, summaries, without_waiting(trace))))
+
+
+def _where(on: str | None, cluster: Path | None, topology: Path | None) -> "tuple[str, int, int, Site]":
+    """Chip, GPUs of a node, nodes, and what is known beside."""
+    from dataclasses import replace
+
+    from headway.cluster.simulate import Site, read_site, read_topology
+    from headway.errors import UsageError
+    from headway.hardware import load_cluster, parse_on
+
+    if (on is None) == (cluster is None):
+        what = "neither --on nor --cluster says" if on is None else "--on and --cluster both say"
+        raise UsageError(f"{what} where the jobs run", hint="for example --on a100x8x32")
+    found = load_cluster(cluster) if cluster is not None else parse_on(on or "")
+    site = read_site(cluster) if cluster is not None else Site()
+    if topology is not None:
+        there = read_topology(topology)
+        site = replace(site, hosts=there.hosts, domains=there.domains)
+    return found.chip.name, found.per_node, found.nodes, site
+
+
+def _jobs(log: Path | None, workload: str | None, setup: "Setup", jobs: int | None, load: float) -> "Trace":
+    """A log that is read or made up."""
+    from headway.cluster.simulate import generate, read_trace
+    from headway.errors import UsageError
+
+    if (log is None) == (workload is None):
+        what = "there is no log of jobs" if log is None else "there are a log of jobs and --generate"
+        raise UsageError(what, hint="name a CSV file, or --generate acme-like")
+    return read_trace(log) if log is not None else generate(workload or "", setup.gpus, jobs, load, setup.seed)
 
 
 def _new_folder(record: Path) -> None:
@@ -92,10 +149,10 @@ def _new_folder(record: Path) -> None:
 
 
 @contextmanager
-def _bars(names: list[str], jobs: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar for each policy, on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda *_: None
+def _bars(names: list[str], jobs: int, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar for each policy on a terminal, and elsewhere a line now and then."""
+    if quiet or not sys.stderr.isatty():
+        yield (lambda *_: None) if quiet else _told(jobs)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -104,6 +161,21 @@ def _bars(names: list[str], jobs: int) -> Iterator[Callable[[str, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {name: bars.add_task(name, total=jobs) for name in names}
         yield lambda name, count: bars.advance(tasks[name], count)
+
+
+def _told(jobs: int, clock: Callable[[], float] = time.monotonic) -> Callable[[str, int], None]:
+    """Says on standard error how far a policy is, every ten seconds."""
+    done, last = dict[str, int](), clock()
+
+    def progress(name: str, count: int) -> None:
+        nonlocal last
+        done[name] = done.get(name, 0) + count
+        if clock() - last >= 10:
+            last = clock()
+            again = ", with other limits" if done[name] > jobs else ""
+            print(f"{name}: {(done[name] - 1) % jobs + 1:,} of {jobs:,} jobs{again}", file=sys.stderr, flush=True)
+
+    return progress
 
 
 def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bound: dict[str, Any]) -> Iterator[str]:
@@ -121,6 +193,9 @@ def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bou
         use = f"{one['utilization']:>5.0%}  {one['quota_deficit']:>5.1%}  {one['preemptions']:>6,}"
         yield f"{name:8}{completion}  {delay}  {use}"
     yield f"{'no wait':8}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>9}"
+    if known := next(iter(found.values()))["deadlines"]:
+        misses = ", ".join(f"{name} {one['deadline_misses']:,}" for name, one in found.items())
+        yield f"of {known:,} deadlines missed: {misses}"
     if setup.node_days is not None:
         for name, one in found.items():
             lost = one["lost_gpu_s"]["failure"] / 3600

@@ -22,7 +22,7 @@ def why(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say why a job waits: what binds it, who holds what it waits for, what would start it."""
+    """Say why a job waits: what binds it, who holds what it waits for, when it may start, what would start it."""
     from dataclasses import asdict
 
     from headway.cli.text import print_json
@@ -36,9 +36,9 @@ def why(
     name = policy or ("headway" if "headway" in there else there[0])
     if name not in there:
         raise UsageError(f"{record} has no record of {name}", hint=f"there are {', '.join(there)}")
-    snapshot, found = as_it_was(record_of(record, name), math.inf if at is None else at)
+    snapshot, found, history, _ = as_it_was(record_of(record, name), math.inf if at is None else at)
     try:
-        told = answer(snapshot, snapshot.now_s if at is None else at, found, job)
+        told = answer(snapshot, snapshot.now_s if at is None else at, found, job, history)
     except UsageError as error:
         raise UsageError(error.message, hint=_life(record_of(record, name), job)) from None
     if json:
@@ -50,8 +50,20 @@ def why(
         for holder in told.holders[:8]:
             kind = "job" if holder.jobs == 1 else "jobs"
             print(f"  {holder.tenant:20} {holder.gpus:>7,} in {holder.jobs:,} {kind}, {holder.guarantee:,} guaranteed")
+    if told.start is not None:
+        print(_when(told.start.p50_s, told.start.p90_s))
     for change in told.instead:
-        print(f"it would start now by {change}")
+        print(f"it would start now by {change.sentence}")
+
+
+def _when(p50_s: float, p90_s: float) -> str:
+    """When it may start, in words."""
+    from headway.cli.text import duration
+
+    if math.isinf(p50_s):
+        return "nobody can say when it starts: in half of the futures that were drawn it never did"
+    surely = "never for sure" if math.isinf(p90_s) else f"in nine futures of ten within {duration(p90_s)}"
+    return f"it starts within {duration(p50_s)} as likely as not, {surely}"
 
 
 def _life(record: Path, job: str) -> str:

@@ -1,7 +1,8 @@
 """Rows of one kind as columns: arrays that grow, are updated in place, and are read whole."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,6 +44,14 @@ class Columns:
         """Forget a row; its number will be another's."""
         del self.rows[self.names[row]]
         self._freed.append(row)
+
+    def copy(self) -> Self:
+        """Another that learns nothing of what happens to this one."""
+        made = copy(self)
+        made._freed, made.names, made.rows = self._freed.copy(), self.names.copy(), self.rows.copy()
+        for column in self._kinds:
+            setattr(made, column, getattr(self, column).copy())
+        return made
 
     def record(self, row: int) -> dict[str, Any]:
         """One row as plain values, with its name."""

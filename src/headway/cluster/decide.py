@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
-from headway.cluster.policies import Policy, Ranked, Rows, Stops
+from headway.cluster.elastic import grow, shrink
+from headway.cluster.policy import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
@@ -27,26 +28,55 @@ FEW_STOPS = 16
 
 
 def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
-    """What to do now."""
-    # 1 what is free, to try on
+    """What to do now, in the order it can be done: stops make room first."""
+    # 1 what is free, to try on, without the nodes that go away: what runs there saves, and waits
     trial = Trial(snapshot, policy, now)
+    moves = _moves(trial, now)
     # 2 who is first
     rows = policy.order(snapshot, now)
     # 3 all that fit, in this order, until one does not
     decisions, blocked = _starts(trial, rows, policy)
-    if blocked is None:
-        return decisions
-    if policy.stops is not None:
-        # 4 for the others, whoever may be stopped for them yields
-        started = {decision.job for decision in decisions}
-        left = rows[[row not in started for row in rows.tolist()]]
-        return [*decisions, *_displace(trial, left, now, policy.stops)]
-    if policy.behind != "backfill":
-        return decisions
-    # 4 keep a place for that one, and let others pass as far as they do not delay it
-    head = int(rows[blocked])
-    kept = _reserve(trial, head, now, decisions)
-    return [*decisions, *([kept.decision] if kept else ()), *_backfill(trial, rows[blocked + 1 :], head, kept, now)]
+    decisions = [*moves, *decisions]
+    if blocked is not None and policy.behind == "backfill":
+        # 4 keep a place for that one, and let others pass as far as they do not delay it
+        head = int(rows[blocked])
+        kept = _reserve(trial, head, decisions, now)
+        decisions += [kept.decision] if kept else []
+        decisions += _backfill(trial, rows[blocked + 1 :], head, kept, now)
+    # 5 for the others, elastic jobs give back what they have beyond their least size
+    if blocked is not None and policy.elastic and snapshot.sizes:
+        able = snapshot.active[now - snapshot.jobs.since_s[snapshot.active] >= MIN_RUN_S]
+        decisions += shrink(trial, _without(rows, decisions), _without(able, moves))
+    # 6 and whoever may be stopped for them yields
+    if blocked is not None and policy.stops is not None:
+        decisions += _displace(trial, _without(rows, decisions), now, policy.stops, decisions)
+    # 7 what idles still goes to those who make most of it
+    return grow(trial, decisions, now) if policy.elastic and snapshot.sizes else decisions
+
+
+def _moves(trial: Trial, now: float) -> list[Decision]:
+    """Jobs on nodes that go away."""
+    snapshot, nodes = trial.snapshot, trial.snapshot.nodes
+    if not trial.windows:
+        return []
+    moves, leaving = list[Decision](), nodes.leaving(now)
+    for row in snapshot.active.tolist():
+        pool, place = snapshot.places[row]
+        here = place.nodes + nodes.pools[pool].first
+        here = here[leaving[here]]
+        if len(here):
+            trial.give(row)
+            numbers = (("node", nodes.names[int(here[0])]), ("in_s", max(float(nodes.away_s[here].min()) - now, 0.0)))
+            moves.append(Decision("move", row, pool, place, Reason(Code.AWAY, numbers)))
+    return moves
+
+
+def _without(rows: Rows, decisions: Sequence[Decision]) -> Rows:
+    """Those of which nothing is decided yet."""
+    decided = {decision.job for decision in decisions}
+    if not decided:
+        return rows
+    return rows[[row not in decided for row in rows.tolist()]]
 
 
 def _starts(trial: Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
@@ -57,13 +87,16 @@ def _starts(trial: Trial, rows: Rows, policy: Policy) -> tuple[list[Decision], i
         # who does not fit now fits no better after the others of the block have started
         fits = trial.fitting(block)
         blocked = begin + int(fits.argmin()) if blocked is None and not fits.all() else blocked
-        for number in np.flatnonzero(fits).tolist():
+        left = np.flatnonzero(fits)
+        while len(left):
+            number, left = int(left[0]), left[1:]
             if blocked is not None and begin + number > blocked and policy.behind != "pass":
                 return decisions, blocked
             if trial.fits(int(block[number])):
                 decisions.append(_start(trial, int(block[number])))
             else:
                 blocked = min(begin + number, len(rows) if blocked is None else blocked)
+                left = left[trial.fitting(block[left])]
         if blocked is not None and policy.behind != "pass":
             return decisions, blocked
     return decisions, blocked
@@ -77,16 +110,18 @@ def _start(trial: Trial, row: int) -> Decision:
     return Decision("start", row, *found, Reason(Code.FIRST, (("gpus", gpus),)))
 
 
-def _displace(trial: Trial, rows: Rows, now: float, stops: Stops) -> list[Decision]:
-    """Stop jobs for those that wait, and start these in their place."""
+def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequence[Decision]) -> list[Decision]:
+    """Stop jobs for those that wait, and start these in their place; not those of which something is decided."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
     stoppable = active[jobs.preemptible[active] & (now - jobs.since_s[active] >= MIN_RUN_S)]
+    stoppable = _without(stoppable, [one for one in before if one.kind in ("resize", "move")])
     if not len(stoppable):
         return []
     brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()
     waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
-    alike = _alike(waits.levels, stops.kinds(snapshot, waits, now), jobs.pools[rows], jobs.within[rows])
+    kinds = stops.kinds(snapshot, waits, now)
+    alike = _alike(waits.levels, kinds, jobs.pools[rows], jobs.within[rows], trial.bars(rows))
     yielding, left, at = Yielding(snapshot, stoppable, now), trial.bounded(rows), 0
     while at < len(rows) and brake > 0:  # the next cycle goes on: a storm of restarts would stall all who load and save
         at += int(left[at:].argmax())
@@ -128,9 +163,9 @@ def _who_yields(trial: Trial, row: int, yielding: Yielding, may: NDArray[np.bool
     """In the first pool where a job would fit then."""
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-    for pool, room in enumerate(trial.rooms):
+    for pool in range(len(trial.rooms)):
         if pools >> pool & 1:
-            chosen = yielding.cheapest(room, pool, gpus, may, within)
+            chosen = yielding.cheapest(trial.room(row, pool), pool, gpus, may, within)
             if chosen is not None:
                 return chosen
     return None
@@ -153,14 +188,15 @@ class _Kept:
     later: Room
 
 
-def _reserve(trial: Trial, row: int, now: float, started: Sequence[Decision]) -> _Kept | None:
+def _reserve(trial: Trial, row: int, before: Sequence[Decision], now: float) -> _Kept | None:
     """The earliest place for a job, if all that runs ends by its limit; None where limits say nothing."""
     jobs, best = trial.snapshot.jobs, None
     gpus, within = int(jobs.gpus[row]), int(jobs.within[row])
-    ends = _ends(trial.snapshot, now, started)
-    for number, room in enumerate(trial.rooms):
+    ends = _ends(trial.snapshot, before, now)
+    for number in range(len(trial.rooms)):
         if not jobs.pools[row] >> number & 1:
             continue
+        room = trial.room(row, number)
         here = [(end_s, place) for end_s, pool, place in ends if pool == number and math.isfinite(end_s)]
         later, freed = room.copy(), room.total
         for end_s, place in here:
@@ -177,9 +213,10 @@ def _reserve(trial: Trial, row: int, now: float, started: Sequence[Decision]) ->
     return best
 
 
-def _ends(snapshot: Snapshot, now: float, started: Sequence[Decision]) -> list[tuple[float, int, Placement]]:
-    """When all that runs, and what is started now, ends by its limit, and what it leaves; the first first."""
-    jobs, active = snapshot.jobs, snapshot.active
+def _ends(snapshot: Snapshot, before: Sequence[Decision], now: float) -> list[tuple[float, int, Placement]]:
+    """When all that stays, and what is started now, ends by its limit, and what it leaves; the first first."""
+    jobs, active = snapshot.jobs, _without(snapshot.active, before)
+    started = [one for one in before if one.kind == "start"]
     limits = np.maximum(jobs.since_s[active] + jobs.limit_s[active] - jobs.ran_s[active], now).tolist()
     ends = [(end_s, *snapshot.places[row]) for end_s, row in zip(limits, active.tolist(), strict=True)]
     left = [float(jobs.limit_s[one.job] - jobs.ran_s[one.job]) for one in started]
@@ -215,8 +252,9 @@ def _beside(trial: Trial, row: int, kept: _Kept) -> tuple[int, Placement] | None
     """A place that leaves the kept one as it is, however long the job may hold it."""
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-    for number, room in enumerate(trial.rooms):
+    for number in range(len(trial.rooms)):
         if pools >> number & 1 and gpus <= trial.largest[number]:
+            room = trial.room(row, number)
             there = kept.later.copy(room.free) if number == kept.decision.pool else room
             place = there.find(gpus, within)
             if place is not None:

@@ -22,6 +22,11 @@ class Code(StrEnum):
     BEHIND = "behind"
     DISPLACES = "displaces"
     YIELDS = "yields"
+    BUDGET = "budget"
+    AWAY = "away"
+    WINDOW = "window"
+    GROWS = "grows"
+    SHRINKS = "shrinks"
     RUNS = "runs"
 
 
@@ -35,6 +40,11 @@ _SENTENCES = {
     Code.BAND: "cannot be stopped, as {held} of the GPUs in use; with its {gpus} such jobs may hold {most:.0f} at most",
     Code.DISPLACES: "{count} of higher levels yield, and lose {lost_gpu_s:.0f} GPU-seconds of work",
     Code.YIELDS: "{head} has had less of the cluster, and stopping this loses least: {lost_gpu_s:.0f} GPU-seconds",
+    Code.BUDGET: "tenant {tenant} has spent its {budget_gpu_h:.0f} GPU-hours of this month, and this cannot be stopped",
+    Code.AWAY: "node {node} goes away in {in_s:.0f} s: it saves, and starts elsewhere",
+    Code.WINDOW: "finds {gpus} GPUs only on nodes that go away before it would be done, by its limit",
+    Code.GROWS: "{gpus} GPUs instead of {before}, which idle, and it makes {adds:.1f} GPUs' worth of work of them",
+    Code.SHRINKS: "gives back what it has beyond {gpus} GPUs, so that {head} can start",
     Code.RUNS: "has {gpus} GPUs since {since_s:.0f} s",
     Code.BEHIND: "waits behind {head}, which is of higher rank",
 }
@@ -57,7 +67,7 @@ class Reason:
 class Decision:
     """What to do with one job."""
 
-    kind: Literal["start", "stop", "reserve"]
+    kind: Literal["start", "stop", "move", "resize", "reserve"]
     job: int
     """Its row in the snapshot."""
     pool: int

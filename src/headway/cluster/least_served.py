@@ -2,49 +2,65 @@
 
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
 likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a higher
-level, if that can be stopped, and those are stopped first that lose least. Beside that stand four rules:
+level, if that can be stopped, and those are stopped first that lose least. Beside that stand six rules:
 
-    due     who has waited for a week in all goes first, and is not stopped again
+    slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
+            passed gives way to all others
+    due     who has waited for a week in all (four, if its deadline has passed) goes first, and is not stopped again
     owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
             if it has been short of late
     shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
+    budget  jobs of a tenant that has spent its GPU-hours of the month run on what idles alone: they are last, all may
+            stop them, and those that cannot be stopped wait
     band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
 
-No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise;
+No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise
+(with time, slack only shrinks);
 what is owed is taken after half an hour of waiting at the earliest, and who is due is never stopped.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import PEERS, Flags, Policy, Ranked, Rows
+from headway.cluster.policy import Flags, Policy, Ranked, Rows
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["DUE", "POLICIES", "LeastServed"]
+__all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
 
 LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
 NEXT_S = 1800.0
 """A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
-DUE_S = 7 * 86400.0
-DUE = -1
+DUE_S, LATE_DUE_S = 7 * 86400.0, 28 * 86400.0
+DUE, BROKE = -1, 99
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
 """Of its guarantee: who lacked more of late is short."""
-BAND = 0.07
-"""Of the cluster, for each doubling of a gang."""
+BAND, BAND_GPUS = 0.07, 256
+"""Of the cluster, for each doubling of a gang. In a larger cluster than this a gang counts by its share of it: 1,024 of
+6,776 GPUs as 38 of 256."""
 
 
 class LeastServed:
     """Who may stop whom."""
 
     def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
-        """By the GPU-seconds that jobs have had; whoever lost a node counts as new, and DUE are those that are due."""
-        jobs, held = snapshot.jobs, snapshot.held_s(rows, now)
-        levels = np.searchsorted(LEVELS_GPU_S, (held + NEXT_S) * jobs.gpus[rows], side="right")
+        """By the GPU-seconds that jobs have had, and their deadlines; whoever lost a node counts as new, DUE are
+        those that are due, and BROKE those of tenants that have spent their budgets."""
+        jobs = snapshot.jobs
+        levels = np.searchsorted(LEVELS_GPU_S, snapshot.had_gpu_s(rows, now, NEXT_S), side="right")
+        levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
+        levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows]] = 0
         levels[due(snapshot, rows, now)] = DUE
+        levels[snapshot.tenants.broke()[jobs.tenant[rows]]] = BROKE
         return levels
+
+    def _has_slack(self, snapshot: Snapshot, rows: Rows, now: float) -> Flags:
+        """Whether a deadline could be met: one that has run for long will likely run for as long again."""
+        left_s = snapshot.jobs.deadline_s[rows] - now
+        slack: Flags = (left_s > np.maximum(snapshot.held_s(rows, now), NEXT_S)) & (left_s < np.inf)
+        return slack
 
     def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
         """The tenant, where it matters: of who is owed, and where others are shielded."""
@@ -60,7 +76,7 @@ class LeastServed:
         borrows = (used > snapshot.tenants.guarantee[: len(used)])[tenants]
         may: Flags = runs.levels > level
         if level > 0:
-            may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants]
+            may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants] | (runs.levels == BROKE)
         if self._owed(snapshot, used, waits.rows, now)[0]:
             may |= borrows & (tenants != tenant) & (runs.levels != DUE)
         return may
@@ -70,7 +86,7 @@ class LeastServed:
         jobs, tenants = snapshot.jobs, snapshot.jobs.tenant[rows]
         patience = np.where(_short(snapshot)[tenants], OWED_SOON_S, OWED_S)
         within = used[tenants] + jobs.gpus[rows] <= snapshot.tenants.guarantee[tenants]
-        owed: Flags = within & (now - jobs.waits_s[rows] >= patience)
+        owed: Flags = within & (now - jobs.waits_s[rows] >= patience) & ~snapshot.tenants.broke()[tenants]
         return owed
 
 
@@ -82,26 +98,29 @@ def _short(snapshot: Snapshot) -> Flags:
 
 def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
     """Who has waited long enough in all."""
-    long: Flags = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now) > DUE_S
+    most = np.where(snapshot.jobs.deadline_s[rows] <= now, LATE_DUE_S, DUE_S)
+    long: Flags = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now) > most
     return long
 
 
 def order(snapshot: Snapshot, now: float) -> Rows:
-    """By priority, then by level, smaller gangs first; who is due as they came."""
+    """By priority, then by level, smaller gangs first. Before all others who is due, as they came, and after them who
+    has spent its budget."""
     jobs, rows = snapshot.jobs, snapshot.queue
     levels = STOPS.levels(snapshot, rows, now)
     sizes = np.where(levels == DUE, 0, jobs.gpus[rows])
-    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64)))]
+    tiers = np.where(levels == BROKE, 1, np.where(levels == DUE, -1, 0))
+    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64), tiers))]
 
 
 def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
     """GPUs that jobs that cannot be stopped may hold, with one of these: it alone at least, all of them who is due."""
     gpus = snapshot.jobs.gpus[rows]
-    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * np.log2(gpus))
+    doublings = np.log2(np.maximum(gpus * min(BAND_GPUS / max(snapshot.gpus, 1), 1.0), 1.0))
+    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * doublings)
     most: NDArray[np.float64] = np.maximum(share, gpus)
     return most
 
 
 STOPS = LeastServed()
-POLICIES = {"headway": Policy("headway", order, behind="pass", stops=STOPS, bound=band, quotas=True), **PEERS}
-"""All there are, by name."""
+LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, elastic=True, quotas=True)

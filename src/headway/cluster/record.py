@@ -9,21 +9,36 @@ counts the others and has a checksum of them: a record that was cut off or chang
 import gzip
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import xxhash
 
 from headway.cluster.decide import decide
-from headway.cluster.decisions import Decision
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.decisions import Code, Decision, Reason
+from headway.cluster.history import History
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
+from headway.cluster.room import Placement
 from headway.cluster.snapshot import Job, Snapshot
 from headway.errors import UsageError
 
-__all__ = ["Difference", "Recorder", "as_it_was", "carry_out", "life_of", "policies_in", "record_of", "replay"]
+__all__ = [
+    "Difference",
+    "Past",
+    "Recorder",
+    "as_it_was",
+    "carry_out",
+    "life_of",
+    "policies_in",
+    "record_of",
+    "replay",
+    "retold",
+]
 
 FORMAT = 1
 
@@ -59,8 +74,8 @@ class Recorder:
     def came(self, now: float, job: Job, known_s: float = math.nan) -> None:
         """A job was submitted."""
         told = {} if math.isnan(known_s) else {"known_s": known_s}
-        limit = None if math.isinf(job.limit_s) else job.limit_s
-        self._write({"at": now, "job": {**asdict(job), "limit_s": limit}} | told)
+        asked = {key: "inf" if value == math.inf else value for key, value in asdict(job).items()}
+        self._write({"at": now, "job": asked} | told)
 
     def ended(self, now: float, name: str) -> None:
         """A job is done."""
@@ -91,15 +106,27 @@ def _said(snapshot: Snapshot, decision: Decision) -> list[Any]:
     return [decision.kind, snapshot.jobs.names[decision.job], place, decision.at_s, decision.reason.code, numbers]
 
 
+def _meant(snapshot: Snapshot, said: Sequence[Any]) -> Decision:
+    """The decision that `_said` made words of."""
+    kind, name, (pool, nodes, gpus), at_s, code, numbers = said
+    place = Placement(np.array(nodes, np.int32), np.array(gpus, np.int32))
+    reason = Reason(Code(code), tuple((key, value) for key, value in numbers))
+    return Decision(kind, snapshot.jobs.rows[name], pool, place, reason, at_s)
+
+
 def carry_out(snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
-    """Do to a snapshot what was decided, at its own time: stops first, which make room for the starts."""
+    """Do to a snapshot what was decided, at its own time: stops first, which make room, then all else in its order."""
     decisions = list(decisions)
     stops = [decision.job for decision in decisions if decision.kind == "stop"]
     if stops:
         snapshot.stop_all(stops)
     for decision in decisions:
-        if decision.kind == "start":
+        if decision.kind == "move":
+            snapshot.move(decision.job)
+        elif decision.kind == "start":
             snapshot.start(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            snapshot.resize(decision.job, decision.pool, decision.place)
 
 
 @dataclass(frozen=True)
@@ -116,7 +143,7 @@ class Difference:
 def replay(path: Path) -> Iterator[Difference | None]:
     """Decide every recorded cycle again: None for each that is equal. The first that is not is the last."""
     number = 0
-    for snapshot, policy, line in _lines(path):
+    for _, snapshot, policy, line in _lines(path):
         if "decided" not in line:
             continue
         today = decide(snapshot, line["at"], policy)
@@ -132,13 +159,27 @@ def replay(path: Path) -> Iterator[Difference | None]:
         yield None
 
 
-def as_it_was(path: Path, at_s: float) -> tuple[Snapshot, Policy]:
-    """The snapshot after everything that happened until a time, and the policy it was under."""
-    found: tuple[Snapshot, Policy] | None = None
-    for snapshot, policy, line in _lines(path, at_s):
+class Past(NamedTuple):
+    """What was known at a time."""
+
+    snapshot: Snapshot
+    policy: Policy
+    history: History
+    decided: bool
+    """Whether the last thing that happened was a cycle."""
+
+
+def retold(path: Path, until_s: float = math.inf) -> Iterator[Past]:
+    """Everything that happened until a time, one thing after another; it is the same snapshot that moves on."""
+    for history, snapshot, policy, line in _lines(path, until_s):
         if "decided" in line:
-            carry_out(snapshot, decide(snapshot, line["at"], policy))
-        found = snapshot, policy
+            carry_out(snapshot, [_meant(snapshot, said) for said in line["decided"]])
+        yield Past(snapshot, policy, history, "decided" in line)
+
+
+def as_it_was(path: Path, at_s: float) -> Past:
+    """The snapshot after everything that happened until a time, and the policy it was under."""
+    found = next(iter(deque(retold(path, at_s), maxlen=1)), None)
     if found is None:
         raise UsageError(f"nothing had happened yet at {at_s:.0f} s", hint="--at names a later second of the record")
     return found
@@ -158,7 +199,7 @@ def _at(decisions: Sequence[Any], number: int) -> Any:
     return decisions[number] if number < len(decisions) else ()
 
 
-def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Policy, dict[str, Any]]]:
+def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[History, Snapshot, Policy, dict[str, Any]]]:
     """Each line until a time, with the snapshot as it is then: what happened is in it, a cycle's decisions are not."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -167,6 +208,7 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
             if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("policy") not in POLICIES:
                 raise UsageError(f"{path} is no record of decisions that is known here")
             snapshot, policy = Snapshot.from_json(json.dumps(head["cluster"])), POLICIES[head["policy"]]
+            history = History()
             for text in file:
                 line = json.loads(text)
                 if "sum" in line:
@@ -179,16 +221,24 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
                 count += 1
                 snapshot.advance(line["at"])
                 if "job" in line:
-                    job = line["job"]
-                    job["limit_s"] = math.inf if job["limit_s"] is None else job["limit_s"]
-                    snapshot.submit([Job(**job)], [line.get("known_s", math.nan)])
+                    asked: dict[str, Any] = {
+                        key: math.inf if value == "inf" else value for key, value in line["job"].items()
+                    }
+                    snapshot.submit([Job(**asked)], [line.get("known_s", math.nan)])
+                    history.submitted(Job(**asked))
                 elif "end" in line:
-                    snapshot.end(snapshot.jobs.rows[line["end"]])
+                    row = snapshot.jobs.rows[line["end"]]
+                    if snapshot.jobs.running[row]:
+                        worked = float(snapshot.worked_s(np.array([row]), line["at"])[0])
+                        history.ended(line["end"], line["at"], worked)
+                    else:
+                        history.gone(line["end"])
+                    snapshot.end(row)
                 elif "fail" in line:
                     snapshot.fail(snapshot.nodes.rows[line["fail"]])
                 elif "mend" in line:
                     snapshot.mend(snapshot.nodes.rows[line["mend"]], line["state"])
-                yield snapshot, policy, line
+                yield history, snapshot, policy, line
         raise UsageError(f"{path} is cut off: what wrote it did not come to its end", hint="record it again")
     except (FileNotFoundError, IsADirectoryError):
         raise UsageError(f"there is no record {path}", hint="headway simulate --record DIR writes one") from None

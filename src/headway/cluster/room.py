@@ -49,19 +49,30 @@ class Room:
         self.size = size
         self.domains = np.empty((0, len(free)), np.int32) if domains is None else domains
         self.total = int(self.free.sum())
-        self.whole = int(np.count_nonzero(self.free == size))
-        self._heaps: list[list[int]] | None = None
-        """Nodes by their free GPUs, the first first; those that have other numbers free by now are passed over."""
+        self._counts: list[int] = np.bincount(self.free, minlength=size + 1).tolist()
+        """How many nodes have 0, 1, 2 ... GPUs free."""
+        self._heaps: dict[int, list[int]] = {}
+        """Nodes by their free GPUs, the first first, where somebody has asked; those that have other numbers free by
+        now are passed over."""
+
+    @property
+    def whole(self) -> int:
+        """Nodes of which all is free."""
+        return self._counts[self.size]
 
     def copy(self, at_most: NDArray[np.int32] | None = None) -> "Room":
         """Another to try on, with no more free than `at_most`."""
         free = self.free if at_most is None else np.minimum(self.free, at_most)
         return Room(free, self.size, self.domains, self.usable)
 
+    def only(self, nodes: NDArray[np.bool_]) -> "Room":
+        """Another to try on, of some of the nodes alone."""
+        return Room(self.free, self.size, self.domains, self.usable & nodes)
+
     def largest(self, within: int = ANYWHERE) -> int:
         """GPUs of the largest gang that would find a place, or find one within a domain of a level."""
         if within == ANYWHERE or not self.whole:
-            most = next((free for free in range(self.size - 1, 0, -1) if self._first(free) is not None), 0)
+            most = next((free for free in range(self.size - 1, 0, -1) if self._counts[free]), 0)
             return self.whole * self.size + most
         partial = np.where(self.free < self.size, self.free, 0)
         level = self.domains[within]
@@ -88,12 +99,14 @@ class Room:
 
     def _first(self, free: int) -> int | None:
         """The first node with so many GPUs free."""
-        if self._heaps is None:
-            self._heaps = [np.flatnonzero(self.free == count).tolist() for count in range(self.size + 1)]
+        if not self._counts[free]:
+            return None
+        if free not in self._heaps:
+            self._heaps[free] = np.flatnonzero(self.free == free).tolist()
         heap = self._heaps[free]
-        while heap and self.free[heap[0]] != free:
+        while self.free[heap[0]] != free:
             heappop(heap)
-        return heap[0] if heap else None
+        return heap[0]
 
     def _in(self, domain: NDArray[np.bool_] | None, whole: int, rest: int) -> Placement | None:
         """Whole nodes and GPUs of one more, all in a domain."""
@@ -126,7 +139,8 @@ class Room:
             before = int(self.free[node])
             after = before + sign * gpus
             self.free[node] = after
-            self.whole += (after == self.size) - (before == self.size)
+            self._counts[before] -= 1
+            self._counts[after] += 1
             self.total += sign * gpus
-            if self._heaps is not None:
+            if after in self._heaps:
                 heappush(self._heaps[after], node)

@@ -7,6 +7,7 @@ how long at most, what it has done so far and when it last saved.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,13 @@ from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
-__all__ = ["DRAINING", "HEALTHY", "QUARANTINED", "SPARE", "Job", "Jobs", "Nodes", "Pool", "Snapshot"]
+__all__ = ["DRAINING", "HEALTHY", "LEAD_S", "QUARANTINED", "SPARE", "Job", "Jobs", "Nodes", "Pool", "Snapshot"]
 
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
 ANY_POOL = -1
+LEAD_S = 600.0
+"""So long before a node goes away nothing is on it any more."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,19 @@ class Nodes(Columns):
         gpus: NDArray[np.int32]
         free: NDArray[np.int32]
         state: NDArray[np.int8]
+        away_s: NDArray[np.float64]
+        back_s: NDArray[np.float64]
 
     def __init__(self) -> None:
-        super().__init__({"gpus": (np.int32, 0), "free": (np.int32, 0), "state": (np.int8, HEALTHY)})
+        super().__init__(
+            {
+                "gpus": (np.int32, 0),
+                "free": (np.int32, 0),
+                "state": (np.int8, HEALTHY),
+                "away_s": (np.float64, math.inf),  # when it goes away to be looked after
+                "back_s": (np.float64, -math.inf),
+            }
+        )
         self.pools: list[Pool] = []
         self.levels: tuple[str, ...] = ()
         """Of the network's domains, the smallest first."""
@@ -106,10 +119,40 @@ class Nodes(Columns):
         """Of each level, the domain of each node of a pool."""
         return self._domain_names[pool]
 
-    def room(self, pool: Pool) -> Room:
+    def room(self, pool: Pool, now: float = -math.inf) -> Room:
         """What is free for new jobs in a pool."""
         rows = slice(pool.first, pool.end)
-        return Room(self.free[rows], pool.size, self._domains[pool.number], self.state[rows] == HEALTHY)
+        usable = (self.state[rows] == HEALTHY) & ~self.leaving(now)[rows]
+        return Room(self.free[rows], pool.size, self._domains[pool.number], usable)
+
+    def announce(self, names: Iterable[str], away_s: float, back_s: float) -> None:
+        """Nodes will be away for some time: all of them are told, or, where one cannot be, none. UsageError."""
+        names = list(names)
+        if not -math.inf < away_s < back_s < math.inf:
+            raise UsageError(f"nodes are away from {away_s} s to {back_s} s", hint="seconds, the end after the begin")
+        for name in names:
+            if name not in self.rows:
+                raise UsageError(f"node {name} is to be away, and there is none of that name")
+            row = self.rows[name]
+            if self.back_s[row] > away_s:
+                told = f"from {self.away_s[row]:.0f} s to {self.back_s[row]:.0f} s"
+                raise UsageError(f"node {name} is away {told} already", hint="one time after the other")
+        rows = [self.rows[name] for name in names]
+        self.away_s[rows], self.back_s[rows] = away_s, back_s
+
+    def leaving(self, now: float) -> NDArray[np.bool_]:
+        """Which nodes are away, or nearly."""
+        leaving: NDArray[np.bool_] = (self.away_s - LEAD_S <= now) & (now < self.back_s)
+        return leaving
+
+    def stays_s(self, now: float) -> NDArray[np.float64]:
+        """How long each node will be there."""
+        return np.where(self.back_s > now, self.away_s - LEAD_S - now, math.inf)
+
+    def windows(self, pool: Pool) -> list[tuple[str, float, float]]:
+        """Of nodes of a pool that are or were to be away: name, and from when to when."""
+        rows = pool.first + np.flatnonzero(np.isfinite(self.away_s[pool.first : pool.end]))
+        return [(self.names[row], float(self.away_s[row]), float(self.back_s[row])) for row in rows.tolist()]
 
     def largest(self, within: int) -> int:
         """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
@@ -144,6 +187,13 @@ class Job:
     """Seconds from a start until it works again."""
     within: str | None = None
     """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
+    user: str = ""
+    """Who sent it, where somebody said."""
+    deadline_s: float = math.inf
+    """When it should be done."""
+    sizes: tuple[tuple[int, float], ...] = ()
+    """The scaling curve of an elastic job: GPUs, `gpus` first, and how fast it works with them (seconds of its work a
+    second). It starts with the first size, and has more when GPUs idle."""
 
 
 class Jobs(Columns):
@@ -152,11 +202,15 @@ class Jobs(Columns):
     if TYPE_CHECKING:
         tenant: NDArray[np.int32]
         gpus: NDArray[np.int32]
+        least: NDArray[np.int32]
+        speed: NDArray[np.float64]
+        other_gpu_s: NDArray[np.float64]
         priority: NDArray[np.int32]
         preemptible: NDArray[np.bool_]
         pools: NDArray[np.int64]
         submit_s: NDArray[np.float64]
         limit_s: NDArray[np.float64]
+        deadline_s: NDArray[np.float64]
         save_every_s: NDArray[np.float64]
         restart_s: NDArray[np.float64]
         within: NDArray[np.int8]
@@ -169,17 +223,22 @@ class Jobs(Columns):
         starts: NDArray[np.int32]
         failed: NDArray[np.bool_]
         known_s: NDArray[np.float64]
+        user: NDArray[np.str_]
 
     def __init__(self) -> None:
         super().__init__(
             {
                 "tenant": (np.int32, NOBODY),
-                "gpus": (np.int32, 0),
+                "gpus": (np.int32, 0),  # that it has, or waits for
+                "least": (np.int32, 0),  # that it can do with
+                "speed": (np.float64, 1.0),  # seconds of its work a second
+                "other_gpu_s": (np.float64, 0.0),  # GPU-seconds had at other sizes, beyond its seconds at this one
                 "priority": (np.int32, 0),
                 "preemptible": (np.bool_, False),
                 "pools": (np.int64, ANY_POOL),  # a bit for each pool that it can use
                 "submit_s": (np.float64, 0.0),
                 "limit_s": (np.float64, math.inf),
+                "deadline_s": (np.float64, math.inf),
                 "save_every_s": (np.float64, 1800.0),
                 "restart_s": (np.float64, 120.0),
                 "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
@@ -192,6 +251,7 @@ class Jobs(Columns):
                 "starts": (np.int32, 0),
                 "failed": (np.bool_, False),  # waits since a node of its failed
                 "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
+                "user": ("U32", ""),
             },
             room=1024,
         )
@@ -212,6 +272,8 @@ class Snapshot:
         """Rows of the jobs that run, in the order they started."""
         self.places: dict[int, tuple[int, Placement]] = {}
         """Of each that runs its pool, and its nodes there."""
+        self.sizes: dict[int, tuple[tuple[int, float], ...]] = {}
+        """Scaling curves of elastic jobs."""
 
     @property
     def queue(self) -> NDArray[np.int64]:
@@ -220,13 +282,20 @@ class Snapshot:
             self._queue, self._stale = self._queue[~self.jobs.running[self._queue]], False
         return self._queue
 
+    def copy(self) -> "Snapshot":
+        """Another, to look ahead with: what happens to it does not happen here."""
+        made = copy(self)
+        made.nodes, made.tenants, made.jobs = self.nodes.copy(), self.tenants.copy(), self.jobs.copy()
+        made.places, made.sizes = self.places.copy(), self.sizes.copy()
+        return made
+
     # -- what happens
 
     def advance(self, now_s: float) -> None:
         """Let time pass."""
         assert now_s >= self.now_s, "time goes on"
         if now_s > self.now_s:
-            self.tenants.age(now_s - self.now_s)
+            self.tenants.age(now_s - self.now_s, self.now_s)
             self.now_s = now_s
 
     def submit(self, jobs: Iterable[Job], known_s: Iterable[float] = ()) -> list[int]:
@@ -239,14 +308,19 @@ class Snapshot:
             seen.add(job.name)
         known, rows = iter(known_s), []
         for job in jobs:
-            values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in ("name", "tenant")}
+            apart = ("name", "tenant", "sizes")
+            values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in apart}
+            values |= {"least": job.gpus, "speed": job.sizes[0][1] if job.sizes else 1.0}
             values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan), "number": self._told}
             values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
             rows.append(self.jobs.add(job.name, tenant=self.tenants.rows[job.tenant], **values))
+            if job.sizes:
+                self.sizes[rows[-1]] = tuple((int(gpus), float(speed)) for gpus, speed in job.sizes)
             self.tenants.want(self.tenants.rows[job.tenant], job.gpus)
             self._told += 1
+        first = max(len(self.queue) - 1, 0)
         queue = np.concatenate((self.queue, np.array(rows, np.int64)))
-        if (np.diff(self.jobs.submit_s[queue]) < 0).any():
+        if (np.diff(self.jobs.submit_s[queue[first:]]) < 0).any():
             queue = queue[np.lexsort((self.jobs.number[queue], self.jobs.submit_s[queue]))]
         self._queue = queue
         return rows
@@ -266,6 +340,10 @@ class Snapshot:
         for key, least in (("submit_s", -math.inf), ("limit_s", 0.0), ("save_every_s", 0.0)):
             if not getattr(job, key) > least:
                 raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint="seconds, more than none")
+        if job.sizes:
+            _check_sizes(job)
+        if not job.deadline_s > job.submit_s:
+            raise UsageError(f"job {job.name}: deadline_s is {job.deadline_s}, and it comes at {job.submit_s}")
         if not 0 <= job.restart_s < math.inf or math.isinf(job.submit_s):
             raise UsageError(f"job {job.name}: submit_s is {job.submit_s}, restart_s {job.restart_s}", hint="seconds")
         largest = self.nodes.largest(ANYWHERE if job.within is None else self.nodes.levels.index(job.within))
@@ -287,16 +365,41 @@ class Snapshot:
         assert not jobs.running[row], "a job runs once"
         rows = place.nodes + nodes.pools[pool].first
         assert (nodes.free[rows] >= place.gpus).all(), "nodes are never given twice"
-        assert place.total == jobs.gpus[row], "all of a gang or nothing"
+        assert place.total == jobs.gpus[row] or place.total in dict(self.sizes.get(row, ())), "all of a gang or nothing"
         nodes.free[rows] -= place.gpus
         self.tenants.take(jobs.tenant[row], place.total)
-        self.tenants.want(jobs.tenant[row], -place.total)
+        self.tenants.want(jobs.tenant[row], -int(jobs.gpus[row]))
+        self._size(row, place.total)
         self.places[row] = (pool, place)
         jobs.running[row], jobs.since_s[row] = True, self.now_s
         jobs.starts[row] += 1
         jobs.failed[row] = False
         self._stale = True
         self.active = np.append(self.active, row)
+
+    def resize(self, row: int, pool: int, place: Placement) -> None:
+        """A job that runs was asked to save, and goes on after a restart with more GPUs or fewer."""
+        jobs, nodes, rows = self.jobs, self.nodes, np.array([row])
+        assert place.total in dict(self.sizes[row]), "a size that the job can have"
+        before, old = self.places[row]
+        nodes.free[old.nodes + nodes.pools[before].first] += old.gpus
+        here = place.nodes + nodes.pools[pool].first
+        assert (nodes.free[here] >= place.gpus).all(), "nodes are never given twice"
+        nodes.free[here] -= place.gpus
+        self.places[row] = (pool, place)
+        self.tenants.take(jobs.tenant[row], place.total - old.total)
+        jobs.done_s[row] = self.worked_s(rows, self.now_s)[0]
+        jobs.ran_s[row] += self.now_s - jobs.since_s[row]
+        jobs.since_s[row] = self.now_s
+        jobs.starts[row] += 1
+        self._size(row, place.total)
+
+    def _size(self, row: int, gpus: int) -> None:
+        """A job has, or waits for, another number of GPUs; what it has had stays."""
+        jobs = self.jobs
+        if gpus != jobs.gpus[row]:
+            jobs.other_gpu_s[row] += float(self.held_s(np.array([row]), self.now_s)[0]) * (int(jobs.gpus[row]) - gpus)
+            jobs.gpus[row], jobs.speed[row] = gpus, dict(self.sizes[row])[gpus]
 
     def end(self, row: int) -> None:
         """A job is done, or was taken back by who sent it."""
@@ -306,12 +409,18 @@ class Snapshot:
         else:
             self._queue = queue[queue != row]
             self.tenants.want(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
+        self.sizes.pop(row, None)
         self.jobs.drop(row)
 
     def stop(self, row: int, done_s: float | None = None) -> None:
         """A job has lost its nodes and waits again, at its old place; what it saved last of its work stays done."""
         rows = np.array([row])
         self._stop(rows, self.saved_s(rows, self.now_s) if done_s is None else np.array([done_s]))
+
+    def move(self, row: int) -> None:
+        """A job whose node goes away was asked to save, and waits as one whose node failed: all its work is kept."""
+        self.stop(row, float(self.worked_s(np.array([row]), self.now_s)[0]))
+        self.jobs.failed[row] = True
 
     def stop_all(self, rows: Sequence[int]) -> None:
         """Several have, at once."""
@@ -324,8 +433,10 @@ class Snapshot:
         jobs.done_s[rows] = done_s
         for row in rows.tolist():
             self._release(row)
-            self.tenants.want(jobs.tenant[row], int(jobs.gpus[row]))
+            self.tenants.want(jobs.tenant[row], int(jobs.least[row]))
         jobs.running[rows], jobs.since_s[rows], jobs.waits_s[rows] = False, math.nan, self.now_s
+        for row in rows.tolist():
+            self._size(row, int(jobs.least[row]))
         queue = np.concatenate((queue, rows))
         self._queue = queue[np.lexsort((jobs.number[queue], jobs.submit_s[queue]))]
 
@@ -363,21 +474,31 @@ class Snapshot:
     def held_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """Seconds that jobs have held their GPUs so far, in all starts."""
         jobs = self.jobs
-        return jobs.ran_s[rows] + np.where(jobs.running[rows], now - np.nan_to_num(jobs.since_s[rows]), 0.0)
+        return jobs.ran_s[rows] + np.where(jobs.running[rows], now - jobs.since_s[rows], 0.0)
+
+    def had_gpu_s(self, rows: NDArray[np.int64], now: float, more_s: float = 0.0) -> NDArray[np.float64]:
+        """GPU-seconds that jobs have held so far; `more_s` counts as had at their size."""
+        return (self.held_s(rows, now) + more_s) * self.jobs.gpus[rows] + self.jobs.other_gpu_s[rows]
 
     def worked_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """Seconds of work that jobs that run have done, what is not saved too."""
         jobs = self.jobs
         late = np.where(jobs.starts[rows] > 1, jobs.restart_s[rows], 0.0)
-        return jobs.done_s[rows] + np.maximum(now - jobs.since_s[rows] - late, 0.0)
+        return jobs.done_s[rows] + np.maximum(now - jobs.since_s[rows] - late, 0.0) * jobs.speed[rows]
 
     def saved_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """Of that, what is saved: jobs save after each so many seconds of work in one start."""
+        """Of that, what is saved: jobs save after each so many seconds that they work in one start."""
         jobs = self.jobs
-        here = self.worked_s(rows, now) - jobs.done_s[rows]
+        here = (self.worked_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
         every = jobs.save_every_s[rows]
         saved: NDArray[np.float64] = np.floor(here / every) * np.where(np.isinf(every), 0.0, every)
-        return jobs.done_s[rows] + saved
+        return jobs.done_s[rows] + saved * jobs.speed[rows]
+
+    def lost_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """What stopping jobs that run would lose: the work they have not saved, and a restart, times their GPUs."""
+        jobs = self.jobs
+        unsaved = (self.worked_s(rows, now) - self.saved_s(rows, now)) / jobs.speed[rows]
+        return (unsaved + jobs.restart_s[rows]) * jobs.gpus[rows]
 
     # -- on disk
 
@@ -386,17 +507,21 @@ class Snapshot:
         tenants = self.tenants.records(range(len(self.tenants)))
         for tenant in tenants:
             tenant["parent"] = None if tenant["parent"] == NOBODY else self.tenants.names[tenant["parent"]]
+            tenant["budget_gpu_s"] = _plain(tenant["budget_gpu_s"])
         jobs = []
         for row in (*self.queue.tolist(), *self.active.tolist()):
             job = self.jobs.record(row) | {"tenant": self.tenants.names[self.jobs.tenant[row]]}
             if row in self.places:
                 pool, place = self.places[row]
                 job["place"] = {"pool": pool, "nodes": place.nodes.tolist(), "gpus": place.gpus.tolist()}
+            if row in self.sizes:
+                job["sizes"] = self.sizes[row]
             jobs.append({key: _plain(value) for key, value in job.items()})
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
              "domains": self.nodes.domains(number), "spares": pool.spares,
-             "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]]}
+             "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]],
+             "away": self.nodes.windows(pool)}
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
         found = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
@@ -419,8 +544,13 @@ class Snapshot:
         for pool in found["pools"]:
             there = made.nodes.join(pool["chip"], pool["size"], pool["nodes"], pool["domains"], pool.get("spares", 0))
             made.nodes.state[there.first : there.end] = [STATES.index(state) for state in pool["state"]]
+            for name, away_s, back_s in pool.get("away", ()):
+                made.nodes.announce([name], away_s, back_s)
         for one in found["tenants"]:
-            row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"])
+            budget = one.get("budget_gpu_s", "inf")
+            hours = None if budget == "inf" else budget / 3600
+            row = made.tenants.join(one["name"], one["guarantee"], one["parent"], one["borrow"], one["lend"], hours)
+            made.tenants.spent_gpu_s[row] = one.get("spent_gpu_s", 0.0)
             made.tenants.recent[row], made.tenants.short[row] = one["recent"], one["short"]
         made.now_s = found["now_s"]
         for job in found["jobs"]:
@@ -432,8 +562,12 @@ class Snapshot:
         place, name, tenant = job.pop("place", None), job.pop("name"), job.pop("tenant")
         if name in self.jobs.rows:
             raise UsageError(f"job {name} is named twice")
+        sizes = tuple((gpus, speed) for gpus, speed in job.pop("sizes", ()))
+        job.setdefault("least", job["gpus"])
         known = {key: math.inf if value == "inf" else value for key, value in job.items() if value is not None}
         row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
+        if sizes:
+            self.sizes[row] = sizes
         if place is None:
             self._queue = np.append(self._queue, row)
             self.tenants.want(self.jobs.tenant[row], int(self.jobs.gpus[row]))
@@ -446,6 +580,16 @@ class Snapshot:
         self.nodes.free[rows] -= gpus
         self.tenants.take(self.jobs.tenant[row], int(gpus.sum()))
         self.active = np.append(self.active, row)
+
+
+def _check_sizes(job: Job) -> None:
+    """UsageError for a scaling curve that is none."""
+    told = f"job {job.name}: sizes are {', '.join(f'{gpus}: {speed}' for gpus, speed in job.sizes)}"
+    gpus, speeds = zip(*job.sizes, strict=True)
+    if gpus[0] != job.gpus or any(one != int(one) for one in gpus) or any(np.diff(gpus) <= 0):
+        raise UsageError(told, hint=f"GPUs in whole numbers, from the {job.gpus} that it needs upwards")
+    if not all(0 < speed < math.inf for speed in speeds) or any(np.diff(speeds) <= 0):
+        raise UsageError(told, hint="a larger size is faster, and none stands still")
 
 
 def _plain(value: Any) -> Any:

@@ -26,6 +26,8 @@ HALF_LIFE_S = 7 * 86400.0
 SHORT_HALF_LIFE_S = 30 * 86400.0
 """After which what a tenant lacked counts half."""
 LN2 = math.log(2.0)
+MONTH_S = 30 * 86400.0
+"""After which budgets begin anew, from second 0 on."""
 
 
 class Tenants(Columns):
@@ -40,6 +42,8 @@ class Tenants(Columns):
         wanted: NDArray[np.int64]
         recent: NDArray[np.float64]
         short: NDArray[np.float64]
+        budget_gpu_s: NDArray[np.float64]
+        spent_gpu_s: NDArray[np.float64]
 
     def __init__(self) -> None:
         super().__init__(
@@ -52,6 +56,8 @@ class Tenants(Columns):
                 "wanted": (np.int64, 0),  # GPUs that its jobs wait for, its children's too
                 "recent": (np.float64, 0.0),  # GPU-seconds used, with a half-life
                 "short": (np.float64, 0.0),  # GPU-seconds it lacked of its guarantee, with a longer one
+                "budget_gpu_s": (np.float64, math.inf),  # GPU-seconds a month, at most
+                "spent_gpu_s": (np.float64, 0.0),  # of it this month, its children's too
             }
         )
         self._paths: list[NDArray[np.int32]] = []
@@ -59,6 +65,10 @@ class Tenants(Columns):
         """Tenants that belong to the same one, or to nobody; parents come first."""
         self._boundless = True
         """Whether all lend and borrow without a limit."""
+        self._budgets = False
+        """Whether anybody has a budget."""
+        self._lacks: NDArray[np.int64] | None = None
+        """What each lacks, until somebody takes or wants something."""
 
     def join(
         self,
@@ -67,8 +77,11 @@ class Tenants(Columns):
         parent: str | None = None,
         borrow: int | None = None,
         lend: int | None = None,
+        budget_gpu_h: float | None = None,
     ) -> int:
-        """Add a tenant below another, or at the top."""
+        """Add a tenant below another, or at the top; `budget_gpu_h` are GPU-hours a month."""
+        if budget_gpu_h is not None and not 0 <= budget_gpu_h < math.inf:
+            raise UsageError(f"tenant {name}: budget is {budget_gpu_h} GPU-hours a month", hint="none, or a number")
         for what, count in (("guarantee", guarantee), ("borrow", borrow), ("lend", lend)):
             if count is not None and (not math.isfinite(count) or count != int(count) or count < 0):
                 raise UsageError(f"tenant {name}: {what} is {count}", hint="GPUs are counted in whole numbers")
@@ -79,8 +92,11 @@ class Tenants(Columns):
         limits = {key: value for key, value in (("borrow", borrow), ("lend", lend)) if value is not None}
         above = NOBODY if parent is None else self.rows[parent]
         row = self.add(name, guarantee=guarantee, parent=above, **limits)
+        self.budget_gpu_s[row] = math.inf if budget_gpu_h is None else 3600 * budget_gpu_h
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
         self._boundless &= not limits
+        self._budgets |= budget_gpu_h is not None
+        self._lacks = None
         parents = self.parent[: len(self)]
         self._groups = [
             (np.flatnonzero(parents == one), one) for one in (NOBODY, *sorted({*parents.tolist()} - {NOBODY}))
@@ -108,10 +124,12 @@ class Tenants(Columns):
     def take(self, row: int, gpus: int) -> None:
         """Count GPUs as used, or with a negative number as free again."""
         self.used[self._paths[row]] += gpus
+        self._lacks = None
 
     def want(self, row: int, gpus: int) -> None:
         """Count GPUs as waited for, or with a negative number no longer."""
         self.wanted[self._paths[row]] += gpus
+        self._lacks = None
 
     def room(self, free: int, used: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
@@ -131,14 +149,35 @@ class Tenants(Columns):
             room[group] = np.maximum(np.minimum(room[group], most), 0)
         return room
 
-    def age(self, seconds: float) -> None:
+    def age(self, seconds: float, since_s: float = 0.0) -> None:
         """Let time pass: what is used, and what is lacked, is added to what was, and what was counts less."""
         count = len(self)
-        used, guarantee = self.used[:count], self.guarantee[:count]
-        lacks = np.maximum(np.minimum(guarantee, used + self.wanted[:count]) - used, 0)
+        month_s = (since_s + seconds) % MONTH_S
+        if month_s < seconds:
+            self.spent_gpu_s[:count] = 0.0
+        self.spent_gpu_s[:count] += min(month_s, seconds) * self.used[:count]
+        used, lacks = self.used[:count], self.lacks()
         for past, now, half_life in ((self.recent, used, HALF_LIFE_S), (self.short, lacks, SHORT_HALF_LIFE_S)):
             kept = 0.5 ** (seconds / half_life)
             past[:count] = past[:count] * kept + now * (half_life / LN2 * (1 - kept))
+
+    def lacks(self) -> NDArray[np.int64]:
+        """GPUs that each waits for within its guarantee, unless it has spent its budget."""
+        if self._lacks is None:
+            count = len(self)
+            used = self.used[:count]
+            self._lacks = np.maximum(np.minimum(self.guarantee[:count], used + self.wanted[:count]) - used, 0)
+        return np.where(self.broke(), 0, self._lacks) if self._budgets else self._lacks
+
+    def broke(self) -> NDArray[np.bool_]:
+        """Which have spent their budget of the month, or belong to one that has."""
+        count = len(self)
+        if not self._budgets:
+            return np.zeros(count, np.bool_)
+        broke: NDArray[np.bool_] = self.spent_gpu_s[:count] >= self.budget_gpu_s[:count]
+        for row in np.flatnonzero(self.parent[:count] != NOBODY).tolist() if broke.any() else ():
+            broke[row] |= broke[self.parent[row]]  # parents come first
+        return broke
 
     def shortfalls(self) -> NDArray[np.float64]:
         """What each has lacked of late, as a share of what it is guaranteed."""

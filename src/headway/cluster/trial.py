@@ -5,31 +5,69 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import Policy, Rows
-from headway.cluster.room import ANYWHERE, Placement
+from headway.cluster.policy import Policy, Rows
+from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["Trial"]
+__all__ = ["WORTH_S", "Trial"]
+
+WORTH_S = 1800.0
+"""A start, or another size, must be good for so long to be worth a restart."""
 
 
 class Trial:
     """Free GPUs and quotas, as they would be after what was decided so far."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, now: float) -> None:
-        self.snapshot = snapshot
-        self._most = None if policy.bound is None else np.full(len(snapshot.jobs.gpus), np.inf)
+        self.snapshot, self.now = snapshot, now
+        queue, active = snapshot.queue, snapshot.active
+        self.broke = self._broke(queue, policy)
+        """Jobs that wait whose tenants have spent their budgets, and that nobody could stop again."""
+        fixed = queue[~snapshot.jobs.preemptible[queue]]
+        self._most = np.full(len(snapshot.jobs.gpus), np.inf) if policy.bound or len(self.broke) else None
         """Of each that waits: GPUs that jobs that cannot be stopped may hold once it has started."""
         if self._most is not None and policy.bound is not None:
-            fixed = snapshot.queue[~snapshot.jobs.preemptible[snapshot.queue]]
             self._most[fixed] = policy.bound(snapshot, fixed, now)
-        active = snapshot.active
-        self.fixed = int(snapshot.jobs.gpus[active[~snapshot.jobs.preemptible[active]]].sum())
+        if self._most is not None:
+            self._most[self.broke] = -1.0
+        self.stays_s = snapshot.nodes.stays_s(now)
+        self.windows = bool(np.isfinite(self.stays_s).any())
+        """Whether nodes will be away."""
+        self.fixed = int(snapshot.jobs.least[active[~snapshot.jobs.preemptible[active]]].sum())
         """GPUs of jobs that cannot be stopped."""
-        self.rooms = [snapshot.nodes.room(pool) for pool in snapshot.nodes.pools]
+        self.rooms = [snapshot.nodes.room(pool, now) for pool in snapshot.nodes.pools]
         self.largest = [room.largest() for room in self.rooms]
         self.quotas = policy.quotas
         self.used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
         self.allowed = self._allowed()
+
+    def _broke(self, queue: Rows, policy: Policy) -> Rows:
+        broke = self.snapshot.tenants.broke() if policy.quotas else np.zeros(0, np.bool_)
+        if not broke.any():
+            return np.empty(0, np.int64)
+        jobs = self.snapshot.jobs
+        return queue[broke[jobs.tenant[queue]] & (~jobs.preemptible[queue] | (policy.stops is None))]
+
+    def room(self, row: int, pool: int) -> Room:
+        """What a pool has for a job, of the nodes that are there for long enough."""
+        room, there = self.rooms[pool], self.snapshot.nodes.pools[pool]
+        if not self.windows:
+            return room
+        stays = self.stays_s[there.first : there.end] >= self._needs_s(np.array([row]))
+        return room if stays.all() else room.only(stays)
+
+    def _needs_s(self, rows: Rows) -> NDArray[np.float64]:
+        """How long nodes must be there for jobs: until they are done, by their limits. Who can be stopped can be moved,
+        and does with half an hour."""
+        jobs = self.snapshot.jobs
+        left_s = jobs.limit_s[rows] - jobs.ran_s[rows]
+        return np.where(jobs.preemptible[rows], np.minimum(left_s, WORTH_S), left_s)
+
+    def bars(self, rows: Rows) -> NDArray[np.int64]:
+        """The same number for jobs that the same nodes are open to."""
+        if not self.windows:
+            return np.zeros(len(rows), np.int64)
+        return np.searchsorted(np.unique(self.stays_s), self._needs_s(rows))
 
     def _allowed(self) -> NDArray[np.int64] | None:
         """GPUs that each tenant may take, where quotas count."""
@@ -66,18 +104,18 @@ class Trial:
             return False
         if self.allowed is not None and jobs.gpus[row] > self.allowed[jobs.tenant[row]]:
             return False
-        if jobs.within[row] != ANYWHERE:
+        if jobs.within[row] != ANYWHERE or self.windows:
             return self.find(row) is not None
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
 
-    def find(self, row: int) -> tuple[int, Placement] | None:
-        """A pool and a place there."""
+    def find(self, row: int, size: int | None = None) -> tuple[int, Placement] | None:
+        """A pool and a place there, for as many GPUs as a job waits for, or another size of it."""
         jobs = self.snapshot.jobs
-        gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-        for number, room in enumerate(self.rooms):
+        gpus, pools, within = size or int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+        for number in range(len(self.rooms)):
             if pools >> number & 1 and gpus <= self.largest[number]:
-                place = room.find(gpus, within)
+                place = self.room(row, number).find(gpus, within)
                 if place is not None:
                     return number, place
         return None
@@ -85,10 +123,23 @@ class Trial:
     def take(self, row: int, pool: int, place: Placement) -> None:
         """Count a place as used."""
         self.rooms[pool].take(place)
-        self.fixed += 0 if self.snapshot.jobs.preemptible[row] else place.total
+        self.fixed += 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
             self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
+            self.allowed = self._allowed()
+
+    def swap(self, row: int, old: tuple[int, Placement] | None, new: tuple[int, Placement] | None) -> None:
+        """Count a place of a job as free, and another as used."""
+        for sign, held in ((-1, old), (1, new)):
+            if held is None:
+                continue
+            pool, place = held
+            (self.rooms[pool].take if sign > 0 else self.rooms[pool].give)(place)
+            self.largest[pool] = self.rooms[pool].largest()
+            if self.quotas:
+                self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += sign * place.total
+        if self.quotas:
             self.allowed = self._allowed()
 
     def most(self, row: int) -> float:
@@ -108,7 +159,7 @@ class Trial:
         """Count the place of a job that runs as free."""
         pool, place = self.snapshot.places[row]
         self.rooms[pool].give(place)
-        self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else place.total
+        self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
             self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total

@@ -1,17 +1,22 @@
-"""Why does a job wait? What binds it, who holds what it waits for, and what would start it now."""
+"""Why does a job wait? What binds it, who holds what it waits for, when it may start, and what would start it now."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Reason
-from headway.cluster.policies import Policy
+from headway.cluster.estimates import Estimate, estimate
+from headway.cluster.history import History
+from headway.cluster.policy import Policy
+from headway.cluster.room import ANYWHERE
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.errors import UsageError
 
-__all__ = ["Holder", "Why", "why"]
+__all__ = ["Change", "Holder", "Why", "why"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,16 @@ class Holder:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Something else that a job could ask for."""
+
+    what: Literal["within", "preemptible", "chip", "gpus"]
+    to: str | int
+    sentence: str
+    """After "it would start now by"."""
+
+
+@dataclass(frozen=True)
 class Why:
     """The answer for one job at one time."""
 
@@ -34,11 +49,14 @@ class Why:
     reason: Reason
     holders: tuple[Holder, ...]
     """Of those it waits for, the largest first."""
-    instead: tuple[str, ...]
-    """Changes that would start it now, the smallest first."""
+    instead: tuple[Change, ...]
+    """Changes that would each start it now, the cheapest first: a wider network costs speed, letting itself be stopped
+    costs time, another chip costs money, and fewer GPUs cost all of that."""
+    start: Estimate | None = None
+    """When it may start, if it waits and what happened before is known."""
 
 
-def why(snapshot: Snapshot, now: float, policy: Policy, name: str) -> Why:
+def why(snapshot: Snapshot, now: float, policy: Policy, name: str, history: History | None = None) -> Why:
     """UsageError for a job that is not there."""
     row = snapshot.jobs.rows.get(name)
     if row is None:
@@ -50,27 +68,42 @@ def why(snapshot: Snapshot, now: float, policy: Policy, name: str) -> Why:
     decisions = decide(snapshot, now, policy)
     for decision in decisions:
         if decision.job == row and decision.kind != "stop":
-            state = "starts" if decision.kind == "start" else "waits"
-            return Why(name, state, decision.reason, _holders(snapshot) if state == "waits" else (), ())
+            if decision.kind == "start":
+                return Why(name, "starts", decision.reason, (), ())
+            return _waits(snapshot, now, policy, row, decision.reason, history)
     trial = Trial(snapshot, policy, now)
     for decision in decisions:
-        if decision.kind == "stop":
+        if decision.kind in ("stop", "move"):
             trial.give(decision.job)
         elif decision.kind == "start":
             trial.take(decision.job, decision.pool, decision.place)
+        elif decision.kind == "resize":
+            trial.swap(decision.job, snapshot.places[decision.job], (decision.pool, decision.place))
     reason = _binds(snapshot, trial, policy, row, now)
-    return Why(name, "waits", reason, _holders(snapshot), tuple(_instead(trial, row)))
+    return _waits(snapshot, now, policy, row, reason, history)
+
+
+def _waits(snapshot: Snapshot, now: float, policy: Policy, row: int, reason: Reason, history: History | None) -> Why:
+    """All that can be said of a job that waits."""
+    name = snapshot.jobs.names[row]
+    start = None if history is None else estimate(snapshot, name, now, policy, history)
+    return Why(name, "waits", reason, _holders(snapshot), tuple(_changes(snapshot, now, policy, row)), start)
 
 
 def _binds(snapshot: Snapshot, trial: Trial, policy: Policy, row: int, now: float) -> Reason:
     """The constraint that keeps it from starting, once everything that was decided now is done."""
     gpus, tenant = int(snapshot.jobs.gpus[row]), int(snapshot.jobs.tenant[row])
+    if row in trial.broke:
+        budget = float(snapshot.tenants.budget_gpu_s[snapshot.tenants.path(tenant)].min()) / 3600
+        return Reason(Code.BUDGET, (("tenant", snapshot.tenants.names[tenant]), ("budget_gpu_h", budget)))
     if trial.fixed + gpus > trial.most(row):
         return Reason(Code.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.most(row))))
     if trial.allowed is not None and not trial.allows(row, gpus):
         room = int(trial.allowed[tenant])
         names = (("gpus", gpus), ("tenant", snapshot.tenants.names[tenant]), ("room", room))
         return Reason(Code.QUOTA, names)
+    if trial.find(row) is None and any(room.find(gpus, int(snapshot.jobs.within[row])) for room in trial.rooms):
+        return Reason(Code.WINDOW, (("gpus", gpus),))
     if trial.find(row) is None:
         return Reason(Code.NO_ROOM, (("gpus", gpus), ("largest", max(trial.largest))))
     order = policy.order(snapshot, now)
@@ -89,11 +122,45 @@ def _holders(snapshot: Snapshot) -> tuple[Holder, ...]:
     )
 
 
-def _instead(trial: Trial, row: int) -> list[str]:
-    """What could be asked for instead, and would start."""
-    jobs = trial.snapshot.jobs
+def _changes(snapshot: Snapshot, now: float, policy: Policy, row: int) -> list[Change]:
+    """What could be asked for instead: each alone, tried with the same decisions on a copy."""
+    jobs, nodes = snapshot.jobs, snapshot.nodes
+    found = list[Change]()
+    within = int(jobs.within[row])
+    for level in () if within == ANYWHERE else (*range(within + 1, len(nodes.levels)), ANYWHERE):
+        if _would_start(snapshot, now, policy, row, within=level):
+            where = "anywhere" if level == ANYWHERE else f"within a {nodes.levels[level]}"
+            found.append(Change("within", where, f"lying {where} instead of within a {nodes.levels[within]}"))
+            break
+    if not jobs.preemptible[row] and _would_start(snapshot, now, policy, row, preemptible=True):
+        found.append(Change("preemptible", True, "letting itself be stopped and go on later"))
+    for pool in nodes.pools:
+        more = int(jobs.pools[row]) | 1 << pool.number
+        if more != jobs.pools[row] and _would_start(snapshot, now, policy, row, pools=more):
+            found.append(Change("chip", pool.chip, f"taking {pool.chip} too"))
+            break
     gpus = int(jobs.gpus[row])
-    most = max(trial.largest)
-    if trial.allowed is not None:
-        most = min(most, int(trial.allowed[jobs.tenant[row]]))
-    return [f"asking for {most} GPUs instead of {gpus}"] if 0 < most < gpus else []
+    most = _most(gpus, lambda count: _would_start(snapshot, now, policy, row, gpus=count))
+    if most:
+        found.append(Change("gpus", most, f"asking for {most} GPUs instead of {gpus}"))
+    return found
+
+
+def _most(below: int, starts: Callable[[int], bool]) -> int:
+    """The largest number below one that starts, if whoever starts would with fewer too; 0 where none does."""
+    low, high = 0, below
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if starts(middle) else (low, middle)
+    return low
+
+
+def _would_start(snapshot: Snapshot, now: float, policy: Policy, row: int, **changed: int) -> bool:
+    """Whether a job would start now if it had asked for something else."""
+    trial = snapshot.copy()
+    trial.tenants.want(
+        int(trial.jobs.tenant[row]), changed.get("gpus", int(trial.jobs.gpus[row])) - int(trial.jobs.gpus[row])
+    )
+    for column, value in changed.items():
+        getattr(trial.jobs, column)[row] = value
+    return any(decision.job == row and decision.kind == "start" for decision in decide(trial, now, policy))

@@ -6,7 +6,7 @@ Stopping a job loses the work it has done since it last saved, and what a restar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policies import Rows
+from headway.cluster.policy import Rows
 from headway.cluster.room import ANYWHERE, Room
 from headway.cluster.snapshot import Snapshot
 
@@ -17,10 +17,8 @@ class Yielding:
     """Jobs that may be stopped now, each on its nodes."""
 
     def __init__(self, snapshot: Snapshot, rows: Rows, now: float) -> None:
-        jobs = snapshot.jobs
         self.rows = rows
-        self.lost_gpu_s = snapshot.worked_s(rows, now) - snapshot.saved_s(rows, now) + jobs.restart_s[rows]
-        self.lost_gpu_s *= jobs.gpus[rows]
+        self.lost_gpu_s = snapshot.lost_gpu_s(rows, now)
         self.there = np.ones(len(rows), np.bool_)
         """Which of them have not been stopped yet."""
         pools, places = zip(*(snapshot.places[row] for row in rows.tolist()), strict=True) if len(rows) else ((), ())

@@ -268,6 +268,10 @@ class _ClusterFile(_Section):
     power_limit_w: Positive | None = None
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
     gpu_hours_between_failures: Positive | None = None
+    topology: str | None = None
+    """A file of the hosts and how the network joins them, beside this one: for schedulers."""
+    tenant: tuple[dict[str, Any], ...] = ()
+    """Who shares it: for schedulers, which check it."""
     level: tuple[_LevelFile, ...] = ()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.cluster.least_served import POLICIES
-from headway.cluster.policies import Policy
+from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Policy
 from headway.cluster.record import record_of
 from headway.cluster.simulate.engine import Setup, simulate
 from headway.cluster.simulate.outcome import CAUSES, Outcome, summary

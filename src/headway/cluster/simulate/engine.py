@@ -10,20 +10,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decide import decide
-from headway.cluster.policies import Policy
+from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Meter, Outcome
+from headway.cluster.simulate.site import Site, Tenant
 from headway.cluster.simulate.trace import Trace
-from headway.cluster.snapshot import HEALTHY, SPARE, Job, Snapshot
+from headway.cluster.snapshot import HEALTHY, LEAD_S, SPARE, Job, Snapshot
 from headway.errors import UsageError
 
-__all__ = ["Setup", "simulate"]
+__all__ = ["Away", "Setup", "simulate"]
 
 CYCLE_S = 30.0
 """Between two cycles of the scheduler at least."""
 PATIENCE_S = 3600.0
 """After which jobs that wait are looked at again, though nothing has happened."""
 LONGEST_LIMIT_S = 30 * 86400.0
+DOUBLED = 1.8
+"""How much faster an elastic job is with twice the GPUs."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """Nodes that will be away for some time; their scheduler knows from the beginning."""
+
+    first: int
+    end: int
+    """The first node, and the first that stays."""
+    from_s: float
+    to_s: float
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,14 @@ class Setup:
     nodes: int
     guarantees: dict[str, int] = field(default_factory=dict)
     """GPUs of each tenant; by default in proportion to its demand."""
+    site: Site = field(default_factory=Site)
+    """Its hosts, network and tenants, where they are known."""
     preemptible: float = 0.5
     """Share of the jobs that may be stopped and started again."""
     save_every_s: float = 1800.0
     restart_s: float = 120.0
+    elastic: float = 0.0
+    """Share of the jobs that can do with half of their GPUs, and use up to four times as many."""
     limits: tuple[float, float] | None = (2.0, 20.0)
     """Time limits are durations times a factor between these, as users guess; None gives all the longest."""
     node_days: float | None = None
@@ -46,6 +64,10 @@ class Setup:
     repair_s: float = 4 * 3600.0
     spares: int = 0
     """Of the nodes, those that wait to take the place of a failed one."""
+    away: tuple[Away, ...] = ()
+    """When nodes are looked after."""
+    budgets: dict[str, float] = field(default_factory=dict)
+    """GPU-hours a month of tenants that have a budget."""
     seed: int = 0
 
     @property
@@ -86,6 +108,7 @@ class _Story:
         self._trace, self._setup, self._policy = trace, setup, policy
         self._can_stop = chance.random(len(trace)) < setup.preemptible
         self._limits = _limits(trace, setup, chance)
+        self._elastic = np.random.default_rng((setup.seed, 2)).random(len(trace)) < setup.elastic
         self._snapshot = _empty(trace, setup)
         self._meter = Meter(trace, self._snapshot)
         self._recorder = None if record is None else Recorder(record, self._snapshot, policy)
@@ -98,20 +121,23 @@ class _Story:
             self._chance = np.random.default_rng((setup.seed, 1))
             self._wear = [(self._lasts_s(), node, False) for node in range(setup.nodes)]
             heapq.heapify(self._wear)
+        self._tides = sorted({time for one in setup.away for time in (one.from_s - LEAD_S, one.to_s)}, reverse=True)
+        """When nodes go away or are back, the next last."""
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
         self.ended = 0
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
-        return len(self._snapshot.queue)
+        """Jobs that wait, or may have more."""
+        return len(self._snapshot.queue) + len(self._snapshot.sizes)
 
     def next_s(self) -> float:
         """When something happens next; never again once all jobs are done."""
         if self.ended == len(self._trace):
             return math.inf
-        return min(self._comes_s(), self._ends_s(), self._wear[0][0] if self._wear else math.inf)
+        worn = self._wear[0][0] if self._wear else math.inf
+        return min(self._comes_s(), self._ends_s(), worn, self._tides[-1] if self._tides else math.inf)
 
     def _comes_s(self) -> float:
         return float(self._trace.submit_s[self._coming]) if self._coming < len(self._trace) else math.inf
@@ -127,7 +153,9 @@ class _Story:
     def happen(self, at: float) -> None:
         """A job ends, or else a node fails or is mended, or else a job comes."""
         self._pass(at)
-        if self._ends_s() <= at:
+        if self._tides and self._tides[-1] <= at:
+            self._tides.pop()
+        elif self._ends_s() <= at:
             self._end(at)
         elif self._wear and self._wear[0][0] <= at:
             self._wear_out(at)
@@ -146,7 +174,7 @@ class _Story:
             heapq.heappush(self._wear, (at + self._lasts_s(), node, False))
             return
         active = snapshot.active
-        lost = dict(zip(active.tolist(), self._lost_s(active, at).tolist(), strict=True))
+        lost = dict(zip(active.tolist(), self._lost_gpu_s(active, at).tolist(), strict=True))
         for row in snapshot.fail(node):
             self._meter.stopped(self._job_of[row], lost[row], "failure")
         if self._recorder:
@@ -159,11 +187,12 @@ class _Story:
 
     def _end(self, at: float) -> None:
         _, job, starts = heapq.heappop(self._ends)
-        row = self._row_of[job]
-        if self._snapshot.jobs.starts[row] != starts or not self._snapshot.jobs.running[row]:
-            return  # that start was stopped
+        row, jobs = self._row_of.get(job), self._snapshot.jobs
+        if row is None or jobs.starts[row] != starts or not jobs.running[row]:
+            return  # that start was stopped, or went on at another size
+        late = self._setup.restart_s * float(self._snapshot.jobs.gpus[row]) if starts > 1 else 0.0
         self._snapshot.end(row)
-        self._meter.ended(job, at, self._setup.restart_s if starts > 1 else 0.0)
+        self._meter.ended(job, at, late)
         if self._recorder:
             self._recorder.ended(at, self._trace.names[job])
         del self._job_of[row], self._row_of[job]
@@ -171,20 +200,23 @@ class _Story:
 
     def _come(self, at: float) -> None:
         trace, setup, job = self._trace, self._setup, self._coming
+        sizes = _sizes(int(trace.gpus[job]), setup.gpus) if self._elastic[job] else ()
         asked = Job(
             trace.names[job],
             trace.tenants[trace.tenant[job]],
-            int(trace.gpus[job]),
+            sizes[0][0] if sizes else int(trace.gpus[job]),
             submit_s=float(trace.submit_s[job]),
             preemptible=bool(self._can_stop[job]),
             limit_s=float(self._limits[job]),
+            deadline_s=math.inf if math.isnan(trace.deadline_s[job]) else float(trace.deadline_s[job]),
             save_every_s=setup.save_every_s,
             restart_s=setup.restart_s,
+            user=trace.users[job] if trace.users else "",
+            sizes=sizes,
         )
         known = float(trace.duration_s[job]) if self._policy.oracle else math.nan
         (row,) = self._snapshot.submit([asked], [known])
         self._row_of[job], self._job_of[row] = row, job
-        self._meter.came(job)
         if self._recorder:
             self._recorder.came(at, asked, known)
         self._coming += 1
@@ -193,30 +225,45 @@ class _Story:
         """One cycle of the scheduler."""
         self._pass(now)
         snapshot = self._snapshot
-        if not len(snapshot.queue):
+        if not self.waiting and not snapshot.nodes.leaving(now).any():
             return
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        stops = np.array([decision.job for decision in decisions if decision.kind == "stop"], np.int64)
-        for row, seconds in zip(stops.tolist(), self._lost_s(stops, now).tolist(), strict=True):
-            self._meter.stopped(self._job_of[row], seconds, "preemption")
+        for kind, cause, lost_gpu_s in (
+            ("stop", "preemption", self._lost_gpu_s),
+            ("move", "maintenance", self._late_gpu_s),
+            ("resize", "resize", self._late_gpu_s),
+        ):
+            rows = np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
+            for row, lost in zip(rows.tolist(), lost_gpu_s(rows, now).tolist() if len(rows) else (), strict=True):
+                self._meter.stopped(self._job_of[row], lost, cause)
         carry_out(snapshot, decisions)
         for decision in decisions:
             if decision.kind == "start":
-                self._started(decision.job, now)
+                self._meter.started(self._job_of[decision.job], now)
+            if decision.kind in ("start", "resize"):
+                self._goes_on(decision.job, now)
         self._meter.cycle()
 
-    def _lost_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """Seconds that jobs have held their GPUs in this start for nothing, if they are stopped now."""
+    def _lost_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """What jobs have held their GPUs for in this start for nothing, if they are stopped now."""
         jobs = self._snapshot.jobs
-        return (now - jobs.since_s[rows]) - (self._snapshot.saved_s(rows, now) - jobs.done_s[rows])
+        saved_s = (self._snapshot.saved_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
+        return ((now - jobs.since_s[rows]) - saved_s) * jobs.gpus[rows]
 
-    def _started(self, row: int, now: float) -> None:
-        job, starts = self._job_of[row], int(self._snapshot.jobs.starts[row])
-        self._meter.started(job, now)
+    def _late_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """What jobs have held their GPUs for in this start before they worked."""
+        jobs = self._snapshot.jobs
+        worked_s = (self._snapshot.worked_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
+        return ((now - jobs.since_s[rows]) - worked_s) * jobs.gpus[rows]
+
+    def _goes_on(self, row: int, now: float) -> None:
+        """A job has its GPUs, for the first time or again: when it will be done with them."""
+        job, jobs = self._job_of[row], self._snapshot.jobs
+        starts = int(jobs.starts[row])
         late = self._setup.restart_s if starts > 1 else 0.0
-        left = float(self._trace.duration_s[job] - self._snapshot.jobs.done_s[row])
+        left = float(self._trace.duration_s[job] - jobs.done_s[row]) / float(jobs.speed[row])
         heapq.heappush(self._ends, (now + late + left, job, starts))
 
     def outcome(self) -> Outcome:
@@ -226,16 +273,32 @@ class _Story:
         return self._meter.outcome()
 
 
+def _sizes(gpus: int, most: int) -> tuple[tuple[int, float], ...]:
+    """What an elastic job can have: half of what it asks for, where that is whole, up to four times as much."""
+    found = [(gpus * 2**power / 2, DOUBLED ** (power - 1)) for power in range(4)]
+    return tuple((int(size), speed) for size, speed in found if size == int(size) and (size <= most or size <= gpus))
+
+
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
-    snapshot = Snapshot()
-    names = (f"node-{number:04}" for number in range(setup.nodes))
-    snapshot.nodes.join(setup.chip, setup.per_node, names, spares=setup.spares)
-    guarantees = setup.guarantees or _proportional(trace, setup.gpus)
-    unknown = [name for name in trace.tenants if name not in guarantees]
+    snapshot, site = Snapshot(), setup.site
+    site.join_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
+    if not site.tenants:
+        guarantees = setup.guarantees or _proportional(trace, setup.gpus)
+        site = Site(
+            tenants=tuple(Tenant(name, gpus, budget_gpu_h=setup.budgets.get(name)) for name, gpus in guarantees.items())
+        )
+    site.join_tenants(snapshot)
+    unknown = [name for name in trace.tenants if name not in snapshot.tenants.rows]
     if unknown:
         raise UsageError(f"tenant {unknown[0]} has jobs and no guarantee", hint="name it, with 0 GPUs at least")
-    for name, gpus in guarantees.items():
-        snapshot.tenants.join(name, gpus)
+    for name in setup.budgets:
+        if name not in snapshot.tenants.rows:
+            there = ", ".join(snapshot.tenants.names)
+            raise UsageError(f"tenant {name} has a budget and no guarantee", hint=f"there are {there}")
+    for one in setup.away:
+        if not 0 <= one.first < one.end <= setup.nodes:
+            raise UsageError(f"nodes {one.first} to {one.end} are to be away, and there are {setup.nodes}")
+        snapshot.nodes.announce(snapshot.nodes.names[one.first : one.end], one.from_s, one.to_s)
     snapshot.tenants.check(setup.gpus)
     return snapshot
 

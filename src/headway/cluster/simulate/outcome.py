@@ -13,8 +13,8 @@ from headway.cluster.snapshot import Snapshot
 __all__ = ["CAUSES", "Meter", "Outcome", "summary"]
 
 LONG_S = 86400.0
-Cause = Literal["preemption", "failure"]
-CAUSES: tuple[Cause, ...] = ("preemption", "failure")
+Cause = Literal["preemption", "failure", "maintenance", "resize"]
+CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Outcome:
     lost_gpu_s: dict[str, float]
     """Work done again, and restarts, by what stopped jobs."""
     stops: dict[str, int]
+    """How often, and of elastic jobs how often they went on at another size."""
     owed_gpu_s: float
     """What tenants asked for within their guarantees and did not have."""
     guaranteed_gpu_s: float
@@ -59,10 +60,8 @@ class Meter:
         count = len(trace)
         self._first, self._end = np.full(count, math.nan), np.full(count, math.nan)
         self._starts = np.zeros(count, np.int64)
-        tenants = len(snapshot.tenants)
-        self._wanted = np.zeros(tenants)
-        self._row = np.array([snapshot.tenants.rows[name] for name in trace.tenants])
         self._leaves = np.array(snapshot.tenants.leaves())
+        self._promised = float(snapshot.tenants.guarantee[self._leaves].sum())
         self._now = float(trace.submit_s[0])
         self._used, self._owed, self._guaranteed = 0.0, 0.0, 0.0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
@@ -78,35 +77,27 @@ class Meter:
             return
         self._now = now
         leaves, tenants = self._leaves, self._snapshot.tenants
-        used, guarantee = tenants.used[leaves], tenants.guarantee[leaves]
-        owed = np.minimum(guarantee, used + self._wanted[leaves]) - used
-        self._used += passed * float(used.sum())
-        self._owed += passed * float(np.maximum(owed, 0).sum())
-        self._guaranteed += passed * float(guarantee.sum())
-
-    def came(self, job: int) -> None:
-        """A job waits."""
-        self._wanted[self._row[self._trace.tenant[job]]] += self._trace.gpus[job]
+        self._used += passed * float(tenants.used[leaves].sum())
+        self._owed += passed * float(tenants.lacks()[leaves].sum())
+        self._guaranteed += passed * self._promised
 
     def started(self, job: int, now: float) -> None:
         """It has its GPUs."""
-        self._wanted[self._row[self._trace.tenant[job]]] -= self._trace.gpus[job]
         self._starts[job] += 1
         if math.isnan(self._first[job]):
             self._first[job] = now
 
-    def stopped(self, job: int, lost_s: float, cause: Cause) -> None:
+    def stopped(self, job: int, lost_gpu_s: float, cause: Cause) -> None:
         """It lost them, and so much of its work."""
-        self.came(job)
-        self._lost[cause] += lost_s * float(self._trace.gpus[job])
+        self._lost[cause] += lost_gpu_s
         self._stops[cause] += 1
         self._cause[job] = cause
 
-    def ended(self, job: int, now: float, late_s: float) -> None:
+    def ended(self, job: int, now: float, late_gpu_s: float) -> None:
         """It is done; its last start was late by what a restart takes."""
         self._end[job] = now
         if job in self._cause:
-            self._lost[self._cause[job]] += late_s * float(self._trace.gpus[job])
+            self._lost[self._cause[job]] += late_gpu_s
 
     def cycle(self) -> None:
         """The scheduler has decided."""
@@ -153,9 +144,13 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
         "mean_first_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
         "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
+        "deadlines": int(np.count_nonzero(np.isfinite(trace.deadline_s))),
+        "deadline_misses": int(np.count_nonzero(outcome.end_s > trace.deadline_s)),
         "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
         "preemptions": outcome.stops["preemption"],
         "failures": outcome.stops["failure"],
+        "moves": outcome.stops["maintenance"],
+        "resizes": outcome.stops["resize"],
         "lost_gpu_s": outcome.lost_gpu_s,
         "cycles": outcome.cycles,
     }

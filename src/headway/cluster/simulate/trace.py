@@ -40,6 +40,8 @@ class Trace:
     limit_s: NDArray[np.float64]
     """NaN where the log has none."""
     deadline_s: NDArray[np.float64]
+    users: tuple[str, ...] = ()
+    """Of each job, where the log has them."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -80,6 +82,7 @@ def read_trace(path: Path) -> Trace:
         tenants,
         np.array([row.limit_s for row in rows]),
         np.array([row.deadline_s for row in rows]),
+        tuple(row.user for row in rows),
     )
 
 
@@ -92,6 +95,7 @@ class _Row:
     tenant: str
     limit_s: float
     deadline_s: float
+    user: str
 
 
 def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[_Row]:
@@ -106,6 +110,7 @@ def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[_Row]:
             (line.get("vc") or "").strip() or NOBODYS,
             _number(where, line, "limit_s", math.nan),
             _number(where, line, "deadline_s", math.nan),
+            (line.get("user") or "").strip(),
         )
         if not row.name:
             raise UsageError(f"{where}: a job without a job_id")
@@ -114,6 +119,10 @@ def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[_Row]:
         if row.submit_s < last:
             raise UsageError(
                 f"{where}: job {row.name} was submitted before the one above it", hint="sort the file by submit_s"
+            )
+        if row.deadline_s <= row.submit_s:
+            raise UsageError(
+                f"{where}: job {row.name} has its deadline_s before its submit_s", hint="both from one zero"
             )
         seen.add(row.name)
         last = row.submit_s

@@ -1,0 +1,59 @@
+"""What a policy is: in which order jobs are looked at, what one that must wait means for others, who may stop whom."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.snapshot import Snapshot
+
+__all__ = ["Flags", "Policy", "Ranked", "Rows", "Stops"]
+
+Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Ranked(NamedTuple):
+    """Jobs and their levels."""
+
+    rows: Rows
+    levels: NDArray[np.int64]
+
+
+class Stops(Protocol):
+    """Who may stop whom."""
+
+    def levels(self, snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.int64]:
+        """Of jobs, waiting or running."""
+        ...
+
+    def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
+        """Of jobs that wait, beside their levels: those of one kind may stop the same."""
+        ...
+
+    def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
+        """Which of those that run one that waits may stop; `used` are GPUs of tenants as decided so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to share a cluster."""
+
+    name: str
+    order: Callable[[Snapshot, float], Rows]
+    """Rows of the jobs that wait, the best first."""
+    behind: Literal["wait", "pass", "backfill"]
+    """What a job that finds no room means for those behind it."""
+    stops: Stops | None = None
+    """Who may stop whom; None: nobody is ever stopped."""
+    bound: Callable[[Snapshot, Rows, float], NDArray[np.float64]] | None = None
+    """Of jobs that cannot be stopped: GPUs that all such may hold once it has started; None: as many as there are."""
+    elastic: bool = False
+    """Whether elastic jobs have more GPUs when some idle."""
+    quotas: bool = False
+    """Whether tenants keep to their guarantees and limits."""
+    oracle: bool = False
+    """Whether it is told how long jobs will take, which nobody knows."""
