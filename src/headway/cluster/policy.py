@@ -30,7 +30,7 @@ class Stops(Protocol):
         ...
 
     def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
-        """Of jobs that wait, beside their levels: those of one kind may stop the same."""
+        """Of jobs that wait, beside their levels and priorities: those of one kind may stop the same."""
         ...
 
     def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
