@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.elastic import grow, shrink
+from headway.cluster.keeping import keep
 from headway.cluster.policy import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
@@ -34,6 +35,7 @@ def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
     moves = _moves(trial, now)
     # 2 who is first
     rows = policy.order(snapshot, now)
+    trial.kept = keep(snapshot, rows, policy, now)
     # 3 all that fit, in this order, until one does not
     decisions, blocked = _starts(trial, rows, policy)
     decisions = [*moves, *decisions]

@@ -3,11 +3,12 @@
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
 likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a lower
 priority, or of the same and a higher level, if that can be stopped, and those are stopped first that lose least. A
-service is new for ever, and so yields to higher priorities alone. Beside that stand six rules:
+service is new for ever, and so yields to higher priorities alone. Beside that stand seven rules:
 
     slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
             passed gives way to all others
     due     who has waited for a week in all (four, if its deadline has passed) goes first, and is not stopped again
+    overdue who has waited for three weeks has nodes kept for it, the first of them at a time
     owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
             if it has been short of late
     shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
@@ -32,7 +33,7 @@ LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
 NEXT_S = 1800.0
 """A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
-DUE_S, LATE_DUE_S = 7 * 86400.0, 28 * 86400.0
+DUE_S, LATE_DUE_S, OVERDUE_S = 7 * 86400.0, 28 * 86400.0, 21 * 86400.0
 DUE, BROKE = -1, 99
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
@@ -115,6 +116,13 @@ def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
     return long
 
 
+def overdue(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
+    """Who is due, and has waited for three weeks or more."""
+    waited_s = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now)
+    long: Flags = (STOPS.levels(snapshot, rows, now) == DUE) & (waited_s > OVERDUE_S)
+    return long
+
+
 def order(snapshot: Snapshot, now: float) -> Rows:
     """By priority, then by level, interactive jobs and smaller gangs first. Before all others who is due, as they came;
     after them who has spent its budget."""
@@ -137,4 +145,6 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, elastic=True, quotas=True)
+LEAST_SERVED = Policy(
+    "headway", order, behind="pass", stops=STOPS, bound=band, overdue=overdue, elastic=True, quotas=True
+)
