@@ -135,7 +135,8 @@ def main() -> None:
     if options.json:
         context = {"gpus": options.gpus, "policy": policy.name, "seed": options.seed, "futures": options.futures}
         context |= {"waited": len(waited), "jobs": len(found)}
-        options.json.write_text(json.dumps(context | told | {"each": found}, indent=1) + "\n")
+        each = {name: [one[name] for one in found] for name in found[0]}
+        options.json.write_text(json.dumps(context | told | {"each": each}) + "\n")
     sys.exit(0 if met else 1)
 
 
