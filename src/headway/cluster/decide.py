@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.elastic import grow, shrink
+from headway.cluster.keeping import keep
 from headway.cluster.policy import Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
@@ -34,6 +35,7 @@ def decide(snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
     moves = _moves(trial, now)
     # 2 who is first
     rows = policy.order(snapshot, now)
+    trial.kept = keep(snapshot, rows, policy, now)
     # 3 all that fit, in this order, until one does not
     decisions, blocked = _starts(trial, rows, policy)
     decisions = [*moves, *decisions]
@@ -114,14 +116,15 @@ def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequen
     """Stop jobs for those that wait, and start these in their place; not those of which something is decided."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
-    stoppable = active[jobs.preemptible[active] & (now - jobs.since_s[active] >= MIN_RUN_S)]
+    settled = now - jobs.since_s[active] >= np.maximum(jobs.min_run_s[active], MIN_RUN_S)
+    stoppable = active[jobs.preemptible[active] & settled]
     stoppable = _without(stoppable, [one for one in before if one.kind in ("resize", "move")])
     if not len(stoppable):
         return []
     brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()
     waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
     kinds = stops.kinds(snapshot, waits, now)
-    alike = _alike(waits.levels, kinds, jobs.pools[rows], jobs.within[rows], trial.bars(rows))
+    alike = _alike(waits.levels, kinds, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.bars(rows))
     yielding, left, at = Yielding(snapshot, stoppable, now), trial.bounded(rows), 0
     while at < len(rows) and brake > 0:  # the next cycle goes on: a storm of restarts would stall all who load and save
         at += int(left[at:].argmax())

@@ -1,12 +1,14 @@
 """Headway's own policy: whoever has had least of the cluster goes first, and what has had much yields.
 
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
-likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a higher
-level, if that can be stopped, and those are stopped first that lose least. Beside that stand six rules:
+likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a lower
+priority, or of the same and a higher level, if that can be stopped, and those are stopped first that lose least. A
+service is new for ever, and so yields to higher priorities alone. Beside that stand seven rules:
 
     slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
             passed gives way to all others
     due     who has waited for a week in all (four, if its deadline has passed) goes first, and is not stopped again
+    overdue who has waited for three weeks has nodes kept for it, the first of them at a time
     owed    a tenant within its guarantee takes back from those who borrow, after four hours, or after half an hour
             if it has been short of late
     shield  who has been short of late is not stopped for others, unless it borrows, or they are new or due
@@ -15,7 +17,7 @@ level, if that can be stopped, and those are stopped first that lose least. Besi
     band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
 
 No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise
-(with time, slack only shrinks);
+(with time, slack only shrinks), and never one of a higher priority for one of a lower;
 what is owed is taken after half an hour of waiting at the earliest, and who is due is never stopped.
 """
 
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.policy import Flags, Policy, Ranked, Rows
-from headway.cluster.snapshot import Snapshot
+from headway.cluster.snapshot import INTERACTIVE, SERVICE, Snapshot
 
 __all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
 
@@ -31,7 +33,7 @@ LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: beyond each a job is of the next level."""
 NEXT_S = 1800.0
 """A job counts with the half hour that it would have next: a large gang is not new for as long as a single GPU."""
-DUE_S, LATE_DUE_S = 7 * 86400.0, 28 * 86400.0
+DUE_S, LATE_DUE_S, OVERDUE_S = 7 * 86400.0, 28 * 86400.0, 21 * 86400.0
 DUE, BROKE = -1, 99
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
@@ -51,7 +53,7 @@ class LeastServed:
         levels = np.searchsorted(LEVELS_GPU_S, snapshot.had_gpu_s(rows, now, NEXT_S), side="right")
         levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
         levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
-        levels[jobs.failed[rows]] = 0
+        levels[jobs.failed[rows] | (jobs.kind[rows] == SERVICE)] = 0
         levels[due(snapshot, rows, now)] = DUE
         levels[snapshot.tenants.broke()[jobs.tenant[rows]]] = BROKE
         return levels
@@ -70,16 +72,27 @@ class LeastServed:
         return np.where(owed, 2 * tenants + 2, np.where(shielded, 2 * tenants + 1, 0))
 
     def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
-        """Those of a higher level that no shield protects, and borrowers where it is owed."""
-        (level,) = waits.levels.tolist()
-        tenants, tenant = snapshot.jobs.tenant[runs.rows], int(snapshot.jobs.tenant[waits.rows[0]])
+        """Those of lower priority or of a higher level that no shield protects, and borrowers where it is owed."""
+        (level,), jobs = waits.levels.tolist(), snapshot.jobs
+        tenants, tenant = jobs.tenant[runs.rows], int(jobs.tenant[waits.rows[0]])
         borrows = (used > snapshot.tenants.guarantee[: len(used)])[tenants]
-        may: Flags = runs.levels > level
+        above = jobs.priority[waits.rows[0]].astype(np.int64) - jobs.priority[runs.rows]
+        serves = (jobs.kind[runs.rows] == SERVICE) & (runs.levels != BROKE)
+        may: Flags = self._outranks(above, level, runs.levels) & (~serves | (above > 0))
         if level > 0:
             may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants] | (runs.levels == BROKE)
         if self._owed(snapshot, used, waits.rows, now)[0]:
-            may |= borrows & (tenants != tenant) & (runs.levels != DUE)
+            may |= borrows & (tenants != tenant) & (runs.levels != DUE) & ~serves
         return may
+
+    @staticmethod
+    def _outranks(above: NDArray[np.int64], level: int, runs: NDArray[np.int64]) -> Flags:
+        """Whether a job of a level goes before those of others; `above`: by how much its priority is higher."""
+        higher: Flags = runs > level
+        if level in (DUE, BROKE):  # priorities do not count
+            return higher
+        ranks: Flags = ((above > 0) | ((above == 0) & higher)) & (runs != DUE) | (runs == BROKE)
+        return ranks
 
     def _owed(self, snapshot: Snapshot, used: NDArray[np.int64], rows: Rows, now: float) -> Flags:
         """Whether the tenants of jobs may take back what others have borrowed."""
@@ -103,14 +116,23 @@ def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
     return long
 
 
+def overdue(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
+    """Who is due, and has waited for three weeks or more."""
+    waited_s = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now)
+    long: Flags = (STOPS.levels(snapshot, rows, now) == DUE) & (waited_s > OVERDUE_S)
+    return long
+
+
 def order(snapshot: Snapshot, now: float) -> Rows:
-    """By priority, then by level, smaller gangs first. Before all others who is due, as they came, and after them who
-    has spent its budget."""
+    """By priority, then by level, interactive jobs and smaller gangs first. Before all others who is due, as they came;
+    after them who has spent its budget."""
     jobs, rows = snapshot.jobs, snapshot.queue
     levels = STOPS.levels(snapshot, rows, now)
     sizes = np.where(levels == DUE, 0, jobs.gpus[rows])
     tiers = np.where(levels == BROKE, 1, np.where(levels == DUE, -1, 0))
-    return rows[np.lexsort((sizes, levels, -jobs.priority[rows].astype(np.int64), tiers))]
+    waits = (jobs.kind[rows] != INTERACTIVE) & (levels != DUE)
+    priorities = np.where(levels == DUE, 0, -jobs.priority[rows].astype(np.int64))
+    return rows[np.lexsort((sizes, waits, levels, priorities, tiers))]
 
 
 def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
@@ -123,4 +145,6 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 
 STOPS = LeastServed()
-LEAST_SERVED = Policy("headway", order, behind="pass", stops=STOPS, bound=band, elastic=True, quotas=True)
+LEAST_SERVED = Policy(
+    "headway", order, behind="pass", stops=STOPS, bound=band, overdue=overdue, elastic=True, quotas=True
+)

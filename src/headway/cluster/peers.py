@@ -54,7 +54,7 @@ def shortest(snapshot: Snapshot, _: float) -> Rows:
 
 @dataclass(frozen=True)
 class HigherYield:
-    """A job that waits may stop all of higher levels, whoever they are of."""
+    """A job that waits may stop all of higher levels, whoever they are of, unless they have a higher priority."""
 
     levels: Callable[[Snapshot, Rows, float], NDArray[np.int64]]
 
@@ -62,9 +62,10 @@ class HigherYield:
         """One: levels are all that counts."""
         return np.zeros(len(waits.rows), np.int64)
 
-    def may(self, _: Snapshot, __: NDArray[np.int64], waits: Ranked, runs: Ranked, ___: float) -> Flags:
+    def may(self, snapshot: Snapshot, _: NDArray[np.int64], waits: Ranked, runs: Ranked, __: float) -> Flags:
         """Those of a higher level."""
-        may: Flags = runs.levels > waits.levels
+        priority = snapshot.jobs.priority
+        may: Flags = (runs.levels > waits.levels) & (priority[runs.rows] <= priority[waits.rows])
         return may
 
 

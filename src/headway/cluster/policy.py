@@ -30,7 +30,7 @@ class Stops(Protocol):
         ...
 
     def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
-        """Of jobs that wait, beside their levels: those of one kind may stop the same."""
+        """Of jobs that wait, beside their levels and priorities: those of one kind may stop the same."""
         ...
 
     def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
@@ -51,6 +51,8 @@ class Policy:
     """Who may stop whom; None: nobody is ever stopped."""
     bound: Callable[[Snapshot, Rows, float], NDArray[np.float64]] | None = None
     """Of jobs that cannot be stopped: GPUs that all such may hold once it has started; None: as many as there are."""
+    overdue: Callable[[Snapshot, Rows, float], Flags] | None = None
+    """Who has waited for so long that nodes are kept for it; None: nobody."""
     elastic: bool = False
     """Whether elastic jobs have more GPUs when some idle."""
     quotas: bool = False

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +19,17 @@ from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
-__all__ = ["DRAINING", "HEALTHY", "LEAD_S", "QUARANTINED", "SPARE", "Job", "Jobs", "Nodes", "Pool", "Snapshot"]
+__all__ = [
+    "DRAINING", "HEALTHY", "INTERACTIVE", "LEAD_S", "QUARANTINED", "SERVICE", "SPARE",
+    "Job", "Jobs", "Nodes", "Pool", "Snapshot",
+]  # fmt: skip
 
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
+BATCH, INTERACTIVE, SERVICE, ARRAY = range(4)
+KINDS = ("batch", "interactive", "service", "array")
+STAYS_S = 3600.0
+"""An interactive job runs for so long before it may be stopped, unless it says otherwise."""
 ANY_POOL = -1
 LEAD_S = 600.0
 """So long before a node goes away nothing is on it any more."""
@@ -194,6 +201,17 @@ class Job:
     sizes: tuple[tuple[int, float], ...] = ()
     """The scaling curve of an elastic job: GPUs, `gpus` first, and how fast it works with them (seconds of its work a
     second). It starts with the first size, and has more when GPUs idle."""
+    kind: str = "batch"
+    """Or "interactive" (first of its level, and left alone for an hour), "service" (never counts as long, and yields to
+    higher priorities alone) or "array" (one of many of one shape)."""
+    min_run_s: float = 0.0
+    """It runs so long before it may be stopped; two minutes at least, and an hour by default if it is interactive."""
+
+    def array(self, count: int) -> "list[Job]":
+        """So many jobs of this shape, each for itself."""
+        if count < 1 or count != int(count):
+            raise UsageError(f"job {self.name} is an array of {count}", hint="one at least")
+        return [replace(self, name=f"{self.name}[{number}]", kind="array") for number in range(count)]
 
 
 class Jobs(Columns):
@@ -211,6 +229,8 @@ class Jobs(Columns):
         submit_s: NDArray[np.float64]
         limit_s: NDArray[np.float64]
         deadline_s: NDArray[np.float64]
+        kind: NDArray[np.int8]
+        min_run_s: NDArray[np.float64]
         save_every_s: NDArray[np.float64]
         restart_s: NDArray[np.float64]
         within: NDArray[np.int8]
@@ -239,6 +259,8 @@ class Jobs(Columns):
                 "submit_s": (np.float64, 0.0),
                 "limit_s": (np.float64, math.inf),
                 "deadline_s": (np.float64, math.inf),
+                "kind": (np.int8, BATCH),
+                "min_run_s": (np.float64, 0.0),
                 "save_every_s": (np.float64, 1800.0),
                 "restart_s": (np.float64, 120.0),
                 "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
@@ -310,6 +332,8 @@ class Snapshot:
         for job in jobs:
             apart = ("name", "tenant", "sizes")
             values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in apart}
+            stays_s = STAYS_S if job.kind == "interactive" and not job.min_run_s else job.min_run_s
+            values |= {"kind": KINDS.index(job.kind), "min_run_s": stays_s}
             values |= {"least": job.gpus, "speed": job.sizes[0][1] if job.sizes else 1.0}
             values |= {"waits_s": job.submit_s, "known_s": next(known, math.nan), "number": self._told}
             values["within"] = ANYWHERE if job.within is None else self.nodes.levels.index(job.within)
@@ -340,6 +364,10 @@ class Snapshot:
         for key, least in (("submit_s", -math.inf), ("limit_s", 0.0), ("save_every_s", 0.0)):
             if not getattr(job, key) > least:
                 raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint="seconds, more than none")
+        if job.kind not in KINDS:
+            raise UsageError(f"job {job.name}: kind is {job.kind!r}", hint=f"there are {', '.join(KINDS)}")
+        if not 0 <= job.min_run_s < math.inf:
+            raise UsageError(f"job {job.name}: min_run_s is {job.min_run_s}", hint="seconds")
         if job.sizes:
             _check_sizes(job)
         if not job.deadline_s > job.submit_s:

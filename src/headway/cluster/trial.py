@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.keeping import Kept
 from headway.cluster.policy import Policy, Rows
 from headway.cluster.room import ANYWHERE, Placement, Room
 from headway.cluster.snapshot import Snapshot
@@ -33,6 +34,8 @@ class Trial:
         self.stays_s = snapshot.nodes.stays_s(now)
         self.windows = bool(np.isfinite(self.stays_s).any())
         """Whether nodes will be away."""
+        self.kept: Kept | None = None
+        """Nodes that are kept for a job that has waited far too long."""
         self.fixed = int(snapshot.jobs.least[active[~snapshot.jobs.preemptible[active]]].sum())
         """GPUs of jobs that cannot be stopped."""
         self.rooms = [snapshot.nodes.room(pool, now) for pool in snapshot.nodes.pools]
@@ -49,12 +52,14 @@ class Trial:
         return queue[broke[jobs.tenant[queue]] & (~jobs.preemptible[queue] | (policy.stops is None))]
 
     def room(self, row: int, pool: int) -> Room:
-        """What a pool has for a job, of the nodes that are there for long enough."""
+        """What a pool has for a job, of the nodes that are there for long enough and not kept for another."""
         room, there = self.rooms[pool], self.snapshot.nodes.pools[pool]
-        if not self.windows:
+        if not self.windows and self.kept is None:
             return room
-        stays = self.stays_s[there.first : there.end] >= self._needs_s(np.array([row]))
-        return room if stays.all() else room.only(stays)
+        open_ = self.stays_s[there.first : there.end] >= self._needs_s(np.array([row]))
+        if self.kept is not None and self.kept.pool == pool and self.kept.barred[row]:
+            open_ &= ~self.kept.nodes
+        return room if open_.all() else room.only(open_)
 
     def _needs_s(self, rows: Rows) -> NDArray[np.float64]:
         """How long nodes must be there for jobs: until they are done, by their limits. Who can be stopped can be moved,
@@ -65,9 +70,10 @@ class Trial:
 
     def bars(self, rows: Rows) -> NDArray[np.int64]:
         """The same number for jobs that the same nodes are open to."""
-        if not self.windows:
+        if not self.windows and self.kept is None:
             return np.zeros(len(rows), np.int64)
-        return np.searchsorted(np.unique(self.stays_s), self._needs_s(rows))
+        barred = 0 if self.kept is None else self.kept.barred[rows]
+        return 2 * np.searchsorted(np.unique(self.stays_s), self._needs_s(rows)) + barred
 
     def _allowed(self) -> NDArray[np.int64] | None:
         """GPUs that each tenant may take, where quotas count."""
@@ -104,7 +110,7 @@ class Trial:
             return False
         if self.allowed is not None and jobs.gpus[row] > self.allowed[jobs.tenant[row]]:
             return False
-        if jobs.within[row] != ANYWHERE or self.windows:
+        if jobs.within[row] != ANYWHERE or self.windows or self.kept is not None:
             return self.find(row) is not None
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
