@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headway.cluster.decide import decide
 from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
-from headway.cluster.simulate.outcome import Meter, Outcome
+from headway.cluster.simulate.outcome import Cause, Meter, Outcome
 from headway.cluster.simulate.site import Site, Tenant
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import HEALTHY, LEAD_S, SPARE, Job, Snapshot
@@ -125,6 +125,12 @@ class _Story:
         """When nodes go away or are back, the next last."""
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
+        self._causes: tuple[tuple[str, Cause, Callable[[NDArray[np.int64], float], NDArray[np.float64]]], ...] = (
+            ("stop", "preemption", self._lost_gpu_s),
+            ("move", "maintenance", self._late_gpu_s),
+            ("resize", "resize", self._late_gpu_s),
+        )
+        """Of decisions that take GPUs from a job: what they count as, and what they lose."""
         self.ended = 0
 
     @property
@@ -230,11 +236,7 @@ class _Story:
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        for kind, cause, lost_gpu_s in (
-            ("stop", "preemption", self._lost_gpu_s),
-            ("move", "maintenance", self._late_gpu_s),
-            ("resize", "resize", self._late_gpu_s),
-        ):
+        for kind, cause, lost_gpu_s in self._causes:
             rows = np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
             for row, lost in zip(rows.tolist(), lost_gpu_s(rows, now).tolist() if len(rows) else (), strict=True):
                 self._meter.stopped(self._job_of[row], lost, cause)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["CAUSES", "Meter", "Outcome", "summary"]
+__all__ = ["CAUSES", "Cause", "Meter", "Outcome", "summary"]
 
 LONG_S = 86400.0
 Cause = Literal["preemption", "failure", "maintenance", "resize"]
