@@ -135,7 +135,7 @@ def test_a_record_has_deadlines(tmp_path: Path) -> None:
     path = tmp_path / "headway.jsonl.gz"
     simulate(log(1), FREE, POLICIES["headway"], record=path)
     assert list(replay(path)) == [None] * len(list(replay(path)))
-    snapshot, _ = as_it_was(path, float(log(1).submit_s[4]))
+    snapshot = as_it_was(path, float(log(1).submit_s[4])).snapshot
     row = next(iter(snapshot.jobs.rows.values()))
     assert snapshot.jobs.deadline_s[row] == log(1).deadline_s[int(snapshot.jobs.names[row][1:])]
     again = Snapshot.from_json(snapshot.to_json())

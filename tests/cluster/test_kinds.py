@@ -109,7 +109,7 @@ def test_kinds_are_kept(tmp_path: Path) -> None:
         recorder.came(0.0, job)
     recorder.close()
     snapshot.submit(told)
-    again, _ = as_it_was(path, 1.0)
+    again = as_it_was(path, 1.0).snapshot
     assert again.to_json() == snapshot.to_json()
     assert Snapshot.from_json(again.to_json()).to_json() == snapshot.to_json()
     assert np.array_equal(again.jobs.min_run_s[:2], [7.0, HOUR_S])
