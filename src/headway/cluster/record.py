@@ -184,7 +184,9 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[Snapshot, Po
                 snapshot.advance(line["at"])
                 if "job" in line:
                     asked: dict[str, Any] = {
-                        key: math.inf if value == "inf" else value for key, value in line["job"].items()
+                        key: math.inf if value == "inf" else value
+                        for key, value in line["job"].items()
+                        if value is not None  # what older records say where nothing was asked for
                     }
                     snapshot.submit([Job(**asked)], [line.get("known_s", math.nan)])
                 elif "end" in line:
