@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import as_it_was, policies_in, record_of, replay
@@ -180,3 +181,16 @@ def test_a_gang_that_the_band_holds_back_is_told_so(tmp_path: Path) -> None:
     told = why(snapshot, 100.0, policy, "j12")
     assert told.reason.code == "band"
     assert told.reason.sentence.endswith("such jobs may hold 14 at most")
+
+
+def test_a_record_of_before_there_were_deadlines_is_read(records: Path, tmp_path: Path) -> None:
+    """It had no word for what nobody asked for, and null for no limit."""
+    path, lines = tmp_path / "x.jsonl.gz", [json.loads(line) for line in lines_of(record_of(records, "fifo"))[:-1]]
+    new = {"deadline_s", "sizes", "kind", "min_run_s"}
+    for line in lines:
+        if "job" in line:
+            line["job"] = {key: value for key, value in line["job"].items() if key not in new} | {"limit_s": None}
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    last = json.dumps({"lines": len(lines), "sum": xxhash.xxh3_64(text.encode()).hexdigest()})
+    path.write_bytes(gzip.compress((text + last + "\n").encode()))
+    assert set(replay(path)) == {None}

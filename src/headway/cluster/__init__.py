@@ -2,6 +2,7 @@
 
 snapshot.py      the cluster at one instant: nodes, tenants, jobs that wait or run
 decide.py        one cycle: who starts where, who waits, who yields
+elastic.py       sizes that grow and shrink; keeping.py holds nodes for who has waited far too long
 policies.py      all policies, Headway's own (least_served.py) first
 record.py        what was decided, kept so that it can be decided again; why.py answers for one job
 simulate/        months of a log in seconds

@@ -222,7 +222,9 @@ def _lines(path: Path, until_s: float = math.inf) -> Iterator[tuple[History, Sna
                 snapshot.advance(line["at"])
                 if "job" in line:
                     asked: dict[str, Any] = {
-                        key: math.inf if value == "inf" else value for key, value in line["job"].items()
+                        key: math.inf if value == "inf" else value
+                        for key, value in line["job"].items()
+                        if value is not None  # what older records say where nothing was asked for
                     }
                     snapshot.submit([Job(**asked)], [line.get("known_s", math.nan)])
                     history.submitted(Job(**asked))
