@@ -38,7 +38,8 @@ def pytest_configure() -> None:
     gc.disable()  # what is imported and collected stays, so that looking for garbage in it is waste
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
 

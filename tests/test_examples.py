@@ -37,7 +37,8 @@ def test_every_example_is_tried() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "demo.py"}  # `make demo` tries the demo
 
 
-LONG = ("mixture.py", "survive_a_kill.py")
+LONG = ("jsonl_with_prompts.py", "mixture.py", "survive_a_kill.py")
+"""What they show is tested in seconds elsewhere: in test_gradients.py, test_data_mixtures.py and test_exact.py."""
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_sources_are_shortened(source: str, short: str) -> None:
         ((LLAMA, "--against", "runs.csv"), "not a recipe", "--against runs.csv"),
         (("--against", "none.csv"), "none.csv: no such file", "published_runs.csv"),
         (("none.toml",), "no such recipe", "recipes/"),
-        ((str(RECIPES / "llama3-405b.toml"), "--on", "h100x8x1"), "does not fit", "needs"),
+        ((str(RECIPES / "llama3-70b.toml"), "--on", "h100x4x1"), "does not fit", "needs"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else None,
 )
