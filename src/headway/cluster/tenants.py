@@ -158,8 +158,8 @@ class Tenants(Columns):
         self.spent_gpu_s[:count] += min(month_s, seconds) * self.used[:count]
         used, lacks = self.used[:count], self.lacks()
         for past, now, half_life in ((self.recent, used, HALF_LIFE_S), (self.short, lacks, SHORT_HALF_LIFE_S)):
-            kept = 0.5 ** (seconds / half_life)
-            past[:count] = past[:count] * kept + now * (half_life / LN2 * (1 - kept))
+            faded = -math.expm1(-LN2 * seconds / half_life)  # exact for moments too, of which 1 - x would lose digits
+            past[:count] = past[:count] * (1 - faded) + now * (half_life / LN2 * faded)
 
     def lacks(self) -> NDArray[np.int64]:
         """GPUs that each waits for within its guarantee, unless it has spent its budget."""
