@@ -23,7 +23,7 @@ DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
 
 def own(mesh: Mesh, microbatch: int, *, offloads: bool = False, **changes: Any) -> Settings:
     """A way of our own trainer's, in bfloat16."""
-    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh)
+    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh, passes=2)
     return Settings(mesh, 8192, microbatch, 256, software=software).but(**changes)
 
 

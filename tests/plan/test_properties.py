@@ -202,7 +202,7 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
             software = own_software(
                 compiled=random.random() < 0.5, autocasts=random.random() < 0.8, older=False,
                 offloads=random.random() < 0.3,
-            ).on(mesh)  # fmt: skip
+            ).on(mesh, passes=2)  # fmt: skip
             zero = 3 if mesh.shard * mesh.context > 1 else 0
         settings = Settings(
             mesh, random.choice((2048, 4096, 16384)), random.choice((1, 2, 4)), BATCH, zero,

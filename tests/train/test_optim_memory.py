@@ -54,7 +54,7 @@ def held_bytes(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimize
 def planned(recipe: Recipe, mesh: Mesh) -> tuple[float, float]:
     cluster = default_cluster(known_chip("cpu"), mesh.devices)
     task = make_task(recipe, cluster)
-    settings = Settings(mesh, task.seq, 1, task.batch, zero=3, software=task.software.on(mesh))
+    settings = Settings(mesh, task.seq, 1, task.batch, zero=3, software=task.software.on(mesh, passes=task.batch))
     needed = memory(task.architecture, settings, cluster)
     return needed.weights, needed.optimizer
 

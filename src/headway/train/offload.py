@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from headway.kernels import adamw as kernels
 from headway.kernels.table import fuses
@@ -60,7 +61,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             kernels.adamw(parts, betas=group["betas"], **rates)
         else:
             beta1, beta2 = group["betas"]
-            torch.optim.adamw.adamw(
+            adamw(
                 weights, gradients, *moments, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, **rates,
                 maximize=False,
             )  # fmt: skip
