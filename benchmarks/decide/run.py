@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 
 HERE = Path(__file__).parent
 

@@ -6,14 +6,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from made_up import log
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import LEAD_S
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out, replay
-from headway.cluster.simulate import Away, Setup, Trace, simulate
-from headway.cluster.snapshot import LEAD_S, Job, Snapshot
+from headway.cluster.simulate import Away, Setup, simulate
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.why import why
 from headway.errors import UsageError
 
@@ -99,15 +101,6 @@ def test_why_a_job_waits_for_nodes_that_stay() -> None:
     assert told.reason.sentence.startswith("finds 8 GPUs only on nodes that go away")
 
 
-def log(seed: int, jobs: int = 60) -> Trace:
-    chance, none = np.random.default_rng(seed), np.full(jobs, math.nan)
-    return Trace(
-        tuple(f"job-{number}" for number in range(jobs)), np.sort(chance.uniform(0, 50_000, jobs)).round(),
-        chance.choice([300.0, 4000.0, 30_000.0], jobs), chance.choice([1, 2, 4, 8], jobs),
-        chance.integers(0, 2, jobs), ("blue", "red"), none, none,
-    )  # fmt: skip
-
-
 AWAY = (Away(0, 2, FROM_S, TO_S), Away(2, 3, 40_000.0, 60_000.0))
 
 
@@ -116,7 +109,7 @@ def test_nothing_is_on_nodes_that_are_away(policy: str, tmp_path: Path) -> None:
     """By what was recorded: where each job lay from when to when."""
     path = tmp_path / "kept.jsonl.gz"
     setup = Setup("a100", 4, 4, away=AWAY, elastic=0.3)
-    outcome = simulate(log(1), setup, POLICIES[policy], record=path)
+    outcome = simulate(log(1, 50_000), setup, POLICIES[policy], record=path)
     assert outcome.stops["maintenance"] > 0, "logs where nothing is moved prove little"
     assert int((outcome.starts - 1).sum()) == sum(outcome.stops.values()) - outcome.stops["resize"]
     spans, lies = list[tuple[float, float, list[int]]](), dict[str, tuple[float, list[int]]]()
@@ -166,4 +159,4 @@ def test_bad_times_are_refused(names: list[str], away_s: float, back_s: float, s
 
 def test_nodes_that_a_simulated_cluster_does_not_have() -> None:
     with pytest.raises(UsageError, match="nodes 3 to 5 are to be away, and there are 4"):
-        simulate(log(1), replace(Setup("a100", 4, 4), away=(Away(3, 5, 1.0, 2.0),)), POLICIES["fifo"])
+        simulate(log(1, 50_000), replace(Setup("a100", 4, 4), away=(Away(3, 5, 1.0, 2.0),)), POLICIES["fifo"])

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out, replay
 from headway.cluster.simulate import Setup, Trace, simulate
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.tenants import MONTH_S
 from headway.cluster.why import why
 from headway.errors import UsageError

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
 from headway.cluster.least_served import DUE, LATE_DUE_S, LeastServed
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import as_it_was, replay
 from headway.cluster.simulate import Setup, Trace, read_trace, simulate, summary
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 STEP_S, DAY_S = 600.0, 86400.0

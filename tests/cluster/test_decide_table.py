@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import DRAINING
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.room import Placement, Room
-from headway.cluster.snapshot import DRAINING, Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 
 NOW = 1000.0
 ALL = "all 99"

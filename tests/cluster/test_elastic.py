@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up import log
 
 from headway.cluster.decide import MIN_RUN_S, decide
 from headway.cluster.elastic import goodput, grown_sizes
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.record import carry_out, replay
-from headway.cluster.simulate import Setup, Trace, simulate
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.simulate import Setup, simulate
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import WORTH_S
 from headway.errors import UsageError
 
@@ -147,15 +149,6 @@ def test_nobody_is_stopped_where_giving_back_would_do_and_a_resize_loses_less_th
     carry_out(snapshot, decisions)
 
 
-def log(seed: int, jobs: int = 60) -> Trace:
-    chance, none = np.random.default_rng(seed), np.full(jobs, math.nan)
-    return Trace(
-        tuple(f"job-{number}" for number in range(jobs)), np.sort(chance.uniform(0, 60_000, jobs)).round(),
-        chance.choice([300.0, 4000.0, 30_000.0], jobs), chance.choice([1, 2, 4, 8], jobs),
-        chance.integers(0, 2, jobs), ("blue", "red"), none, none,
-    )  # fmt: skip
-
-
 def watched(snapshot: Snapshot, now: float) -> Any:
     """Headway's order, once the sizes of all jobs were looked at."""
     jobs = snapshot.jobs
@@ -175,7 +168,7 @@ SETUP = Setup("a100", 8, 2, preemptible=0.0, elastic=0.6, restart_s=100.0)
 @pytest.mark.parametrize("seed", range(3))
 def test_work_follows_the_curve(seed: int, tmp_path: Path) -> None:
     """Where nobody is stopped, the seconds at each size times its speed, less restarts, add up to a job's work."""
-    trace, path = log(seed), tmp_path / "kept.jsonl.gz"
+    trace, path = log(seed, 60_000), tmp_path / "kept.jsonl.gz"
     outcome = simulate(trace, SETUP, replace(HEADWAY, order=watched), record=path)
     assert outcome.stops["resize"] > 5
     assert outcome.stops["preemption"] == 0
@@ -201,7 +194,7 @@ def test_work_follows_the_curve(seed: int, tmp_path: Path) -> None:
 
 def test_a_record_has_sizes_and_a_snapshot_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "headway.jsonl.gz"
-    simulate(log(1), replace(SETUP, preemptible=0.5, node_days=1.0), HEADWAY, record=path)
+    simulate(log(1, 60_000), replace(SETUP, preemptible=0.5, node_days=1.0), HEADWAY, record=path)
     told = list(replay(path))
     assert len(told) > 50
     assert told == [None] * len(told)

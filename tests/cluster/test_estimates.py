@@ -8,9 +8,11 @@ import pytest
 
 from headway.cluster.estimates import Estimate, estimate, quantile
 from headway.cluster.history import History
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import DRAINING
 from headway.cluster.policies import POLICIES
 from headway.cluster.room import Placement
-from headway.cluster.snapshot import DRAINING, Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 NOW = 100_000.0

@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.record import carry_out
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 HEADWAY = POLICIES["headway"]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import MIN_RUN_S, decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import Recorder, as_it_was, carry_out
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 HOUR_S, WEEK_S = 3600.0, 7 * 86400.0

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import MIN_RUN_S, decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
 from headway.cluster.simulate import Setup, Trace, simulate
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 
 STEP_S = 600.0
 

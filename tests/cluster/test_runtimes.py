@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from headway.cluster.history import History
+from headway.cluster.jobs import Job
 from headway.cluster.runtimes import Kind, Known, Lives, Runtimes
-from headway.cluster.snapshot import Job
 
 RED = Kind("red", "", 1)
 DRAWS = 4000

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.simulate import Setup, Site, Trace, read_site, read_topology, simulate
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 HOSTS = "host,tor,agg\n" + "".join(f"h{number},S{number % 2},P{number // 4}\n" for number in range(8))

@@ -10,8 +10,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import DRAINING, HEALTHY, QUARANTINED, SPARE
 from headway.cluster.room import Placement
-from headway.cluster.snapshot import DRAINING, HEALTHY, QUARANTINED, SPARE, Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 POOLS = {"h100": (4, ["h0", "h1"]), "a100": (2, ["a0", "a1", "a2"])}

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
 from headway.cluster.room import Placement
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.why import Why, why
 
 LEVELS = ("rack", "block")

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.decide import MIN_RUN_S, decide
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import DRAINING
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import carry_out
-from headway.cluster.snapshot import DRAINING, Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.yielding import Yielding
 
 SIZE = 4

@@ -10,11 +10,12 @@ simulate/        months of a log in seconds
 
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Decision, Reason
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out, replay
 from headway.cluster.room import Placement
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.cluster.why import Why, why
 
 __all__ = [

@@ -7,8 +7,8 @@ one before are a sweep, and how many of it came in the ten minutes before a job 
 from collections import deque
 from typing import NamedTuple
 
+from headway.cluster.jobs import Job
 from headway.cluster.runtimes import Kind, Runtimes
-from headway.cluster.snapshot import Job
 
 __all__ = ["Came", "History"]
 

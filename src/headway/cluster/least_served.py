@@ -24,8 +24,9 @@ what is owed is taken after half an hour of waiting at the earliest, and who is 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.jobs import INTERACTIVE, SERVICE
 from headway.cluster.policy import Flags, Policy, Ranked, Rows
-from headway.cluster.snapshot import INTERACTIVE, SERVICE, Snapshot
+from headway.cluster.snapshot import Snapshot
 
 __all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
 

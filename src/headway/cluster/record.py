@@ -21,10 +21,11 @@ import xxhash
 from headway.cluster.decide import decide
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.history import History
+from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.room import Placement
-from headway.cluster.snapshot import Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 __all__ = [

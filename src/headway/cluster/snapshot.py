@@ -6,277 +6,20 @@ how long at most, what it has done so far and when it last saved.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.columns import Columns
-from headway.cluster.room import ANYWHERE, Placement, Room
+from headway.cluster.jobs import KINDS, STAYS_S, Job, Jobs, check_sizes
+from headway.cluster.nodes import HEALTHY, QUARANTINED, SPARE, STATES, Nodes
+from headway.cluster.room import ANYWHERE, Placement
 from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
-__all__ = [
-    "DRAINING", "HEALTHY", "INTERACTIVE", "LEAD_S", "QUARANTINED", "SERVICE", "SPARE",
-    "Job", "Jobs", "Nodes", "Pool", "Snapshot",
-]  # fmt: skip
-
-HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
-STATES = ("healthy", "draining", "quarantined", "spare")
-BATCH, INTERACTIVE, SERVICE, ARRAY = range(4)
-KINDS = ("batch", "interactive", "service", "array")
-STAYS_S = 3600.0
-"""An interactive job runs for so long before it may be stopped, unless it says otherwise."""
-ANY_POOL = -1
-LEAD_S = 600.0
-"""So long before a node goes away nothing is on it any more."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Nodes of one kind."""
-
-    number: int
-    chip: str
-    size: int
-    """GPUs of each node."""
-    first: int
-    end: int
-    """Rows of its nodes."""
-    spares: int = 0
-    """How many of them wait at any time to take the place of one that fails; at first the last ones."""
-
-    @property
-    def gpus(self) -> int:
-        """What jobs can count on."""
-        return self.size * (self.end - self.first - self.spares)
-
-
-class Nodes(Columns):
-    """Machines; those of a pool are neighbours."""
-
-    if TYPE_CHECKING:
-        gpus: NDArray[np.int32]
-        free: NDArray[np.int32]
-        state: NDArray[np.int8]
-        away_s: NDArray[np.float64]
-        back_s: NDArray[np.float64]
-
-    def __init__(self) -> None:
-        super().__init__(
-            {
-                "gpus": (np.int32, 0),
-                "free": (np.int32, 0),
-                "state": (np.int8, HEALTHY),
-                "away_s": (np.float64, math.inf),  # when it goes away to be looked after
-                "back_s": (np.float64, -math.inf),
-            }
-        )
-        self.pools: list[Pool] = []
-        self.levels: tuple[str, ...] = ()
-        """Of the network's domains, the smallest first."""
-        self._domains: list[NDArray[np.int32]] = []
-        self._domain_names: list[dict[str, list[str]]] = []
-        self._largest: dict[int, int] = {}
-
-    def join(
-        self,
-        chip: str,
-        size: int,
-        names: Iterable[str],
-        domains: Mapping[str, Sequence[str]] | None = None,
-        spares: int = 0,
-    ) -> Pool:
-        """Add a pool of nodes; `domains` names, for each level from the smallest, the domain of each node."""
-        names = list(names)
-        self._check(chip, size, names, domains)
-        first = len(self.names)
-        for name in names:
-            self.add(name, gpus=size, free=size)
-        pool = Pool(len(self.pools), chip, size, first, len(self.names), spares)
-        self.state[pool.end - spares : pool.end] = SPARE
-        domains = domains or {level: ["all"] * len(names) for level in self.levels}
-        self.levels = tuple(domains)
-        self._domain_names.append({level: list(of) for level, of in domains.items()})
-        numbers = [np.unique(np.array(of), return_inverse=True)[1] for of in domains.values()]
-        self._domains.append(np.array(numbers, np.int32).reshape(len(domains), pool.end - first))
-        self.pools.append(pool)
-        self._largest.clear()
-        return pool
-
-    def _check(self, chip: str, size: int, names: Sequence[str], domains: Mapping[str, Sequence[str]] | None) -> None:
-        """UsageError for what cannot join."""
-        if size < 1 or size != int(size):
-            raise UsageError(f"a node of {chip} has {size} GPUs", hint="GPUs are counted in whole numbers, from 1 on")
-        seen = set(self.rows)
-        for name in names:
-            if name in seen:
-                raise UsageError(f"node {name} is named twice")
-            seen.add(name)
-        for level, of in (domains or {}).items():
-            if len(of) != len(names):
-                raise UsageError(f"{len(names)} nodes of {chip} have {len(of)} domains of level {level}")
-        if self.pools and domains and tuple(domains) != self.levels:
-            raise UsageError(f"nodes of {chip} have levels {', '.join(domains)}", hint=f"not {', '.join(self.levels)}")
-
-    def domains(self, pool: int) -> dict[str, list[str]]:
-        """Of each level, the domain of each node of a pool."""
-        return self._domain_names[pool]
-
-    def room(self, pool: Pool, now: float = -math.inf) -> Room:
-        """What is free for new jobs in a pool."""
-        rows = slice(pool.first, pool.end)
-        usable = (self.state[rows] == HEALTHY) & ~self.leaving(now)[rows]
-        return Room(self.free[rows], pool.size, self._domains[pool.number], usable)
-
-    def announce(self, names: Iterable[str], away_s: float, back_s: float) -> None:
-        """Nodes will be away for some time: all of them are told, or, where one cannot be, none. UsageError."""
-        names = list(names)
-        if not -math.inf < away_s < back_s < math.inf:
-            raise UsageError(f"nodes are away from {away_s} s to {back_s} s", hint="seconds, the end after the begin")
-        for name in names:
-            if name not in self.rows:
-                raise UsageError(f"node {name} is to be away, and there is none of that name")
-            row = self.rows[name]
-            if self.back_s[row] > away_s:
-                told = f"from {self.away_s[row]:.0f} s to {self.back_s[row]:.0f} s"
-                raise UsageError(f"node {name} is away {told} already", hint="one time after the other")
-        rows = [self.rows[name] for name in names]
-        self.away_s[rows], self.back_s[rows] = away_s, back_s
-
-    def leaving(self, now: float) -> NDArray[np.bool_]:
-        """Which nodes are away, or nearly."""
-        leaving: NDArray[np.bool_] = (self.away_s - LEAD_S <= now) & (now < self.back_s)
-        return leaving
-
-    def stays_s(self, now: float) -> NDArray[np.float64]:
-        """How long each node will be there."""
-        return np.where(self.back_s > now, self.away_s - LEAD_S - now, math.inf)
-
-    def windows(self, pool: Pool) -> list[tuple[str, float, float]]:
-        """Of nodes of a pool that are or were to be away: name, and from when to when."""
-        rows = pool.first + np.flatnonzero(np.isfinite(self.away_s[pool.first : pool.end]))
-        return [(self.names[row], float(self.away_s[row]), float(self.back_s[row])) for row in rows.tolist()]
-
-    def largest(self, within: int) -> int:
-        """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
-        if within not in self._largest:
-            rooms = [
-                Room(
-                    self.gpus[one.first : one.end - one.spares],
-                    one.size,
-                    self._domains[one.number][:, : one.end - one.spares - one.first],
-                )
-                for one in self.pools
-            ]
-            self._largest[within] = max((room.largest(within) for room in rooms), default=0)
-        return self._largest[within]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What somebody asks for."""
-
-    name: str
-    tenant: str
-    gpus: int
-    submit_s: float = 0.0
-    priority: int = 0
-    preemptible: bool = False
-    limit_s: float = math.inf
-    """The longest it may run; whoever knows no better plans with it."""
-    save_every_s: float = 1800.0
-    """Seconds of work between its checkpoints."""
-    restart_s: float = 120.0
-    """Seconds from a start until it works again."""
-    within: str | None = None
-    """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
-    user: str = ""
-    """Who sent it, where somebody said."""
-    deadline_s: float = math.inf
-    """When it should be done."""
-    sizes: tuple[tuple[int, float], ...] = ()
-    """The scaling curve of an elastic job: GPUs, `gpus` first, and how fast it works with them (seconds of its work a
-    second). It starts with the first size, and has more when GPUs idle."""
-    kind: str = "batch"
-    """Or "interactive" (first of its level, and left alone for an hour), "service" (never counts as long, and yields to
-    higher priorities alone) or "array" (one of many of one shape)."""
-    min_run_s: float = 0.0
-    """It runs so long before it may be stopped; two minutes at least, and an hour by default if it is interactive."""
-
-    def array(self, count: int) -> "list[Job]":
-        """So many jobs of this shape, each for itself."""
-        if count < 1 or count != int(count):
-            raise UsageError(f"job {self.name} is an array of {count}", hint="one at least")
-        return [replace(self, name=f"{self.name}[{number}]", kind="array") for number in range(count)]
-
-
-class Jobs(Columns):
-    """Jobs that wait or run."""
-
-    if TYPE_CHECKING:
-        tenant: NDArray[np.int32]
-        gpus: NDArray[np.int32]
-        least: NDArray[np.int32]
-        speed: NDArray[np.float64]
-        other_gpu_s: NDArray[np.float64]
-        priority: NDArray[np.int32]
-        preemptible: NDArray[np.bool_]
-        pools: NDArray[np.int64]
-        submit_s: NDArray[np.float64]
-        limit_s: NDArray[np.float64]
-        deadline_s: NDArray[np.float64]
-        kind: NDArray[np.int8]
-        min_run_s: NDArray[np.float64]
-        save_every_s: NDArray[np.float64]
-        restart_s: NDArray[np.float64]
-        within: NDArray[np.int8]
-        running: NDArray[np.bool_]
-        since_s: NDArray[np.float64]
-        done_s: NDArray[np.float64]
-        ran_s: NDArray[np.float64]
-        waits_s: NDArray[np.float64]
-        number: NDArray[np.int64]
-        starts: NDArray[np.int32]
-        failed: NDArray[np.bool_]
-        known_s: NDArray[np.float64]
-        user: NDArray[np.str_]
-
-    def __init__(self) -> None:
-        super().__init__(
-            {
-                "tenant": (np.int32, NOBODY),
-                "gpus": (np.int32, 0),  # that it has, or waits for
-                "least": (np.int32, 0),  # that it can do with
-                "speed": (np.float64, 1.0),  # seconds of its work a second
-                "other_gpu_s": (np.float64, 0.0),  # GPU-seconds had at other sizes, beyond its seconds at this one
-                "priority": (np.int32, 0),
-                "preemptible": (np.bool_, False),
-                "pools": (np.int64, ANY_POOL),  # a bit for each pool that it can use
-                "submit_s": (np.float64, 0.0),
-                "limit_s": (np.float64, math.inf),
-                "deadline_s": (np.float64, math.inf),
-                "kind": (np.int8, BATCH),
-                "min_run_s": (np.float64, 0.0),
-                "save_every_s": (np.float64, 1800.0),
-                "restart_s": (np.float64, 120.0),
-                "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
-                "running": (np.bool_, False),
-                "since_s": (np.float64, math.nan),  # when it was started last
-                "done_s": (np.float64, 0.0),  # seconds of work that earlier starts left behind
-                "ran_s": (np.float64, 0.0),  # seconds that earlier starts held their GPUs
-                "waits_s": (np.float64, 0.0),  # since when it waits, or waited last
-                "number": (np.int64, 0),  # in the order they were told
-                "starts": (np.int32, 0),
-                "failed": (np.bool_, False),  # waits since a node of its failed
-                "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
-                "user": ("U32", ""),
-            },
-            room=1024,
-        )
+__all__ = ["Snapshot"]
 
 
 class Snapshot:
@@ -369,7 +112,7 @@ class Snapshot:
         if not 0 <= job.min_run_s < math.inf:
             raise UsageError(f"job {job.name}: min_run_s is {job.min_run_s}", hint="seconds")
         if job.sizes:
-            _check_sizes(job)
+            check_sizes(job)
         if not job.deadline_s > job.submit_s:
             raise UsageError(f"job {job.name}: deadline_s is {job.deadline_s}, and it comes at {job.submit_s}")
         if not 0 <= job.restart_s < math.inf or math.isinf(job.submit_s):
@@ -608,16 +351,6 @@ class Snapshot:
         self.nodes.free[rows] -= gpus
         self.tenants.take(self.jobs.tenant[row], int(gpus.sum()))
         self.active = np.append(self.active, row)
-
-
-def _check_sizes(job: Job) -> None:
-    """UsageError for a scaling curve that is none."""
-    told = f"job {job.name}: sizes are {', '.join(f'{gpus}: {speed}' for gpus, speed in job.sizes)}"
-    gpus, speeds = zip(*job.sizes, strict=True)
-    if gpus[0] != job.gpus or any(one != int(one) for one in gpus) or any(np.diff(gpus) <= 0):
-        raise UsageError(told, hint=f"GPUs in whole numbers, from the {job.gpus} that it needs upwards")
-    if not all(0 < speed < math.inf for speed in speeds) or any(np.diff(speeds) <= 0):
-        raise UsageError(told, hint="a larger size is faster, and none stands still")
 
 
 def _plain(value: Any) -> Any:

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.decide import decide
+from headway.cluster.jobs import Job
+from headway.cluster.nodes import HEALTHY, LEAD_S, SPARE
 from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
 from headway.cluster.simulate.outcome import Cause, Meter, Outcome
 from headway.cluster.simulate.site import Site, Tenant
 from headway.cluster.simulate.trace import Trace
-from headway.cluster.snapshot import HEALTHY, LEAD_S, SPARE, Job, Snapshot
+from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
 __all__ = ["Away", "Setup", "simulate"]

@@ -19,14 +19,13 @@ in cluster.toml, parents first:
 """
 
 import csv
-import gzip
 import io
 import tomllib
-import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from headway.cluster.simulate.trace import read_text
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
@@ -75,14 +74,7 @@ class Site:
 
 def read_topology(file: Path) -> Site:
     """UsageError names the line of the first mistake."""
-    try:
-        content = file.read_bytes()
-        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"there is no {file}", hint="a CSV file of hosts, gzipped or not") from None
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from None
-    lines = csv.reader(io.StringIO(text))
+    lines = csv.reader(io.StringIO(read_text(file, "hosts")))
     head = [name.strip() for name in next(lines, [])]
     if len(head) < 2 or len(set(head)) < len(head):
         raise UsageError(f"{file}: line 1 must name the host and the levels of the network", hint="host,rack,block")

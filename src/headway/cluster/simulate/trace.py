@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headway.errors import UsageError
 
-__all__ = ["Trace", "read_trace"]
+__all__ = ["Trace", "read_text", "read_trace"]
 
 NEEDED = ("job_id", "submit_s", "duration_s", "num_gpus")
 SECONDS, WHOLE = "a number of seconds, neither negative nor above 1e10", "GPUs are counted in whole numbers, from 1 on"
@@ -51,16 +51,20 @@ class Trace:
         return np.bincount(self.tenant, self.duration_s * self.gpus, len(self.tenants)).astype(np.float64)
 
 
-def read_trace(path: Path) -> Trace:
-    """UsageError names the line of the first mistake."""
+def read_text(path: Path, of: str) -> str:
+    """A CSV file's, gzipped or not; `of` says what its lines are."""
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
+        return (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"there is no {path}", hint="a CSV file of jobs, gzipped or not") from None
+        raise UsageError(f"there is no {path}", hint=f"a CSV file of {of}, gzipped or not") from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    reader = csv.DictReader(io.StringIO(text))
+
+
+def read_trace(path: Path) -> Trace:
+    """UsageError names the line of the first mistake."""
+    reader = csv.DictReader(io.StringIO(read_text(path, "jobs")))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
     if missing:
         raise UsageError(f"{path}: line 1 names no {', '.join(missing)}", hint=f"it must name {', '.join(NEEDED)}")
