@@ -10,9 +10,10 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
-# In the order of the folders: by number of tests, the longest files, which have few, would come last.
+# Three processes on two cores: many tests wait for processes of their own. In the order of the folders: by number of
+# tests, the longest files, which have few, would come last.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
@@ -44,14 +45,17 @@ chaos: $(INSTALLED) data/python-stdlib
 data/python-stdlib:
 	@$(BIN)/headway data build $@ "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/*.py" --vocab-size 2048
 
-# Reinstalls only when the lock or the package's own description changes. Modules are compiled on all cores, where pip
-# takes one, and without packages' own tests; a few are of newer Pythons and stay as they are.
+# Reinstalls only when the lock or the package's own description changes. First the lock, of which nothing has
+# to be resolved, then what a platform needs on top of it. Modules are compiled on all cores, where pip takes one, but
+# for those that few ever import; a few are of newer Pythons and stay as they are.
+RARE := /tests?/|/site-packages/(transformers/models|moto|torch/testing|pip|pygments|networkx)/
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Headway needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 -x '$(RARE)' $(VENV)/lib >/dev/null || true
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -31,6 +31,10 @@ LLAMA_1B = {"layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 819
 LLAMA_3B = {"layers": 28, "dim": 3072, "heads": 24, "kv_heads": 8, "head_dim": 128, "hidden": 8192,
             "tie_embeddings": True}  # fmt: skip
 LLAMA_8B = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "tie_embeddings": False}
+SMOLLM2_135M = {"layers": 30, "dim": 576, "heads": 9, "kv_heads": 3, "hidden": 1536, "tie_embeddings": True,
+                "vocab_size": 49152}  # fmt: skip
+LLAMA_350M = {"layers": 24, "dim": 1024, "heads": 16, "kv_heads": 16, "hidden": 2816, "tie_embeddings": True,
+              "vocab_size": 50304}  # fmt: skip
 QWEN_4B = {"layers": 36, "dim": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "hidden": 9728, "qk_norm": True,
            "tie_embeddings": True, "vocab_size": 151936}  # fmt: skip
 LOW = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
@@ -40,6 +44,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "8B 4096x2": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW},
     "8B 8192x1": {"model": LLAMA_8B, "seq": 8192, "batch": 1, "train": LOW},
     "8B 16384x1": {"model": LLAMA_8B, "seq": 16384, "batch": 1, "train": LOW | {"recompute": "selective"}},
+    "135M 2048x2": {"model": SMOLLM2_135M, "seq": 2048, "batch": 2, "train": LOW},
+    "135M 2048x8": {"model": SMOLLM2_135M, "seq": 2048, "batch": 8, "train": LOW},
+    "135M 2048x32": {"model": SMOLLM2_135M, "seq": 2048, "batch": 32, "train": LOW},
+    "350M 2048x4": {"model": LLAMA_350M, "seq": 2048, "batch": 4, "train": LOW},
+    "350M 2048x16": {"model": LLAMA_350M, "seq": 2048, "batch": 16, "train": LOW},
     "4B 4096x4": {"model": QWEN_4B, "seq": 4096, "batch": 4, "train": LOW},
     "1B 4096x4 float32": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": {"dtype": "bfloat16"}},
     "3B 4096x2 float32": {"model": LLAMA_3B, "seq": 4096, "batch": 2, "train": {"dtype": "bfloat16"}},
@@ -59,6 +68,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
+    parser.add_argument("--data", type=Path, help="A data set whose tokens are read, in place of random ones.")
     parser.add_argument("--peers-do-not-clip", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path, help="Append a table of kernels of one step of each way.")
@@ -82,6 +92,7 @@ def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, A
     """One way of one row, by a process of its own."""
     words = [sys.executable, __file__, "--one", row, way, "--set", *options.set]
     words += ["--profile", str(options.profile)] if options.profile else []
+    words += ["--data", str(options.data)] if options.data else []
     words += ["--peers-do-not-clip"] if options.peers_do_not_clip else []
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -129,7 +140,7 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
         rates = {"step_s": total, "tokens_s": tokens / total, "mfu": flops / total / PEAK}
         return {**about, **rates, "parts_ms": parts}
     began = time.perf_counter()
-    step = headway(model, shape, options.set) if way == "headway" else peer(model, shape, way, options)
+    step = headway(model, shape, options) if way == "headway" else peer(model, shape, way, options)
     loss = step()
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
@@ -165,16 +176,18 @@ def host_waits(step: Step) -> str:
     return ""
 
 
-def headway(model: Any, shape: dict[str, Any], settings: list[str]) -> Step:
+def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> Step:
     """The trainer's own step, but for the data."""
     from headway.models import empty_decoder
     from headway.parallel import World, apply, total_norm
-    from headway.recipe.load import parse_recipe
+    from headway.recipe.load import parse_recipe, with_settings
+    from headway.train.early import early_updates
+    from headway.train.graphs import passes_of
     from headway.train.optim import build_optimizer, clip, lower, set_step, widen_gradients
 
     train = {"batch": shape["batch"], "lr": 1e-4, **shape["train"]}
     values = {"model": model.model_dump(exclude_defaults=True), "data": {"path": "none", "seq": shape["seq"]}}
-    recipe = parse_recipe({**values, "train": train}, dict(one.split("=", 1) for one in settings), "benchmark")
+    recipe = with_settings(parse_recipe({**values, "train": train}, {}, "benchmark"), options.set)
     world = World(0, 1, torch.device("cuda", 0))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     plain = empty_decoder(recipe.model, "meta")
@@ -185,17 +198,18 @@ def headway(model: Any, shape: dict[str, Any], settings: list[str]) -> Step:
     draw(spread.model)
     optimizer = build_optimizer(spread.model, recipe.train, 0, world)
     parameters = dict(spread.model.named_parameters())
-    tokens = random_tokens(model, shape)
+    tokens = some_tokens(model, shape, options.data)
     inputs, labels, scale = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / (shape["batch"] * shape["seq"])
-    done = 0
+    done, passes, early = 0, passes_of(spread, recipe, world), early_updates(spread, optimizer, recipe, world)
 
     def step() -> torch.Tensor:
         nonlocal done
         done += 1
-        loss = spread.passes(inputs, labels, scale)
-        norm = total_norm(parameters, world)
-        clip(optimizer, parameters.values(), norm, recipe.train.clip)
         set_step(optimizer.param_groups, done, 1e-4)
+        loss = passes(inputs, labels, scale, None)
+        norm = total_norm(parameters, world) if early is None else early.norm(parameters)
+        if recipe.train.clip > 0:
+            clip(optimizer, parameters.values(), norm, recipe.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
@@ -231,7 +245,7 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     draw(made)
     made.train()
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    tokens = random_tokens(model, shape)[:, :-1].contiguous()
+    tokens = some_tokens(model, shape, options.data)[:, :-1].contiguous()
 
     def step() -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not low):
@@ -253,10 +267,16 @@ def draw(model: torch.nn.Module) -> None:
         torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
 
 
-def random_tokens(model: Any, shape: dict[str, Any]) -> torch.Tensor:
-    """A batch."""
+def some_tokens(model: Any, shape: dict[str, Any], data: Path | None) -> torch.Tensor:
+    """A batch: random, or the first windows of a data set."""
+    rows, length = shape["batch"], shape["seq"] + 1
+    if data is not None:
+        from headway.data import open_dataset
+
+        tokens = open_dataset(data).tokens[0][: rows * length].astype("int64")
+        return torch.from_numpy(tokens.reshape(rows, length)).cuda()
     generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randint(model.vocabulary, (shape["batch"], shape["seq"] + 1), device="cuda", generator=generator)
+    return torch.randint(model.vocabulary, (rows, length), device="cuda", generator=generator)
 
 
 def kernels_of(step: Step, name: str, profile: Path | None) -> float:

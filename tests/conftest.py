@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# How long a machine takes says nothing about what it computes.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+pytest.register_assert_rewrite("engine_suite")  # which is imported by the files of the engines' tests
 # Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -106,6 +111,11 @@ class Lived:
 
     def __init__(self, run: RunFolder, outcome: Outcome) -> None:
         self.run, self.outcome = run, outcome
+
+    @property
+    def ways_on(self) -> list[str]:
+        """How it went on after each attempt that failed."""
+        return [event["recovery"] for event in self.events("end", "agent") if "recovery" in event]
 
     def events(self, kind: str, process: str = "rank-0") -> list[dict[str, Any]]:
         """All events of a kind, over all attempts."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.parallel", "headway.state.tensors", "pytest"]
 """Building an optimizer imports dynamo, and finding a story imports its test file."""
-PATIENCE_S = 120
+PATIENCE_S = 480
 
 
 def run_ranks(folder: Path, world: int, story: Callable[..., Any], *args: Any) -> list[dict[str, torch.Tensor]]:

@@ -31,11 +31,19 @@ VERBS = [
     ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
     ["train", "recipes/demo.toml", "--set", "data.path=none"],
-    ["resume", "last"], ["stop", "last"], ["ps"], ["kernels", "--help"], ["stacks", "last"], ["chaos", "none.toml"],
+    ["resume", "last"], ["stop", "last"], ["agent", "--run", "last"], ["fetch", "last"],
+    ["ps"], ["kernels", "--help"], ["stacks", "last"], ["chaos", "none.toml"],
     ["model", "show", "recipes/demo.toml"], ["model", "show", "none"], ["model", "diff", "recipes/demo.toml", "none"],
     ["simulate", "--help"], ["simulate", "none.csv", "--on", "a100x8x4"],
     ["trace", "import", "none", "out.csv"], ["replay", "none"], ["why", "job", "--from", "none"],
     ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
+    ["doctor"], ["doctor", "--network"], ["doctor", "--storage", "none"],
+    ["submit", "none.toml", "--on", "cpu"], ["submit", "recipes/demo.toml", "--on", "cpu", "--set", "data.path=none"],
+    ["sweep"], ["sweep", "none"], ["sweep", "none.toml", "--grid", "seed=1,2"],
+    ["sweep", "recipes/demo.toml", "--grid", "seed=1,2", "--set", "data.path=none"],
+    ["jobs"], ["cancel", "last"], ["requeue", "last"], ["nodes"], ["nodes", "--engine", "none"],
+    ["doctor", "--engine", "slurm"],
+    ["cluster", "slurm-template", "none", "--controller", "a b"],
 ]  # fmt: skip
 
 

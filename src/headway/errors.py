@@ -8,7 +8,8 @@ HeadwayError
 |   `-- DamagedState     its bytes are not those that were written: the one before it may be whole
 |-- RunError             a run folder is missing, in use, or in the wrong state
 |-- ModelError           a model cannot be read, built or converted
-`-- WorkerError          a worker of a run failed
+|-- WorkerError          a worker of a run failed
+`-- EngineError          what starts processes on machines is not there, or refuses
 
 Each carries a sentence for people and, where there is one, a hint that says what to do. Mistakes of our own
 are `assert`s and travel as they are.
@@ -20,6 +21,7 @@ from typing import Any
 __all__ = [
     "DamagedState",
     "DataError",
+    "EngineError",
     "HeadwayError",
     "ModelError",
     "RecipeError",
@@ -78,6 +80,10 @@ class ModelError(HeadwayError):
 
 class WorkerError(HeadwayError):
     """A worker of a run failed."""
+
+
+class EngineError(HeadwayError):
+    """What starts processes on machines is not there, or refuses."""
 
 
 _WANTED = {

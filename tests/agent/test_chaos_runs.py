@@ -47,6 +47,7 @@ def struck(recipe: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFacto
     return Struck(matrix, root, told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_is_lived_through(struck: Struck, name: str) -> None:
     (one,) = struck.result(name).tries
@@ -56,6 +57,7 @@ def test_a_fault_is_lived_through(struck: Struck, name: str) -> None:
     assert one.figures.noticed_s is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) -> None:
     ends = []
@@ -69,6 +71,7 @@ def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) ->
     assert mark == "0000", "and it was struck, by the one fault of its plan"
 
 
+@pytest.mark.slow
 def test_what_was_done_about_each(struck: Struck) -> None:
     killed, agent = (struck.result(name).tries[0] for name in NAMES)
     assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 5, from memory",)
@@ -93,6 +96,7 @@ def test_a_stop_and_an_error_that_comes_again(recipe: Callable[..., Recipe], tmp
     assert refused.figures.stepping_s is None
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left(struck: Struck) -> None:
     mine = []
     for process in psutil.process_iter():
@@ -106,6 +110,7 @@ def test_nothing_of_it_is_left(struck: Struck) -> None:
     assert mine == []
 
 
+@pytest.mark.slow
 def test_it_tells_how_far_it_is_and_shows_it_in_80_columns(struck: Struck) -> None:
     rows = [f"{name}, {number} of {len(NAMES)}" for number, name in enumerate(NAMES, start=1)]
     assert struck.told == ["the unfaulted run", *rows]

@@ -129,6 +129,7 @@ def assert_near(found: np.ndarray, truth: np.ndarray, tolerance: float) -> None:
     assert np.linalg.norm(found - truth) <= tolerance * np.linalg.norm(truth)
 
 
+@pytest.mark.slow
 def test_four_workers_with_masked_labels_and_ties(run_check: Check, recipe: Callable[..., Recipe]) -> None:
     wanted = recipe({"data.mask_boundaries": True, "train.recompute": "full", "model.qkv_bias": True})
     checked = run_check(wanted, mesh(shard=2, pipeline=2, stages=(1, 1)))

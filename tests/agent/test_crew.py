@@ -26,7 +26,7 @@ from headway.errors import WorkerError
 from headway.recipe import Assignment
 from headway.state import Line, LineClosed
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 ZYGOTE = """
 import os, signal, stat, sys, time, types
 from headway.state import LineClosed
@@ -43,6 +43,8 @@ def sockets():
 
 
 def main(line):
+    with open("/proc/self/comm", "w") as name:
+        name.write("there")
     try:
         (told, *_) = line.receive(None)
     except LineClosed:
@@ -148,7 +150,10 @@ def spares(crew: Crew, zygote: Zygote, count: int) -> set[int]:
     before = children(zygote)
     crew.fork(count)
     wait_until(lambda: len(children(zygote)) == len(crew._processes))
-    return children(zygote) - before
+    born = children(zygote) - before
+    # forked is not yet there: one that is stopped before its first line does not die with its zygote
+    wait_until(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "there\n" for pid in born))
+    return born
 
 
 def hear_from(line: Line, count: int = 1) -> list[Any]:

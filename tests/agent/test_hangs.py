@@ -29,7 +29,7 @@ from headway.recipe.faults import AGENT, KEEPER, struck
 from headway.state import list_checkpoints, verify
 from headway.track import RunFolder, account, read_run
 
-PATIENCE_S = 90
+PATIENCE_S = 360
 STEPS = 20
 SETTINGS = {"train.steps": STEPS, "train.restarts": 3, "checkpoint.memory_every_steps": 1}
 
@@ -83,6 +83,7 @@ def test_a_worker_that_somebody_stopped_is_woken_and_nothing_is_redone(lab, reci
     assert any("woken" in incident.text for incident in account(read_run(lived.run)).incidents)
 
 
+@pytest.mark.slow
 def test_a_spare_that_somebody_stopped_is_woken_when_it_has_a_place(lab, recipe, unharmed, zygote: Zygote) -> None:
     """It has made no mark yet, and the others wait for it."""
 
@@ -112,7 +113,7 @@ ASLEEP = f"headway/recipe/faults.py:{line_of(faults.carry_out, 'time.sleep(FOR_E
     [
         pytest.param("data", 0, "data", ASLEEP, marks=pytest.mark.slow),
         ("optimizer", 1, "optimizer", ASLEEP),
-        ("collective", 1, "compute", "inject.py"),
+        pytest.param("collective", 1, "compute", "inject.py", marks=pytest.mark.slow),
     ],
     ids=["data", "optimizer", "collective"],
 )
@@ -155,6 +156,7 @@ def test_a_slow_step_is_no_hang(lab, recipe, unharmed) -> None:
 # -- a fault after the other
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_as_it_recovers_from_a_death(lab, recipe, unharmed) -> None:
     plan = FaultPlan().kill(5, 1).kill(5, 0, "restore", attempt=2).kill(None, 1, "restore", attempt=3)
     lived = lab.train(recipe(SETTINGS), workers=2, faults=plan)
@@ -165,6 +167,7 @@ def test_a_worker_that_dies_as_it_recovers_from_a_death(lab, recipe, unharmed) -
     assert steps(lived) == [*range(1, steps(lived).index(5) + 1), *range(5, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_a_warning_that_comes_twice_saves_and_stops(lab, recipe, unharmed) -> None:
     """SIGUSR1, by which a batch system says that it will take the machine away."""
 

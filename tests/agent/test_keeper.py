@@ -21,7 +21,7 @@ import pytest
 
 from headway.agent import Attempt, keeper
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys, time
 

@@ -453,6 +453,7 @@ def test_a_pipeline_trains_as_planned_and_goes_on_as_shards(lab, recipe) -> None
     assert (made.mesh["shard"], made.mesh["pipeline"], made.from_step) == (2, 1, 4)
 
 
+@pytest.mark.slow
 def test_other_workers_get_another_plan_from_their_step_on(lab, recipe) -> None:
     run = lab.train(recipe({"train.steps": 4, "parallel.shard": 2}), workers=None).run
     first = read_plan(run)

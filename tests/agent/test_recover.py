@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.agent.recover import Failure, Recovery, Rules, Situation, States, recover
+from headway.agent.recover import Failure, Places, Recovery, Rules, Situation, States, recover
 
 WHAT = "worker 1 was killed by signal 9 (SIGKILL)"
 NOW = 1000.0
@@ -153,6 +153,64 @@ def test_a_damaged_state_costs_no_try():
     died = [failed("died", reached=40), *before]
     assert found(Situation(failed("died", reached=40), tuple(died), Rules(2), States(disk=10)))[0] == "restart"
     assert found(Situation(failed("died", reached=40), tuple(died), Rules(1), States(disk=10)))[0] == "stop"
+
+
+NODES = (("n0", 2), ("n1", 2), ("n2", 2))
+
+
+@pytest.mark.parametrize(
+    ("able", "counts", "workers", "want"),
+    [
+        (NODES, (1, 2, 4), 4, 4),  # one more than needed
+        (NODES[:2], (1, 2, 4), 4, 4),
+        (NODES[:1], (1, 2, 4), 4, 2),  # as many as there is room for
+        (NODES[:1], (1, 4), 4, 1),  # and as can share the batch
+        (NODES[:1], (4,), 4, None),
+        ((), (1, 2, 4), 4, None),
+    ],
+)
+def test_a_run_on_several_nodes_goes_on_with_what_is_left(able, counts, workers, want):
+    given = Situation(failed("lost", node="n3"), (), Rules(), States(memory=7), places=Places(workers, able, counts))
+    told = recover(given, NOW)
+    assert (told.action, told.workers) == (("restart", want) if want else ("stop", None))
+    assert ("instead of 4" in told.reason) == (want not in (None, 4))
+
+
+def test_a_run_that_wants_enough_workers_waits_for_a_node():
+    for fewest, want, words in ((2, 2, "with 2 workers instead of 4"), (3, 4, "once there is a node in its place")):
+        places = Places(4, NODES[:1], (1, 2, 4), fewest)
+        told = recover(Situation(failed("lost", node="n3"), (), Rules(), States(memory=7), places=places), NOW)
+        assert (told.action, told.workers, told.reason.endswith(words)) == ("restart", want, True)
+
+
+def test_room_for_more_workers_is_taken_and_costs_no_tries():
+    before = [failed("lost", reached=9, node="n3"), failed("room", reached=9), failed("room", reached=9)]
+    places = Places(2, NODES[:2], (1, 2, 4))
+    told = recover(Situation(failed("room", reached=9), tuple(before), Rules(1), States(memory=9), places=places), NOW)
+    assert (told.action, told.workers, told.step, told.pause_s) == ("restart", 4, 9, 0)
+    assert told.reason.endswith("with 4 workers instead of 2")
+
+
+def test_a_node_where_attempts_fail_in_a_row_is_done_without_and_costs_no_tries():
+    places = Places(4, NODES, (1, 2, 4))
+    row = [failed("died", reached=9, node="n1") for _ in range(5)]
+
+    def asked(*failures, where=places, restarts=1):
+        *before, now = failures
+        return recover(Situation(now, tuple(before), Rules(restarts), States(memory=7), places=where), NOW)
+
+    assert asked(row[0]).avoid == ""
+    second = asked(*row[:2])
+    assert (second.action, second.avoid, second.workers) == ("restart", "n1", 4)
+    assert "without node n1, where 2 attempts failed in a row" in second.reason
+    # on another node each time: nobody is to blame, and tries are used up
+    elsewhere = [failed("died", reached=9, node=node) for node in ("n1", "n2")]
+    assert (asked(*elsewhere).action, asked(*elsewhere).avoid) == ("stop", "")
+    # steps that are new clear a node's name
+    assert asked(row[0], failed("died", reached=10, node="n1")).avoid == ""
+    # the only node there is stays
+    alone = Places(2, (("n1", 2),), (1, 2))
+    assert (asked(*row[:2], where=alone).action, asked(*row[:2], where=alone, restarts=2).avoid) == ("stop", "")
 
 
 def test_pauses_grow_to_a_bound_and_time_that_has_passed_counts():

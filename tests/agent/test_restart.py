@@ -61,11 +61,6 @@ def resumed(lived: Lived) -> list[int]:
     return [event["step"] for event in lived.events("resumed")]
 
 
-def ways_on(lived: Lived) -> list[str]:
-    """What the agent said about each attempt that it started again."""
-    return [event["recovery"] for event in lived.events("end", "agent") if "recovery" in event]
-
-
 def recorded(lived: Lived, rank: int = 0) -> list[list[dict[str, Any]]]:
     """The steps that each attempt has in its record: the very last may be missing from one that was killed."""
     return [[e for e in record.events if e["kind"] == "step"] for record in read_run(lived.run, f"rank-{rank}")]
@@ -91,7 +86,7 @@ def saved_steps(lived: Lived) -> list[int]:
     return [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
     """Three restarts are allowed in a row, and six are needed: steps that are new give them back."""
     ranks = [0 if point in RECORDED else workers - 1 for point in POINTS]
@@ -105,7 +100,7 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     assert resumed(lived) == [0, *whole]
     assert {event["step"] for event in lived.events("step")} == set(range(1, STEPS + 1))
     whys = [f"worker {rank} was killed by signal 9 (SIGKILL)" for rank in ranks]
-    assert ways_on(lived) == [f"{why}; back to step {step}, from memory" for why, step in zip(whys, whole, strict=True)]
+    assert lived.ways_on == [f"{why}; back to step {step}, from memory" for why, step in zip(whys, whole, strict=True)]
     assert psutil.Process().children() == children
     assert not list(lived.run.logs.glob("*zygote*"))
     agents = [record.header for record in read_run(lived.run, "agent")]
@@ -126,7 +121,13 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"replicate": 2, "shard": 1}, {"tensor": 2, "shard": 1}, {"pipeline": 2, "shard": 1}], ids=str
+    "mesh",
+    [
+        {"replicate": 2, "shard": 1},
+        pytest.param({"tensor": 2, "shard": 1}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "shard": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_mesh_goes_on_from_memory(lab, recipe, mesh: dict[str, int]) -> None:
     """Two steps are done twice, so that the second depends on everything that was restored."""
@@ -150,13 +151,13 @@ def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe,
     (first, *_) = read_run(lived.run, "agent")
     durable = max(event["step"] for event in first.events if event["kind"] == "checkpoint")
     assert resumed(lived) == [0, durable]
-    assert ways_on(lived) == [f"worker 0 was killed by signal 9 (SIGKILL); back to step {durable}, from disk"]
+    assert lived.ways_on == [f"worker 0 was killed by signal 9 (SIGKILL); back to step {durable}, from disk"]
 
 
 def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, monkeypatch) -> None:
     """The machine has less to spare when they come, while a state of the old ones is still to be written."""
     free = iter([10**12, 0])
-    monkeypatch.setattr("headway.agent.saves._free_memory", lambda: next(free))
+    monkeypatch.setattr("headway.agent.saves.free_memory", lambda: next(free))
     settings = SETTINGS | {"checkpoint.every_steps": 4, "checkpoint.keep_last": 9}
     slow = FaultPlan().stall("write", 4, 1.0, rank=AGENT)
     lived = lab.train(recipe(settings), faults=together(slow, killed(6)))
@@ -190,7 +191,7 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(
     assert failed.outcome.reason == f"{what}: the same error at the same place a second time"
     assert f"headway logs {failed.run.name} --rank 1" in failed.outcome.hint
     assert resumed(failed) == [0, 3]
-    assert ways_on(failed) == [f"{what}; back to step 3, from memory"]
+    assert failed.ways_on == [f"{what}; back to step 3, from memory"]
     assert saved_steps(failed) == [3]
 
 
@@ -233,6 +234,7 @@ def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
 # -- a class of one's own
 
 
+@pytest.mark.slow
 def test_dropout_and_frozen_weights_come_back(lab, recipe) -> None:
     """From memory, then from the disk; what is frozen lies there once."""
     model = {"class": "own_models:Half", "args": {"vocabulary": 301}}

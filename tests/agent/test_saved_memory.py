@@ -359,7 +359,7 @@ class NoWriter:
 
     idle, trouble = True, None
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         pass
 
     def results(self):
@@ -530,8 +530,8 @@ Succession.TestCase.settings = settings(max_examples=60, stateful_step_count=30,
 TestSuccession = Succession.TestCase
 
 
-def tell(workers, buffers, *deeds):
-    """One story of those above."""
+def assert_never_back(workers, buffers, *deeds):
+    """One story of those above, in which no deed makes a state older."""
     told = Succession()
     told.begin(workers=workers, buffers=buffers)
     try:
@@ -565,9 +565,9 @@ def test_what_a_dead_agent_heard_of_a_state_or_not_makes_no_difference(heard, st
     """Whatever lies unread in the lines when the next one begins."""
     first = [saved((0, 1)), *[saved(heard)] * states]
     again = [Succession.all_calms_down, saved((0, 1)), saved((0, 1)), Succession.all_calms_down]
-    tell(2, 4, *first, lambda told: told.agent_dies(live=True), *again)
-    tell(2, 4, *first, lambda told: told.agent_dies(live=True), Succession.workers_die, *again)
-    tell(2, 4, *first, lambda told: told.agent_dies(live=False), *again)
+    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=True), *again)
+    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=True), Succession.workers_die, *again)
+    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=False), *again)
 
 
 def filled(rank, heard):
@@ -592,9 +592,9 @@ def filled(rank, heard):
 def test_a_state_that_is_half_there_when_an_agent_dies_becomes_whole_under_the_next(first, heard):
     dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
     story = [saved((0, 1)), filled(first, heard[0]), dies, filled(1 - first, heard[1])]
-    tell(2, 2, *story, calm, saved((0, 1)), calm, saved((0, 1)), calm)
-    tell(2, 2, *story, dies, calm, saved((0, 1)), calm)
-    tell(2, 2, *story, Succession.workers_die, saved((0, 1)), calm)
+    assert_never_back(2, 2, *story, calm, saved((0, 1)), calm, saved((0, 1)), calm)
+    assert_never_back(2, 2, *story, dies, calm, saved((0, 1)), calm)
+    assert_never_back(2, 2, *story, Succession.workers_die, saved((0, 1)), calm)
 
 
 def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
@@ -603,11 +603,11 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
     dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
     for rank, other in ((0, 1), (1, 0)):
         begin = [saved((0, 1)), filled(rank, True), Succession.workers_die]
-        tell(2, 4, *begin, dies, filled(other, True), calm, saved((0, 1)), calm)
-        tell(2, 4, *begin, filled(other, True), dies, calm, saved((0, 1)), calm)
-        tell(2, 4, *begin, saved((other,)), dies, calm, saved((0, 1)), calm)
+        assert_never_back(2, 4, *begin, dies, filled(other, True), calm, saved((0, 1)), calm)
+        assert_never_back(2, 4, *begin, filled(other, True), dies, calm, saved((0, 1)), calm)
+        assert_never_back(2, 4, *begin, saved((other,)), dies, calm, saved((0, 1)), calm)
 
 
 def test_two_buffers_are_enough_for_one_restart_after_the_other():
     steps = [saved((0,)), Succession.all_calms_down]
-    tell(1, 2, *[deed for _ in range(4) for deed in (*steps, *steps, Succession.workers_die)])
+    assert_never_back(1, 2, *[deed for _ in range(4) for deed in (*steps, *steps, Succession.workers_die)])

@@ -16,7 +16,7 @@ import pytest
 from headway.agent import stacks
 from headway.agent.stacks import Frame, Seen, collect, its_collective, its_line, shortened
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 WORKER = """
 import os, re, sys, threading, time
 from pathlib import Path

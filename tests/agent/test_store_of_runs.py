@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unha
 def test_a_run_from_the_store_that_dies_at_once_goes_back_there(far: Lab, recipe, unharmed) -> None:
     killed = lost(far, recipe, workers=1)
     lived = far.resume(killed.run, "train.restarts=1", faults=FaultPlan().kill(7, 0, attempt=2))
-    assert [event["step"] for event in lived.events("resumed")] == [0, 6, 6]
+    assert [event["from_step"] for event in lived.events("attempt", "agent")] == [0, 6, 6]
     assert_same(lived, unharmed[1])
 
 

@@ -178,6 +178,17 @@ def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, datase
     assert lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
 
 
+def test_a_branch_that_has_no_state_for_its_optimizer_is_refused_at_once(lab, recipe, done) -> None:
+    with pytest.raises(StateError, match=r"has the state of adamw, and train\.optimizer is muon") as refused:
+        lab.train(recipe({"train.steps": 4, "train.optimizer": "muon"}), origin=done.name)
+    assert "model.init=" in (refused.value.hint or "")
+    frozen = lab.train(recipe({"train.freeze": ["embed.weight"]})).run
+    with pytest.raises(StateError, match=r"embed\.weight was frozen"):
+        lab.train(recipe({"train.steps": 4}), origin=frozen.name)
+    with pytest.raises(RecipeError, match=r"train\.freeze has every parameter"):
+        lab.train(recipe({"train.freeze": ["**"]}))
+
+
 def test_a_branch_without_steps_to_do_is_refused(lab, recipe, done) -> None:
     with pytest.raises(RecipeError, match=r"has done 2 steps, and train\.steps is 2"):
         lab.train(recipe({"train.steps": 2}), origin=done.name)

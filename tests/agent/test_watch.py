@@ -341,7 +341,7 @@ def test_the_state_of_a_process():
     process.stdout.read(1)
 
     def becomes(state: str) -> bool:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while process_state(process.pid) != state and time.monotonic() < deadline:
             time.sleep(0.005)
         return process_state(process.pid) == state

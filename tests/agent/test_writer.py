@@ -17,7 +17,7 @@ from headway.state.address import address_in_store, open_address, store_url
 
 FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2}, recipe={"name": "x"})
 SHAPE = (3000, 2)
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 def value(step):

@@ -36,7 +36,7 @@ def test_a_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
     assert len(processes) == 5, "a zygote, two workers, two spares"
     agent.kill()
     agent.wait()
-    gone, alive = psutil.wait_procs(processes, timeout=15)
+    gone, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
     assert len(gone) == 5
     header = json.loads((tmp_path / "r" / "events" / "0001-agent.jsonl").read_text().splitlines()[0])

@@ -89,7 +89,7 @@ def test_ctrl_c_ends_what_was_started_and_removes_its_folder(desk: Path, number:
         family = [one for one in psutil.Process(process.pid).children(recursive=True) if one.is_running()]
     assert list((desk / "temporary").glob("headway-chaos-*"))
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 130
     assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     assert list((desk / "temporary").glob("headway-chaos-*")) == []

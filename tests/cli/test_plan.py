@@ -60,7 +60,9 @@ def error(*words: str) -> HeadwayError:
         (LLAMA, "--on", "b200x8x4", "--precision", "fp8"),
         (LLAMA, "--on", "h100x8x1", "--sweep", "nodes=1..16", "--price", "2"),
         (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x64", "--price", "2.5", "--explain"),
-        (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x1", "--sweep", "nodes=1,2,64"),
+        pytest.param(
+            (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x1", "--sweep", "nodes=1,2,64"), marks=pytest.mark.slow
+        ),
         (str(RECIPES / "llama3-405b.toml"), "--on", "h100x8x2048", "--price", "2.5", "--explain"),
         (str(RECIPES / "demo.toml"), "--on", "cpu", "--explain"),
         (str(RECIPES / "demo.toml"), "--on", "cpu"),

@@ -90,6 +90,13 @@ def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys: pytest
         (["simulate", "log.csv", "--on", "abacus"], "abacus"),
         (["simulate", "log.csv"], "neither --on nor --cluster says where"),
         (["simulate", "--on", "a100x8x3"], "there is no log of jobs"),
+        (
+            ["simulate", "log.csv", "--on", "a100x8x3", "--plot", "none/p.png"],
+            "--plot none/p.png: its folder is not there",
+        ),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--plot", "p.text"], "does not end with a known kind"),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--jobs", "9"], "--jobs is of a log that is made up"),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--load", "0.8"], "--load is of a log that is made up"),
         (["simulate", "--generate", "acme-like", "--on", "a100x8x3"], "gangs of 1,024 GPUs"),
         (["why", "j30", "--from", "kept", "--policy", "las"], "has no record of las"),
         (["why", "nobody", "--from", "kept", "--at", "1300"], "there is no job nobody"),

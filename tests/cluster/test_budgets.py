@@ -129,7 +129,7 @@ def test_a_simulated_tenant_without_means_waits_for_the_next_month(tmp_path: Pat
         simulate(trace, Setup("a100", 8, 1, budgets={"x": 1.0}), POLICIES["headway"])
 
 
-@pytest.mark.parametrize("hours", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("hours", [-1.0, 0.0, math.nan, math.inf])
 def test_budgets_that_are_none(hours: float) -> None:
     with pytest.raises(UsageError, match="tenant x: budget is"):
         Snapshot().tenants.join("x", budget_gpu_h=hours)

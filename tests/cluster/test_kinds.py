@@ -12,6 +12,7 @@ from headway.cluster.decide import MIN_RUN_S, decide
 from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
 from headway.cluster.record import Recorder, as_it_was, carry_out
+from headway.cluster.simulate import Outcome, Setup, read_trace, simulate
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
@@ -99,6 +100,37 @@ def test_an_array_is_many_jobs_of_one_shape() -> None:
     assert act(snapshot, 1.0) == ["start sweep[0]"]
 
 
+def told(folder: Path, column: str, *values: str) -> Outcome:
+    """A GPU that one job holds for 10,000 s while two others of 1,000 s come, of which a column says something."""
+    lines = (f"{name},{come},{work},1,{value}" for (name, come, work), value in zip(
+        (("busy", 0, 10_000), ("x", 100, 1_000), ("y", 200, 1_000)), values, strict=True))  # fmt: skip
+    (folder / "log.csv").write_text("\n".join((f"job_id,submit_s,duration_s,num_gpus,{column}", *lines)))
+    return simulate(read_trace(folder / "log.csv"), Setup("h100", 1, 1, preemptible=0.0), POLICIES["headway"])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "first"),
+    [("priority", "0", "x"), ("priority", "3", "y"), ("kind", "interactive", "y"), ("kind", "array", "x")],
+)
+def test_a_log_says_who_is_first(tmp_path: Path, column: str, value: str, first: str) -> None:
+    starts = dict(zip(("busy", "x", "y"), told(tmp_path, column, "", "", value).first_start_s, strict=True))
+    assert starts[first] == 10_000
+    assert sorted(starts.values()) == [0, 10_000, 11_000]
+
+
+def test_a_log_says_who_can_be_stopped(tmp_path: Path) -> None:
+    """Beyond two GPU-hours the one that is busy yields: to both, one after the other."""
+    assert told(tmp_path, "preemptible", "no", "yes", "yes").stops["preemption"] == 0
+    outcome = told(tmp_path, "preemptible", "yes", "no", "no")
+    assert outcome.stops["preemption"] == 1
+    assert (outcome.first_start_s[1:] < 10_000).all()
+
+
+def test_a_log_says_what_a_restart_takes(tmp_path: Path) -> None:
+    ends = [told(tmp_path, "preemptible,restart_s", f"yes,{late}", "no,", "no,").end_s[0] for late in (0, 500)]
+    assert ends[1] - ends[0] == 500
+
+
 def test_kinds_are_kept(tmp_path: Path) -> None:
     snapshot, path = cluster(), tmp_path / "x.jsonl.gz"
     recorder = Recorder(path, snapshot, POLICIES["headway"])
@@ -134,3 +166,14 @@ def test_bad_kinds_are_refused(more: dict, says: str) -> None:
 def test_arrays_of_nothing_are_refused(count: float) -> None:
     with pytest.raises(UsageError, match="job x is an array of"):
         Job("x", "all", 1).array(count)
+
+
+def test_who_may_stop_a_job_does_so_when_its_minimum_is_over(tmp_path: Path) -> None:
+    """Though nothing else happens then: "busy" has no rank above "x", and the clock is all that moves."""
+    (tmp_path / "log.csv").write_text(
+        "job_id,submit_s,duration_s,num_gpus,priority,preemptible,min_run_s\n"
+        "busy,0,50000,1,0,yes,700\n"
+        "x,100,1000,1,3,no,\n"
+    )
+    outcome = simulate(read_trace(tmp_path / "log.csv"), Setup("h100", 1, 1), POLICIES["headway"])
+    assert outcome.first_start_s.tolist() == [0, 700]

@@ -68,6 +68,19 @@ def test_what_does_not_fill_a_node_goes_to_the_fullest_that_has_room(case):
 
 
 @settings(max_examples=300, deadline=None)
+@given(rooms(), st.randoms(use_true_random=False))
+def test_beside_others_it_goes_where_most_of_them_are_and_of_such_nodes_to_the_fullest(case, random):
+    size, free = case
+    beside = [random.randint(0, size - count) for count in free]
+    for gpus in range(1, size):
+        place = make(size, free).find(gpus, beside=np.array(beside, np.int32))
+        able = [node for node, count in enumerate(free) if count >= gpus]
+        assert (place is not None) == bool(able)
+        if place is not None:
+            assert as_dict(place) == {min(able, key=lambda node: (-beside[node], free[node], node)): gpus}
+
+
+@settings(max_examples=300, deadline=None)
 @given(rooms())
 def test_the_largest_gang_finds_a_place_all_smaller_ones_too_and_no_larger_one(case):
     size, free = case

@@ -16,7 +16,7 @@ LINES = [
     "13|2026-03-01T10:01:00|900|cpu=2|cpu=2|vision|ada|60|COMPLETED",
     "14|2026-03-01T10:02:00|0|gres/gpu=8||vision|ada|60|CANCELLED by 1000",
     "15|2026-03-01T10:03:00|77|gres/gpu=1|gres/gpu=1|vision|ada|60|RUNNING",
-    "16_3|2026-03-01T11:00:00|5|gres/gpu=1|gres/gpu=1|vision|ada|60|PREEMPTED",
+    "16_3|2026-03-01T11:00:00|5|gres/gpu=1|gres/gpu=1|vision|ada|0|PREEMPTED",
     "16_3|2026-03-01T11:00:00|25|gres/gpu=1|gres/gpu=1|vision|ada|60|COMPLETED",
 ]
 
@@ -37,8 +37,7 @@ def test_jobs_that_had_gpus_ran_and_ended_are_a_log(tmp_path: Path) -> None:
     assert trace.duration_s.tolist() == [50, 600, 5, 25]
     assert trace.gpus.tolist() == [16, 4, 1, 1]
     assert [trace.tenants[row] for row in trace.tenant] == ["speech", "vision", "vision", "vision"]
-    assert np.isnan(trace.limit_s[0])
-    assert trace.limit_s[1] == 7200
+    np.testing.assert_array_equal(trace.limit_s, [np.nan, 7200, np.nan, 3600])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +47,8 @@ def test_jobs_that_had_gpus_ran_and_ended_are_a_log(tmp_path: Path) -> None:
         (["JobID|Submit|ElapsedRaw", "1|2026-03-01T10:00:00|5"], "neither ReqTRES nor AllocTRES"),
         ([HEAD, LINES[0].replace("|600|", "|ten|", 1)], "line 2: ElapsedRaw is 'ten'"),
         ([HEAD, LINES[2], LINES[0].replace("2026-03-01T10:00:30", "Unknown")], "line 3: Submit is 'Unknown'"),
+        ([HEAD, *LINES[:2], LINES[0][:40]], "line 4 has not as many values"),
+        ([HEAD, LINES[0] + "|more"], "line 2 has not as many values"),
         ([HEAD, LINES[3]], "no job that had GPUs"),
         ([HEAD], "no job that had GPUs"),
         ([""], "line 1 names no JobID"),

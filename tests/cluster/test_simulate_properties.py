@@ -53,12 +53,15 @@ def watched(policy: Policy) -> Policy:
 
     def order(snapshot: Snapshot, now: float) -> Any:
         nodes, free = snapshot.nodes, snapshot.nodes.gpus.copy()
+        fixed = np.zeros_like(free)
         for row, (pool, place) in snapshot.places.items():
             assert place.total == snapshot.jobs.gpus[row], "a gang is whole or not there"
             assert len(set(place.nodes.tolist())) == len(place.nodes)
             free[place.nodes + nodes.pools[pool].first] -= place.gpus
+            fixed[place.nodes + nodes.pools[pool].first] += place.gpus * (not snapshot.jobs.preemptible[row])
         assert (free >= 0).all(), "more GPUs than there are"
         assert (free == nodes.free).all()
+        assert (fixed == nodes.fixed).all()
         assert set(snapshot.places) == set(snapshot.active.tolist())
         assert not set(snapshot.queue.tolist()) & set(snapshot.active.tolist())
         assert snapshot.now_s == now

@@ -9,7 +9,7 @@ import pytest
 
 from headway.cluster.jobs import Job
 from headway.cluster.policies import POLICIES
-from headway.cluster.simulate import Setup, Site, Trace, read_site, read_topology, simulate
+from headway.cluster.simulate import Away, Setup, Site, Trace, read_away, read_site, read_topology, simulate
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
@@ -81,6 +81,40 @@ def test_jobs_run_where_the_file_says(folder: Path) -> None:
         simulate(replace(trace, tenants=("green",)), setup, POLICIES["kueue"])
 
 
+def test_nodes_are_away_when_the_file_says(folder: Path) -> None:
+    """Both nodes of red's job of eight are gone by then: it saves, and goes on elsewhere in the next cycle."""
+    (folder / "away.csv").write_text("note,node,from_s,to_s\n,h0,5000,9000\nnew fans,h2, 5000 ,9000\n")
+    (folder / "cluster.toml").write_text(CLUSTER.replace('"hosts.csv"', '"hosts.csv"\naway = "away.csv"'))
+    site = read_site(folder / "cluster.toml")
+    none, policy = np.full(1, np.nan), POLICIES["headway"]
+    trace = Trace(("a",), np.zeros(1), np.full(1, 20_000.0), np.full(1, 8), np.zeros(1, np.int64), ("red",), none, none)
+    setup = Setup("a100", 4, 8, site=site, preemptible=1.0)
+    told = replace(setup, site=replace(site, away=()), away=(Away(0, 1, 5000, 9000), Away(2, 3, 5000, 9000)))
+    moved = simulate(trace, setup, policy)
+    assert moved.stops["maintenance"] == 1
+    assert moved.end_s.tolist() == simulate(trace, told, policy).end_s.tolist() == [20_000 + 30 + setup.restart_s]
+    with pytest.raises(UsageError, match="node h0 is to be away, and there is none of that name"):
+        simulate(trace, replace(setup, site=replace(site, hosts=(), domains={})), policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty", "", "line 1 names no node, from_s, to_s"),
+        ("no end", "node,from_s\nh0,1\n", "line 1 names no to_s"),
+        ("no name", "node,from_s,to_s\n,1,2\n", "line 2: a node without a name"),
+        ("no time", "node,from_s,to_s\nh0,1,2\nh1,noon,2\n", "line 3: from_s is 'noon'"),
+        ("backwards", "node,from_s,to_s\nh0,20,10\n", "line 2: node h0 is away from 20 s to 10 s"),
+        ("a node twice", "node,from_s,to_s\nh0,1,2\nh0,5,6\n", "line 3: node h0 is named twice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "," not in value and "\n" not in value else "",
+)
+def test_the_line_of_a_mistake_in_windows_is_named(tmp_path: Path, name: str, content: str, says: str) -> None:
+    (tmp_path / "away.csv").write_text(content)
+    with pytest.raises(UsageError, match=says):
+        read_away(tmp_path / "away.csv")
+
+
 def test_as_many_hosts_as_nodes(folder: Path) -> None:
     with pytest.raises(UsageError, match="8 hosts, and the cluster 7 nodes"):
         read_topology(folder / "hosts.csv").join_nodes(Snapshot(), "a100", 4, 7, 0)
@@ -119,6 +153,7 @@ def test_a_topology_that_is_not_there(tmp_path: Path) -> None:
         ('name = "a"\nshare = 1', 'a tenant has no key "share"'),
         ("guarantee = 1", "tenant 1 has no name"),
         ('name = "a"\nguarantee = 1.5', "tenant a: guarantee is 1.5"),
+        ('name = "a"\nbudget_gpu_h = "much"', "tenant a: budget_gpu_h is 'much'"),
     ],
 )
 def test_what_is_wrong_with_a_tenant_is_told(tmp_path: Path, tenant: str, says: str) -> None:

@@ -24,7 +24,7 @@ def written(tmp_path):
     return write
 
 
-def same(one: Trace, other: Trace) -> None:
+def assert_same_jobs(one: Trace, other: Trace) -> None:
     assert (one.names, one.tenants) == (other.names, other.tenants)
     for column in ("submit_s", "duration_s", "gpus", "tenant", "limit_s", "deadline_s"):
         np.testing.assert_array_equal(getattr(one, column), getattr(other, column))
@@ -62,7 +62,7 @@ def test_a_plain_file(written):
 )
 @pytest.mark.parametrize("name_on_disk", ["jobs.csv", "jobs.csv.gz", "jobs"])
 def test_the_same_jobs_written_in_other_ways(written, name, content, name_on_disk):
-    same(read_trace(written(content, name_on_disk)), read_trace(written(GOOD, "good.csv")))
+    assert_same_jobs(read_trace(written(content, name_on_disk)), read_trace(written(GOOD, "good.csv")))
 
 
 def test_columns_that_may_be_there(written):
@@ -91,6 +91,8 @@ def test_a_tenant_is_one_however_it_is_padded(written):
         ("negative duration", ["a,0,-0.5,8"], "line 2: duration_s is -0.5"),
         ("no number", ["a,0,nan,8"], "line 2: duration_s is nan"),
         ("endless", ["a,0,inf,8"], "line 2: duration_s is inf"),
+        ("longer than people live", ["a,0,2e9,8"], "line 2: duration_s is 2e9"),
+        ("more values than names", ["a,0,100,8", "b,0,100,8,9"], "line 3 has more values than line 1 has names"),
         ("text for GPUs", ["a,0,100,many"], "line 2: num_gpus is 'many'"),
         ("no GPUs", ["a,0,100,0"], "line 2: num_gpus is 0"),
         ("negative GPUs", ["a,0,100,-8"], "line 2: num_gpus is -8"),
@@ -115,11 +117,77 @@ def test_the_line_of_a_mistake_is_named(written, name, lines, says, pack):
     assert "\n" not in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (f"{HEAD},priorty", "line 1 names 'priorty', which nothing reads"),
+        (f"{HEAD},Deadline_s", "line 1 names 'Deadline_s', which nothing reads"),
+        (f"{HEAD},vc,vc", "line 1 names vc twice"),
+        (f"{HEAD},num_gpus", "line 1 names num_gpus twice"),
+        ("job_id,submit_s,durations,num_gpus", "line 1 names no duration_s"),
+    ],
+)
+def test_a_column_that_was_meant_otherwise(written, head, says):
+    with pytest.raises(UsageError, match=says):
+        read_trace(written(f"{head}\na,0,100,8\n"))
+
+
+def test_columns_for_other_readers_may_have_any_other_name(written):
+    assert_same_jobs(
+        read_trace(written(f"{HEAD},state,gpu_type\na,0,100,8,ok,x\nb,5,50.5,1,,\n")), read_trace(written(GOOD, "b"))
+    )
+
+
 @pytest.mark.parametrize("column", ["limit_s", "deadline_s"])
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "late"])
 def test_columns_that_may_be_there_are_checked_too(written, column, value):
     with pytest.raises(UsageError, match=f"line 2: {column} is '?{value}'?$"):
         read_trace(written(f"{HEAD},{column}\na,0,100,8,{value}\n"))
+
+
+def test_columns_that_say_more_of_a_job(written):
+    columns = "kind,priority,preemptible,min_run_s,save_every_s,restart_s,within,sizes"
+    lines = (
+        "a,0,100,4,Service,-3,yes,60,900,0,rack,4:1 8:1.8",
+        "b,0,100,4,,,,,,,,",
+        "c,0,100,4,array,12,0,,,,,",
+    )
+    trace = read_trace(written("\n".join((f"{HEAD},{columns}", *lines))))
+    assert trace.asked == (
+        {
+            "kind": "service", "priority": -3, "preemptible": True, "min_run_s": 60.0, "save_every_s": 900.0,
+            "restart_s": 0.0, "within": "rack", "sizes": ((4, 1.0), (8, 1.8)),
+        },
+        {},
+        {"kind": "array", "priority": 12, "preemptible": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("kind", "cron", "kind is 'cron'"),
+        ("priority", "high", "priority is 'high'"),
+        ("priority", "1.5", "priority is '1.5'"),
+        ("priority", "9999999999", "priority is '9999999999'"),
+        ("preemptible", "perhaps", "preemptible is 'perhaps'"),
+        ("min_run_s", "-1", "min_run_s is -1"),
+        ("save_every_s", "0", "save_every_s is 0"),
+        ("save_every_s", "inf", "save_every_s is inf"),
+        ("restart_s", "slow", "restart_s is 'slow'"),
+        ("sizes", "8", "sizes is '8'"),
+        ("sizes", "8:fast", "sizes is '8:fast'"),
+        ("sizes", "4:1 8:1.8", "job b: sizes are 4: 1.0, 8: 1.8"),
+        ("sizes", "8:1 16:0.9", "job b: sizes are 8: 1.0, 16: 0.9"),
+        ("sizes", "8:1 16:nan", "job b: sizes are 8: 1.0, 16: nan"),
+    ],
+)
+def test_what_a_job_cannot_be_is_told_with_its_line(written, column, value, says):
+    path = written(f"{HEAD},{column}\na,0,100,8,\nb,0,100,8,{value}\n")
+    with pytest.raises(UsageError) as error:
+        read_trace(path)
+    assert error.value.message == f"{path}: line 3: {says}"
+    assert error.value.hint
 
 
 @pytest.mark.parametrize("value", ["many", "-8", "inf"])

@@ -1,6 +1,8 @@
 """Of the jobs that may be stopped those yield that lose least, and then there is room."""
 
+import math
 from itertools import combinations
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from headway.cluster.decide import MIN_RUN_S, decide
 from headway.cluster.jobs import Job
 from headway.cluster.nodes import DRAINING
 from headway.cluster.policies import POLICIES
+from headway.cluster.policy import Ranked
 from headway.cluster.record import carry_out
+from headway.cluster.room import Placement
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.yielding import Yielding
 
@@ -123,3 +127,83 @@ def test_nobody_is_stopped_for_gpus_of_a_node_that_is_drained(gpus: int) -> None
     stopped = [snapshot.jobs.names[one.job] for one in decisions if one.kind == "stop"]
     assert stopped == ([] if gpus == 8 else ["j1"])
     carry_out(snapshot, decisions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_tenant_does_not_lend_is_there_whoever_yields(seed: int) -> None:
+    """Every job was started by the policy itself, some are stopped for others, and tenants lend little or nothing."""
+    random, snapshot = Random(seed), Snapshot()
+    snapshot.nodes.join("h100", 4, ["a", "b", "c"])
+    lends = {"red": random.choice([0, 1, 2]), "blue": random.choice([0, 2, 4])}
+    for name, lend in lends.items():
+        snapshot.tenants.join(name, 6, borrow=random.choice([None, 2, 4]), lend=lend)
+    tenants, stops = snapshot.tenants, 0
+    for cycle in range(40):
+        now = cycle * 4 * 3600.0
+        snapshot.advance(now)
+        for row in random.sample(snapshot.active.tolist(), len(snapshot.active) // 4):
+            snapshot.end(row)
+        for number in range(3):
+            tenant = random.choice(list(lends))
+            most = snapshot.allowance(tenants.rows[tenant])
+            gpus = min(random.choice([1, 1, 2, 4, 6, 8]), most)
+            snapshot.submit([Job(f"{cycle}-{number}", tenant, gpus, now, preemptible=random.random() < 0.9)])
+        decisions = decide(snapshot, now, POLICIES["headway"])
+        stops += sum(one.kind == "stop" for one in decisions)
+        carry_out(snapshot, decisions)
+        used = dict(zip(lends, tenants.used[:2].tolist(), strict=True))
+        assert 12 - sum(used.values()) >= sum(max(6 - used[name] - lends[name], 0) for name in lends)
+    assert stops, "where nobody yields this proves little"
+
+
+@pytest.mark.parametrize("name", ["headway", "las", "edf", "srtf"])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_may_stop_more_than_is_within_reach(name: str, seed: int) -> None:
+    """The quick answer for all who wait, beside the exact one for each of them."""
+    random, snapshot, stops, asked = Random(seed), Snapshot(), POLICIES[name].stops, 0
+    assert stops is not None
+    snapshot.nodes.join("h100", 4, ["a", "b", "c"])
+    snapshot.tenants.join("red", 8)
+    snapshot.tenants.join("blue", 4, budget_gpu_h=random.choice([None, 400]))
+    for cycle in range(40):
+        now = snapshot.now_s + random.choice([600.0, 4 * 3600.0, 86400.0])
+        snapshot.advance(now)
+        for row in random.sample(snapshot.active.tolist(), len(snapshot.active) // 5):
+            snapshot.end(row)
+        jobs = [Job(
+            f"{cycle}-{number}", random.choice(["red", "blue"]), random.choice([1, 2, 4, 8]), now,
+            priority=random.choice([0, 0, 1]), preemptible=random.random() < 0.8,
+            kind=random.choice(["batch", "batch", "interactive", "service"]),
+            deadline_s=now + random.choice([math.inf, 5e4, 5e6]),
+        ) for number in range(2)]  # fmt: skip
+        snapshot.submit(jobs, [random.uniform(1e3, 1e6) for _ in jobs])
+        queue, active, used = snapshot.queue, snapshot.active, snapshot.tenants.used[:2]
+        if len(queue) and len(active):
+            waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (queue, active))
+            reach = stops.reach(snapshot, used, waits, runs, now)
+            for at in range(len(queue)):
+                one = Ranked(waits.rows[at : at + 1], waits.levels[at : at + 1])
+                may = stops.may(snapshot, used, one, runs, now)
+                assert snapshot.jobs.gpus[active[may]].sum() <= reach[at]
+                asked += bool(may.any())
+        carry_out(snapshot, decide(snapshot, now, POLICIES[name]))
+    assert asked, "where nobody may stop anybody this proves little"
+
+
+def lies_on(policy: str, *, preemptible: bool, count: int = 1) -> list[int]:
+    """Nodes of single GPUs that wait: the first node is nearly full of what can be stopped, on the second one GPU is
+    held by what cannot be, the third is empty."""
+    snapshot = Snapshot()
+    snapshot.nodes.join("h100", SIZE, ["n0", "n1", "n2"])
+    snapshot.tenants.join("all", 3 * SIZE)
+    for name, gpus, node in (("loose", 3, 0), ("firm", 1, 1)):
+        (row,) = snapshot.submit([Job(name, "all", gpus, preemptible=name == "loose")])
+        snapshot.start(row, 0, Placement(np.array([node], np.int32), np.array([gpus], np.int32)))
+    snapshot.submit([Job(f"x{number}", "all", 1, preemptible=preemptible) for number in range(count)])
+    return [int(one.place.nodes[0]) for one in decide(snapshot, 0.0, POLICIES[policy])]
+
+
+def test_what_cannot_be_stopped_lies_together_so_that_other_nodes_can_be_emptied() -> None:
+    assert lies_on("headway", preemptible=False, count=5) == [1, 1, 1, 0, 2], "then on the fullest again"
+    assert lies_on("headway", preemptible=True) == [0], "the fullest"
+    assert lies_on("fifo", preemptible=False) == [0], "who stops nobody has no use for it"

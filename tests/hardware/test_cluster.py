@@ -139,6 +139,7 @@ TWO_LEVELS = 'chip="h100"\nnodes=4\n[[level]]\nname="nvlink"\ndevices=%s\ngigaby
         ('chip = "h100"\nprice = 2', 'no key "price"', "price_per_gpu_hour"),
         ('chip = "h100"\nzzz = 2', 'no key "zzz"', "known are format, name, chip"),
         ('chip = "h100"\nnodes = 0', "nodes = 0: input should be greater than 0", ""),
+        ('chip = "h100"\nnodes = 20000000000', "more than 10,000,000 devices", "20,000,000,000 nodes of 8"),
         ('chip = "h100"\nformat = 2', "format = 2", ""),
         (TWO_LEVELS % (8, "gigabit_s=400"), 'a level has no key "gigabit_s"', "gigabits_s"),
         (TWO_LEVELS % (8, "gigabits_s=400\ngigabytes_s=50"), "gigabytes_s or gigabits_s, and not both", ""),

@@ -137,7 +137,13 @@ def told(tmp_path_factory) -> Callable[[int], list[dict[str, torch.Tensor]]]:
     return tell
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if workers_of(make_recipe(way)) > 2 else name
+        for name, way in WAYS.items()
+    ],
+)
 def test_collectives_move_what_the_plan_counts(name: str, told) -> None:
     recipe = make_recipe(WAYS[name])
     workers = workers_of(recipe)

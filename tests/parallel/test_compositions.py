@@ -33,29 +33,29 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}),
     "tensor 2": ({"tensor": 2, "shard": 1}, EVERYTHING, {}),
     "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
-    "tensor 4, 1 key head": ({"tensor": 4, "shard": 1}, EVERYTHING | {"kv_heads": 1}, {}),
-    "pipeline 2": ({"pipeline": 2, "shard": 1}, {}, {}),
     "pipeline 3, 5 layers": ({"pipeline": 3, "shard": 1}, {"layers": 5}, {}),
     "pipeline 2, stages of 3 and 1": ({"pipeline": 2, "shard": 1, "stages": (3, 1)}, EVERYTHING, {}),
     "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {}, {}),
-    "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
-    "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {}),
     "replicate 2 shard 2, reduced each": (
         {"replicate": 2, "shard": 2, "reduce_each": True},
         EVERYTHING,
         {"microbatch": 1},
     ),
     "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
-    "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
-    "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),
     "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
-    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, MISTRAL, {}),
-    "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {}),
     "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
-    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, MISTRAL, {"recompute": "selective"}),
     "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
 }
-LARGER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "tensor 4, 1 key head": ({"tensor": 4, "shard": 1}, EVERYTHING | {"kv_heads": 1}, {}),
+    "pipeline 2": ({"pipeline": 2, "shard": 1}, {}, {}),
+    "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
+    "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {}),
+    "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
+    "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),
+    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, MISTRAL, {}),
+    "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {}),
+    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, MISTRAL, {"recompute": "selective"}),
     "shard 2 tensor 2 pipeline 2": ({"shard": 2, "tensor": 2, "pipeline": 2}, EVERYTHING, {}),
     "replicate 2 tensor 2 pipeline 2": ({"replicate": 2, "shard": 1, "tensor": 2, "pipeline": 2}, {}, {}),
     "replicate 2 shard 2 tensor 2": ({"replicate": 2, "shard": 2, "tensor": 2}, {}, {}),
@@ -69,7 +69,7 @@ LARGER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 if old_torch() is not None:  # agent/prepare.py refuses these there
     COMPOSITIONS = {name: way for name, way in COMPOSITIONS.items() if "zero-bubble" not in name}
-    LARGER = {name: way for name, way in LARGER.items() if "zero-bubble" not in name}
+    MORE = {name: way for name, way in MORE.items() if "zero-bubble" not in name}
 
 
 def make_recipe(mesh: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> Recipe:
@@ -184,8 +184,8 @@ def told(tmp_path_factory) -> Callable[..., list[Named]]:
     """What the ranks of all compositions of a size found."""
 
     @cache
-    def tell(larger: bool, workers: int) -> list[Named]:
-        table = LARGER if larger else COMPOSITIONS
+    def tell(more: bool, workers: int) -> list[Named]:
+        table = MORE if more else COMPOSITIONS
         recipes = {name: make_recipe(*way) for name, way in table.items() if workers_of(way[0]) == workers}
         return run_ranks(tmp_path_factory.mktemp("ranks"), workers, stories, recipes)
 
@@ -199,12 +199,12 @@ def of(name: str, ranks: list[Named]) -> list[Named]:
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_composition_equals_one_process(name: str, told) -> None:
-    ranks = told(larger=False, workers=workers_of(COMPOSITIONS[name][0]))
+    ranks = told(more=False, workers=workers_of(COMPOSITIONS[name][0]))
     assert_equal(of(name, ranks), reference(make_recipe(*COMPOSITIONS[name])), loss=1e-5, rest=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LARGER)
-def test_a_composition_of_three_axes_equals_one_process(name: str, told) -> None:
-    ranks = told(larger=True, workers=workers_of(LARGER[name][0]))
-    assert_equal(of(name, ranks), reference(make_recipe(*LARGER[name])), loss=1e-5, rest=1e-4)
+@pytest.mark.parametrize("name", MORE)
+def test_more_compositions_equal_one_process(name: str, told) -> None:
+    ranks = told(more=True, workers=workers_of(MORE[name][0]))
+    assert_equal(of(name, ranks), reference(make_recipe(*MORE[name])), loss=1e-5, rest=1e-4)

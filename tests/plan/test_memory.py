@@ -125,6 +125,17 @@ def test_moments_in_the_hosts_memory_take_none_of_the_devices_and_time_for_the_w
     assert longer == pytest.approx(2 * 8 * PARAMETERS / 32 / 55e9)
 
 
+def test_gradients_that_are_used_in_the_backward_pass_are_those_of_one_block() -> None:
+    """And of what is outside of blocks: embedding, head and last norm."""
+    usual = own(Mesh(), 1, 1, recompute="full")
+    early = usual.but(software=replace(usual.software, updates_early=True))
+    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert memory(LLAMA, usual, H100).gradients == 4 * PARAMETERS
+    made = memory(LLAMA, early, H100)
+    assert made.gradients in (0.0, 4 * (PARAMETERS - 31 * block))
+    assert made.allocated < memory(LLAMA, usual, H100).allocated - 4 * 25 * block
+
+
 def test_what_a_tensor_axis_gathered_is_kept_whole() -> None:
     """Of each layer the inputs of attention and feed-forward: two bytes an element, on every device of the axis."""
     settings = own(Mesh(shard=4, tensor=8), 1, 16)

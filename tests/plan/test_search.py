@@ -66,6 +66,10 @@ CASES: list[tuple[Task, Cluster, Fidelity]] = [
     (Task(MANY_EXPERTS, 4096, 8), cluster("gb200x4x4", 6), "default"),
     (Task(MANY_EXPERTS, 2048, 16), cluster("a100x8", 5), "limit"),
 ]  # fmt: skip
+LONG = {8, 15, 17, 20, 21, 22, 23}
+"""Cases of which brute force takes seconds."""
+ALL_CASES = [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in range(len(CASES))]
+"""All cases, the long ones among the slow tests."""
 NAMES = [f"{i}-{on.name}-{fidelity}" for i, (_, on, fidelity) in enumerate(CASES)]
 
 
@@ -94,7 +98,7 @@ def best_of_kinds(plans: list[Estimate]) -> list[Estimate]:
     return list(first.values())
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=NAMES)
+@pytest.mark.parametrize("case", ALL_CASES, ids=NAMES)
 def test_the_search_finds_what_brute_force_finds(case):
     task, on, fidelity = CASES[case]
     fit = [plan for plan in everything(case) if plan.memory.fits]
@@ -111,6 +115,7 @@ def test_the_search_finds_what_brute_force_finds(case):
     assert len(plans) <= len(wanted) + 1
 
 
+@pytest.mark.slow
 def test_memory_prunes_in_some_of_the_cases():
     shares = [
         sum(not plan.memory.fits for plan in everything(case)) / len(everything(case)) for case in range(len(CASES))
@@ -119,7 +124,7 @@ def test_memory_prunes_in_some_of_the_cases():
     assert sum(share == 0 for share in shares) >= 1
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=NAMES)
+@pytest.mark.parametrize("case", ALL_CASES, ids=NAMES)
 def test_no_step_is_shorter_than_its_bound(case):
     task, on, fidelity = CASES[case]
     costs = make_costs(on, fidelity)

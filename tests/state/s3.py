@@ -63,6 +63,7 @@ class Proxy(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.target, self.late_s = target, late_s
         self.closing = threading.Event()
+        self.one_at_a_time = threading.Lock()
         self.calm()
 
     def calm(self) -> None:
@@ -114,7 +115,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(status, {}, f"<Error><Code>{code}</Code></Error>".encode())
         if harm == RESET:
             return self.reset()
-        status, headers, content = self.ask(body)
+        # of two at once moto would let both create an object, which S3 does not
+        with self.server.one_at_a_time if request.conditional else contextlib.nullcontext():
+            status, headers, content = self.ask(body)
         if harm == DROPPED:
             return self.reset()
         if harm == LATE:

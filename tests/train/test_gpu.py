@@ -68,3 +68,25 @@ def test_stopping_on_a_gpu_saves_the_last_step(lab, recipe) -> None:
     lived = lab.train(recipe(ON_GPU | {"train.steps": 1_000_000}), workers=1)
     assert lived.outcome.state == "stopped", lived.outcome
     assert lived.events("checkpoint", "agent")[-1]["step"] == lived.events("step")[-1]["step"]
+
+
+@pytest.mark.parametrize("batches", [{}, {"train.batch": 4, "train.batch_ramp": [[7, 8]], "train.microbatch": 2}])
+def test_passes_that_are_replayed_give_the_same_bits(lab, recipe, batches) -> None:
+    """Across a kill and a resume, and where the batch grows and is passed in parts."""
+    settings = ON_GPU | batches | {"train.dtype": "bfloat16", "checkpoint.every_steps": 4}
+    plain = lab.train(recipe(settings | {"train.cuda_graphs": False}), workers=1)
+    settings |= {"train.cuda_graphs": True}
+    replayed = lab.train(recipe(settings), workers=1)
+    assert losses(replayed) == losses(plain)
+    assert replayed.digest == plain.digest
+    killed = lab.train(recipe(settings), workers=1, faults=FaultPlan().kill(9))
+    assert lab.resume(killed.run).digest == plain.digest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_in_the_backward_pass_give_the_same_bits(lab, recipe, dtype: str) -> None:
+    settings = ON_GPU | {"train.dtype": dtype, "train.weights": dtype, "train.clip": 0.0}
+    plain = lab.train(recipe(settings | {"train.cuda_graphs": False}), workers=1)
+    early = lab.train(recipe(settings | {"train.update_in_backward": True}), workers=1)
+    assert losses(early) == losses(plain)
+    assert early.digest == plain.digest

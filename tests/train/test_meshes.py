@@ -89,7 +89,7 @@ def constant(lab, recipe) -> list[float]:
     return losses(lab.train(recipe(MODEL | {"train.steps": 6, "train.schedule": "constant"})))
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["shard 2 tensor 2", "tensor 2 pipeline 2", "replicate 2"])
 def test_a_mesh_writes_the_very_state_it_read(alone, name: str, offload: bool, tmp_path) -> None:
     """One worker's last state, weights and moments, loaded by a mesh and written again: the digests are the same."""

@@ -34,7 +34,9 @@ be rounded the other way."""
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "bfloat16" else way for way in WAYS]
+)
 def test_updates_are_what_plain_pytorch_makes_of_them(way: str) -> None:
     """Two steps with gradients clipped to half of their norm, in one launch on their way and tensor by tensor."""
     settings, tolerance = WAYS[way]

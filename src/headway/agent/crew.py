@@ -11,8 +11,11 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headway.agent.kept import Kept
+from headway.agent.stacks import Stacks, collect
+from headway.agent.watch import process_state
 from headway.agent.zygote import Zygote
 from headway.errors import WorkerError
 from headway.recipe import Assignment
@@ -62,6 +65,20 @@ class Crew:
                 self.zygote.fork(self._next, theirs)
             self._processes[self._next] = _Process(self._next, ours)
             self._next += 1
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether workers can be forked, waiting that long at most."""
+        if not self.zygote.ready(timeout_s):
+            return False
+        self.zygote.keep(self.kept)
+        return True
+
+    def attend(self) -> None:
+        """What the zygote says waits until it is asked."""
+
+    def filenos(self) -> list[int]:
+        """For select."""
+        return [self.zygote.fileno()]
 
     def assign(self, assignment: Assignment, descriptors: Sequence[int], **fields: object) -> Line:
         """Give a place to a spare; returns the line to it."""
@@ -120,6 +137,14 @@ class Crew:
             for process in self._processes.values()
             if process.rank is not None and process.pid is not None
         }
+
+    def state(self, rank: int) -> str:
+        """The kernel's letter for what a worker does."""
+        return process_state(self.pids()[rank])
+
+    def stacks(self, folder: Path, attempt: int, native: bool = True) -> Stacks:
+        """What all workers do."""
+        return collect(self.pids(), folder, attempt, native=native)
 
     def lines(self) -> dict[int, Line]:
         """The lines to workers, by rank."""

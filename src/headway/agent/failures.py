@@ -30,6 +30,10 @@ class Ended:
     """The hang for which they were ended."""
     bystanders: set[int] = field(default_factory=set)
     """Ranks that the agent ended, or that went because another had gone."""
+    lost_nodes: list[tuple[str, str]] = field(default_factory=list)
+    """Nodes that were lost, and how."""
+    room: int = 0
+    """The number of workers that there is room for again, for which they were ended."""
     killed_for_memory: bool = False
     zygote_died: bool = False
 
@@ -52,6 +56,10 @@ def failure_of(attempt: Attempt, ended: Ended, outcome: Outcome, kept_step: int)
     what = _what(outcome)
     told = [error for rank in range(attempt.workers) if (error := _error(run, attempt, rank)) is not None]
     common: dict[str, Any] = {"what": what, "reached": reached, "step": reached + 1, "at": time.time()}
+    if ended.lost_nodes:
+        return Failure("lost", **common | {"place": ended.lost_nodes[0][0]})
+    if ended.room:
+        return Failure("room", **common)
     if ended.hang is not None:
         stall = ended.hang.stall
         return Failure("hung", **common | {"rank": stall.rank, "place": stall.phase})

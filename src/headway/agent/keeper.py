@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headway.agent.attempt import Attempt
@@ -37,8 +37,8 @@ STOPPED_S = 2.0
 """An agent that is stopped by a signal for so long is woken."""
 SILENT_S = 120.0
 """One that does not say anything for so long hangs. It may be busy making memory of many gigabytes ready."""
-LIVES, WELL_S = 5, 3.0
-"""So many agents in a row that die within so many seconds of their first word: another would die too."""
+LIVES, WELL_S = 5, 10.0
+"""So many agents in a row that die before their first word or within so many seconds of it: another would die too."""
 LAST_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,9 +56,16 @@ class _Agent:
     parts: Parts = field(default_factory=Parts)
 
 
-def keep(attempt: Attempt, on_tick: Callable[[int], None] = lambda _stops_asked: None) -> Outcome:
-    """Have an agent run an attempt to the run's end, and another when it dies; `on_tick` as in `supervise`."""
-    things = dict[str, Thing]()
+def keep(
+    attempt: Attempt,
+    on_tick: Callable[[int], None] = lambda _stops_asked: None,
+    left: Mapping[str, Thing] | None = None,
+) -> Outcome:
+    """Have an agent run an attempt to the run's end, and another when it dies; `on_tick` as in `supervise`.
+
+    `left` is what an agent elsewhere has left, which the first one goes on with.
+    """
+    things = dict(left or {})
     with listen() as wishes, _all_children() as reap:
         agent = _start(attempt, things)
         try:
@@ -88,14 +95,15 @@ def _keep(
             return agent.outcome
         # 2 another one where it is not
         if agent.outcome is None and (agent.pid in ends or not alive):
-            deaths = 0 if time.monotonic() - agent.began > WELL_S else deaths + 1
+            deaths = 0 if agent.spoke and time.monotonic() - agent.began > WELL_S else deaths + 1
             _end(agent)
             if wishes.asked >= 2 or deaths == LIVES:
                 return _give_up(attempt.folder, reap().get(agent.pid), wishes.asked)
             agent, passed_on = _start(attempt, things), 0
         # 3 pass on what people ask; before it has spoken it would die of the signal
         if wishes.asked > passed_on and agent.spoke:
-            _signal(agent.pid, signal.SIGTERM)
+            # The first wish as SIGUSR1, which never hurries: batch systems tell the agent too, not only its keeper.
+            _signal(agent.pid, signal.SIGTERM if passed_on else signal.SIGUSR1)
             passed_on += 1
         _rouse(agent)
         tick()

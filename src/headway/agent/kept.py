@@ -6,7 +6,7 @@ tests, in a program of one's own) they are simply remembered.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,14 @@ class Kept:
         self._line, self._was_kept, self._said = line, line is not None, 0.0
         self.things = dict(things or {})
         """What there is. Descriptors that came over the line belong to this process."""
+        self.on_put: Callable[[str, dict[str, Any]], None] = lambda _name, _fields: None
+        """Called with everything that is put here."""
 
     def put(self, name: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
         """Keep something, in the place of what had that name."""
         self.things[name] = Thing(fields, tuple(descriptors))
         self._send("keep", descriptors, name=name, fields=fields)
+        self.on_put(name, fields)
 
     def drop(self, name: str) -> None:
         """Keep it no longer."""

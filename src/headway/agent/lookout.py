@@ -1,19 +1,19 @@
 """Keeps an eye on a run's workers: hangs, workers that were stopped, stragglers. Names who before anything is done."""
 
-import contextlib
-import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headway.agent.attempt import Attempt
+from headway.agent.crew import Crew
 from headway.agent.inject import Injector
 from headway.agent.kept import Kept
 from headway.agent.recover import Failure, Situation, recover
-from headway.agent.stacks import collect, holds_up, its_line
-from headway.agent.watch import LEAST_S, Sight, Stall, Watcher, process_state
+from headway.agent.stacks import holds_up, its_line
+from headway.agent.team import Team
+from headway.agent.watch import LEAST_S, Sight, Stall, Watcher
 from headway.recipe import FaultPlan, Recipe
 from headway.track import Recorder, RunFolder
 from headway.track.pulse import Pulses
@@ -21,6 +21,8 @@ from headway.track.stragglers import straggler
 
 __all__ = ["Lookout", "Lost"]
 
+Workers = Crew | Team
+"""Those of a run, on this machine or on several."""
 STRAGGLERS_EVERY_S = 5.0
 WAKES = 3
 """How often a worker that somebody stops is woken before it is taken for lost."""
@@ -62,14 +64,14 @@ class Lookout:
         self._kept.drop("pulses")
         self.pulses.close()
 
-    def look(self, attempt: Attempt, pids: Mapping[int, int], recorder: Recorder) -> Lost | None:
+    def look(self, attempt: Attempt, crew: Workers, recorder: Recorder) -> Lost | None:
         """Look at all workers once; the one for which they have to be ended, if there is one."""
-        sights = self._watcher.look(self.pulses, list(pids))
+        sights = self._watcher.look(self.pulses, list(crew.pids()))
         if attempt.trial is not None or len(sights) < attempt.workers:
             return None
         self._faults.reach("watch", max(sight.pulse.step for sight in sights), attempt.number)
         self._look_for_stragglers(attempt, recorder)
-        if self._wake(attempt, [sight for sight in sights if sight.silent_s > LEAST_S], pids, recorder):
+        if self._wake(attempt, [sight for sight in sights if sight.silent_s > LEAST_S], crew, recorder):
             return None
         stall = self._watcher.stalled(sights)
         if stall is None:
@@ -77,42 +79,40 @@ class Lookout:
                 self._go_on("hung", self._named, recorder)
             self._named = None
             return None
-        state = process_state(pids[stall.rank])
+        state = crew.state(stall.rank)
         if state in ("t", "Z", ""):  # somebody debugs it; or the zygote tells of its end
             return None
         if self._named is None or (self._named.stall.step, self._named.stall.phase) != (stall.step, stall.phase):
             alike = [sight.rank for sight in sights if sight.silent_s > 0]
-            self._named = self._name(attempt, stall, alike, pids, recorder)
+            self._named = self._name(attempt, stall, alike, crew, recorder)
         if not stall.certain:
             return None
-        collect(pids, self._run.stacks, attempt.number)  # once more, with what lies below Python: it may take seconds
+        crew.stacks(self._run.stacks, attempt.number)  # once more, with what lies below Python: it may take seconds
         self._tell(recorder, stall, "", ends=True)
         return self._named
 
-    def _wake(self, attempt: Attempt, silent: Sequence[Sight], pids: Mapping[int, int], recorder: Recorder) -> bool:
+    def _wake(self, attempt: Attempt, silent: Sequence[Sight], crew: Workers, recorder: Recorder) -> bool:
         """Wake workers that somebody stopped, whatever they were doing, be it for the first time; whether any was."""
         woken = False
         for sight in silent:
-            pid, times = pids[sight.rank], self._woken.get(sight.rank, 0)
-            if times >= WAKES or process_state(pid) != "T":
+            times = self._woken.get(sight.rank, 0)
+            if times >= WAKES or crew.state(sight.rank) != "T":
                 continue
             self._woken[sight.rank] = times + 1
-            collect(pids, self._run.stacks, attempt.number, native=False)
+            crew.stacks(self._run.stacks, attempt.number, native=False)
             pulse = sight.pulse
             stall = Stall(sight.rank, pulse.step, pulse.phase, pulse.module, sight.silent_s, LEAST_S, alone=True)
             text = f"worker {sight.rank} was stopped by a signal {stall.where}"
-            self._go_on("stopped", Lost(stall, text), recorder, pid)
+            self._go_on("stopped", Lost(stall, text), recorder, crew)
             woken = True
         return woken
 
-    def _name(
-        self, attempt: Attempt, stall: Stall, alike: Sequence[int], pids: Mapping[int, int], recorder: Recorder
-    ) -> Lost:
+    def _name(self, attempt: Attempt, stall: Stall, alike: Sequence[int], crew: Workers, recorder: Recorder) -> Lost:
         """Take everybody's stacks, and say in one sentence who holds the others up and where.
 
         Where several are equally far behind, their collectives and stacks tell which of them the others wait for.
         """
-        stacks = collect(pids, self._run.stacks, attempt.number, native=False)
+        stacks = crew.stacks(self._run.stacks, attempt.number, native=False)
         found = holds_up([one for one in stacks.seen if one.rank in alike]) if len(alike) > 1 else None
         if found is not None:
             stall = replace(stall, rank=found)
@@ -120,17 +120,19 @@ class Lookout:
         state, sure = seen.state, len(alike) == 1 or found is not None
         who = f"worker {stall.rank}" if sure else f"worker {stall.rank} (or one beside it)"
         line = its_line(seen)
-        text = f"{who} hangs {stall.where} ({STATES.get(state, state)})" + (f": {line}" if line else "")
+        doing = f" ({STATES.get(state, state)})" if state else ""
+        text = f"{who} hangs {stall.where}{doing}" + (f": {line}" if line else "")
         self._tell(recorder, stall, text, line=line, stacks=str(stacks.path or ""))
         return Lost(stall, text)
 
-    def _go_on(self, cause: Literal["stopped", "hung"], lost: Lost, recorder: Recorder, pid: int | None = None) -> None:
+    def _go_on(
+        self, cause: Literal["stopped", "hung"], lost: Lost, recorder: Recorder, crew: Workers | None = None
+    ) -> None:
         """Nothing has to be restarted: say so, and wake the worker that was stopped."""
         failure = Failure(cause, lost.text, rank=lost.stall.rank)
         recovery = recover(Situation(failure, workers_live=True), time.time())
-        if recovery.wake is not None and pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        if recovery.wake is not None and crew is not None:
+            crew.signal(signal.SIGCONT, [recovery.wake])
         recorder.event("woken", rank=lost.stall.rank, text=recovery.reason)
 
     def _tell(self, recorder: Recorder, stall: Stall, text: str, ends: bool = False, **more: Any) -> None:

@@ -5,10 +5,13 @@ newest whole state stays where it is until a newer one is whole, if there are tw
 died goes on. Buffers outlive the workers, and are used again by the next ones when these hold the same pieces.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.agent.members import FarBuffer
+from headway.agent.team import Team
 from headway.errors import StateError
 from headway.state import (
     Buffer,
@@ -26,7 +29,7 @@ from headway.state import (
 from headway.state.manifest import digest_of
 from headway.state.tiers import Tier
 
-__all__ = ["MOST", "SMALL_BYTES", "Memory", "Snapshot", "count_buffers", "plan_from"]
+__all__ = ["MOST", "SMALL_BYTES", "Memory", "Snapshot", "count_buffers", "free_memory", "plan_from"]
 
 ENOUGH = 2
 """Buffers of each worker: one that is kept or written, one that is filled meanwhile."""
@@ -93,14 +96,29 @@ def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> 
     return min(MOST, int(min(bound_gb * 1e9, free_bytes) // state_bytes))
 
 
-class Memory:
-    """All buffers of a run on this machine."""
+def free_memory() -> int:
+    """What the machine could still give, in bytes."""
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123  (no file of a user's)
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
-    def __init__(self) -> None:
-        self._buffers: dict[int, list[Buffer]] = {}
+
+class Memory:
+    """All buffers of a run, on this machine or on the nodes of a team."""
+
+    def __init__(self, team: Team | None = None) -> None:
+        self._team = team
+        self._buffers: dict[int, list[Buffer | FarBuffer]] = {}
         self._in_use: dict[tuple[int, int], Snapshot] = {}
         self.newest: Snapshot | None = None
         """The newest whole state, if there is one."""
+        self.copied: Snapshot | None = None
+        """The newest of which every file lies on two nodes; it stays until a newer one does."""
 
     @property
     def size(self) -> int:
@@ -115,10 +133,22 @@ class Memory:
     def make(self, plans: Mapping[int, BufferPlan], count: int) -> None:
         """Have buffers for workers of these plans: those there are if they fit, else `count` new ones each."""
         if self.plans() == plans:
+            self._follow()
             return
         self.drop()
         for rank, plan in plans.items():
-            self._buffers[rank] = [Buffer.make(plan) for _ in range(count)]
+            self._buffers[rank] = [self._make(rank, number, plan) for number in range(count)]
+
+    def _follow(self) -> None:
+        """Workers that are on another node now have new memory there."""
+        for rank, buffers in self._buffers.items():
+            if self._team is None or getattr(buffers[0], "home", None) is self._team.place(rank):
+                continue
+            self._buffers[rank] = [self._make(rank, number, one.plan) for number, one in enumerate(buffers)]
+            self._in_use = {place: snapshot for place, snapshot in self._in_use.items() if place[0] != rank}
+
+    def _make(self, rank: int, number: int, plan: BufferPlan) -> Buffer | FarBuffer:
+        return Buffer.make(plan) if self._team is None else self._team.make_buffer(rank, number, plan)
 
     def plans(self) -> dict[int, BufferPlan]:
         """The plan of each worker's buffers."""
@@ -158,7 +188,9 @@ class Memory:
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer.close()
-        self._buffers, self._in_use, self.newest = {}, {}, None
+        if self._team is not None and self._buffers:
+            self._team.drop()
+        self._buffers, self._in_use, self.newest, self.copied = {}, {}, None, None
 
     def descriptors(self, rank: int) -> list[int]:
         """The descriptors of a worker's buffers."""
@@ -179,11 +211,11 @@ class Memory:
 
     def freed(self) -> list[tuple[int, int, Snapshot]]:
         """Buffers (rank, number, what was in it) that may be filled again from now on; each is told once."""
-        stays = None if self.buffers_each < ENOUGH else self.newest
+        stays = () if self.buffers_each < ENOUGH else (self.newest, self.copied)
         free = [
             (*place, snapshot)
             for place, snapshot in self._in_use.items()
-            if snapshot is not stays and snapshot.released
+            if not any(snapshot is one for one in stays) and snapshot.released
         ]
         for rank, number, _ in free:
             del self._in_use[rank, number]
@@ -201,11 +233,13 @@ class Memory:
         return [number for number in range(self.buffers_each) if (rank, number) not in self._in_use]
 
     def restorable(self) -> Snapshot | None:
-        """The newest whole state, if no worker has begun to write over it since."""
-        snapshot = self.newest
-        if snapshot is None or not all(self.buffer(snapshot, rank).holds(snapshot.step) for rank in snapshot.buffers):
-            return None
-        return snapshot
+        """The newest whole state, if no worker has begun to write over it since, and no node was lost with it."""
+        for snapshot in (self.newest, self.copied):
+            if snapshot is not None and all(
+                self.buffer(snapshot, rank).holds(snapshot.step) for rank in snapshot.buffers
+            ):
+                return snapshot
+        return None
 
     @property
     def step(self) -> int:
@@ -213,7 +247,7 @@ class Memory:
         snapshot = self.restorable()
         return -1 if snapshot is None else snapshot.step
 
-    def buffer(self, snapshot: Snapshot, rank: int) -> Buffer:
+    def buffer(self, snapshot: Snapshot, rank: int) -> Buffer | FarBuffer:
         """Where a worker's part of a snapshot lies."""
         return self._buffers[rank][snapshot.buffers[rank]]
 

@@ -2,7 +2,7 @@
 
 from headway.agent.planned import plain_settings
 from headway.agent.runnable import old_torch
-from headway.errors import RecipeError, RunError, UsageError
+from headway.errors import HeadwayError, RecipeError, RunError, UsageError
 from headway.hardware import Devices, default_cluster, known_chip
 from headway.plan.architecture import architecture_of
 from headway.plan.checks import check, divisors
@@ -13,7 +13,7 @@ from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, tr
 from headway.recipe import Layout, Parallel, Recipe
 from headway.recipe.patterns import matched
 
-__all__ = ["check_axes", "check_mesh", "check_workers", "count_workers", "default_workers"]
+__all__ = ["check_axes", "check_mesh", "check_workers", "could_run", "count_workers", "default_workers"]
 
 
 def default_workers(found: Devices) -> int:
@@ -49,6 +49,11 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
             f"data.seq is {recipe.data.seq}, and {recipe.model.family} has positions for {longest} tokens",
             hint=f"--set data.seq={longest}",
         )
+    if recipe.train.update_in_backward and workers > 1:
+        raise RecipeError(
+            f"train.update_in_backward is of one worker, and there are {workers}",
+            hint="--workers 1, or leave it out: several workers share gradients out",
+        )
     if recipe.model.class_ is not None:
         check_stated_layout(recipe, workers)
         return
@@ -71,9 +76,10 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
 
 
 def check_patterns(recipe: Recipe) -> None:
-    """Refuse patterns of parameters that no parameter matches."""
+    """Refuse patterns of parameters that no parameter matches, and to freeze them all."""
     names = [*recipe.model.tensors()]
-    matched("train.freeze", recipe.train.freeze, names)
+    if len(matched("train.freeze", recipe.train.freeze, names)) == len(names):
+        raise RecipeError("train.freeze has every parameter, so that nothing is trained", hint="leave some out of it")
     for i, group in enumerate(recipe.train.groups):
         matched(f"train.groups[{i}].match", group.match, names)
 
@@ -194,6 +200,18 @@ def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
             )
     if mesh.pipeline > 1 and recipe.train.batch_ramp:
         _check_ramp(recipe, mesh)
+
+
+def could_run(recipe: Recipe, workers: int) -> bool:
+    """Whether a recipe's mesh and batch can be shared out over so many workers, wherever they are."""
+    try:
+        if count_workers(recipe, workers, workers) != workers:
+            return False
+        check_workers(recipe, workers, Devices("cpu", workers, ""))
+        check_mesh(recipe, workers)
+    except HeadwayError:
+        return False
+    return True
 
 
 def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:

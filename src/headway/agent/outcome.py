@@ -13,7 +13,7 @@ from headway.track import RunFolder, read_record, record_path
 if TYPE_CHECKING:
     from headway.agent.failures import Ended
 
-__all__ = ["Outcome", "explain_exit", "out_of_memory_kills"]
+__all__ = ["Outcome", "explain_exit", "how_it_ended", "out_of_memory_kills"]
 
 
 ALL_TOGETHER = ("BadNumbers", "Corrupted")
@@ -51,6 +51,11 @@ def explain_exit(
         return Outcome("finished", "all steps done", None)
     if stops_asked >= 2:
         return Outcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
+    if ended.lost_nodes:
+        name, how = ended.lost_nodes[0]
+        return Outcome("failed", f"node {name} was lost: {how}", f"headway resume {run.name}")
+    if ended.room:
+        return Outcome("failed", f"there is room for {ended.room} workers again", f"headway resume {run.name}")
     if ended.hang is not None:
         return Outcome("failed", ended.hang.text, f"the stacks of all workers are in {run.stacks}")
     rank, code, codes = ended.first_failure.rank, ended.first_failure.code, ended.codes
@@ -84,6 +89,16 @@ def explain_exit(
         f"worker {rank} {how}; the end of its log: {last_lines(log, 3)}",
         f"headway logs {run.name} --rank {rank} shows all of it; headway resume {run.name} goes on",
     )
+
+
+def how_it_ended(run: RunFolder) -> int | None:
+    """The status that a run ended with, as whoever led it has recorded; None where it goes on, or should."""
+    records = sorted(run.events.glob("*-agent.jsonl"))
+    events = read_record(records[-1]).events if records else []
+    end = next((event for event in reversed(events) if event["kind"] == "end"), None)
+    if end is None or "recovery" in end:
+        return None
+    return {"finished": 0, "stopped": 75}.get(end["outcome"], 1)
 
 
 def out_of_memory_kills() -> int:

@@ -22,6 +22,7 @@ from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changes, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
+from headway.recipe.patterns import matched
 from headway.recipe.stored import stored_recipe
 from headway.state import find_checkpoint
 from headway.state.address import is_in_store, open_address
@@ -58,15 +59,21 @@ def new_run(
     name: str | None = None,
     workers: int | None = None,
     origin: str | None = None,
+    on: Devices | None = None,
+    nodes: int = 1,
+    spares: int = 0,
 ) -> Attempt:
-    """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state."""
+    """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state; `on` are the
+    devices that it will have, where those of this machine are not meant."""
     store_notes = check_store(recipe)
     recipe = resolve(recipe, root)
-    found = devices(recipe.train.device)
+    found = on or devices(recipe.train.device)
     check_axes(recipe, workers or default_workers(found))
     count = count_workers(recipe, workers, default_workers(found))
     check_workers(recipe, count, found)
     check_mesh(recipe, count)
+    if count < nodes:
+        raise UsageError(f"--nodes {nodes}, and {count} worker{'s' * (count > 1)}", hint=f"--workers {nodes} or more")
     checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
@@ -95,13 +102,20 @@ def new_run(
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
-    return attempt_of(run, 1, count, found, checkpoint, notes=notes)
+    attempt = attempt_of(run, 1, count, found, checkpoint, notes=notes)
+    return attempt.model_copy(update={"nodes": nodes, "spares": spares})
 
 
 def resume_run(
-    run: RunFolder, settings: list[str], *, workers: int | None = None, mesh: Parallel | None = None
+    run: RunFolder,
+    settings: list[str],
+    *,
+    workers: int | None = None,
+    mesh: Parallel | None = None,
+    on: Devices | None = None,
 ) -> Attempt:
-    """The attempt that continues a run from its newest checkpoint, with the settings that may change."""
+    """The attempt that continues a run from its newest checkpoint, with the settings that may change; `on` as in
+    `new_run`."""
     pid = holder(run)
     if pid is not None:
         raise RunError(
@@ -118,7 +132,7 @@ def resume_run(
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
     check_store(new, ask=False)
-    found = devices(new.train.device)
+    found = on or devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
     check_axes(stated, workers or default_workers(found))
@@ -344,14 +358,29 @@ def recipe_of_checkpoint(address: str) -> Recipe:
 
 
 def check_branch(recipe: Recipe, checkpoint: str) -> None:
-    """A run that goes on from another's state must have its shape, and steps left to do."""
-    source, wanted = (r.model.model_dump(exclude=OF_NO_SHAPE) for r in (recipe_of_checkpoint(checkpoint), recipe))
+    """A run that goes on from another's state must have its shape and its optimizer, and steps left to do."""
+    before = recipe_of_checkpoint(checkpoint)
+    source, wanted = (r.model.model_dump(exclude=OF_NO_SHAPE) for r in (before, recipe))
     for key in source:
         if source[key] != wanted.get(key):
             raise StateError(
                 f"--from: model.{key} is {source[key]} in the checkpoint and {wanted.get(key)} in the recipe",
                 hint="only a model of the same shape can go on from it",
             )
+    weights_alone = f"--set model.init={checkpoint} instead of --from takes the weights alone"
+    if before.train.optimizer != recipe.train.optimizer:
+        raise StateError(
+            f"--from: the checkpoint has the state of {before.train.optimizer}, and train.optimizer is "
+            f"{recipe.train.optimizer}",
+            hint=weights_alone,
+        )
+    names = [] if recipe.model.class_ is not None else [*recipe.model.tensors()]
+    thawed = matched("train.freeze", before.train.freeze, names) - matched("train.freeze", recipe.train.freeze, names)
+    if names and thawed:
+        raise StateError(
+            f"--from: {min(thawed)} was frozen, so that the checkpoint has no state of its optimizer",
+            hint=weights_alone,
+        )
     step = open_address(checkpoint).manifest.step
     if step >= recipe.train.steps:
         raise RecipeError(

@@ -12,18 +12,22 @@ cheapest way that is safe, in this order:
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Cause", "Failure", "Recovery", "Rules", "Situation", "States", "recover"]
+__all__ = ["SUSPECT", "Cause", "Failure", "Places", "Recovery", "Rules", "Situation", "States", "recover"]
 
 Cause = Literal[
-    "died", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died", "other"
-]
-"""A worker died; made no mark for too long; was stopped by a signal; raised an error in the middle of training. The
-loss or the gradient's norm was no number; the loss jumped. Replicas differ. The state to go on from is damaged. The
-agent itself died. Anything else, which starting again would not mend: a mistake in the recipe, a disk that is full."""
+    "died", "lost", "room", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died",
+    "other",
+]  # fmt: skip
+"""A worker died; its whole node was lost; there is room for more workers than were left after that; it made no mark for
+too long; was stopped by a signal; raised an error in the middle of training. The loss or the gradient's norm was no
+number; the loss jumped. Replicas differ. The state to go on from is damaged. The agent itself died. Anything else,
+which starting again would not mend: a mistake in the recipe, a disk that is full."""
 
 Source = Literal["memory", "disk", "store", "start"]
 LONGEST_PAUSE_S = 30.0
 FIRST_PAUSE_S = 0.5
+SUSPECT = 2
+"""Attempts that fail in a row on one node, after which it gets no workers any more."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Failure:
     """What the loss was held against."""
     doubt: tuple[int, int, str, int] | None = None
     """Of replicas that differ: the step, a worker, a tensor and an element that shows it."""
+    node: str = ""
+    """Where it happened, of a run on several nodes."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,25 @@ class States:
 
 
 @dataclass(frozen=True)
+class Places:
+    """What a run on several nodes could go on with."""
+
+    workers: int
+    """That it had."""
+    able: tuple[tuple[str, int], ...]
+    """Nodes that are there, and how many workers each has room for."""
+    counts: tuple[int, ...]
+    """Numbers of workers that its mesh and its batch can be shared out over, up to that which was asked for."""
+    fewest: int = 1
+    """It does not go on with fewer."""
+
+    def most(self, without: str = "") -> int | None:
+        """As many workers as there is room for; None where there is not for enough of them."""
+        room = sum(slots for name, slots in self.able if name != without)
+        return max((count for count in self.counts if self.fewest <= count <= room), default=None)
+
+
+@dataclass(frozen=True)
 class Situation:
     """What is known when something has gone wrong."""
 
@@ -91,6 +116,8 @@ class Situation:
     states: States = field(default_factory=States)
     workers_live: bool = False
     """Whether every worker is there and works, or would if it were woken."""
+    places: Places | None = None
+    """Of a run on several nodes."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,10 @@ class Recovery:
     """What to look at again when the replay gets there, so that the replica at fault can be named."""
     accept: int | None = None
     """The step whose spike is taken as it is."""
+    workers: int | None = None
+    """With how many it goes on, where that is told."""
+    avoid: str = ""
+    """A node that gets no workers from now on."""
 
 
 def recover(situation: Situation, now: float) -> Recovery:
@@ -135,7 +166,8 @@ def recover(situation: Situation, now: float) -> Recovery:
 
 def _restart(situation: Situation, now: float, **more: object) -> Recovery:
     failure, what = situation.failure, situation.failure.what
-    tries = _without_progress(situation)
+    bad = _bad_node(situation)
+    tries = _without_progress(situation, bad)
     if failure.cause != "damaged" and tries >= situation.rules.restarts:
         again = ", and again without any progress" if situation.rules.restarts else ""
         return Recovery("stop", f"{what}{again}")
@@ -149,7 +181,30 @@ def _restart(situation: Situation, now: float, **more: object) -> Recovery:
     pause = _pause_s(tries, failure, now)
     later = f", after {pause:g} s" if pause else ""
     told = f"{what}; {back}{later}"
-    return Recovery("restart", told, source, step, pause, judge=judge, doubt=failure.doubt, **more)  # type: ignore[arg-type]
+    workers = None
+    if situation.places is not None:
+        workers = situation.places.most(without=bad)
+        told += f", without node {bad}, where {SUSPECT} attempts failed in a row" if bad else ""
+        if workers is None and situation.places.fewest == 1:
+            return Recovery("stop", f"{what}, and the nodes that are left have room for no worker")
+        if workers is None:
+            workers = situation.places.workers
+            told += ", once there is a node in its place"
+        if workers != situation.places.workers:
+            one = "one worker" if workers == 1 else f"{workers} workers"
+            told += f", with {one} instead of {situation.places.workers}"
+    return Recovery(
+        "restart",
+        told,
+        source,
+        step,
+        pause,
+        judge=judge,
+        doubt=failure.doubt,
+        workers=workers,
+        avoid=bad,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def _after_the_agent(situation: Situation, now: float) -> Recovery:
@@ -196,15 +251,29 @@ def _same_again(situation: Situation) -> bool:
     return (now.cause, now.step, now.place, now.window) == (last.cause, last.step, last.place, last.window)
 
 
-def _without_progress(situation: Situation) -> int:
-    """How many failures there were since the run last got further than ever before."""
-    furthest, count = -1, 0
+def _since_progress(situation: Situation) -> list[Failure]:
+    """The failure with which the run last got further than ever before, and those after it."""
+    furthest, found = -1, list[Failure]()
     for failure in (*situation.before, situation.failure):
         if failure.reached > furthest:
-            furthest, count = failure.reached, 0
-        else:
-            count += failure.cause != "damaged"
-    return count
+            furthest, found = failure.reached, []
+        found.append(failure)
+    return found
+
+
+def _without_progress(situation: Situation, bad: str = "") -> int:
+    """How many failures there were since the run last got further than ever before, but for those of a bad node."""
+    after = _since_progress(situation)[1:]
+    return sum(failure.cause not in ("damaged", "room") and not (bad and failure.node == bad) for failure in after)
+
+
+def _bad_node(situation: Situation) -> str:
+    """The node where the last few attempts failed one after the other, if the run can do without it."""
+    last = _since_progress(situation)[-SUSPECT:]
+    nodes, node, places = {failure.node for failure in last}, situation.failure.node, situation.places
+    if places is None or not node or len(last) < SUSPECT or len(nodes) > 1:
+        return ""
+    return node if node in dict(places.able) and places.most(node) else ""
 
 
 def _pause_s(tries: int, failure: Failure, now: float) -> float:

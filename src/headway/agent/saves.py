@@ -19,17 +19,21 @@ from typing import Any
 
 from headway.agent.inject import Injector
 from headway.agent.kept import Kept
-from headway.agent.memory import Memory, Snapshot, count_buffers, plan_from
+from headway.agent.members import FarLine
+from headway.agent.memory import Memory, Snapshot, count_buffers, free_memory, plan_from
+from headway.agent.team import Team
 from headway.agent.writer import Done, Writer
 from headway.errors import StateError
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.goodput import save_interval
 from headway.recipe import FaultPlan, Recipe
-from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message, list_checkpoints
+from headway.state import BufferPlan, Entry, Facts, Line, LineClosed, Message, list_checkpoints, shard_name
 from headway.track import Recorder, RunFolder, run_id
 
 __all__ = ["Saves"]
 
+FIND_S = 10.0
+"""How long nodes may take to call again after the agent that led them died."""
 FIRST_GUESS_BYTES_S = 2e9
 """At which a state is copied to memory, until a save has shown it."""
 
@@ -37,16 +41,33 @@ FIRST_GUESS_BYTES_S = 2e9
 class Saves:
     """One run's saves on this machine, over all attempts of one agent."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe, faults: FaultPlan, kept: Kept) -> None:
-        self._run, self._recipe = run, recipe
-        self.memory = Memory()
+    def __init__(
+        self,
+        run: RunFolder,
+        recipe: Recipe,
+        faults: FaultPlan,
+        kept: Kept,
+        team: Team | None = None,
+        allowed_there: Callable[[], bool] | None = None,
+    ) -> None:
+        """`allowed_there` says whether a run on one machine may put anything into its store."""
+        self._run, self._recipe, self._team = run, recipe, team
+        self.memory = Memory(team)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         identity = run_id(run) if recipe.checkpoint.store else ""
         self._writer = Writer(
-            run.checkpoints, recipe.checkpoint, run.name, self.memory, Injector(faults, run.faults), cores, identity
+            run.checkpoints,
+            recipe.checkpoint,
+            run.name,
+            self.memory,
+            Injector(faults, run.faults),
+            cores,
+            identity,
+            allowed=(lambda: True) if team is None else team.right.holds,
+            allowed_there=allowed_there or ((lambda: True) if team is None else team.right.holds_in_store),
         )
         self._kept = kept
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, Line | FarLine] = {}
         self._told: dict[int, dict[str, Any]] = {}
         self._plans: dict[int, BufferPlan] = {}
         self._snapshots: dict[int, Snapshot] = {}
@@ -55,6 +76,10 @@ class Saves:
         """Why the run's last state could not be made durable, if it could not."""
         self.not_uploaded: StateError | None = None
         """Why the last state is not in the object store."""
+
+    def before_upload(self, do: Callable[[], object]) -> None:
+        """Have something done before each checkpoint that is put into the store."""
+        self._writer.before_upload = do
 
     # -- an attempt
 
@@ -79,7 +104,14 @@ class Saves:
         finally:
             os.close(manifest)
 
-    def listen(self, rank: int, line: Line) -> None:
+    def share(self, team: Team) -> None:
+        """Have all nodes know of the newest whole state, and where each of its files lies."""
+        snapshot = self.memory.restorable()
+        assert snapshot is not None, "asked for only where there is one"
+        files = [(name, size) for name, _, _, size in self.memory.files(snapshot)]
+        team.share(snapshot.step, self.memory.manifest(snapshot), files)
+
+    def listen(self, rank: int, line: Line | FarLine) -> None:
         """Hear a worker from now on."""
         self._lines[rank] = line
 
@@ -88,7 +120,7 @@ class Saves:
         """Whether every worker of the attempt has memory to save into."""
         return len(self._plans) == self._workers and self.memory.plans() == self._plans
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[Line | FarLine]:
         """The lines that may have something to say."""
         return list(self._lines.values())
 
@@ -102,6 +134,13 @@ class Saves:
                 del self._lines[rank]
         for done in self._writer.results():
             self._settle(done)
+        if self._team is not None and (step := self._team.copies.made()) is not None:
+            newest = self.memory.newest
+            if newest is not None and newest.step == step:
+                self.memory.copied = newest
+                self._keep_far("copied", newest, self._team)
+                self._recorder.event("copied", step=step)
+                self._free()
         if self.steady and self._rhythm.is_time(time.monotonic()):
             self._rhythm.asked()
             self._say(0, "save")
@@ -148,6 +187,9 @@ class Saves:
 
         What that agent heard last is lost with it, so that the memory itself is asked.
         """
+        if self._team is not None:
+            self._find_again(self._team)
+            return
         thing = self._kept.take("buffers")
         if thing is None:
             return
@@ -165,6 +207,43 @@ class Saves:
                 else:
                     self._say(rank, "free", buffer=number, step=step, attempt=attempt)  # its rest will never come
         self._found_to = newest[1] if newest[0] == self._attempt else -1
+
+    def _find_again(self, team: Team) -> None:
+        """The newest state that lies with the nodes that have called again since another agent led them."""
+        roster, pieces = self._kept.take("roster"), self._kept.take("pieces")
+        team.wait_for((name for name in roster.fields["nodes"] if name != team.after) if roster else (), FIND_S)
+        if pieces is None:
+            return
+        self._told = {int(rank): told for rank, told in pieces.fields["told"].items()}
+        self._plans = {rank: plan_from(told) for rank, told in self._told.items()}
+        names = [shard_name(rank, part.still) for rank, plan in self._plans.items() for part in plan.parts]
+        known = [thing.fields for name in ("newest", "copied") if (thing := self._kept.take(name)) is not None]
+        there = [fields for fields in known if team.has(names, fields["step"])]
+        if not there or self._workers != len(self._plans):
+            return
+        state = max(there, key=lambda fields: fields["step"])
+        team.find_again({int(rank): name for rank, name in state["homes"].items()})
+        self.memory.make(self._plans, state["count"])
+        durable = {entry.step for entry in list_checkpoints(self._run.checkpoints)}
+        step, buffers = state["step"], {int(rank): number for rank, number in state["buffers"].items()}
+        for rank, number in buffers.items():
+            found = team.buffers[rank, number]
+            found.note = state["notes"][str(rank)]
+            if all(step in found.home.files.get(found.name(part), ()) for part in found.plan.parts):
+                found.step = step  # else it is a copy that is there
+        for rank, number in buffers.items():
+            self._fill(rank, {"step": step, "buffer": number, "stall_s": 0.0}, write=step not in durable)
+
+    def _keep_far(self, name: str, snapshot: Snapshot, team: Team) -> None:
+        """What another agent needs to go on from a state that lies with the nodes."""
+        self._kept.put(
+            name,
+            step=snapshot.step,
+            buffers={str(rank): number for rank, number in snapshot.buffers.items()},
+            notes={str(rank): self.memory.note(rank, number) for rank, number in snapshot.buffers.items()},
+            homes={str(rank): team.place(rank).name for rank in snapshot.buffers},
+            count=self.memory.buffers_each,
+        )
 
     # -- messages
 
@@ -186,13 +265,17 @@ class Saves:
     def _give_buffers(self) -> None:
         size = sum(plan.bytes for plan in self._plans.values())
         try:
-            count = count_buffers(size, _free_memory() + self.memory.size, self._recipe.checkpoint.memory_gb)
+            free = free_memory() + self.memory.size if self._team is None else self._team.free_memory()
+            count = count_buffers(size, free, self._recipe.checkpoint.memory_gb)
             self.memory.make(self._plans, count)
         except StateError as error:
             for rank in self._plans:
                 self._say(rank, "refused", message=error.message, hint=error.hint)
             return
-        self._kept.put("buffers", self.memory.all_descriptors(), pieces=self._told)
+        if self._team is None:
+            self._kept.put("buffers", self.memory.all_descriptors(), pieces=self._told)
+        else:
+            self._kept.put("pieces", told={str(rank): told for rank, told in self._told.items()})
         self._rhythm.guess(size / FIRST_GUESS_BYTES_S)
         self._recorder.event("memory", bytes=self.memory.size, buffers=self.memory.buffers_each)
         for rank in self._plans:
@@ -226,6 +309,9 @@ class Saves:
         if (told := self._rhythm.news(time.monotonic())) is not None:
             self._recorder.event("rhythm", seconds=told, cost=snapshot.stall_s)
         self._recorder.event("kept", step=snapshot.step, seconds=snapshot.stall_s)
+        if self._team is not None:
+            self._keep_far("newest", snapshot, self._team)
+            self._team.copies.make(snapshot.step, {rank: self._plans[rank] for rank in snapshot.buffers})
         if len(snapshot.tiers) > 1:
             self._writer.write(snapshot)
         else:
@@ -327,15 +413,3 @@ def _in_memory(content: bytes) -> tuple[int, int, int]:
     descriptor = os.memfd_create("headway-manifest", os.MFD_CLOEXEC)
     os.pwrite(descriptor, content, 0)
     return descriptor, 0, len(content)
-
-
-def _free_memory() -> int:
-    """What the machine could still give, in bytes."""
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123  (no file of a user's)
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

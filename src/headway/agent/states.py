@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from headway.agent.attempt import Attempt
 from headway.agent.recover import Failure, Recovery, Source, States
-from headway.errors import HeadwayError, StateError
+from headway.errors import HeadwayError, RunError, StateError
 from headway.recipe import Doubt, Judge, Recipe, Store
 from headway.state import list_checkpoints, open_checkpoint
 from headway.state.address import address_in_store, open_address, store_url
 from headway.track import RunFolder, run_id
 
-__all__ = ["Saved", "Way", "Ways", "is_taken", "newest_in_store", "newest_on_disk", "ways"]
+__all__ = ["Saved", "Way", "Ways", "is_taken", "need_store", "newest_in_store", "newest_on_disk", "ways"]
 
 
 class Saved(NamedTuple):
@@ -75,6 +75,16 @@ def is_taken(run: RunFolder, rules: Store) -> bool:
 
     url = store_url(rules, run.name)
     return bool(_steps_at(url)) and not claim(open_store(url), run_id(run))
+
+
+def need_store(recipe: Recipe, run: str) -> str:
+    """Where a run's checkpoints lie in its store; RunError for a recipe without one."""
+    if recipe.checkpoint.store is None:
+        raise RunError(
+            f"run {run} has no object store, and its machines see no common folder",
+            hint='the recipe needs [checkpoint.store] with a url, for example "s3://bucket/prefix"',
+        )
+    return store_url(recipe.checkpoint.store, run)
 
 
 def _steps_at(url: str) -> list[int]:

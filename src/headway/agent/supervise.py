@@ -1,78 +1,40 @@
-"""A run on this machine from here to its end: start the workers, watch them, find the way on when something breaks.
+"""A run from here to its end, over as many attempts as it takes (life.py): find the way on when something breaks.
 
-`supervise` is the whole life in the order it happens, `_live` that of one attempt. They never touch a tensor: workers
-are forked by the zygote, tell their story in the run's event files, mark where they are in shared memory, leave their
-state in the agent's memory, and are told to stop by a signal. What goes wrong is gathered here, decided in recover.py.
+What goes wrong is gathered here, decided in recover.py, and carried out by the next attempt.
 """
 
 import contextlib
-import select
-import shutil
-import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from headway.agent.attempt import Attempt, assignment, worker_environment
+from headway.agent.attempt import Attempt, worker_environment
 from headway.agent.crew import Crew
-from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step, left_behind
+from headway.agent.failures import Ended, as_fields, failure_of, failures_before, last_step
 from headway.agent.kept import Kept
+from headway.agent.leading import lead, take_witness
+from headway.agent.lease import MINORITY_S, Superseded
+from headway.agent.life import POLL_S, Agent, Life, live, rescue
 from headway.agent.lookout import Lookout
-from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
-from headway.agent.recover import Failure, Rules, Situation, recover
+from headway.agent.mesh import could_run
+from headway.agent.outcome import Outcome
+from headway.agent.recover import SUSPECT, Failure, Places, Rules, Situation, recover
 from headway.agent.saves import Saves
-from headway.agent.states import Way, ways
+from headway.agent.states import Way, need_store, ways
+from headway.agent.team import Team
 from headway.agent.wishes import Wishes, listen
-from headway.agent.zygote import Zygote, ZygoteDied, last_lines
-from headway.errors import HeadwayError, WorkerError
+from headway.agent.zygote import Zygote
 from headway.recipe import Recipe
-from headway.state import list_checkpoints
-from headway.track import Recorder, RunFolder, hold, read_recipe, read_record, record_path, write_json
+from headway.track import Recorder, hold, read_recipe, record_path, write_json
+from headway.track.suspects import note_suspect
+
+if TYPE_CHECKING:
+    from headway.agent.mirror import Mirror
+    from headway.agent.witness import Witness
 
 __all__ = ["supervise"]
-
-POLL_S = 0.15
-SIGN_OF_LIFE_S = 1.0
-STOOD_STILL_S = 2.0
-"""An agent that was stopped, or held up, for so long says so."""
-LAST_WORDS_S = 1.0
-"""How long the others may still report after the first worker failed."""
-
-
-class _StoppedEarly(Exception):
-    """A stop was asked for before there was a worker to tell."""
-
-
-@dataclass
-class _Agent:
-    """What an agent has from its beginning to its end."""
-
-    wishes: Wishes
-    crew: Crew
-    saves: Saves
-    lookout: Lookout
-    kept: Kept
-    tick: Callable[[], None]
-    recorder: Recorder
-    """Of the attempt under way."""
-    _last: float = field(default_factory=time.monotonic)
-    _signed: float = 0.0
-
-    def pulse(self) -> None:
-        """Called again and again; writes a sign of life now and then, so that a killed agent's time is not lost."""
-        now = time.monotonic()
-        if now - self._last > STOOD_STILL_S:
-            self.recorder.event("woken", text=f"the agent stood still for {now - self._last:.1f} s; the run went on")
-        if now - self._signed >= SIGN_OF_LIFE_S:
-            self._signed = now
-            self.recorder.event("alive")
-        self._last = now
-        if not self.kept.alive() and not self.wishes.asked:
-            # Whoever killed the keeper wanted an end.
-            self.wishes.asked = 1
-            self.recorder.event("alone", text="the command that runs it was killed: saving and stopping")
-        self.tick()
 
 
 def supervise(
@@ -87,35 +49,70 @@ def supervise(
     from `warm` if there is such a zygote, which is left running; else from one of the run's own. `kept` is what an
     agent that died has left with its keeper.
     """
-    run, kept = attempt.folder, kept or Kept()
-    recipe, first, orphaned = read_recipe(run), attempt, kept.take("attempt")
+    kept, first = kept or Kept(), attempt
+    orphaned = kept.take("attempt")
     if orphaned is not None:
         first, attempt = (Attempt.model_validate(orphaned.fields[which]) for which in ("first", "now"))
+    try:
+        return _supervise(first, attempt, on_tick, warm, kept, orphaned is not None)
+    except Superseded:
+        text = "another machine's agent leads this run now; nothing was written since"
+        return Outcome("failed", text, f"headway logs {attempt.run.name}")
+
+
+def _supervise(
+    first: Attempt,
+    attempt: Attempt,
+    on_tick: Callable[[int], None],
+    warm: Zygote | None,
+    kept: Kept,
+    orphaned: bool,
+) -> Outcome:
+    run, recipe = attempt.folder, read_recipe(attempt.folder)
     with (
-        hold(run),
+        hold(run, seize=kept.take("lease") is not None),
         listen() as wishes,
-        contextlib.closing(Saves(run, recipe, attempt.faults, kept)) as saves,
-        _zygote(attempt, warm, kept) as zygote,
-        contextlib.closing(Lookout(run, recipe, attempt.workers, attempt.faults, kept)) as lookout,
         contextlib.ExitStack() as later,
-        contextlib.closing(Crew(zygote, kept)) as crew,
+        _alone_by_lease(attempt, kept) as witness,
+        _workers(attempt, warm, kept) as crew,
+        contextlib.closing(Lookout(run, recipe, attempt.workers, attempt.faults, kept)) as lookout,
+        contextlib.closing(
+            Saves(run, recipe, attempt.faults, kept, _team(crew), None if witness is None else witness.holds)
+        ) as saves,
     ):
-        agent = _Agent(wishes, crew, saves, lookout, kept, lambda: on_tick(wishes.asked), _recorder(attempt))
+        if attempt.apart:
+            mirror = later.enter_context(contextlib.closing(_mirror(attempt, recipe, _team(crew), witness)))
+            saves.before_upload(mirror.flush)
+        agent = Agent(
+            wishes,
+            crew,
+            saves,
+            lookout,
+            kept,
+            lambda: _tick(on_tick, wishes, witness),
+            first.workers,
+            _recorder(attempt),
+        )
         while True:
             kept.put("attempt", first=first.model_dump(mode="json"), now=attempt.model_dump(mode="json"))
             with contextlib.closing(agent.recorder):
-                life = None if orphaned is None else _inherit(attempt, agent)
-                life, way, orphaned = life or _live(attempt, agent), None, None
+                life = _inherit(attempt, agent) if orphaned else None
+                life, way, orphaned = life or live(attempt, agent), None, False
                 if life.outcome.state == "failed" and wishes.asked < 2 and attempt.trial is None:
                     life, way = _find_a_way(attempt, first, life, agent)
                 told: dict[str, Any] = {} if life.failure is None else {"failure": as_fields(life.failure)}
                 told |= {} if way is None else {"recovery": way.recovery.reason}
                 agent.recorder.event("end", outcome=life.outcome.state, reason=life.outcome.reason, **told)
             if way is None:
+                if isinstance(crew, Team):
+                    crew.status = life.outcome.exit_status
                 break
             attempt = _again(attempt, way)
+            if isinstance(crew, Team):
+                _suspect(crew, way, life, attempt)
+                crew.claim()
             agent.recorder = _recorder(attempt)
-            if life.ended.zygote_died:
+            if life.ended.zygote_died and isinstance(crew, Crew):
                 crew.forget_all()
                 crew.zygote = later.enter_context(_zygote(attempt, None, Kept()))
         on_tick(wishes.asked)
@@ -125,64 +122,83 @@ def supervise(
 # -- the way on
 
 
-@dataclass(frozen=True)
-class _Life:
-    """How an attempt ended."""
-
-    outcome: Outcome
-    ended: Ended
-    failure: Failure | None = None
-
-
-def _find_a_way(attempt: Attempt, first: Attempt, life: _Life, agent: _Agent) -> tuple[_Life, Way | None]:
+def _find_a_way(attempt: Attempt, first: Attempt, life: Life, agent: Agent) -> tuple[Life, Way | None]:
     """After an attempt that failed: gather the situation, decide, and leave what there is if it is over."""
     run, saves = attempt.folder, agent.saves
     failure = life.failure or failure_of(attempt, life.ended, life.outcome, saves.memory.step)
+    if isinstance(agent.crew, Team):
+        agent.crew.look_around()
+        failure = replace(failure, node=_node_of(failure, agent.crew))
     life, way = replace(life, failure=failure), _decide(attempt, first, failure, agent)
     recovery = way.recovery
-    if recovery.action == "restart" and not agent.wishes.asked and _pause(recovery.pause_s, agent):
+    # Who has lost most of its nodes may be the one that is cut off: the others are given time to go on without it.
+    pause = max(recovery.pause_s, MINORITY_S if isinstance(agent.crew, Team) and agent.crew.minority else 0.0)
+    if recovery.action == "restart" and not agent.wishes.asked and _pause(pause, agent):
         return life, way
-    _rescue(run, agent)
+    rescue(run, agent)
     if failure.cause != "other" and read_recipe(run).train.restarts and not agent.wishes.asked:
         reason = recovery.reason + life.outcome.reason.removeprefix(failure.what)
         life = replace(life, outcome=replace(life.outcome, reason=reason))
     return life, None
 
 
-def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: _Agent) -> Way:
+def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: Agent) -> Way:
     """Gather the situation and ask recover."""
     run, recipe, memory = attempt.folder, read_recipe(attempt.folder), agent.saves.memory.step
     before = () if attempt.source is None else failures_before(run, attempt.number)
     known = ways(run, recipe, first, (*before, failure), None if memory < 0 else memory)
-    return known.take(recover(Situation(failure, before, rules_of(recipe), known.states), time.time()))
+    places = None if isinstance(agent.crew, Crew) else _places(recipe, attempt, first, agent.crew)
+    situation = Situation(failure, before, rules_of(recipe), known.states, places=places)
+    return known.take(recover(situation, time.time()))
 
 
-def _inherit(attempt: Attempt, agent: _Agent) -> _Life | None:
+def _suspect(team: Team, way: Way, life: Life, attempt: Attempt) -> None:
+    """Do without the machine that a recovery says is bad, now and when an engine starts the run again."""
+    member = team.members.get(way.recovery.avoid)
+    if member is not None:
+        why = life.outcome.reason if life.failure is None else life.failure.what
+        team.suspects[member.machine] = why
+        if attempt.host is not None:
+            note_suspect(attempt.folder, member.machine, f"{why}, in {SUSPECT} attempts in a row", time.time())
+
+
+def _node_of(failure: Failure, team: Team) -> str:
+    """Where it happened, if anybody can say."""
+    if failure.cause == "lost":
+        return failure.place
+    return team.place(failure.rank).name if failure.rank is not None else ""
+
+
+def _places(recipe: Recipe, attempt: Attempt, first: Attempt, team: Team) -> Places:
+    """How many workers the nodes that are left have room for, and with how many this run could go on."""
+    team.attend()
+    able = tuple((member.name, member.slots) for member in team.able())
+    counts = tuple(count for count in range(1, first.workers + 1) if could_run(recipe, count))
+    return Places(attempt.workers, able, counts, min(recipe.train.fewest_workers, first.workers))
+
+
+def _inherit(attempt: Attempt, agent: Agent) -> Life | None:
     """This agent follows one that died: it takes over the memory, and the workers if they were well under way.
 
     If they were not, the attempt has failed.
     """
     saves, recorder = agent.saves, agent.recorder
     saves.start(attempt.number, attempt.workers, recorder, read_recipe(attempt.folder))
-    agent.crew.take_over()
-    for rank, line in agent.crew.lines().items():
-        saves.listen(rank, line)
+    if isinstance(agent.crew, Crew):
+        agent.crew.take_over()
+        for rank, line in agent.crew.lines().items():
+            saves.listen(rank, line)
     saves.take_over()
     reached = max(saves.memory.step, last_step(attempt.folder, attempt))
-    failure = Failure("agent died", "the agent died", reached + 1, reached, at=time.time())
-    if agent.crew.empty:
+    what = "the agent died"
+    if isinstance(agent.crew, Team) and agent.crew.after:
+        what = f"{agent.crew.after}, which led, is gone and {agent.crew.right.lead} leads now"
+    failure = Failure("agent died", what, reached + 1, reached, at=time.time())
+    if isinstance(agent.crew, Team) or agent.crew.empty:
         saves.end()
-        return _Life(Outcome("failed", failure.what, f"headway resume {attempt.run.name}"), Ended(), failure)
+        return Life(Outcome("failed", failure.what, f"headway resume {attempt.run.name}"), Ended(), failure)
     recorder.event("adopted", text=recover(Situation(failure, workers_live=True), time.time()).reason)
     return None
-
-
-def _rescue(run: RunFolder, agent: _Agent) -> None:
-    """A run that fails for good leaves what it has: a state in memory becomes a checkpoint."""
-    with agent.recorder.span("checkpoint"):
-        agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
-        agent.saves.rescue(list_checkpoints(run.checkpoints))
-        agent.saves.finish(agent.pulse, lambda: agent.wishes.asked >= 2, POLL_S)
 
 
 def rules_of(recipe: Recipe) -> Rules:
@@ -191,7 +207,7 @@ def rules_of(recipe: Recipe) -> Rules:
     return Rules(recipe.train.restarts, health.if_not_finite, health.if_spike, health.rate_factor)
 
 
-def _pause(seconds: float, agent: _Agent) -> bool:
+def _pause(seconds: float, agent: Agent) -> bool:
     """Wait before another try; False when somebody wants it to stop meanwhile."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not agent.wishes.asked:
@@ -218,6 +234,7 @@ def _again(attempt: Attempt, way: Way) -> Attempt:
     return attempt.model_copy(
         update={
             "number": attempt.number + 1,
+            "workers": recovery.workers or attempt.workers,
             "checkpoint": way.address,
             "from_memory": recovery.source == "memory",
             "source": recovery.source,
@@ -231,164 +248,47 @@ def _again(attempt: Attempt, way: Way) -> Attempt:
     )
 
 
-# -- one attempt
-
-
-def _live(attempt: Attempt, agent: _Agent) -> _Life:
-    """One attempt, from the first process to the last word about it."""
-    run, saves, recorder, wishes = attempt.folder, agent.saves, agent.recorder, agent.wishes
-    ended = Ended()
-    kills_before = out_of_memory_kills()
-    try:
-        if agent.crew.empty:
-            _start(attempt, agent)
-        # 3 watch them to the end
-        _watch_workers(attempt, agent, ended)
-        ended.bystanders |= left_behind(attempt)
-        recorder.event("begin", name="shutdown")
-        saves.end()
-        agent.kept.drop("crew")
-        # 4 make the last state durable
-        if ended.first_failure is None:
-            with recorder.span("checkpoint"):
-                saves.finish(agent.pulse, lambda: wishes.asked >= 2, POLL_S)
-        # 5 say how it ended
-        ended.killed_for_memory = out_of_memory_kills() > kills_before
-        outcome = explain_exit(run, attempt.number, ended, wishes.asked, saves.unsaved)
-        if saves.not_uploaded is not None and outcome.state != "failed":
-            outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
-        return _Life(outcome, ended)
-    except _StoppedEarly:
-        hint = f"headway resume {run.name}"
-        return _Life(Outcome("stopped", "stopped on request before the first step", hint), ended)
-    except HeadwayError as error:
-        ended.zygote_died = isinstance(error, ZygoteDied)
-        saves.end()
-        return _Life(Outcome("failed", error.message, error.hint), ended)
-    finally:
-        agent.crew.dismiss()
-        shutil.rmtree(run.rendezvous, ignore_errors=True)
-
-
-def _start(attempt: Attempt, agent: _Agent) -> None:
-    """Have workers, and tell each what to do."""
-    run, crew, saves, recorder = attempt.folder, agent.crew, agent.saves, agent.recorder
-    saves.start(attempt.number, attempt.workers, recorder, read_recipe(run))
-    recorder.event(
-        "attempt",
-        workers=attempt.workers,
-        device=attempt.device,
-        from_step=attempt.from_step,
-        recipe_changes=attempt.recipe_changes,
-        source=attempt.source,
-    )
-    run.rendezvous.mkdir(exist_ok=True)
-    # 1 import torch once
-    with recorder.span("startup"):
-        while not crew.zygote.ready(POLL_S):
-            agent.pulse()
-            if agent.wishes.asked:
-                raise _StoppedEarly
-        crew.zygote.keep(agent.kept)
-        # 2 fork the workers; those of a class of the user's own need its first weights
-        if _needs_drawing(run):
-            _draw(attempt, agent)
-        crew.fork(attempt.workers)
-        agent.lookout.begin()
-        with saves.kept_files(attempt.from_memory) as (memory, files):
-            for rank in range(attempt.workers):
-                descriptors = [agent.lookout.pulses.descriptor, *memory]
-                line = crew.assign(assignment(attempt, rank), descriptors, files=files)
-                saves.listen(rank, line)
-
-
-def _watch_workers(attempt: Attempt, agent: _Agent, ended: Ended) -> None:
-    """Until every worker has ended: hear exits and saves, pass stops on, look for hangs, end all when one failed."""
-    crew, saves, deadline, passed_on, held = agent.crew, agent.saves, None, 0, False
-    known = dict[int, int]()
-    while len(ended.exits) < attempt.workers:
-        select.select([crew.zygote.fileno(), *(line.fileno() for line in saves.lines())], [], [], POLL_S)
-        for one in crew.hear():
-            ended.exits.append(one)
-            agent.recorder.event("exit", rank=one.rank, code=one.code)
-        for rank, pid in crew.pids().items():
-            if known.get(rank) != pid:
-                known[rank] = pid
-                agent.recorder.event("worker", rank=rank, pid=pid)
-        saves.hear()
-        if not held and saves.steady and len(known) == attempt.workers and not ended.exits:
-            held = True
-            crew.keep()
-            crew.fork(attempt.workers)  # spares, for a restart
-        agent.pulse()
-        passed_on = _pass_stops_on(attempt, agent, passed_on)
-        hang = None if ended.exits or ended.hang else agent.lookout.look(attempt, crew.pids(), agent.recorder)
-        if hang is not None:
-            ended.hang = hang
-            _end(crew, ended)
-        if ended.first_failure and deadline is None:
-            deadline = time.monotonic() + LAST_WORDS_S
-        if deadline is not None and time.monotonic() > deadline:
-            _end(crew, ended)
-
-
-def _end(crew: Crew, ended: Ended) -> None:
-    """End all workers that are left; nothing of it is their fault."""
-    ended.bystanders |= set(crew.pids())
-    crew.signal(signal.SIGKILL)
-
-
-def _pass_stops_on(attempt: Attempt, agent: _Agent, passed_on: int) -> int:
-    """A stop asked for before all workers exist waits for the last of them."""
-    asked = agent.wishes.asked
-    if asked == passed_on:
-        return passed_on
-    if asked >= 2:
-        agent.crew.signal(signal.SIGKILL)
-        return passed_on
-    if len(agent.crew.pids()) < attempt.workers:
-        return passed_on
-    agent.crew.signal(signal.SIGTERM)
-    return asked
-
-
-# -- the first weights of a class of the user's own
-
-
-def _needs_drawing(run: RunFolder) -> bool:
-    return read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial)
-
-
-def _draw(attempt: Attempt, agent: _Agent) -> None:
-    """Have a process of its own make the first weights, before there are workers; raises what it could not."""
-    crew, asked = agent.crew, agent.wishes
-    crew.fork(1)
-    crew.assign(assignment(attempt, 0, draw=True), [])
-    code = None
-    while code is None:
-        select.select([crew.zygote.fileno()], [], [], POLL_S)
-        code = next((one.code for one in crew.hear()), None)
-        agent.pulse()
-        if asked.asked:
-            crew.signal(signal.SIGKILL)  # it leaves nothing or all
-    if asked.asked:
-        raise _StoppedEarly
-    if code:
-        raise _why_not_drawn(attempt.folder, attempt.number, code)
-
-
-def _why_not_drawn(run: RunFolder, attempt: int, code: int) -> WorkerError:
-    """What the drawing process said before it went, or how it went."""
-    record, log = record_path(run.events, attempt, "draw"), run.logs / f"{attempt:04d}-draw.log"
-    hint = f"headway logs {run.name} shows all of its log"
-    for event in reversed(read_record(record).events if record.exists() else []):
-        if event["kind"] == "error":
-            return WorkerError(event["message"], hint=event["hint"] or hint)
-    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-    return WorkerError(f"the process that draws the weights {how}; the end of its log: {last_lines(log, 3)}", hint=hint)
-
-
 # -- what an agent needs
+
+
+@contextlib.contextmanager
+def _workers(attempt: Attempt, warm: Zygote | None, kept: Kept) -> Iterator[Crew | Team]:
+    """Those of this machine, or of several nodes."""
+    if attempt.several:
+        with lead(attempt, kept) as team:
+            yield team
+        return
+    with _zygote(attempt, warm, kept) as zygote, contextlib.closing(Crew(zygote, kept)) as crew:
+        yield crew
+
+
+@contextlib.contextmanager
+def _alone_by_lease(attempt: Attempt, kept: Kept) -> "Iterator[Witness | None]":
+    """The lease in its store of a run that is on this machine alone, and may have been on others before."""
+    if attempt.several or not attempt.apart:
+        yield None
+        return
+    with contextlib.closing(take_witness(attempt, kept, socket.gethostname())) as witness:
+        yield witness
+
+
+def _tick(on_tick: Callable[[int], None], wishes: Wishes, witness: "Witness | None") -> None:
+    if witness is not None and witness.overtaken:
+        raise Superseded
+    on_tick(wishes.asked)
+
+
+def _mirror(attempt: Attempt, recipe: Recipe, team: Team | None, witness: "Witness | None") -> "Mirror":
+    """Keeps the run's small files and records in its store."""
+    from headway.agent.mirror import Mirror  # only runs that name a store need its library
+
+    witness = witness if team is None else team.right.witness
+    number, allowed = (0, lambda: True) if witness is None else (witness.number, witness.holds)
+    return Mirror(attempt.folder, need_store(recipe, attempt.run.name), number, allowed)
+
+
+def _team(crew: Crew | Team) -> Team | None:
+    return crew if isinstance(crew, Team) else None
 
 
 @contextlib.contextmanager

@@ -12,17 +12,20 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from headway.agent.inject import Injector
+from headway.agent.members import FarBuffer
 from headway.agent.memory import MOST, SMALL_BYTES, Memory, Snapshot
 from headway.agent.states import newest_on_disk
 from headway.errors import StateError
 from headway.recipe import Checkpoint as Rules
 from headway.state import (
+    Buffer,
     Checkpoint,
     Shard,
     abandon,
@@ -85,10 +88,23 @@ class Writer:
     """The threads, what they are told and what they tell."""
 
     def __init__(
-        self, folder: Path, rules: Rules, run: str, memory: Memory, injector: Injector, cores: int, identity: str = ""
+        self,
+        folder: Path,
+        rules: Rules,
+        run: str,
+        memory: Memory,
+        injector: Injector,
+        cores: int,
+        identity: str = "",
+        allowed: Callable[[], bool] = lambda: True,
+        allowed_there: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`allowed` says whether this agent may commit on the disk, `allowed_there` whether in the store."""
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
         self._injector, self._identity = injector, identity
+        self.before_upload: Callable[[], object] = lambda: None
+        """Called before a checkpoint is put into the store."""
+        self._allowed, self._allowed_there = allowed, allowed_there
         # Machines and containers share folders and stores, and process ids do not tell them apart.
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._threads = max(1, min(4, cores // 4))
@@ -199,7 +215,7 @@ class Writer:
         except BaseException:
             abandon(save)
             raise
-        commit(save, snapshot.all_facts, shards, snapshot.workers)
+        commit(save, snapshot.all_facts, shards, snapshot.workers, self._allowed)
         reach("committed", step, snapshot.attempt)
         keep = self._rules
         return _Written(
@@ -207,9 +223,14 @@ class Writer:
         )
 
     def _write_files(self, snapshot: Snapshot, partial: Path) -> list[Shard]:
-        before, shards = self._sound(), []
+        before, shards = self._sound(), list[Shard]()
+        far = [(rank, buffer) for rank in sorted(snapshot.buffers)
+               if isinstance(buffer := self._memory.buffer(snapshot, rank), FarBuffer)]  # fmt: skip
+        if far:
+            return _write_far(far, snapshot.step, partial)
         for rank in sorted(snapshot.buffers):
             buffer = self._memory.buffer(snapshot, rank)
+            assert isinstance(buffer, Buffer)
             for part in buffer.plan.parts:
                 shards.append(
                     write_shard(
@@ -254,17 +275,28 @@ class Writer:
                 f"{store_url(rules, self._run)} has checkpoints of another run of this name",
                 hint="another checkpoint.store.url, or another --name",
             )
+        if not self._allowed_there():
+            raise StateError(f"step {step} was not uploaded: another agent leads the run", hint="nothing was changed")
+        self.before_upload()
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
-        upload(store, step, facts, files, workers, writer=self._name)
+        upload(store, step, facts, files, workers, writer=self._name, allowed=self._allowed_there)
         self._injector.reach("uploaded", step, attempt)
         return _Written(
             job.shards,
             _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)),
         )
 
+    def _here(self, snapshot: Snapshot) -> list[tuple[int, Buffer]]:
+        """The buffers of a snapshot; StateError where they are on other nodes."""
+        found = [(rank, self._memory.buffer(snapshot, rank)) for rank in sorted(snapshot.buffers)]
+        here = [(rank, buffer) for rank, buffer in found if isinstance(buffer, Buffer)]
+        if len(here) < len(found):
+            raise StateError("what other nodes have in memory is uploaded from the disk only", hint="save to disk too")
+        return here
+
     def _describe(self, snapshot: Snapshot) -> list[Shard]:
-        buffers = [(rank, self._memory.buffer(snapshot, rank)) for rank in sorted(snapshot.buffers)]
+        buffers = self._here(snapshot)
         return [
             describe_shard(shard_name(rank, part.still), buffer.pieces(part), self._threads)
             for rank, buffer in buffers
@@ -272,8 +304,15 @@ class Writer:
         ]
 
     def _files(self, snapshot: Snapshot) -> list[memoryview]:
-        buffers = [self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)]
+        buffers = [buffer for _, buffer in self._here(snapshot)]
         return [buffer.file(part)[: part.image.bytes] for buffer in buffers for part in buffer.plan.parts]
+
+
+def _write_far(buffers: Sequence[tuple[int, FarBuffer]], step: int, partial: Path) -> list[Shard]:
+    """Have all nodes write their files, at the same time."""
+    parts = [(buffer, part) for _, buffer in buffers for part in buffer.plan.parts]
+    with ThreadPoolExecutor(min(len(parts), 32), thread_name_prefix="far") as pool:
+        return list(pool.map(lambda one: one[0].write(partial, one[1], step), parts))
 
 
 def _give_way() -> None:

@@ -15,6 +15,7 @@ from headway.cli.data_mix import mix_command
 
 if TYPE_CHECKING:
     from headway.data import Built, Dataset, Progress
+    from headway.data.build import Elsewhere
 
 __all__ = ["app"]
 
@@ -43,6 +44,10 @@ def build_command(
         Literal["auto", "tokenizers", "tiktoken"],
         typer.Option(help="Library that encodes; auto takes tiktoken where it gives the same tokens and pays."),
     ] = "auto",
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option("--engine", help="Encode here, or on the cores of a Ray cluster."),
+    ] = "local",
     threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads; by default all cores.")] = None,
     errors: Annotated[
         Literal["strict", "replace", "skip"], typer.Option(help="What to do with what cannot be read.")
@@ -73,6 +78,7 @@ def build_command(
             options,
             force=force,
             engine=tokenizer_engine,
+            elsewhere=_elsewhere(engine, tokenizer_engine),
             progress=progress,
             on_skip=_say_skipped,
             on_note=_say_note,
@@ -88,6 +94,20 @@ def build_command(
     if not built.changed:
         print("unchanged  this version was there already")
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
+
+
+def _elsewhere(engine: str, tokenizer_engine: str) -> "Elsewhere | None":
+    """What encodes on a cluster, where that is wanted."""
+    if engine == "local":
+        return None
+    from headway.cluster.engines.ray import Ray
+    from headway.cluster.engines.ray_data import ray_encoders
+    from headway.cluster.engines.settings import engine_settings
+    from headway.errors import UsageError
+
+    if tokenizer_engine == "tiktoken":
+        raise UsageError("the tasks on a Ray cluster encode with tokenizers", hint="leave --tokenizer-engine out")
+    return ray_encoders(Ray(engine_settings("ray").site.get("address")))
 
 
 @app.command("show")

@@ -1,11 +1,17 @@
 """Starts an attempt from a verb: in this process with a live view, or in the background."""
 
+import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from headway.agent import Attempt, keep
+from headway.agent.kept import Thing
 from headway.cli.text import print_json
 from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
@@ -13,7 +19,7 @@ from headway.track import holder, read_plan, read_recipe, summarize
 
 __all__ = ["launch", "start_keeper"]
 
-DETACH_TIMEOUT_S = 20.0
+DETACH_TIMEOUT_S = 120.0
 
 
 def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
@@ -52,28 +58,42 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
 
 
 def main() -> int:
-    """A keeper without a terminal: has the attempt that comes as JSON on standard input run to its end."""
-    attempt = Attempt.model_validate_json(sys.stdin.read())
+    """A keeper without a terminal: has the attempt that comes as JSON on standard input run to its end, with what an
+    agent elsewhere has left."""
+    told = from_json(sys.stdin.read())
+    attempt = Attempt.model_validate(told["attempt"])
+    left = {name: Thing(fields) for name, fields in told["left"].items()}
+    if told["door"] is not None:
+        left["door"] = Thing({}, (told["door"],))
     with open_view(attempt, quiet=False) as view:
-        outcome = keep(attempt, on_tick=view.tick)
+        outcome = keep(attempt, on_tick=view.tick, left=left)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 
 
-def start_keeper(attempt: Attempt) -> "subprocess.Popen[bytes]":
-    """A keeper in a session of its own, which runs the attempt to the run's end."""
+def start_keeper(
+    attempt: Attempt,
+    left: Mapping[str, Mapping[str, Any]] | None = None,
+    door: int | None = None,
+    shown: bool = False,
+) -> "subprocess.Popen[bytes]":
+    """A keeper in a session of its own, which runs the attempt to the run's end; what it prints goes where this process
+    prints if it is `shown`, else into a log."""
     attempt.folder.logs.mkdir(exist_ok=True)
-    with keeper_log(attempt).open("ab") as output:
+    with contextlib.ExitStack() as stack:
+        output = None if shown else stack.enter_context(keeper_log(attempt).open("ab"))
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.cli.launch"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
+            pass_fds=[] if door is None else [door],
         )
     assert process.stdin is not None
     with process.stdin as pipe:
-        pipe.write(attempt.model_dump_json().encode())
+        told = {"attempt": attempt.model_dump(mode="json"), "left": dict(left or {}), "door": door}
+        pipe.write(to_json(told))
     return process
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["logs"]
 
 _POLL_S = 0.25
+_POLL_ENGINE_S = 2.0
+"""Between questions to an engine, which others ask too."""
 
 
 def logs(
@@ -27,7 +29,7 @@ def logs(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print what a run's processes printed. With --json one object a line: file, line."""
+    """Print what a run's processes printed, its engine's job included. With --json one object a line: file, line."""
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
@@ -46,7 +48,41 @@ def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
     wanted = attempt or max((_attempt(path) for path in paths), default=0)
-    return sorted(path for path in paths if _attempt(path) == wanted)
+    own = sorted(path for path in paths if _attempt(path) == wanted)
+    return [*_of_job(run), *own] if rank is None and attempt is None else own
+
+
+def _of_job(run: "RunFolder") -> list[Path]:
+    """What the newest start of a submitted run's job printed, machine by machine."""
+    if not (run.path / "jobs.jsonl").exists():
+        return []
+    from headway.cluster.engines.records import last_submission
+    from headway.cluster.engines.settings import open_engine
+    from headway.errors import EngineError
+
+    job = last_submission(run.path)
+    try:
+        found = [] if job is None else open_engine(job.engine, run.path.parent).logs(job.job)
+    except EngineError:  # there are the run's own logs, whatever has become of the engine
+        return []
+    last = max((path.name.partition("-")[0] for path in found), default="")
+    return [path for path in found if path.exists() and path.name.startswith(f"{last}-")]
+
+
+def _is_alive(run: "RunFolder") -> bool:
+    """Whether more may come: somebody holds the run, or an engine will have it started."""
+    from headway.track import holder
+
+    if holder(run) is not None:
+        return True
+    if not (run.path / "jobs.jsonl").exists():
+        return False
+    from headway.cluster.engines import OVER
+    from headway.cluster.submit import standings
+
+    return any(
+        one.status.state not in OVER and one.status.state != "unknown" for one in standings(run.path.parent, [run])
+    )
 
 
 def _attempt(path: Path) -> int:
@@ -54,12 +90,12 @@ def _attempt(path: Path) -> int:
 
 
 def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool) -> Iterator[tuple[str, str]]:
-    """Each file's name and lines; when following, new ones as they come until nobody holds the run."""
+    """Each file's name and lines; when following, new ones as they come until nobody holds the run, or will."""
     from headway.track import holder
 
     offsets: dict[Path, int] = {}
     while True:
-        alive = follow and holder(run) is not None  # asked before reading, so that the last words are not missed
+        alive = follow and _is_alive(run)  # asked before reading, so that the last words are not missed
         for path in _files(run, rank, attempt):
             data = _read_from(path, offsets.get(path, 0))
             whole = data.rfind(b"\n") + 1 if alive else len(data)
@@ -68,7 +104,7 @@ def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool
                 yield path.name, line.decode(errors="replace")
         if not alive:
             return
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if holder(run) is not None else _POLL_ENGINE_S)
 
 
 def _read_from(path: Path, offset: int) -> bytes:

@@ -1,6 +1,7 @@
 """`headway`: puts the verbs together, and turns errors into a sentence, a hint and an exit status."""
 
 import errno
+import gc
 import os
 import shutil
 import sys
@@ -11,27 +12,37 @@ import typer
 
 from headway import __version__
 from headway.cli import (
+    agent,
+    cancel,
     chaos,
     check,
     checkpoint,
+    cluster,
     data,
     diff,
+    doctor,
+    fetch,
     hardware,
+    jobs,
     kernels,
     logs,
     metrics,
     model,
+    nodes,
     plan,
     ps,
     recipe,
     replay,
     report,
+    requeue,
     resume,
     runs,
     sample,
     simulate,
     stacks,
     stop,
+    submit,
+    sweep,
     trace,
     train,
     why,
@@ -55,15 +66,24 @@ app = typer.Typer(
 app.command()(plan.plan)
 app.command()(train.train)
 app.command()(resume.resume)
+app.command()(submit.submit)
+app.command()(sweep.sweep)
+app.command()(jobs.jobs)
+app.command()(cancel.cancel)
+app.command()(requeue.requeue)
+app.command()(fetch.fetch)
+app.command()(nodes.nodes)
 app.command()(stop.stop)
 app.command()(runs.runs)
 app.command()(ps.ps)
+app.command()(agent.agent)
 app.command()(report.report)
 app.command()(metrics.metrics)
 app.command()(logs.logs)
 app.command()(stacks.stacks)
 app.command()(diff.diff)
 app.command()(check.check)
+app.command()(doctor.doctor)
 app.command()(chaos.chaos)
 app.command()(sample.sample)
 app.command()(kernels.kernels)
@@ -71,6 +91,7 @@ app.command()(simulate.simulate)
 app.command()(replay.replay)
 app.command()(why.why)
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(trace.app, name="trace")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
@@ -95,6 +116,7 @@ def _options(
 
 def main() -> None:
     """Run one command; exit 0 done, 1 failed, 2 usage, 75 stopped early and worth resuming."""
+    gc.set_threshold(50_000)  # what is imported stays: looking for garbage in it takes a tenth of a short verb's time
     try:
         app()
     except HeadwayError as error:

@@ -5,9 +5,13 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Detach", "Json", "Run", "Runs", "Settings", "Workers"]
+__all__ = ["Detach", "EngineName", "Json", "Run", "Runs", "Settings", "Workers"]
 
 Detach = Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")]
+EngineName = Annotated[
+    str,
+    typer.Option("--engine", metavar="ENGINE", help="What starts it: local (this machine), slurm, ray, kubernetes."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, a unique prefix of it, or `last`.")]
 Runs = Annotated[

@@ -26,13 +26,15 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, killed or failed.
 
-    Some settings may change; those that would make another run of it are refused by name.
+    Some settings may change; those that would make another run of it are refused by name. The address of a run in its
+    object store (s3://bucket/prefix/RUN) has its folder made here, from what the store has.
     """
     from headway.agent import resume_run, stated_recipe
+    from headway.cli.from_store import folder_of
     from headway.cli.launch import launch
     from headway.cli.mesh import parse_layout
-    from headway.track import find_run, runs_root
 
-    folder = find_run(runs_root(runs), run)
+    folder, apart = folder_of(run, runs, alone=True)
     wanted = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
-    launch(resume_run(folder, settings or [], workers=workers, mesh=wanted), detach=detach, json=json)
+    attempt = resume_run(folder, settings or [], workers=workers, mesh=wanted)
+    launch(attempt.model_copy(update={"apart": apart}), detach=detach, json=json)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from headway.cli.options import Json, Runs
 
 if TYPE_CHECKING:
-    from headway.track import RunSummary
+    from headway.track import RunFolder, RunSummary
 
 __all__ = ["runs"]
 
@@ -16,10 +16,10 @@ def runs(runs: Runs = None, json: Json = False) -> None:
     from dataclasses import asdict
 
     from headway.cli.text import print_json
-    from headway.track import list_runs, runs_root, summarize
+    from headway.track import list_runs, runs_root
 
     root = runs_root(runs)
-    found = [summarize(run) for run in list_runs(root)]
+    found = [_summary(run) for run in list_runs(root)]
     if json:
         print_json([asdict(summary) for summary in found])
     elif not found:
@@ -28,6 +28,17 @@ def runs(runs: Runs = None, json: Json = False) -> None:
     else:
         print("\n".join(_table(found)))
         print("next: headway report last")
+
+
+def _summary(run: "RunFolder") -> "RunSummary":
+    """How a run stands; one that an engine was given, and nobody has started yet, has been submitted."""
+    from dataclasses import replace
+
+    from headway.track import summarize
+
+    summary = summarize(run)
+    waits = summary.attempts == 0 and summary.state == "interrupted" and (run.path / "jobs.jsonl").exists()
+    return replace(summary, state="submitted") if waits else summary
 
 
 def _table(found: "list[RunSummary]") -> list[str]:

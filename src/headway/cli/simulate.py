@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
+USUAL_LOAD = 0.8
+
 
 def simulate(
     log: Annotated[
@@ -30,13 +32,17 @@ def simulate(
     topology: Annotated[
         Path | None, typer.Option("--topology", metavar="FILE", help="Hosts and their switches as CSV.")
     ] = None,
+    away: Annotated[
+        Path | None, typer.Option("--away", metavar="FILE", help="Nodes that will be away as CSV: node,from_s,to_s.")
+    ] = None,
     workload: Annotated[
         str | None, typer.Option("--generate", metavar="NAME", help="Make a log up: acme-like, seren-like.")
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Of a log that is made up.")] = None,
     load: Annotated[
-        float, typer.Option("--load", min=0.01, max=10, help="GPUs that such a log asks for, of those there are.")
-    ] = 0.8,
+        float | None,
+        typer.Option("--load", min=0.01, max=10, help="GPUs such a log asks for, of those there are; default 0.8."),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -61,7 +67,7 @@ def simulate(
         float, typer.Option("--repair", min=0, metavar="SECONDS", help="What mending a node takes.")
     ] = 14400,
     spares: Annotated[int, typer.Option("--spares", min=0, help="Of the nodes, how many wait to replace one.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what a log does not say.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what a log does not say.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw what happened.")] = None,
     record: Annotated[
         Path | None, typer.Option("--record", metavar="DIR", help="Keep every decision: headway replay, headway why.")
@@ -74,7 +80,7 @@ def simulate(
     from headway.errors import UsageError
 
     policies = find_policies(policy)
-    chip, per_node, nodes, site = _where(on, cluster, topology)
+    chip, per_node, nodes, site = _where(on, cluster, topology, away)
     setup = Setup(
         chip,
         per_node,
@@ -94,6 +100,8 @@ def simulate(
     trace = _jobs(log, workload, setup, jobs, load)
     if record is not None:
         _new_folder(record)
+    if plot is not None:
+        _check_plot(plot)
     with _bars([one.name for one in policies], len(trace), quiet=json) as progress:
         outcomes = compare(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
@@ -106,11 +114,13 @@ def simulate(
         print("\n".join(_table(trace, setup, summaries, without_waiting(trace))))
 
 
-def _where(on: str | None, cluster: Path | None, topology: Path | None) -> "tuple[str, int, int, Site]":
+def _where(
+    on: str | None, cluster: Path | None, topology: Path | None, away: Path | None
+) -> "tuple[str, int, int, Site]":
     """Chip, GPUs of a node, nodes, and what is known beside."""
     from dataclasses import replace
 
-    from headway.cluster.simulate import Site, read_site, read_topology
+    from headway.cluster.simulate import Site, read_away, read_site, read_topology
     from headway.errors import UsageError
     from headway.hardware import load_cluster, parse_on
 
@@ -122,10 +132,12 @@ def _where(on: str | None, cluster: Path | None, topology: Path | None) -> "tupl
     if topology is not None:
         there = read_topology(topology)
         site = replace(site, hosts=there.hosts, domains=there.domains)
+    if away is not None:
+        site = replace(site, away=read_away(away))
     return found.chip.name, found.per_node, found.nodes, site
 
 
-def _jobs(log: Path | None, workload: str | None, setup: "Setup", jobs: int | None, load: float) -> "Trace":
+def _jobs(log: Path | None, workload: str | None, setup: "Setup", jobs: int | None, load: float | None) -> "Trace":
     """A log that is read or made up."""
     from headway.cluster.simulate import generate, read_trace
     from headway.errors import UsageError
@@ -133,7 +145,12 @@ def _jobs(log: Path | None, workload: str | None, setup: "Setup", jobs: int | No
     if (log is None) == (workload is None):
         what = "there is no log of jobs" if log is None else "there are a log of jobs and --generate"
         raise UsageError(what, hint="name a CSV file, or --generate acme-like")
-    return read_trace(log) if log is not None else generate(workload or "", setup.gpus, jobs, load, setup.seed)
+    if log is None:
+        return generate(workload or "", setup.gpus, jobs, USUAL_LOAD if load is None else load, setup.seed)
+    if jobs is not None or load is not None:
+        option = "--load" if jobs is None else "--jobs"
+        raise UsageError(f"{option} is of a log that is made up, and {log} is there", hint="--generate acme-like")
+    return read_trace(log)
 
 
 def _new_folder(record: Path) -> None:
@@ -214,14 +231,29 @@ def _short(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
-    """Use and queue over time, and how many jobs are done after how long."""
+def _check_plot(file: Path) -> None:
+    """Before the hours are simulated that it will show."""
     from headway.errors import UsageError
 
     try:
-        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise UsageError("--plot needs matplotlib", hint="pip install 'headway[plot]'") from None
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if file.suffix.lower().lstrip(".") not in known:
+        raise UsageError(f"--plot {file}: its name does not end with a known kind", hint=f"one of {', '.join(known)}")
+    if file.is_dir():
+        raise UsageError(f"--plot {file}: that is a folder")
+    if not file.parent.is_dir():
+        raise UsageError(f"--plot {file}: its folder is not there")
+
+
+def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
+    """Use and queue over time, and how many jobs are done after how long."""
+    import matplotlib
+
+    from headway.errors import UsageError
+
     matplotlib.use("Agg")
     import numpy as np
     from matplotlib import pyplot

@@ -26,6 +26,12 @@ def train(
             "chunks=, stages=1:3, keep_weights=, reduce_each=.",
         ),
     ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, metavar="N", help="Emulate so many nodes here, an agent each.")
+    ] = 1,
+    spares: Annotated[
+        int, typer.Option("--spares", min=0, metavar="N", help="Nodes that wait to take the place of a lost one.")
+    ] = 0,
     runs: Runs = None,
     settings: Settings = None,
     detach: Detach = False,
@@ -51,4 +57,5 @@ def train(
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     if mesh is not None:
         wanted = wanted.model_copy(update={"parallel": parse_layout(mesh, wanted.parallel)})
-    launch(new_run(wanted, root, name=name, workers=workers, origin=origin), detach=detach, json=json)
+    attempt = new_run(wanted, root, name=name, workers=workers, origin=origin, nodes=nodes, spares=spares)
+    launch(attempt, detach=detach, json=json)

@@ -6,31 +6,9 @@ elastic.py       sizes that grow and shrink; keeping.py holds nodes for who has 
 policies.py      all policies, Headway's own (least_served.py) first
 record.py        what was decided, kept so that it can be decided again; why.py answers for one job
 simulate/        months of a log in seconds
+engines/         what starts processes on machines: this one's own queue, Slurm, Ray
+submit.py        a run as a job of an engine; sweeps.py many of them, results.py what came of those
+code.py          how code gets to machines: staging.py packs it, origin.py says where it came from
+
+Nothing is imported from here: whoever submits a run needs none of what decides, which is a third of a second away.
 """
-
-from headway.cluster.decide import decide
-from headway.cluster.decisions import Code, Decision, Reason
-from headway.cluster.jobs import Job
-from headway.cluster.policies import POLICIES
-from headway.cluster.policy import Policy
-from headway.cluster.record import Recorder, carry_out, replay
-from headway.cluster.room import Placement
-from headway.cluster.snapshot import Snapshot
-from headway.cluster.why import Why, why
-
-__all__ = [
-    "POLICIES",
-    "Code",
-    "Decision",
-    "Job",
-    "Placement",
-    "Policy",
-    "Reason",
-    "Recorder",
-    "Snapshot",
-    "Why",
-    "carry_out",
-    "decide",
-    "replay",
-    "why",
-]

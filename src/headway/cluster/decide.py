@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from headway.cluster.decisions import Code, Decision, Reason
 from headway.cluster.elastic import grow, shrink
 from headway.cluster.keeping import keep
-from headway.cluster.policy import Policy, Ranked, Rows, Stops
+from headway.cluster.policy import Flags, Policy, Ranked, Rows, Stops
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.trial import Trial
 from headway.cluster.yielding import Yielding
 
-__all__ = ["MIN_RUN_S", "decide"]
+__all__ = ["MIN_RUN_S", "decide", "settles_s"]
 
 BLOCK = 1024
 """Jobs that are looked at together."""
@@ -112,20 +112,31 @@ def _start(trial: Trial, row: int) -> Decision:
     return Decision("start", row, *found, Reason(Code.FIRST, (("gpus", gpus),)))
 
 
+def settles_s(snapshot: Snapshot, rows: Rows) -> NDArray[np.float64]:
+    """From when on jobs that run may be stopped."""
+    jobs = snapshot.jobs
+    since: NDArray[np.float64] = jobs.since_s[rows] + np.maximum(jobs.min_run_s[rows], MIN_RUN_S)
+    return since
+
+
 def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequence[Decision]) -> list[Decision]:
     """Stop jobs for those that wait, and start these in their place; not those of which something is decided."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
-    settled = now - jobs.since_s[active] >= np.maximum(jobs.min_run_s[active], MIN_RUN_S)
-    stoppable = active[jobs.preemptible[active] & settled]
+    stoppable = active[jobs.preemptible[active] & (settles_s(snapshot, active) <= now)]
     stoppable = _without(stoppable, [one for one in before if one.kind in ("resize", "move")])
-    if not len(stoppable):
+    most = sum(room.total for room in trial.rooms) + int(jobs.gpus[stoppable].sum())
+    rows = rows[trial.bounded(rows) & (jobs.gpus[rows] <= most)]  # the others find no place, whoever yields
+    if not len(stoppable) or not len(rows):
+        return []
+    waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
+    might = _might(trial, waits, runs, stops, now)
+    if not might.any() and all(one.kind == "start" for one in before):  # what found no place before finds none now
         return []
     brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()
-    waits, runs = (Ranked(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
     kinds = stops.kinds(snapshot, waits, now)
     alike = _alike(waits.levels, kinds, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.bars(rows))
-    yielding, left, at = Yielding(snapshot, stoppable, now), trial.bounded(rows), 0
+    yielding, left, at = Yielding(snapshot, stoppable, now), np.ones(len(rows), np.bool_), 0
     while at < len(rows) and brake > 0:  # the next cycle goes on: a storm of restarts would stall all who load and save
         at += int(left[at:].argmax())
         if not left[at]:
@@ -136,12 +147,17 @@ def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequen
             continue
         stopped = np.empty(0, np.int64)
         if (found := trial.find(row)) is None:
-            one = Ranked(waits.rows[at : at + 1], waits.levels[at : at + 1])
-            chosen = _who_yields(trial, row, yielding, stops.may(snapshot, trial.used, one, runs, now))
+            chosen = None
+            if might[at]:
+                one = Ranked(waits.rows[at : at + 1], waits.levels[at : at + 1])
+                chosen = _who_yields(trial, row, yielding, stops.may(snapshot, trial.used, one, runs, now))
             if chosen is None:
                 left &= (alike != alike[at]) | (jobs.gpus[rows] < jobs.gpus[row])  # larger ones find no more
                 continue
             stopped = chosen
+        if not trial.allows_without(row, yielding.rows[stopped]):
+            continue
+        if found is None:
             brake -= len(stopped)
             decisions += [_stop(trial, yielding, i, row) for i in stopped.tolist()]
             found = trial.find(row)
@@ -150,15 +166,24 @@ def _displace(trial: Trial, rows: Rows, now: float, stops: Stops, before: Sequen
         lost = float(yielding.lost_gpu_s[stopped].sum())
         reason = Reason(Code.DISPLACES, (("count", len(stopped)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *found, reason))
+        might |= len(stopped) > 0  # a tenant that has less now may be owed something: all are asked again
     return decisions
+
+
+def _might(trial: Trial, waits: Ranked, runs: Ranked, stops: Stops, now: float) -> Flags:
+    """Which of those that wait could have enough GPUs by stopping others: a quick answer, so that few are asked for."""
+    reach = stops.reach(trial.snapshot, trial.used, waits, runs, now) + sum(room.total for room in trial.rooms)
+    might: Flags = trial.snapshot.jobs.gpus[waits.rows] <= reach
+    return might
 
 
 def _alike(*columns: NDArray[Any]) -> NDArray[np.int64]:
     """The same number for rows that agree in all columns."""
     number = np.zeros(len(columns[0]), np.int64)
     for column in columns:
-        values, places = np.unique(column, return_inverse=True)
-        number = number * len(values) + places
+        if column.min() < column.max():
+            values, places = np.unique(column, return_inverse=True)
+            number = number * len(values) + places
     return number
 
 

@@ -3,7 +3,7 @@
 Nobody knows how long a job will take, and nobody is asked. But most are short, and one that has run for long will
 likely run for long still. So jobs have levels by the GPU-hours they have had; a job that waits may stop one of a lower
 priority, or of the same and a higher level, if that can be stopped, and those are stopped first that lose least. A
-service is new for ever, and so yields to higher priorities alone. Beside that stand seven rules:
+service is new for ever, and so yields to higher priorities alone. Beside that stand eight rules:
 
     slack   a job whose deadline is further away than it has run so far counts a level lower; one whose deadline has
             passed gives way to all others
@@ -15,6 +15,7 @@ service is new for ever, and so yields to higher priorities alone. Beside that s
     budget  jobs of a tenant that has spent its GPU-hours of the month run on what idles alone: they are last, all may
             stop them, and those that cannot be stopped wait
     band    gangs that cannot be stopped do not fill the last of the cluster: the larger, the more stays free of them
+    apart   jobs within a node that cannot be stopped lie beside one another, so that other nodes can be emptied
 
 No circle: a stop by level puts a job of a higher level into the queue for one of a lower level, and levels only rise
 (with time, slack only shrinks), and never one of a higher priority for one of a lower;
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.jobs import INTERACTIVE, SERVICE
-from headway.cluster.policy import Flags, Policy, Ranked, Rows
+from headway.cluster.policy import Flags, Policy, Ranked, Rows, above
 from headway.cluster.snapshot import Snapshot
 
 __all__ = ["DUE", "LEAST_SERVED", "LeastServed"]
@@ -52,11 +53,13 @@ class LeastServed:
         those that are due, and BROKE those of tenants that have spent their budgets."""
         jobs = snapshot.jobs
         levels = np.searchsorted(LEVELS_GPU_S, snapshot.had_gpu_s(rows, now, NEXT_S), side="right")
-        levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
-        levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
+        if (jobs.deadline_s[rows] < np.inf).any():
+            levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
+            levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows] | (jobs.kind[rows] == SERVICE)] = 0
         levels[due(snapshot, rows, now)] = DUE
-        levels[snapshot.tenants.broke()[jobs.tenant[rows]]] = BROKE
+        if snapshot.tenants.budgets:
+            levels[snapshot.tenants.broke()[jobs.tenant[rows]]] = BROKE
         return levels
 
     def _has_slack(self, snapshot: Snapshot, rows: Rows, now: float) -> Flags:
@@ -71,6 +74,15 @@ class LeastServed:
         shielded = (waits.levels > 0) & _short(snapshot).any()
         tenants = snapshot.jobs.tenant[waits.rows].astype(np.int64)
         return np.where(owed, 2 * tenants + 2, np.where(shielded, 2 * tenants + 1, 0))
+
+    def reach(
+        self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float
+    ) -> NDArray[np.int64]:
+        """All of a higher level; for who is owed something, or of a higher priority than anybody, all."""
+        jobs = snapshot.jobs
+        every = jobs.priority[waits.rows] > jobs.priority[runs.rows].min()
+        every |= self._owed(snapshot, used, waits.rows, now)
+        return np.where(every, jobs.gpus[runs.rows].sum(), above(snapshot, waits.levels, runs))
 
     def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
         """Those of lower priority or of a higher level that no shield protects, and borrowers where it is owed."""
@@ -120,14 +132,16 @@ def due(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
 def overdue(snapshot: Snapshot, rows: Rows, now: float) -> Flags:
     """Who is due, and has waited for three weeks or more."""
     waited_s = now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now)
-    long: Flags = (STOPS.levels(snapshot, rows, now) == DUE) & (waited_s > OVERDUE_S)
-    return long
+    long: Flags = waited_s > OVERDUE_S
+    return long & (STOPS.levels(snapshot, rows, now) == DUE) if long.any() else long
 
 
 def order(snapshot: Snapshot, now: float) -> Rows:
     """By priority, then by level, interactive jobs and smaller gangs first. Before all others who is due, as they came;
     after them who has spent its budget."""
     jobs, rows = snapshot.jobs, snapshot.queue
+    if len(rows) < 2:
+        return rows
     levels = STOPS.levels(snapshot, rows, now)
     sizes = np.where(levels == DUE, 0, jobs.gpus[rows])
     tiers = np.where(levels == BROKE, 1, np.where(levels == DUE, -1, 0))
@@ -147,5 +161,5 @@ def band(snapshot: Snapshot, rows: Rows, now: float) -> NDArray[np.float64]:
 
 STOPS = LeastServed()
 LEAST_SERVED = Policy(
-    "headway", order, behind="pass", stops=STOPS, bound=band, overdue=overdue, elastic=True, quotas=True
+    "headway", order, behind="pass", stops=STOPS, bound=band, apart=True, overdue=overdue, elastic=True, quotas=True
 )

@@ -46,6 +46,7 @@ class Nodes(Columns):
     if TYPE_CHECKING:
         gpus: NDArray[np.int32]
         free: NDArray[np.int32]
+        fixed: NDArray[np.int32]
         state: NDArray[np.int8]
         away_s: NDArray[np.float64]
         back_s: NDArray[np.float64]
@@ -55,6 +56,7 @@ class Nodes(Columns):
             {
                 "gpus": (np.int32, 0),
                 "free": (np.int32, 0),
+                "fixed": (np.int32, 0),  # held by jobs that cannot be stopped
                 "state": (np.int8, HEALTHY),
                 "away_s": (np.float64, math.inf),  # when it goes away to be looked after
                 "back_s": (np.float64, -math.inf),
@@ -66,6 +68,8 @@ class Nodes(Columns):
         self._domains: list[NDArray[np.int32]] = []
         self._domain_names: list[dict[str, list[str]]] = []
         self._largest: dict[int, int] = {}
+        self.announced = False
+        """Whether any were ever to be away."""
 
     def join(
         self,
@@ -114,7 +118,9 @@ class Nodes(Columns):
     def room(self, pool: Pool, now: float = -math.inf) -> Room:
         """What is free for new jobs in a pool."""
         rows = slice(pool.first, pool.end)
-        usable = (self.state[rows] == HEALTHY) & ~self.leaving(now)[rows]
+        usable = self.state[rows] == HEALTHY
+        if self.announced:
+            usable &= ~self.leaving(now)[rows]
         return Room(self.free[rows], pool.size, self._domains[pool.number], usable)
 
     def announce(self, names: Iterable[str], away_s: float, back_s: float) -> None:
@@ -131,6 +137,7 @@ class Nodes(Columns):
                 raise UsageError(f"node {name} is away {told} already", hint="one time after the other")
         rows = [self.rows[name] for name in names]
         self.away_s[rows], self.back_s[rows] = away_s, back_s
+        self.announced = True
 
     def leaving(self, now: float) -> NDArray[np.bool_]:
         """Which nodes are away, or nearly."""

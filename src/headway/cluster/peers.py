@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.policy import Flags, Policy, Ranked, Rows
+from headway.cluster.policy import Flags, Policy, Ranked, Rows, above
 from headway.cluster.snapshot import Snapshot
 
 __all__ = ["PEERS"]
@@ -39,6 +39,8 @@ def as_they_came(snapshot: Snapshot, _: float) -> Rows:
 def multifactor(snapshot: Snapshot, now: float) -> Rows:
     """By priority, then by weighted age, size and how little of its share a tenant has used."""
     jobs, rows = snapshot.jobs, snapshot.queue
+    if len(rows) < 2:
+        return rows
     age = np.minimum((now - jobs.submit_s[rows]) / LONGEST_AGE_S, 1.0)
     unused = 2.0 ** -snapshot.tenants.shares()
     size = jobs.gpus[rows] / max(snapshot.gpus, 1)
@@ -61,6 +63,12 @@ class HigherYield:
     def kinds(self, _: Snapshot, waits: Ranked, __: float) -> NDArray[np.int64]:
         """One: levels are all that counts."""
         return np.zeros(len(waits.rows), np.int64)
+
+    def reach(
+        self, snapshot: Snapshot, _: NDArray[np.int64], waits: Ranked, runs: Ranked, __: float
+    ) -> NDArray[np.int64]:
+        """All of a higher level."""
+        return above(snapshot, waits.levels, runs)
 
     def may(self, snapshot: Snapshot, _: NDArray[np.int64], waits: Ranked, runs: Ranked, __: float) -> Flags:
         """Those of a higher level."""

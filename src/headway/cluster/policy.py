@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.snapshot import Snapshot
 
-__all__ = ["Flags", "Policy", "Ranked", "Rows", "Stops"]
+__all__ = ["Flags", "Policy", "Ranked", "Rows", "Stops", "above"]
 
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -22,6 +22,14 @@ class Ranked(NamedTuple):
     levels: NDArray[np.int64]
 
 
+def above(snapshot: Snapshot, levels: NDArray[np.int64], runs: Ranked) -> NDArray[np.int64]:
+    """GPUs of jobs that run and are above each of some levels."""
+    order = np.argsort(runs.levels)
+    gpus = np.concatenate(([0], np.cumsum(snapshot.jobs.gpus[runs.rows[order]])))
+    found: NDArray[np.int64] = gpus[-1] - gpus[np.searchsorted(runs.levels[order], levels, side="right")]
+    return found
+
+
 class Stops(Protocol):
     """Who may stop whom."""
 
@@ -31,6 +39,12 @@ class Stops(Protocol):
 
     def kinds(self, snapshot: Snapshot, waits: Ranked, now: float) -> NDArray[np.int64]:
         """Of jobs that wait, beside their levels and priorities: those of one kind may stop the same."""
+        ...
+
+    def reach(
+        self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float
+    ) -> NDArray[np.int64]:
+        """Of all that wait: GPUs of those that run and that it may stop, or more. Quick, to ask `may` of few."""
         ...
 
     def may(self, snapshot: Snapshot, used: NDArray[np.int64], waits: Ranked, runs: Ranked, now: float) -> Flags:
@@ -51,6 +65,8 @@ class Policy:
     """Who may stop whom; None: nobody is ever stopped."""
     bound: Callable[[Snapshot, Rows, float], NDArray[np.float64]] | None = None
     """Of jobs that cannot be stopped: GPUs that all such may hold once it has started; None: as many as there are."""
+    apart: bool = False
+    """Whether jobs that cannot be stopped lie beside one another, so that other nodes can be emptied for a gang."""
     overdue: Callable[[Snapshot, Rows, float], Flags] | None = None
     """Who has waited for so long that nodes are kept for it; None: nobody."""
     elastic: bool = False

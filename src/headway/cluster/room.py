@@ -1,6 +1,7 @@
 """Where a gang of GPUs can lie: which nodes, and how many GPUs of each.
 
-A gang that fits into a node lies in one, the fullest that has room, so that empty nodes stay for larger gangs. A
+A gang that fits into a node lies in one, the fullest that has room, so that empty nodes stay for larger gangs; where
+it is to lie beside others of its kind, in the one that has most of them, so that other nodes have none. A
 larger one takes whole nodes, and for what is left over the fullest that has room for that. It goes into the smallest
 domain of the network that holds it (a rack before a block, say), and of those into the one with least to spare. So
 whoever can place a gang can place every smaller one, and one failure answers for all that are larger.
@@ -81,13 +82,17 @@ class Room:
         np.maximum.at(rest, level, partial)
         return int((whole * self.size + rest).max())
 
-    def find(self, gpus: int, within: int = ANYWHERE) -> Placement | None:
-        """A place for a gang, or one within a domain of a level; None where there is none."""
+    def find(self, gpus: int, within: int = ANYWHERE, beside: NDArray[np.int32] | None = None) -> Placement | None:
+        """A place for a gang, or one within a domain of a level; None where there is none. `beside`: of each node, GPUs
+        of those that it is to lie with."""
         whole, rest = divmod(gpus, self.size)
         if gpus > self.total or whole > self.whole:
             return None
-        if not whole:
+        if not whole and beside is not None:
+            node = self._most(rest, beside)
+        elif not whole:
             node = next((node for free in range(rest, self.size + 1) if (node := self._first(free)) is not None), None)
+        if not whole:
             return None if node is None else Placement(np.array([node], np.int32), np.array([rest], np.int32))
         for level in self.domains if within == ANYWHERE else self.domains[: within + 1]:
             counts = np.bincount(level[self.free == self.size], minlength=1)
@@ -96,6 +101,13 @@ class Room:
                 if place is not None:
                     return place
         return self._in(None, whole, rest) if within == ANYWHERE else None
+
+    def _most(self, gpus: int, beside: NDArray[np.int32]) -> int | None:
+        """Of the nodes with so many GPUs free the one with most `beside`, and of those the fullest."""
+        able = np.flatnonzero(self.free >= gpus)
+        if not len(able):
+            return None
+        return int(able[(beside[able] * (self.size + 1) - self.free[able]).argmax()])
 
     def _first(self, free: int) -> int | None:
         """The first node with so many GPUs free."""

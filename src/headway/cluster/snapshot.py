@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from headway.cluster.tenants import NOBODY, Tenants
 from headway.errors import UsageError
 
 __all__ = ["Snapshot"]
+
+
+_AS_ASKED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
+"""What a job's row has as somebody asked for it."""
 
 
 class Snapshot:
@@ -73,8 +78,7 @@ class Snapshot:
             seen.add(job.name)
         known, rows = iter(known_s), []
         for job in jobs:
-            apart = ("name", "tenant", "sizes")
-            values = {key: getattr(job, key) for key in Job.__dataclass_fields__ if key not in apart}
+            values = {key: getattr(job, key) for key in _AS_ASKED}
             stays_s = STAYS_S if job.kind == "interactive" and not job.min_run_s else job.min_run_s
             values |= {"kind": KINDS.index(job.kind), "min_run_s": stays_s}
             values |= {"least": job.gpus, "speed": job.sizes[0][1] if job.sizes else 1.0}
@@ -85,9 +89,9 @@ class Snapshot:
                 self.sizes[rows[-1]] = tuple((int(gpus), float(speed)) for gpus, speed in job.sizes)
             self.tenants.want(self.tenants.rows[job.tenant], job.gpus)
             self._told += 1
-        first = max(len(self.queue) - 1, 0)
+        last = self.queue[-1:].tolist()
         queue = np.concatenate((self.queue, np.array(rows, np.int64)))
-        if (np.diff(self.jobs.submit_s[queue[first:]]) < 0).any():
+        if any(self.jobs.submit_s[a] > self.jobs.submit_s[b] for a, b in pairwise((*last, *rows))):
             queue = queue[np.lexsort((self.jobs.number[queue], self.jobs.submit_s[queue]))]
         self._queue = queue
         return rows
@@ -128,16 +132,16 @@ class Snapshot:
 
     def allowance(self, tenant: int) -> int:
         """GPUs that a tenant may use at most, if nobody else uses any."""
+        if self.tenants.boundless:
+            return self.gpus
         return int(self.tenants.room(self.gpus, np.zeros(len(self.tenants), np.int64))[tenant])
 
     def start(self, row: int, pool: int, place: Placement) -> None:
         """A job that waits has its nodes."""
-        jobs, nodes = self.jobs, self.nodes
+        jobs = self.jobs
         assert not jobs.running[row], "a job runs once"
-        rows = place.nodes + nodes.pools[pool].first
-        assert (nodes.free[rows] >= place.gpus).all(), "nodes are never given twice"
         assert place.total == jobs.gpus[row] or place.total in dict(self.sizes.get(row, ())), "all of a gang or nothing"
-        nodes.free[rows] -= place.gpus
+        self._occupy(row, pool, place)
         self.tenants.take(jobs.tenant[row], place.total)
         self.tenants.want(jobs.tenant[row], -int(jobs.gpus[row]))
         self._size(row, place.total)
@@ -150,13 +154,11 @@ class Snapshot:
 
     def resize(self, row: int, pool: int, place: Placement) -> None:
         """A job that runs was asked to save, and goes on after a restart with more GPUs or fewer."""
-        jobs, nodes, rows = self.jobs, self.nodes, np.array([row])
+        jobs, rows = self.jobs, np.array([row])
         assert place.total in dict(self.sizes[row]), "a size that the job can have"
         before, old = self.places[row]
-        nodes.free[old.nodes + nodes.pools[before].first] += old.gpus
-        here = place.nodes + nodes.pools[pool].first
-        assert (nodes.free[here] >= place.gpus).all(), "nodes are never given twice"
-        nodes.free[here] -= place.gpus
+        self._occupy(row, before, old, -1)
+        self._occupy(row, pool, place)
         self.places[row] = (pool, place)
         self.tenants.take(jobs.tenant[row], place.total - old.total)
         jobs.done_s[row] = self.worked_s(rows, self.now_s)[0]
@@ -229,9 +231,18 @@ class Snapshot:
         """A node is well again, to be used or as a spare."""
         self.nodes.state[node] = state
 
+    def _occupy(self, row: int, pool: int, place: Placement, sign: int = 1) -> None:
+        """A job holds a place, or with a sign of -1 no longer."""
+        nodes = self.nodes
+        rows, gpus = place.nodes + nodes.pools[pool].first, sign * place.gpus
+        assert (nodes.free[rows] >= gpus).all(), "nodes are never given twice"
+        nodes.free[rows] -= gpus
+        if not self.jobs.preemptible[row]:
+            nodes.fixed[rows] += gpus
+
     def _release(self, row: int) -> None:
         pool, place = self.places.pop(row)
-        self.nodes.free[place.nodes + self.nodes.pools[pool].first] += place.gpus
+        self._occupy(row, pool, place, -1)
         self.tenants.take(self.jobs.tenant[row], -place.total)
         self.active = self.active[self.active != row]
 
@@ -348,7 +359,7 @@ class Snapshot:
         if (self.nodes.free[rows] < gpus).any() or gpus.sum() != self.jobs.gpus[row]:
             raise UsageError(f"job {name} runs on GPUs that it cannot have")
         self.places[row] = (place["pool"], Placement(nodes, gpus))
-        self.nodes.free[rows] -= gpus
+        self._occupy(row, *self.places[row])
         self.tenants.take(self.jobs.tenant[row], int(gpus.sum()))
         self.active = np.append(self.active, row)
 

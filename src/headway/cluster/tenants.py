@@ -63,9 +63,9 @@ class Tenants(Columns):
         self._paths: list[NDArray[np.int32]] = []
         self._groups: list[tuple[NDArray[np.int64], int]] = []
         """Tenants that belong to the same one, or to nobody; parents come first."""
-        self._boundless = True
+        self.boundless = True
         """Whether all lend and borrow without a limit."""
-        self._budgets = False
+        self.budgets = False
         """Whether anybody has a budget."""
         self._lacks: NDArray[np.int64] | None = None
         """What each lacks, until somebody takes or wants something."""
@@ -80,8 +80,11 @@ class Tenants(Columns):
         budget_gpu_h: float | None = None,
     ) -> int:
         """Add a tenant below another, or at the top; `budget_gpu_h` are GPU-hours a month."""
-        if budget_gpu_h is not None and not 0 <= budget_gpu_h < math.inf:
-            raise UsageError(f"tenant {name}: budget is {budget_gpu_h} GPU-hours a month", hint="none, or a number")
+        if budget_gpu_h is not None and not 0 < budget_gpu_h < math.inf:
+            raise UsageError(
+                f"tenant {name}: budget is {budget_gpu_h} GPU-hours a month",
+                hint="more than none; without the key there is no budget",
+            )
         for what, count in (("guarantee", guarantee), ("borrow", borrow), ("lend", lend)):
             if count is not None and (not math.isfinite(count) or count != int(count) or count < 0):
                 raise UsageError(f"tenant {name}: {what} is {count}", hint="GPUs are counted in whole numbers")
@@ -94,8 +97,8 @@ class Tenants(Columns):
         row = self.add(name, guarantee=guarantee, parent=above, **limits)
         self.budget_gpu_s[row] = math.inf if budget_gpu_h is None else 3600 * budget_gpu_h
         self._paths.append(np.array([row, *(() if above == NOBODY else self._paths[above])], np.int32))
-        self._boundless &= not limits
-        self._budgets |= budget_gpu_h is not None
+        self.boundless &= not limits
+        self.budgets |= budget_gpu_h is not None
         self._lacks = None
         parents = self.parent[: len(self)]
         self._groups = [
@@ -123,18 +126,20 @@ class Tenants(Columns):
 
     def take(self, row: int, gpus: int) -> None:
         """Count GPUs as used, or with a negative number as free again."""
-        self.used[self._paths[row]] += gpus
+        for one in self._paths[row].tolist():  # one or two: quicker than as an array
+            self.used[one] += gpus
         self._lacks = None
 
     def want(self, row: int, gpus: int) -> None:
         """Count GPUs as waited for, or with a negative number no longer."""
-        self.wanted[self._paths[row]] += gpus
+        for one in self._paths[row].tolist():
+            self.wanted[one] += gpus
         self._lacks = None
 
     def room(self, free: int, used: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """GPUs that each tenant may take now, of `free` ones; `used` in place of what is used."""
         count = len(self)
-        if self._boundless:
+        if self.boundless:
             return np.full(count, max(free, 0), np.int64)
         used = self.used[:count] if used is None else used
         unused = self.guarantee[:count] - used
@@ -155,11 +160,13 @@ class Tenants(Columns):
         month_s = (since_s + seconds) % MONTH_S
         if month_s < seconds:
             self.spent_gpu_s[:count] = 0.0
-        self.spent_gpu_s[:count] += min(month_s, seconds) * self.used[:count]
-        used, lacks = self.used[:count], self.lacks()
-        for past, now, half_life in ((self.recent, used, HALF_LIFE_S), (self.short, lacks, SHORT_HALF_LIFE_S)):
+        used, spent = self.used[:count], self.spent_gpu_s[:count]
+        recent, short = self.recent[:count], self.short[:count]
+        spent += min(month_s, seconds) * used
+        for past, now, half_life in ((recent, used, HALF_LIFE_S), (short, self.lacks(), SHORT_HALF_LIFE_S)):
             faded = -math.expm1(-LN2 * seconds / half_life)  # exact for moments too, of which 1 - x would lose digits
-            past[:count] = past[:count] * (1 - faded) + now * (half_life / LN2 * faded)
+            past *= 1 - faded
+            past += now * (half_life / LN2 * faded)
 
     def lacks(self) -> NDArray[np.int64]:
         """GPUs that each waits for within its guarantee, unless it has spent its budget."""
@@ -167,12 +174,12 @@ class Tenants(Columns):
             count = len(self)
             used = self.used[:count]
             self._lacks = np.maximum(np.minimum(self.guarantee[:count], used + self.wanted[:count]) - used, 0)
-        return np.where(self.broke(), 0, self._lacks) if self._budgets else self._lacks
+        return np.where(self.broke(), 0, self._lacks) if self.budgets else self._lacks
 
     def broke(self) -> NDArray[np.bool_]:
         """Which have spent their budget of the month, or belong to one that has."""
         count = len(self)
-        if not self._budgets:
+        if not self.budgets:
             return np.zeros(count, np.bool_)
         broke: NDArray[np.bool_] = self.spent_gpu_s[:count] >= self.budget_gpu_s[:count]
         for row in np.flatnonzero(self.parent[:count] != NOBODY).tolist() if broke.any() else ():

@@ -1,6 +1,7 @@
 """What-if: free GPUs and quotas of a snapshot, to try decisions on. The snapshot learns nothing of it."""
 
 import math
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,25 +25,34 @@ class Trial:
         queue, active = snapshot.queue, snapshot.active
         self.broke = self._broke(queue, policy)
         """Jobs that wait whose tenants have spent their budgets, and that nobody could stop again."""
-        fixed = queue[~snapshot.jobs.preemptible[queue]]
-        self._most = np.full(len(snapshot.jobs.gpus), np.inf) if policy.bound or len(self.broke) else None
+        self._most: NDArray[np.float64] | None = None
         """Of each that waits: GPUs that jobs that cannot be stopped may hold once it has started."""
-        if self._most is not None and policy.bound is not None:
-            self._most[fixed] = policy.bound(snapshot, fixed, now)
-        if self._most is not None:
+        self.fixed = 0
+        """GPUs of jobs that cannot be stopped, where that is bounded."""
+        if policy.bound is not None or len(self.broke):
+            self._most = np.full(len(snapshot.jobs.gpus), np.inf)
+            fixed = queue[~snapshot.jobs.preemptible[queue]]
+            if policy.bound is not None and len(fixed):
+                self._most[fixed] = policy.bound(snapshot, fixed, now)
             self._most[self.broke] = -1.0
-        self.stays_s = snapshot.nodes.stays_s(now)
-        self.windows = bool(np.isfinite(self.stays_s).any())
+            self.fixed = int(snapshot.jobs.least[active[~snapshot.jobs.preemptible[active]]].sum())
+        self.windows = snapshot.nodes.announced and bool(np.isfinite(self.stays_s).any())
         """Whether nodes will be away."""
         self.kept: Kept | None = None
         """Nodes that are kept for a job that has waited far too long."""
-        self.fixed = int(snapshot.jobs.least[active[~snapshot.jobs.preemptible[active]]].sum())
-        """GPUs of jobs that cannot be stopped."""
         self.rooms = [snapshot.nodes.room(pool, now) for pool in snapshot.nodes.pools]
         self.largest = [room.largest() for room in self.rooms]
+        held = [snapshot.nodes.fixed[pool.first : pool.end].copy() for pool in snapshot.nodes.pools]
+        self._beside = held if policy.apart else None
+        """Of each pool, GPUs on its nodes that jobs hold that cannot be stopped, where these lie together."""
         self.quotas = policy.quotas
         self.used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
         self.allowed = self._allowed()
+
+    @cached_property
+    def stays_s(self) -> NDArray[np.float64]:
+        """How long each node will be there."""
+        return self.snapshot.nodes.stays_s(self.now)
 
     def _broke(self, queue: Rows, policy: Policy) -> Rows:
         broke = self.snapshot.tenants.broke() if policy.quotas else np.zeros(0, np.bool_)
@@ -50,6 +60,11 @@ class Trial:
             return np.empty(0, np.int64)
         jobs = self.snapshot.jobs
         return queue[broke[jobs.tenant[queue]] & (~jobs.preemptible[queue] | (policy.stops is None))]
+
+    def _held(self, row: int, pool: int, place: Placement, sign: int) -> None:
+        """A job holds a place, or no longer."""
+        if self._beside is not None and not self.snapshot.jobs.preemptible[row]:
+            self._beside[pool][place.nodes] += sign * place.gpus
 
     def room(self, row: int, pool: int) -> Room:
         """What a pool has for a job, of the nodes that are there for long enough and not kept for another."""
@@ -88,12 +103,13 @@ class Trial:
         fits = np.zeros(len(rows), np.bool_)
         for number, largest in enumerate(self.largest):
             usable = gpus <= largest
-            for level in np.unique(within[within != ANYWHERE]).tolist():
+            for level in {*within.tolist()} - {ANYWHERE}:
                 usable &= (within != level) | (gpus <= self.rooms[number].largest(level))
             if len(self.largest) > 1:
                 usable &= (jobs.pools[rows] >> number) & 1 > 0
             fits |= usable
-        fits &= self.bounded(rows)
+        if self._most is not None:
+            fits &= self.bounded(rows)
         return fits if self.allowed is None else fits & (gpus <= self.allowed[jobs.tenant[rows]])
 
     def bounded(self, rows: Rows) -> NDArray[np.bool_]:
@@ -119,9 +135,10 @@ class Trial:
         """A pool and a place there, for as many GPUs as a job waits for, or another size of it."""
         jobs = self.snapshot.jobs
         gpus, pools, within = size or int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+        together = None if jobs.preemptible[row] else self._beside
         for number in range(len(self.rooms)):
             if pools >> number & 1 and gpus <= self.largest[number]:
-                place = self.room(row, number).find(gpus, within)
+                place = self.room(row, number).find(gpus, within, None if together is None else together[number])
                 if place is not None:
                     return number, place
         return None
@@ -129,11 +146,9 @@ class Trial:
     def take(self, row: int, pool: int, place: Placement) -> None:
         """Count a place as used."""
         self.rooms[pool].take(place)
+        self._held(row, pool, place, 1)
         self.fixed += 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
-        self.largest[pool] = self.rooms[pool].largest()
-        if self.quotas:
-            self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += place.total
-            self.allowed = self._allowed()
+        self._count(row, pool, place.total)
 
     def swap(self, row: int, old: tuple[int, Placement] | None, new: tuple[int, Placement] | None) -> None:
         """Count a place of a job as free, and another as used."""
@@ -142,11 +157,8 @@ class Trial:
                 continue
             pool, place = held
             (self.rooms[pool].take if sign > 0 else self.rooms[pool].give)(place)
-            self.largest[pool] = self.rooms[pool].largest()
-            if self.quotas:
-                self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] += sign * place.total
-        if self.quotas:
-            self.allowed = self._allowed()
+            self._held(row, pool, place, sign)
+            self._count(row, pool, sign * place.total)
 
     def most(self, row: int) -> float:
         """GPUs that jobs that cannot be stopped may hold once a job has started."""
@@ -161,12 +173,30 @@ class Trial:
         jobs, free = self.snapshot.jobs, sum(room.total for room in self.rooms)
         return bool(jobs.gpus[row] <= self.snapshot.tenants.room(free + more, self.used)[jobs.tenant[row]])
 
+    def allows_without(self, row: int, stopped: Rows) -> bool:
+        """Whether a job's tenant may take its GPUs once some have been stopped: others keep what they do not lend."""
+        snapshot, jobs = self.snapshot, self.snapshot.jobs
+        if not self.quotas or snapshot.tenants.boundless:
+            return True
+        used, free = self.used.copy(), sum(room.total for room in self.rooms)
+        for one in stopped.tolist():
+            pool, place = snapshot.places[one]
+            used[snapshot.tenants.path(jobs.tenant[one])] -= place.total
+            free += int(place.gpus[self.rooms[pool].usable[place.nodes]].sum())
+        return bool(jobs.gpus[row] <= snapshot.tenants.room(free, used)[jobs.tenant[row]])
+
     def give(self, row: int) -> None:
         """Count the place of a job that runs as free."""
         pool, place = self.snapshot.places[row]
         self.rooms[pool].give(place)
+        self._held(row, pool, place, -1)
         self.fixed -= 0 if self.snapshot.jobs.preemptible[row] else int(self.snapshot.jobs.least[row])
+        self._count(row, pool, -place.total)
+
+    def _count(self, row: int, pool: int, gpus: int) -> None:
+        """A job has so many GPUs of a pool more."""
         self.largest[pool] = self.rooms[pool].largest()
         if self.quotas:
-            self.used[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= place.total
+            for one in self.snapshot.tenants.path(self.snapshot.jobs.tenant[row]).tolist():
+                self.used[one] += gpus
             self.allowed = self._allowed()

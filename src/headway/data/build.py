@@ -6,8 +6,9 @@ The same text, options and tokenizer give the same version, from any folder and 
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from itertools import accumulate
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headway.data.encoders import Encode, Encoders, on_threads
 from headway.data.fast import Differs, FastEncoder, fast_encoder
 from headway.data.manifest import MANIFEST, TOKENIZER, Manifest, read_manifest
 from headway.data.merges import NotProven
@@ -26,7 +28,7 @@ from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, tr
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
 from headway.errors import DataError
 
-__all__ = ["BuildOptions", "Built", "Engine", "Progress", "build"]
+__all__ = ["BuildOptions", "Built", "Elsewhere", "Engine", "Progress", "build"]
 
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
@@ -100,6 +102,7 @@ def build(
     *,
     force: bool = False,
     engine: Engine = "auto",
+    elsewhere: "Elsewhere | None" = None,
     progress: Callable[[Progress], None] | None = None,
     on_skip: Callable[[str], None] | None = None,
     on_note: Callable[[str], None] | None = None,
@@ -109,7 +112,8 @@ def build(
     A folder that already holds this very version is left as it is, one with another version is only
     replaced with `force`, and one that is no data set is never touched. `progress` is told of bytes done,
     `on_skip` of what could not be read. `engine` chooses the library that encodes; they give the same tokens, and
-    where they turn out not to, `on_note` is told and `tokenizers` does it all again.
+    where they turn out not to, `on_note` is told and `tokenizers` does it all again. `elsewhere` opens encoders that
+    are not in this process; they use `tokenizers`.
     """
     options = options or BuildOptions()
     target = Path(out).resolve()
@@ -124,14 +128,21 @@ def build(
     encoder = _tokenizer(reader, options)
     task = _Task(target, reader, encoder, options, origin, force, on_skip or (lambda _: None))
     note = on_note or (lambda _: None)
+    slow = f"tokenizers {installed_version('tokenizers')}"
+    if elsewhere is not None:
+        return _make(task, lambda: elsewhere(encoder), slow)
     fast = _fast(encoder, engine, reader.total, note)
     if fast is None:
-        return _make(task, encoder.encode_batch, f"tokenizers {installed_version('tokenizers')}")
+        return _make(task, _here(encoder.encode_batch), slow)
     try:
-        return _make(task, fast.encode_batch, f"tiktoken {installed_version('tiktoken')}")
+        return _make(task, _here(fast.encode_batch), f"tiktoken {installed_version('tiktoken')}")
     except Differs as error:
         note(f"{error}; tokenizers encodes all of it again")
-        return _make(task, encoder.encode_batch, f"tokenizers {installed_version('tokenizers')}")
+        return _make(task, _here(encoder.encode_batch), slow)
+
+
+def _here(encode: Encode) -> "_Open":
+    return lambda: on_threads(encode, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1))
 
 
 def _fast(encoder: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]) -> FastEncoder | None:
@@ -163,7 +174,7 @@ class _Task(NamedTuple):
     on_skip: Callable[[str], None]
 
 
-def _make(task: _Task, encode: "_Encode", engine: str) -> Built:
+def _make(task: _Task, encoders: "_Open", engine: str) -> Built:
     """Encode everything into a new folder, and put it in place."""
     target, reader, skipped = task.target, task.reader, list[str]()
 
@@ -173,7 +184,7 @@ def _make(task: _Task, encode: "_Encode", engine: str) -> Built:
 
     with new_folder(target) as folder:
         try:
-            pieces = reader.encoded(task.encoder.separable, encode, note)
+            pieces = reader.encoded(task.encoder.separable, encoders, note)
             manifest = _write(folder, pieces, task.encoder, task.options.shard_tokens)
             origin = {**task.origin, "skipped": len(skipped), "engine": engine}
             write_file(folder / SOURCES, json.dumps(origin, indent=1).encode() + b"\n")
@@ -276,7 +287,9 @@ def _is_sound(target: Path) -> bool:
     return True
 
 
-_Encode = Callable[[Sequence[str]], list[npt.NDArray[np.uint32]]]
+_Open = Callable[[], AbstractContextManager[Encoders]]
+Elsewhere = Callable[[TextTokenizer], AbstractContextManager[Encoders]]
+"""Opens encoders for a tokenizer, on other machines."""
 
 
 class _Reader:
@@ -300,20 +313,19 @@ class _Reader:
             self._progress(Progress("tokenizer", block.position, self.total))
 
     def encoded(
-        self, separable: Callable[[str, str], bool], encode: _Encode, on_skip: Callable[[str], None]
+        self, separable: Callable[[str, str], bool], encoders: _Open, on_skip: Callable[[str], None]
     ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
         """Every piece of every document with its tokens, in order."""
         pieces = cut_blocks(self._blocks(on_skip), separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
-        # One batch is encoded on native threads while the one before is written here.
-        with ThreadPoolExecutor(1) as pool:
-            waiting = None
-            for batch in _batches(pieces, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1)):
-                future = pool.submit(encode, [block.text for block in batch])
-                if waiting is not None:
-                    yield from self._finish(*waiting)
-                waiting = (batch, future.result)
-            if waiting is not None:
-                yield from self._finish(*waiting)
+        # Some batches are encoded while the one before them is written here.
+        with encoders() as pool:
+            waiting = deque[tuple[list[Block], Callable[[], list[npt.NDArray[np.uint32]]]]]()
+            for batch in _batches(pieces, pool.batch_chars):
+                waiting.append((batch, pool.submit([block.text for block in batch])))
+                if len(waiting) > pool.ahead:
+                    yield from self._finish(*waiting.popleft())
+            while waiting:
+                yield from self._finish(*waiting.popleft())
 
     def _finish(
         self, batch: list[Block], result: Callable[[], list[npt.NDArray[np.uint32]]]

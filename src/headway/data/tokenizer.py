@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headway.data.sources import Block
 from headway.errors import DataError
 
-__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "same_tokenizer", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends a document, in tokenizers trained here."""
@@ -124,6 +124,15 @@ def load_tokenizer(
     raw.encode_special_tokens = not special_tokens
     if not isinstance(end_of_text, int):
         end_of_text = _find_end_of_text(raw, file, end_of_text)
+    return TextTokenizer(raw, end_of_text)
+
+
+def same_tokenizer(content: bytes, end_of_text: int, *, special_tokens: bool) -> TextTokenizer:
+    """A tokenizer again, on another machine, from what `to_bytes` made of it and how it was loaded."""
+    from tokenizers import Tokenizer
+
+    raw = Tokenizer.from_str(content.decode())
+    raw.encode_special_tokens = not special_tokens
     return TextTokenizer(raw, end_of_text)
 
 

@@ -47,7 +47,7 @@ Backend = Literal["default", "flash", "cudnn"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Gemm(_Part):

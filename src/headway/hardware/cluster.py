@@ -222,7 +222,7 @@ def _split(text: str) -> list[str]:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -270,6 +270,8 @@ class _ClusterFile(_Section):
     gpu_hours_between_failures: Positive | None = None
     topology: str | None = None
     """A file of the hosts and how the network joins them, beside this one: for schedulers."""
+    away: str | None = None
+    """A file of the nodes that will be away, and when: for schedulers."""
     tenant: tuple[dict[str, Any], ...] = ()
     """Who shares it: for schedulers, which check it."""
     level: tuple[_LevelFile, ...] = ()
@@ -298,6 +300,8 @@ def _build(parsed: _ClusterFile, file: Path) -> Cluster:
     chip = _changed(known_chip(parsed.chip), parsed, file)
     name = parsed.name or file.stem
     usual = default_cluster(chip, parsed.per_node, parsed.nodes, name)
+    if usual.devices > MOST_DEVICES:
+        raise UsageError(f"more than {MOST_DEVICES:,} devices", hint=f"{usual.nodes:,} nodes of {usual.per_node:,}")
     levels = usual.levels
     if parsed.level:
         levels = tuple(level.level(usual.devices, str(file)) for level in parsed.level)

@@ -116,7 +116,7 @@ def _codes(value, cells, lowest, SIGNED: tl.constexpr):
     scale = largest.to(tl.float32, bitcast=True)
     # not below the least normal number, by bits again: one that is no number passes
     divisor = tl.maximum(largest, 0x00800000).to(tl.float32, bitcast=True)
-    share = tl.div_rn(value, _each(divisor))
+    share = value * _each(tl.div_rn(1.0, divisor))
     bits = share.to(tl.int32, bitcast=True)
     half = bits & 0xFFFF
     cell = tl.minimum(tl.maximum((bits & 0x7FFFFFFF) >> 16, lowest), 0x3F80) - lowest
@@ -214,7 +214,8 @@ def _adamw_8bit_kernel(
         w, m, v = advanced(w, g * share, m, v * v, decay, size, root, beta1, rest1, beta2, rest2, eps)
         if tl.bfloat16 == WEIGHT:
             weight_rows = spread(whole_row + i * TALL, k0, k1)
-        tl.store(weights + places, rounded(w, mix(_each(weight_rows) + weight_columns), WEIGHT), mask=inside)
+        bits = tl.where(w == w, mix(_each(weight_rows) + weight_columns), 0)
+        tl.store(weights + places, rounded(w, bits, WEIGHT), mask=inside)
         if SHOWN:
             tl.store(shown + places, w.to(tl.bfloat16), mask=inside)
         # what is outside of a short block must not be its largest
@@ -301,7 +302,7 @@ def _encoded(value: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     length = value.shape[-1]
     rows = torch.nn.functional.pad(value, (0, -length % 256)).unflatten(-1, (-1, 256))
     scales = rows.abs().amax(dim=-1)
-    shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    shares = rows * scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal().unsqueeze(-1)
     borders = ((numbers[1:].double() + numbers[:-1].double()) / 2).float()
     codes = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8)
     return codes.flatten(-2)[..., :length], scales

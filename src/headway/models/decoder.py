@@ -167,14 +167,15 @@ def init_weights(decoder: Decoder, seed: int) -> None:
         parameter.copy_(initial_weight(decoder.model, name, tuple(parameter.shape), seed))
 
 
-def initial_weight(model: Model, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The fresh value of one parameter: float32, on the CPU, a function of the arguments alone.
+def initial_weight(model: Model, name: str, shape: tuple[int, ...], seed: int, into: Tensor | None = None) -> Tensor:
+    """The fresh value of one parameter: float32, on the CPU, a function of the arguments alone; `into` is its memory.
 
     Each has a generator of its own, so that neither the order nor the other parameters matter.
     """
+    made = torch.empty(shape) if into is None else into
     mean, std = model.initial(name)
     if std == 0:
-        return torch.full(shape, mean)
+        return made.fill_(mean)
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    return torch.empty(shape).normal_(mean, std, generator=generator)
+    return made.normal_(mean, std, generator=generator)

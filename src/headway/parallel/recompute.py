@@ -38,4 +38,5 @@ def recompute(
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    # a compiler may keep what it is merely asked to make again
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.MUST_RECOMPUTE

@@ -101,20 +101,29 @@ def join(assignment: Assignment, timeout_s: float, sizes: Mapping[str, int]) -> 
     device = torch.device("cpu")
     backend = "gloo"
     if assignment.device == "cuda":
-        device = torch.device("cuda", assignment.rank)
+        device = torch.device("cuda", assignment.local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     if assignment.workers == 1:
         return World(rank=0, size=1, device=device)
     dist.init_process_group(
         backend,
-        store=dist.FileStore(assignment.rendezvous, assignment.workers),
+        store=_store(assignment, timeout_s),
         rank=assignment.rank,
         world_size=assignment.workers,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if assignment.device == "cuda" else None,
     )
     return make_mesh(assignment.rank, assignment.workers, device, sizes)
+
+
+def _store(assignment: Assignment, timeout_s: float) -> dist.Store:
+    """Where workers find each other: a file, or rank 0's own port where they are on several nodes."""
+    if not assignment.rendezvous.startswith("tcp://"):
+        return dist.FileStore(assignment.rendezvous, assignment.workers)
+    host, _, port = assignment.rendezvous.removeprefix("tcp://").rpartition(":")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, int(port), assignment.workers, assignment.rank == 0, timeout)
 
 
 def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str, int]) -> World:

@@ -370,6 +370,8 @@ def _gradients(made: Estimate) -> tuple[str, float]:
     if settings.zero >= 3 and gradients_wait(settings):
         text, size = _held(made, software.reduce_bytes * trained, shared=False)
         return f"{text}: they travel once a step", size
+    if software.updates_early:
+        return "of one block and of what is outside of blocks: the others are gone by then", made.memory.gradients
     return _held(made, software.gradient_bytes * trained, settings.zero >= 2)
 
 

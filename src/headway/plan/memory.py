@@ -220,6 +220,8 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
     kept, trained = kept_of_each(settings, count, outside)
     states = (sharded if settings.zero >= 1 else count) * kept
     gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
+    if software.updates_early:
+        gradients = (outside + (count - outside) / arch.layers) * software.gradient_bytes
     if gradients_wait(settings):
         gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
     return held * software.weight_bytes, gradients * trained, states

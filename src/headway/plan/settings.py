@@ -140,6 +140,8 @@ class Software:
     """1 for a fused optimizer; an unfused one moves its states several times."""
     offloads_moments: bool = False
     """Adam's moments live in the host's memory, and visit the device for each step."""
+    updates_early: bool = False
+    """Blocks are updated in the backward pass, one by one: only one block's gradients are there at once."""
     loop_s: float | None = None
     """Host seconds of each step beside the layers, where they are known: data, norm, optimizer, logging."""
     own: bool = False

@@ -78,6 +78,7 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     )
     return replace(
         software,
+        updates_early=train.update_in_backward,
         weight_bytes=4 if train.weights == "float32" else 2,
         master_bytes=4 if train.master else 0,
         moment_bytes=4 if train.moments == "float32" else 2,

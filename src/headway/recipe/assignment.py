@@ -59,14 +59,16 @@ class Assignment(BaseModel):
     """This worker's number, from 0."""
     workers: int
     """How many workers there are."""
+    first_rank: int = 0
+    """The first worker of those on this node."""
     device: Literal["cpu", "cuda"]
-    """The kind of device; a worker takes the one of its rank."""
+    """The kind of device; a worker takes the one of its rank on its node."""
     threads: int
     """Threads for one worker's arithmetic."""
     log: str
     """The file that takes this worker's standard output and error."""
     rendezvous: str
-    """A file of this attempt's own where the workers find each other."""
+    """Where the workers of this attempt find each other: a file, or tcp://HOST:PORT of rank 0's node."""
     asked_ns: int
     """When the agent asked for this worker (monotonic): its start-up counts from here."""
     checkpoint: str | None = None
@@ -85,3 +87,8 @@ class Assignment(BaseModel):
     """Make a trial instead of training."""
     faults: FaultPlan = FaultPlan()
     """What to break on purpose."""
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its node."""
+        return self.rank - self.first_rank

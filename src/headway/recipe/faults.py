@@ -31,10 +31,13 @@ the forward and backward, before the gradients of all are added up, before the u
 copy, after it. In the agent: when it sees a step (or a later one) under way, before a save's files are written, when
 they are, before its commit, after it, before and after the upload to a store."""
 
-Action = Literal["kill", "exit", "stop", "stall", "slow", "hang", "raise", "full-disk", "out-of-memory", "nan", "flip"]
-"""kill: SIGKILL. exit: leave without a word. stop: SIGSTOP. stall: sleep. slow: sleep in every step from here on. hang:
-never come back; at the point `collective` in an exchange that nobody else takes part in. nan: the step's loss is not a
-number. flip: one bit of a parameter."""
+Action = Literal[
+    "kill", "exit", "stop", "stall", "slow", "hang", "raise", "full-disk", "out-of-memory", "nan", "flip",
+    "kill-node", "stop-node"
+]  # fmt: skip
+"""kill: SIGKILL. kill-node, stop-node: of the agent of the node that a worker is on. exit: leave without a word. stop:
+SIGSTOP. stall: sleep. slow: sleep in every step from here on. hang: never come back; at the point `collective` in an
+exchange that nobody else takes part in. nan: the step's loss is not a number. flip: one bit of a parameter."""
 FOR_EVER_S = 1e6
 
 Mutation = Literal["no-gradient-reduction", "pipeline-loss-scale", "whole-norm"]
@@ -166,6 +169,11 @@ def carry_out(fault: Fault, pid: int | None = None) -> None:
             os.kill(pid or os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(pid or os.getpid(), signal.SIGSTOP)
+        case "kill-node":
+            os.kill(_agent_of_this_worker(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop-node":
+            os.kill(_agent_of_this_worker(), signal.SIGSTOP)
         case "exit":
             os._exit(3)
         case "stall" | "slow":
@@ -178,3 +186,8 @@ def carry_out(fault: Fault, pid: int | None = None) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "out-of-memory":
             raise MemoryError("injected")
+
+
+def _agent_of_this_worker() -> int:
+    """The parent of the zygote that forked it."""
+    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])

@@ -122,14 +122,26 @@ class Train(Section):
     all there is."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in the host's memory, and bring them to the device for each step."""
+    update_in_backward: bool = False
+    """Update each block as soon as its gradients are there, so that they need no memory for long; on one worker, in one
+    pass a step, and without clipping."""
     compile: bool | None = None
     """Compile each block with torch.compile; by default on GPUs, but for a class of one's own and for zero-bubble."""
+    cuda_graphs: bool | None = None
+    """Record the passes of a step on one GPU once and replay them, which spares the host most of its work; by default
+    where blocks are compiled and so small that the host would not keep up."""
     plain: tuple[Operation, ...] = ()
     """Operations that plain PyTorch does, and no kernel of their own; `headway kernels` lists them."""
     deterministic: bool = False
     """Refuse operations whose result can differ from one run to the next (GPUs; the CPU has none here)."""
     restarts: NotNegative = 3
     """How often in a row the agent starts again by itself after a worker died without progress between; 0 never."""
+    fewest_workers: Positive = 1
+    """With how few workers a run on several nodes goes on after it has lost some, in the same batches; with fewer it
+    waits for another node."""
+    silent_node_s: Annotated[float, Field(ge=2)] = 5.0
+    """A node that says nothing for so long is lost; nodes that hear nothing of the one that leads for 1.6 times as long
+    look for another. More for machines or networks that stand still now and then."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long a worker waits for the others in a collective before it gives up."""
 
@@ -144,6 +156,8 @@ class Train(Section):
         derived: dict[str, Any] = {"warmup_steps": min(100, counts // 10)}
         if values.get("schedule") == "wsd":
             derived |= {"decay_steps": max(1, counts // 10), "decay": "sqrt"}
+        if values.get("update_in_backward") is True and isinstance(values.get("batch", 32), int):
+            derived |= {"microbatch": values.get("batch", 32)}
         if values.get("optimizer") == "muon":
             derived |= {"momentum": 0.95}
         return _renamed(values | {key: value for key, value in derived.items() if values.get(key) is None})
@@ -164,6 +178,8 @@ class Train(Section):
             raise ValueError('weights = "bfloat16" needs dtype = "bfloat16": products cannot have more than weights')
         if self.offload_optimizer and (name := self._not_offloaded):
             raise ValueError(f"offload_optimizer is of adamw with all of it in float32, and {name}")
+        if self.update_in_backward and (why := self._not_early):
+            raise ValueError(f"update_in_backward {why}")
         return self
 
     def _says(self) -> list[tuple[str, bool, str]]:
@@ -188,6 +204,17 @@ class Train(Section):
         return next(
             (f"{key} is {getattr(self, key)}" for key, value in kept.items() if getattr(self, key) != value), None
         )
+
+    @property
+    def _not_early(self) -> str | None:
+        """What keeps updates out of the backward pass."""
+        if self.clip:
+            return f"needs clip = 0, and it is {self.clip:g}: the norm is known only when the first updates are made"
+        if self.microbatch is not None and self.microbatch < max(self.batches):
+            return (
+                f"needs a step in one pass, and microbatch {self.microbatch} is less than {max(self.batches)} sequences"
+            )
+        return "does not go with offload_optimizer" if self.offload_optimizer else None
 
     def batch_at(self, step: int) -> int:
         """Sequences of update number `step`, from 1."""

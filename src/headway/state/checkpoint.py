@@ -16,7 +16,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +55,18 @@ __all__ = [
     "collect",
     "commit",
     "describe_shard",
+    "fence",
     "find_checkpoint",
     "image_of",
     "leave",
+    "link_unchanged",
     "list_checkpoints",
     "merge",
     "partial_folder",
     "prune",
     "shard_name",
     "write_shard",
+    "writing",
 ]
 
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
@@ -152,7 +155,7 @@ def begin(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") 
 
     Writers that might save the same step at the same time bring names of their own.
     """
-    with _writing(f"checkpoint of step {step} could not be begun in {checkpoints}"):
+    with writing(f"checkpoint of step {step} could not be begun in {checkpoints}"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(checkpoints).free
         if needs_bytes > free:
@@ -201,10 +204,10 @@ def write_shard(
     image = image_of(pieces)
     path = partial / name
     pool = ThreadPoolExecutor(threads, thread_name_prefix="digest")
-    with _writing(f"{name} could not be written in {partial}", removes=(path,)):
+    with writing(f"{name} could not be written in {partial}", removes=(path,)):
         try:
             described = {piece.name: pool.submit(_describe, piece, name, image) for piece in pieces}
-            if before is None or not _link(before, path, _shard(name, image, described)):
+            if before is None or not link_unchanged(before, path, _shard(name, image, described)):
                 if memory is None:
                     views = {piece.name: _bytes(piece) for piece in pieces}
                     write_file(path, image.header, (views[tensor] for tensor in image.places))
@@ -225,7 +228,7 @@ def describe_shard(name: str, pieces: Sequence[Piece], threads: int = 1) -> Shar
 def leave(partial: Path, shard: Shard) -> None:
     """Leave what is known of a file beside it, for the process that commits."""
     path = partial / f"{shard.name}.json"
-    with _writing(f"{path.name} could not be written in {partial}", removes=(path,)):
+    with writing(f"{path.name} could not be written in {partial}", removes=(path,)):
         _write_durably(path, shard.model_dump_json().encode())
 
 
@@ -245,19 +248,31 @@ def collect(partial: Path, workers: int) -> list[Shard]:
     return shards
 
 
-def commit(save: Save, facts: Facts, shards: Sequence[Shard], workers: int) -> Path:
-    """Turn what was written into a checkpoint, at one instant."""
+def commit(
+    save: Save, facts: Facts, shards: Sequence[Shard], workers: int, allowed: Callable[[], bool] = lambda: True
+) -> Path:
+    """Turn what was written into a checkpoint, at one instant, if it is still allowed then."""
     checkpoints, step, partial = save.checkpoints, save.step, save.partial
     failed = f"checkpoint of step {step} could not be committed in {checkpoints}"
     try:
-        with _writing(failed, removes=(partial,)):
+        with writing(failed, removes=(partial,)):
             _write_durably(partial / MANIFEST, dump_manifest(merge(step, facts, shards, workers)))
             make_durable(partial)
             with _locked(checkpoints):
+                if not allowed():
+                    raise StateError(f"{failed}: another agent leads the run", hint="nothing was changed")
                 path = _rename(checkpoints, partial, step)
     finally:
         os.close(save.lock)
     return path
+
+
+def fence(checkpoints: Path) -> None:
+    """Take away whatever others are writing there, so that they can commit it no more, whether they live or not."""
+    for path in checkpoints.glob(".step-*.partial"):
+        with contextlib.suppress(OSError):  # somebody else does it
+            gone = path.rename(path.with_name(f"{path.name}.fenced"))
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def abandon(save: Save) -> None:
@@ -303,7 +318,7 @@ def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: 
     """Remove all but the newest, multiples of `keep_every_steps`, and `always`; say which steps went."""
     assert keep_last >= 1, "pruning would leave nothing"
     removed = []
-    with _writing(f"old checkpoints could not be removed from {checkpoints}"), _locked(checkpoints):
+    with writing(f"old checkpoints could not be removed from {checkpoints}"), _locked(checkpoints):
         for entry in list_checkpoints(checkpoints)[:-keep_last]:
             if entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
                 continue
@@ -361,7 +376,7 @@ def _shard(name: str, image: Image, described: Mapping[str, Future[TensorEntry]]
     return Shard(name=name, file=file, tensors={tensor: described[tensor].result() for tensor in image.places})
 
 
-def _link(before: Checkpoint, path: Path, shard: Shard) -> bool:
+def link_unchanged(before: Checkpoint, path: Path, shard: Shard) -> bool:
     """Give an unchanged file of an earlier checkpoint a second name; False if it changed or cannot have one."""
     old = before.manifest
     pieces = {
@@ -444,7 +459,7 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _writing(failed: str, removes: Sequence[Path] = ()) -> Iterator[None]:
+def writing(failed: str, removes: Sequence[Path] = ()) -> Iterator[None]:
     """Say in one sentence what the disk refused, and leave nothing behind of what could not be finished."""
     try:
         yield

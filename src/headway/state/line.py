@@ -48,6 +48,10 @@ class Line:
         ours, theirs = socket.socketpair()
         return cls(ours), cls(theirs)
 
+    def local_host(self) -> str:
+        """The address of this end, of a line over a network."""
+        return str(self._socket.getsockname()[0])
+
     def fileno(self) -> int:
         """For select, and for handing an end to a child."""
         return self._socket.fileno()
@@ -61,7 +65,7 @@ class Line:
                 sent = socket.send_fds(self._socket, [line], list(descriptors))
                 line = line[sent:]
             self._socket.sendall(line)
-        except (BrokenPipeError, ConnectionResetError) as error:
+        except (ConnectionError, TimeoutError) as error:
             raise LineClosed from error
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
@@ -70,7 +74,7 @@ class Line:
         while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
-            except ConnectionResetError:
+            except (ConnectionError, TimeoutError):
                 received, descriptors = b"", []
             self._descriptors.extend(descriptors)
             if not received:

@@ -117,8 +117,9 @@ def upload(
     workers: int,
     writer: str,
     on_progress: Progress | None = None,
+    allowed: Callable[[], bool] = lambda: True,
 ) -> str:
-    """Put a checkpoint's files into a store and commit it; say where it is.
+    """Put a checkpoint's files into a store and commit it, if it is still `allowed` then; say where it is.
 
     `writer` is a name that no other process has. A step that is committed already is fine if it holds this very state;
     StateError if it holds another.
@@ -131,6 +132,8 @@ def upload(
         return _same_state(store, manifest)
     with _removing(store, files):
         _put_all(store, files, on_progress)
+        if not allowed():
+            raise StateError(f"step {step} was not committed in {store.url}: another agent leads the run")
     # From here on nothing of ours may be removed while the answer is open: the manifest may be there all the same.
     if store.create(_manifest_key(step), dump_manifest(manifest)):
         return store.name(_step_name(step))

@@ -412,7 +412,11 @@ class _Life:
 
     def incidents(self, lost: int, before: "_Life | None" = None) -> Iterable[Incident]:
         """Tell what went wrong, and where the attempt took over from the one before."""
-        for rank, event in self.exits.items():
+        failure = self.end.get("failure") or {}
+        of_nodes = failure.get("cause") in ("lost", "room")
+        if of_nodes:
+            yield Incident(self.lost_at() or self._wall(self.end_t), self.number, str(failure.get("what", "")))
+        for rank, event in {}.items() if of_nodes else self.exits.items():
             code, t = _time(event, "code") or 0, _time(event) or 0
             if _is_violent(event) and not self._follows_another(rank, t):
                 how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"

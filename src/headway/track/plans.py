@@ -14,7 +14,7 @@ __all__ = ["RunPlan", "read_plan", "write_plan"]
 class RunPlan(BaseModel):
     """How a run was planned to go: the settings it runs with, and what they were predicted to take."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     cluster: str

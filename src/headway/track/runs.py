@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -42,7 +42,7 @@ __all__ = [
     "summarize",
 ]
 
-RunState: TypeAlias = Literal["running", "finished", "stopped", "failed", "interrupted"]
+RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "failed", "interrupted"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -115,6 +115,21 @@ class RunFolder:
     def id_file(self) -> Path:
         """What tells it from other runs of its name."""
         return self.path / "id"
+
+    @property
+    def key_file(self) -> Path:
+        """What the agents of its nodes know each other by."""
+        return self.path / "key"
+
+    @property
+    def leases(self) -> Path:
+        """Which agent leads those of other nodes, and which did before."""
+        return self.path / "leases"
+
+    @property
+    def suspects_file(self) -> Path:
+        """Machines that it does without."""
+        return self.path / "suspects"
 
     @property
     def lock_file(self) -> Path:
@@ -235,8 +250,11 @@ def _active(run: RunFolder) -> int:
 
 
 @contextmanager
-def hold(run: RunFolder) -> Iterator[None]:
-    """Hold a run for this process, or refuse when another one has it; the kernel lets go when it dies."""
+def hold(run: RunFolder, seize: bool = False) -> Iterator[None]:
+    """Hold a run for this process, or refuse when another one has it; the kernel lets go when it dies.
+
+    Whoever has the right to may `seize` it from one that cannot be reached.
+    """
     try:
         file = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -245,7 +263,13 @@ def hold(run: RunFolder) -> Iterator[None]:
             hint="check that its folder exists and is yours to write",
         ) from error
     try:
-        _lock(run, file)
+        if not seize:
+            _lock(run, file)
+        elif not _lock_soon(file):
+            os.close(file)
+            run.lock_file.unlink(missing_ok=True)
+            file = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _lock(run, file)
         os.ftruncate(file, 0)
         os.pwrite(file, to_json({"pid": os.getpid(), "host": socket.gethostname()}), 0)
         try:
@@ -273,17 +297,19 @@ def holder(run: RunFolder) -> int | None:
         os.close(file)
 
 
+def _lock_soon(file: int) -> bool:
+    for pause_s in (0.01, 0.02, 0.05, 0.1, 0.0):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(pause_s)
+    return False
+
+
 def _lock(run: RunFolder, file: int) -> None:
     """Take the lock; a few tries, for `holder` in some other process may be looking at it."""
-    for pause_s in (0.01, 0.02, 0.05, 0.1, None):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if pause_s is None:
-                break
-            time.sleep(pause_s)
-        else:
-            return
+    if _lock_soon(file):
+        return
     pid, host = _named_in(file)
     elsewhere = f" on {host}" if host not in ("", socket.gethostname()) else ""
     raise RunError(

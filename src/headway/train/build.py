@@ -1,12 +1,15 @@
 """Makes the parts of a training run: building is not running, and nothing is finished later by a setter."""
 
 import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headway.data import WindowReader
 from headway.data.corpus import Corpus, open_corpus
@@ -168,14 +171,48 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: Held, run: RunFolder) -
     if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
         load_weights(open_address(init or str(initial_weights(run))), model, held)
         return
-    stored = None if init is None else stored_weights(Path(init), recipe.model)
+    if init is None:
+        draw_all(dict(model.named_parameters()), recipe)
+        return
+    stored = stored_weights(Path(init), recipe.model)
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        whole = initial_weight(recipe.model, name, shape, recipe.seed) if stored is None else stored[name]
-        fill(name, parameter, whole)
+        fill(name, parameter, stored[name])
     for name, buffer in model.named_buffers():
-        if stored is not None and name in stored:
+        if name in stored:
             buffer.copy_(stored[name])
+
+
+def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:
+    """Draw this worker's part of every parameter, several at a time: the dice are rolled by one thread a tensor.
+
+    A tensor of which this worker has a part, or has it elsewhere, is drawn whole first: all that are on their way at
+    once take no more memory than the largest would.
+    """
+
+    groups, room = list[list[str]](), 0
+    for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
+        taken = parameters[name].numel() if _drawn_apart(parameters[name]) else 0
+        if not groups or taken > room:
+            groups, room = [*groups, []], max(one.numel() for one in parameters.values())
+        groups[-1].append(name)
+        room -= taken
+
+    @torch.no_grad()
+    def draw(name: str) -> None:
+        parameter, shape = parameters[name], tuple(parameters[name].shape)
+        if _drawn_apart(parameter):
+            fill(name, parameter, initial_weight(recipe.model, name, shape, recipe.seed))
+        else:
+            initial_weight(recipe.model, name, shape, recipe.seed, into=parameter)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for group in groups:
+            list(pool.map(draw, group))
+
+
+def _drawn_apart(parameter: nn.Parameter) -> bool:
+    """Whether its memory is not where, or not all of what, is drawn."""
+    return isinstance(parameter, DTensor) or parameter.device.type != "cpu" or parameter.dtype != torch.float32
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -18,7 +18,9 @@ from headway.recipe.assignment import Doubt
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
 from headway.train.build import Parts, Progress, RecordLost
+from headway.train.early import early_updates
 from headway.train.evaluate import evaluate
+from headway.train.graphs import passes_of
 from headway.train.meter import Measured
 from headway.train.numbers import BadNumbers, Watch
 from headway.train.optim import clip, set_step
@@ -35,8 +37,9 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
     `watch` looks at the numbers of every step; what `doubt` names is put into the record when its step has come.
     """
     recipe, world, spread, optimizer, meter = parts.recipe, parts.world, parts.spread, parts.optimizer, parts.meter
-    beat = parts.beat
+    beat, passes = parts.beat, passes_of(spread, recipe, world)
     parameters = dict(spread.model.named_parameters())
+    early = early_updates(spread, optimizer, recipe, world)
     recorded, wanted = parts.start, Wanted()
     step, cursor, durable = recorded.step, recorded.cursor, recorded.step
     watch = watch or Watch(recipe.health)
@@ -67,21 +70,22 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
         # forward and backward, a microbatch at a time or as a pipeline's stages take turns
         beat.ready()
         parts.faults.reach("compute", step)
-        loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
+        rate = learning_rate(recipe.train, step)
+        set_step(optimizer.param_groups, step, rate)
+        waited = None if early is None else saves.fence()
+        loss = passes(inputs, labels, 1 / max(1, trained), documents)
         parts.faults.reach("collective", step, cursor - batch)
         loss = parts.faults.spoil(loss, step)
         beat.mark()
         finish_gradients(parameters, spread.missing)
 
         # clip, step
-        norm = total_norm(parameters, world, spread.borrowed)
+        norm = total_norm(parameters, world, spread.borrowed) if early is None else early.norm(parameters)
         if recipe.train.clip > 0:
             clip(optimizer, parameters.values(), norm, recipe.train.clip)
-        rate = learning_rate(recipe.train, step)
-        set_step(optimizer.param_groups, step, rate)
         beat.enter("optimizer")
         parts.faults.reach("optimizer", step)
-        waited = saves.fence()  # for a copy of what the next line changes
+        waited = saves.fence() if early is None else waited  # for a copy of what the next line changes
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_balance(spread.model, world.sum_data)

@@ -1,6 +1,8 @@
 """Bringing a worker to where a run stands: from a checkpoint, or from what the agent has kept in memory."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,19 +11,27 @@ from headway.parallel import World
 from headway.recipe import Assignment
 from headway.state import Checkpoint, InMemory, map_files, open_checkpoint
 from headway.state.address import open_address
+from headway.state.far import Far, FarCheckpoint, FarFile
 from headway.state.tensors import Held, load_state
 from headway.train.optim import Average
 from headway.train.rng import restore_rng
 
 __all__ = ["open_state", "restore"]
 
+WHERE = "the disk of the machine that leads"
 
-def open_state(
-    assignment: Assignment, descriptors: Sequence[int], files: Sequence[tuple[str, int, int]]
-) -> Checkpoint | None:
-    """The state that a worker goes on from; None starts at step 0. What the agent has kept came with the assignment."""
+
+def open_state(assignment: Assignment, descriptors: Sequence[int], told: Mapping[str, Any]) -> Checkpoint | None:
+    """The state that a worker goes on from; None starts at step 0. What the agent has kept came with the assignment,
+    and where to find what other nodes have."""
     if assignment.from_memory:
-        return open_checkpoint(InMemory(map_files(descriptors, files)))
+        elsewhere = {file.name: file for file in (FarFile(*one) for one in told.get("far", ()))}
+        far = Far(told["key"]) if elsewhere else None
+        if far is not None and told.get("disk"):
+            ((manifest, size),) = zip(descriptors, (size for _, _, size in told["files"]), strict=True)
+            content = os.pread(manifest, size, 0)
+            return open_checkpoint(FarCheckpoint(WHERE, content, tuple(elsewhere.values()), far))
+        return open_checkpoint(InMemory(map_files(descriptors, told.get("files", ())), elsewhere, far))
     return None if assignment.checkpoint is None else open_address(assignment.checkpoint)
 
 

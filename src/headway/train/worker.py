@@ -80,11 +80,11 @@ def work(
     beat.enter("join")
     if assignment.device == "cuda":
         with recorder.span("context"):  # apart, for nothing makes it shorter
-            torch.cuda.set_device(assignment.rank)
+            torch.cuda.set_device(assignment.local_rank)
             torch.cuda.synchronize()
     world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
     beat.enter("build")
-    state = open_state(assignment, files, told.fields.get("files", []))
+    state = open_state(assignment, files, told.fields)
     parts = build(assignment, recipe, world, recorder, stop, beat, state)
     tell_beginning(parts, assignment)
     saves = Saves(line, parts, assignment.attempt) if assignment.trial is None else None

@@ -33,6 +33,8 @@ REMEMBERED = 256
 
 def main(descriptor: int) -> None:
     """Serve until the agent is gone."""
+    # Batch systems tell all processes of a job; it is meant for the agent. Workers inherit this too.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     started = time.monotonic()
     gc.disable()  # what is imported stays: looking for garbage in it takes a tenth of the time
     from headway.train import worker

@@ -88,11 +88,11 @@ class Lived:
 
 def live(
     stage: Stage, recipe: Recipe, name: str, faults: FaultPlan | None = None, *, blow: Blow | None = None,
-    resumes: bool = False,
+    resumes: bool = False, nodes: int = 1, spares: int = 0,
 ) -> Lived:  # fmt: skip
     """Have a run of a recipe live through faults to its end, and once more where it has to be resumed."""
     before, began = belongings(), time.monotonic()
-    attempt = new_run(recipe, stage.root, name=name, workers=stage.workers)
+    attempt = new_run(recipe, stage.root, name=name, workers=stage.workers, nodes=nodes, spares=spares)
     lived = Lived(attempt.folder)
     blows = _watch_over(stage, attempt.model_copy(update={"faults": faults or FaultPlan()}), lived, blow)
     if resumes:
@@ -100,7 +100,9 @@ def live(
         lived.seen_ns = time.monotonic_ns()
         _resume(stage, lived)
     lived.seconds = time.monotonic() - began
-    lived.struck = sorted([*blows, *(one.at_ns for one in struck(attempt.folder.faults))])
+    waits = {number for number, fault in enumerate((faults or FaultPlan()).faults) if fault.action == "stall"}
+    hits = [one.at_ns for one in struck(attempt.folder.faults) if one.number not in waits]
+    lived.struck = sorted([*blows, *hits])
     lived.left += [*_still_there(stage), *_left_behind(before)]
     return lived
 

@@ -158,7 +158,8 @@ def _try(stage: Stage, recipe: Recipe, row: Row, step_s: float, truths: _Truths,
     recipe = with_settings(recipe, row.settings(scene_of(recipe, stage.workers, step_s)))
     scene = scene_of(recipe, stage.workers, step_s)
     blow = None if row.signal is None else Blow(row.signal, scene.step)
-    lived = live(stage, recipe, name, row.plan(scene), blow=blow, resumes=row.way == "resumed")
+    resumes = row.way == "resumed"
+    lived = live(stage, recipe, name, row.plan(scene), blow=blow, resumes=resumes, nodes=row.nodes, spares=row.spares)
     if not lived.struck:
         return Try(None, (), ("the fault never struck",), tuple(lived.left), lived.seconds)
     truth = None if row.way == "refused" else truths.of(_same_skips(recipe, lived) if row.skips else recipe)

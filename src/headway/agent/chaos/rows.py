@@ -26,6 +26,8 @@ Way = Literal["restarted", "woken", "unhurt", "resumed", "refused"]
 LEAST_STEPS = 6
 SLOWER = 0.3
 """Of a step, that a slow worker takes longer."""
+COPIED_S = 1.0
+"""Within which a small state reaches a second node."""
 SLOW_FOR_S = 8.0
 """Agents look for stragglers every few seconds, over the last steps."""
 
@@ -112,6 +114,9 @@ class Row:
     """Whether workers must come in pairs."""
     signal: Signals | None = None
     """Sent to the keeper at the scene's step."""
+    nodes: int = 1
+    """Machines that the run is on, each an agent here; the run that it is held against is on one."""
+    spares: int = 0
     skips: bool = False
     """Whether samples are passed over; the run that it is held against passes the same ones over."""
 
@@ -162,6 +167,24 @@ def _nan(scene: Scene, always: bool = False) -> FaultPlan:
 def _struck_again(scene: Scene) -> FaultPlan:
     """The same worker dies, and once more as it is restored."""
     return _kill_worker(scene).add("kill", point="restore", rank=scene.last, attempt=2)
+
+
+def _at_node(action: Literal["kill-node", "stop-node"]) -> Callable[[Scene], FaultPlan]:
+    """A moment after the state before it has reached a second node."""
+    return lambda scene: _after_copies(FaultPlan(), scene.step, scene.last).add(
+        action, step=scene.step, rank=scene.last
+    )
+
+
+def _two_nodes(scene: Scene) -> FaultPlan:
+    """A node, and the one that took its place as soon as it has made a step."""
+    step = scene.step + 1
+    plan = _after_copies(_at_node("kill-node")(scene), step, scene.last, attempt=2)
+    return plan.add("kill-node", step=step, rank=scene.last, attempt=2)
+
+
+def _after_copies(plan: FaultPlan, step: int, rank: int, attempt: int = 1) -> FaultPlan:
+    return plan.stall("start", step, COPIED_S, rank, attempt)
 
 
 ROWS = (
@@ -221,6 +244,22 @@ ROWS = (
     Row(
         "same-error", "an exception whenever a step is made", "refused", ("exit",),
         lambda scene: FaultPlan().add("raise", point="compute", step=scene.step, rank=scene.last, always=True),
+    ),
+    Row(
+        "kill-node", "SIGKILL of all that a machine of two does; there is a spare one", "restarted", ("exit",),
+        _at_node("kill-node"), least_workers=2, nodes=2, spares=1,
+    ),
+    Row(
+        "stop-node", "SIGSTOP of a machine's agent", "restarted", ("exit",), _at_node("stop-node"), least_workers=2,
+        nodes=2, spares=1,
+    ),
+    Row(
+        "kill-two-nodes", "the machine that takes a lost one's place is lost too", "restarted", ("exit",), _two_nodes,
+        attempts=3, least_workers=2, nodes=2, spares=2,
+    ),
+    Row(
+        "kill-lead", "SIGKILL of the agent that leads those of other machines", "restarted", ("end",),
+        _at_agent(AGENT), least_workers=2, nodes=2,
     ),
 )  # fmt: skip
 """Every row, in the order of the table."""

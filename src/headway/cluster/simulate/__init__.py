@@ -5,7 +5,7 @@ from headway.cluster.simulate.engine import Away, Setup, simulate
 from headway.cluster.simulate.generate import generate
 from headway.cluster.simulate.outcome import Outcome, summary
 from headway.cluster.simulate.sacct import import_sacct
-from headway.cluster.simulate.site import Site, read_site, read_topology
+from headway.cluster.simulate.site import Site, read_away, read_site, read_topology
 from headway.cluster.simulate.trace import Trace, read_trace
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "find_policies",
     "generate",
     "import_sacct",
+    "read_away",
     "read_site",
     "read_topology",
     "read_trace",

@@ -5,17 +5,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.decide import decide
+from headway.cluster.decide import decide, settles_s
 from headway.cluster.jobs import Job
 from headway.cluster.nodes import HEALTHY, LEAD_S, SPARE
 from headway.cluster.policy import Policy
 from headway.cluster.record import Recorder, carry_out
+from headway.cluster.room import ANYWHERE
 from headway.cluster.simulate.outcome import Cause, Meter, Outcome
-from headway.cluster.simulate.site import Site, Tenant
+from headway.cluster.simulate.site import Site, Tenant, Window
 from headway.cluster.simulate.trace import Trace
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
@@ -88,7 +90,7 @@ def simulate(
     """Run all jobs of a log; `progress` hears how many have ended, and `record` is a file to write decisions to."""
     story = _Story(trace, setup, policy, record)
     ended, cycle_s = 0, -math.inf
-    while (event_s := min(story.next_s(), cycle_s + PATIENCE_S if story.waiting else math.inf)) < math.inf:
+    while (event_s := min(story.next_s(), cycle_s + story.patience_s)) < math.inf:
         # 1 the next cycle: when something happens, or some have waited for long, and not too soon after the last
         cycle_s = max(event_s, cycle_s + CYCLE_S)
         # 2 what happens until then, in its order
@@ -112,6 +114,7 @@ class _Story:
         self._limits = _limits(trace, setup, chance)
         self._elastic = np.random.default_rng((setup.seed, 2)).random(len(trace)) < setup.elastic
         self._snapshot = _empty(trace, setup)
+        self._check()
         self._meter = Meter(trace, self._snapshot)
         self._recorder = None if record is None else Recorder(record, self._snapshot, policy)
         self._coming = 0
@@ -123,7 +126,8 @@ class _Story:
             self._chance = np.random.default_rng((setup.seed, 1))
             self._wear = [(self._lasts_s(), node, False) for node in range(setup.nodes)]
             heapq.heapify(self._wear)
-        self._tides = sorted({time for one in setup.away for time in (one.from_s - LEAD_S, one.to_s)}, reverse=True)
+        away: tuple[Away | Window, ...] = (*setup.away, *setup.site.away)
+        self._tides = sorted({time for one in away for time in (max(one.from_s - LEAD_S, 0.0), one.to_s)}, reverse=True)
         """When nodes go away or are back, the next last."""
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
@@ -133,7 +137,33 @@ class _Story:
             ("resize", "resize", self._late_gpu_s),
         )
         """Of decisions that take GPUs from a job: what they count as, and what they lose."""
+        self._moved = False
         self.ended = 0
+
+    def _check(self) -> None:
+        """UsageError for the first job that can never run, before any does."""
+        trace, snapshot = self._trace, self._snapshot
+        largest = snapshot.nodes.largest(ANYWHERE)
+        most = np.array([min(largest, snapshot.allowance(snapshot.tenants.rows[name])) for name in trace.tenants])
+        doubtful = trace.gpus > most[trace.tenant]
+        if trace.asked:
+            doubtful |= np.array(["within" in asked for asked in trace.asked])
+        for job in np.flatnonzero(doubtful).tolist():
+            snapshot.check(self._asked(job))
+
+    @property
+    def patience_s(self) -> float:
+        """How long after a cycle the next one is at the latest: soon where jobs were moved, which wait since, and when
+        the next that runs may be stopped."""
+        if self._moved:
+            return CYCLE_S
+        if not self.waiting:
+            return math.inf
+        snapshot = self._snapshot
+        if self._policy.stops is None or not len(snapshot.queue):
+            return PATIENCE_S
+        settles = settles_s(snapshot, snapshot.active[snapshot.jobs.preemptible[snapshot.active]])
+        return float(min(PATIENCE_S, settles[settles > snapshot.now_s].min(initial=math.inf) - snapshot.now_s))
 
     @property
     def waiting(self) -> int:
@@ -198,7 +228,7 @@ class _Story:
         row, jobs = self._row_of.get(job), self._snapshot.jobs
         if row is None or jobs.starts[row] != starts or not jobs.running[row]:
             return  # that start was stopped, or went on at another size
-        late = self._setup.restart_s * float(self._snapshot.jobs.gpus[row]) if starts > 1 else 0.0
+        late = float(jobs.restart_s[row]) * float(jobs.gpus[row]) if starts > 1 else 0.0
         self._snapshot.end(row)
         self._meter.ended(job, at, late)
         if self._recorder:
@@ -206,23 +236,34 @@ class _Story:
         del self._job_of[row], self._row_of[job]
         self.ended += 1
 
-    def _come(self, at: float) -> None:
-        trace, setup, job = self._trace, self._setup, self._coming
-        sizes = _sizes(int(trace.gpus[job]), setup.gpus) if self._elastic[job] else ()
-        asked = Job(
+    def _asked(self, job: int) -> Job:
+        """A job as its user submits it."""
+        trace, setup = self._trace, self._setup
+        more: dict[str, Any] = {
+            "preemptible": bool(self._can_stop[job]),
+            "save_every_s": setup.save_every_s,
+            "restart_s": setup.restart_s,
+            "sizes": _sizes(int(trace.gpus[job]), setup.gpus) if self._elastic[job] else (),
+        }
+        if trace.asked:
+            more |= trace.asked[job]
+        if not self._policy.elastic:
+            more["sizes"] = ()  # it runs as it was submitted
+        return Job(
             trace.names[job],
             trace.tenants[trace.tenant[job]],
-            sizes[0][0] if sizes else int(trace.gpus[job]),
+            more["sizes"][0][0] if more["sizes"] else int(trace.gpus[job]),
             submit_s=float(trace.submit_s[job]),
-            preemptible=bool(self._can_stop[job]),
             limit_s=float(self._limits[job]),
             deadline_s=math.inf if math.isnan(trace.deadline_s[job]) else float(trace.deadline_s[job]),
-            save_every_s=setup.save_every_s,
-            restart_s=setup.restart_s,
             user=trace.users[job] if trace.users else "",
-            sizes=sizes,
+            **more,
         )
-        known = float(trace.duration_s[job]) if self._policy.oracle else math.nan
+
+    def _come(self, at: float) -> None:
+        job = self._coming
+        asked = self._asked(job)
+        known = float(self._trace.duration_s[job]) if self._policy.oracle else math.nan
         (row,) = self._snapshot.submit([asked], [known])
         self._row_of[job], self._job_of[row] = row, job
         if self._recorder:
@@ -233,16 +274,18 @@ class _Story:
         """One cycle of the scheduler."""
         self._pass(now)
         snapshot = self._snapshot
+        self._moved = False
         if not self.waiting and not snapshot.nodes.leaving(now).any():
             return
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        for kind, cause, lost_gpu_s in self._causes:
+        for kind, cause, lost_gpu_s in self._causes if any(one.kind != "start" for one in decisions) else ():
             rows = np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
             for row, lost in zip(rows.tolist(), lost_gpu_s(rows, now).tolist() if len(rows) else (), strict=True):
                 self._meter.stopped(self._job_of[row], lost, cause)
         carry_out(snapshot, decisions)
+        self._moved = any(one.kind == "move" for one in decisions)
         for decision in decisions:
             if decision.kind == "start":
                 self._meter.started(self._job_of[decision.job], now)
@@ -266,7 +309,7 @@ class _Story:
         """A job has its GPUs, for the first time or again: when it will be done with them."""
         job, jobs = self._job_of[row], self._snapshot.jobs
         starts = int(jobs.starts[row])
-        late = self._setup.restart_s if starts > 1 else 0.0
+        late = float(jobs.restart_s[row]) if starts > 1 else 0.0
         left = float(self._trace.duration_s[job] - jobs.done_s[row]) / float(jobs.speed[row])
         heapq.heappush(self._ends, (now + late + left, job, starts))
 
@@ -286,6 +329,8 @@ def _sizes(gpus: int, most: int) -> tuple[tuple[int, float], ...]:
 def _empty(trace: Trace, setup: Setup) -> Snapshot:
     snapshot, site = Snapshot(), setup.site
     site.join_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
+    for window in site.away:
+        snapshot.nodes.announce([window.node], window.from_s, window.to_s)
     if not site.tenants:
         guarantees = setup.guarantees or _proportional(trace, setup.gpus)
         site = Site(

@@ -85,9 +85,11 @@ def _lines(source: Path, text: str, counts: dict[str, int]) -> Iterator[_Line]:
     seen = dict[str, int]()
     for row in reader:
         name = row["JobID"] or ""
+        where = f"{source}: line {reader.line_num}"
+        if None in row or None in row.values():
+            raise UsageError(f"{where} has not as many values as line 1 has names", hint="was it cut off?")
         if "." in name:  # a step of a job
             continue
-        where = f"{source}: line {reader.line_num}"
         gpus = GPUS.search(row.get("AllocTRES") or "") or GPUS.search(row.get("ReqTRES") or "")
         duration = _whole(where, "ElapsedRaw", row["ElapsedRaw"])
         if (row.get("State") or "").split(" ")[0] in UNFINISHED:
@@ -107,7 +109,7 @@ def _lines(source: Path, text: str, counts: dict[str, int]) -> Iterator[_Line]:
                 int(gpus[1]),
                 row.get("Account") or "",
                 row.get("User") or "",
-                int(minutes) * 60 if minutes.isdecimal() else None,
+                int(minutes) * 60 if minutes.isdecimal() and int(minutes) else None,
             )
 
 

@@ -5,6 +5,7 @@ from the smallest. A domain counts as another one below another: switch S6 of P8
 in cluster.toml, parents first:
 
     topology = "hosts.csv"
+    away = "away.csv"
 
     [[tenant]]
     name = "research"
@@ -16,6 +17,9 @@ in cluster.toml, parents first:
     guarantee = 64
     borrow = 32
     lend = 16
+    budget_gpu_h = 20000
+
+Nodes that will be away to be looked after are a CSV file too, with a line for each: node,from_s,to_s.
 """
 
 import csv
@@ -25,11 +29,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.simulate.trace import read_text
+from headway.cluster.simulate.trace import check_columns, read_number, read_text
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
 
-__all__ = ["Site", "Tenant", "read_site", "read_topology"]
+__all__ = ["Site", "Tenant", "Window", "read_away", "read_site", "read_topology"]
+
+
+AWAY = ("node", "from_s", "to_s")
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,15 @@ class Tenant:
 
 
 @dataclass(frozen=True)
+class Window:
+    """A node is away from one time to another."""
+
+    node: str
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True)
 class Site:
     """What is known of a cluster beside its size."""
 
@@ -55,6 +71,8 @@ class Site:
     """Of each level, from the smallest, the domain of each host."""
     tenants: tuple[Tenant, ...] = ()
     """Empty: those of the log, each with a guarantee in proportion to its demand."""
+    away: tuple[Window, ...] = ()
+    """When nodes are looked after."""
 
     def join_nodes(self, snapshot: Snapshot, chip: str, per_node: int, nodes: int, spares: int) -> None:
         """Nodes join an empty snapshot."""
@@ -98,11 +116,30 @@ def read_topology(file: Path) -> Site:
     return Site(tuple(hosts), domains)
 
 
+def read_away(file: Path) -> tuple[Window, ...]:
+    """UsageError names the line of the first mistake."""
+    lines = csv.DictReader(io.StringIO(read_text(file, "nodes that will be away")))
+    check_columns(file, lines.fieldnames or (), AWAY, ())
+    found = dict[str, Window]()
+    for line in lines:
+        where, node = f"{file}: line {lines.line_num}", (line["node"] or "").strip()
+        one = Window(node, read_number(where, line, "from_s"), read_number(where, line, "to_s"))
+        if not node:
+            raise UsageError(f"{where}: a node without a name")
+        if node in found:
+            raise UsageError(f"{where}: node {node} is named twice", hint="one time for each node")
+        if one.from_s >= one.to_s:
+            raise UsageError(f"{where}: node {node} is away from {one.from_s:g} s to {one.to_s:g} s")
+        found[node] = one
+    return tuple(found.values())
+
+
 def read_site(file: Path) -> Site:
-    """What a cluster.toml says of tenants and topology; whatever else it has is `load_cluster`'s."""
+    """What a cluster.toml says of tenants, topology and nodes that will be away; the rest is `load_cluster`'s."""
     values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     topology = values.get("topology")
     site = Site() if topology is None else read_topology(file.parent / topology)
+    away = read_away(file.parent / values["away"]) if "away" in values else ()
     known = [one.name for one in fields(Tenant)]
     tenants = list[Tenant]()
     for number, one in enumerate(values.get("tenant", ())):
@@ -114,5 +151,9 @@ def read_site(file: Path) -> Site:
         for key in ("guarantee", "borrow", "lend"):
             if not isinstance(one.get(key, 0), int):
                 raise UsageError(f"{file}: tenant {one['name']}: {key} is {one[key]!r}", hint="a whole number of GPUs")
+        if not isinstance(one.get("budget_gpu_h", 0), int | float):
+            raise UsageError(
+                f"{file}: tenant {one['name']}: budget_gpu_h is {one['budget_gpu_h']!r}", hint="GPU-hours a month"
+            )
         tenants.append(Tenant(**one))
-    return Site(site.hosts, site.domains, tuple(tenants))
+    return Site(site.hosts, site.domains, tuple(tenants), away)

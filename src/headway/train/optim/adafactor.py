@@ -43,7 +43,7 @@ def adafactor(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) ->
     torch._foreach_add_([one.state["step"] for one in items], 1.0)
     for shared in _by_team(items):
         _learn(shared)
-        norms = torch.stack([_update(one).square().sum() for one in shared])
+        norms = torch.stack([_update_square(one) for one in shared])
         add_up(norms, shared[0].parameter)
         for one, norm in zip(shared, norms.unbind(), strict=True):
             clip = (norm / math.prod(one.shape)).sqrt().div(LARGEST).clamp(min=1.0)
@@ -105,7 +105,22 @@ def _update(one: Trained) -> Tensor:
     """The gradient over the root of its mean square, before it is clipped."""
     if not _factored(one):
         return opened(one.gradient) * one.moment("square").rsqrt()
+    rows, columns = _shares(one)
+    return (opened(one.gradient) * rows.unsqueeze(-1)).mul_(columns.unsqueeze(-2))
+
+
+def _update_square(one: Trained) -> Tensor:
+    """The sum of its squares; of a matrix, without making it: that would be as much new memory again."""
+    if not _factored(one):
+        return _update(one).square().sum()
+    rows, columns = _shares(one)
+    along_rows = torch.matmul(opened(one.gradient).square(), columns.square().unsqueeze(-1)).squeeze(-1)
+    return (along_rows * rows.square()).sum()
+
+
+def _shares(one: Trained) -> tuple[Tensor, Tensor]:
+    """What each row and each column of this worker's part is multiplied by."""
     slices = one.box.slices((0,) * len(one.shape))
     rows, columns = local(one.state["rows"]), local(one.state["columns"])
-    shares = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt()[slices[:-1]].unsqueeze(-1)
-    return opened(one.gradient) * shares * columns.rsqrt()[(*slices[:-2], slices[-1])].unsqueeze(-2)
+    shares = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt()
+    return shares[slices[:-1]], columns.rsqrt()[(*slices[:-2], slices[-1])]

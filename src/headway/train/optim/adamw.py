@@ -1,8 +1,10 @@
 """AdamW, whatever its moments and weights are kept in.
 
 `adamw` is PyTorch's: the fused kernel of torch.optim, a bucket of rows at a time. What is kept in float32 is updated in
-place, and is what torch.optim.AdamW would make of it, to the bit. `fused_adamw` is Triton's, for GPUs: one pass over
-all tensors, with clipping on the way. Both round by the same bits.
+place, and is what torch.optim.AdamW would make of it, to the bit, but for the last few elements of a tensor that does
+not fill whole registers of a CPU: PyTorch rounds those otherwise than all others, and which are last depends on the
+mesh. `fused_adamw` is Triton's, for GPUs: one pass over all tensors, with clipping on the way. Both round by the same
+bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,8 @@ from headway.train.optim.rounding import Dice
 
 __all__ = ["adamw", "adamw_states", "eightbit_states", "fused_adamw"]
 
+REGISTER = 16
+"""Numbers of the widest register there is."""
 BUCKET_ELEMENTS = 1 << 25
 """Of weights, gradients and moments in float32 at once, where they are kept in less."""
 ROOT = "exp_avg_root"
@@ -135,16 +139,17 @@ def _books(device: torch.device) -> Books:
 
 def adamw(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:
     """One update of each."""
+    if not items:
+        return
     torch._foreach_add_([one.state["step"] for one in items], 1.0)
     for bucket in _buckets(items):
         weights = [opened(rows.of(rows.one.weight)) for rows in bucket]
+        gradients = [opened(rows.of(rows.one.gradient)) for rows in bucket]
         moments = [rows.moments() for rows in bucket]
         means, squares = [mean for mean, _ in moments], [square for _, square in moments]
+        filled = [[_filled(tensor) for tensor in some] for some in (weights, gradients, means, squares)]
         torch._fused_adamw_(
-            weights,
-            [opened(rows.of(rows.one.gradient)) for rows in bucket],
-            means,
-            squares,
+            *filled,
             [],
             [rows.one.state["step"] for rows in bucket],
             lr=group["lr"],
@@ -155,8 +160,17 @@ def adamw(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> Non
             amsgrad=False,
             maximize=False,
         )
-        for rows, weight, mean, square in zip(bucket, weights, means, squares, strict=True):
-            rows.put(weight, mean, square, dice)
+        for rows, *kept in zip(bucket, weights, means, squares, filled[0], filled[2], filled[3], strict=True):
+            for tensor, made in zip(kept[:3], kept[3:], strict=True):
+                if made is not tensor:
+                    tensor.copy_(made[: tensor.numel()].view_as(tensor))
+            rows.put(*kept[:3], dice)
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    """A tensor of the CPU with zeros behind it, up to a whole register; itself where it has one."""
+    missing = -tensor.numel() % REGISTER if tensor.device.type == "cpu" else 0
+    return torch.nn.functional.pad(tensor.reshape(-1), (0, missing)) if missing else tensor
 
 
 def _buckets(items: Sequence[Trained]) -> Iterator[list[_Rows]]:

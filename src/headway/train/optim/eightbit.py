@@ -52,7 +52,7 @@ def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(value, (0, blocks(length) * BLOCK - length))
     rows = padded.view(*value.shape[:-1], -1, BLOCK)
     scales = rows.abs().amax(dim=-1)
-    shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    shares = rows * scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal().unsqueeze(-1)
     codes = torch.bucketize(shares, _borders(signed, value.device), out_int32=True).to(torch.uint8)
     return codes.flatten(-2)[..., :length], scales
 

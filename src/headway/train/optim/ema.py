@@ -37,7 +37,8 @@ class Average:
     def follow(self) -> None:
         """Take in the weights of one more step."""
         for average, weight in zip(self._averages, self._followed, strict=True):
-            average.lerp_(opened(local(weight)), 1 - self._decay)
+            # by steps that round once each: PyTorch's own rounds the last few elements of a tensor in another way
+            average.mul_(self._decay).add_(opened(local(weight)) * (1 - self._decay))
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:

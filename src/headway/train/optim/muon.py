@@ -96,9 +96,10 @@ def _directed(one: Trained, decay: float, dice: Dice) -> Tensor:
     """The momentum with this step's gradient, and Nesterov's look ahead."""
     gradient, kept = opened(one.gradient), one.moment("momentum")
     momentum = opened(kept)
-    momentum.lerp_(gradient, 1 - decay)
+    share = gradient * (1 - decay)  # in steps that round once each, as the average of weights is
+    momentum.mul_(decay).add_(share)
     one.put("momentum", kept, momentum, dice)
-    return gradient.lerp(momentum, decay)
+    return share.add_(momentum * decay)
 
 
 def _apply(one: Trained, update: Tensor, group: Mapping[str, Any], dice: Dice) -> None:

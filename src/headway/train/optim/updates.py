@@ -38,24 +38,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """What updates this worker's part of a model, whose weights are there. All workers of a world call it."""
     groups = groups_of(model, train, held or Held(), layout)
-    betas = (train.beta1, train.beta2)
     plain = (train.optimizer, train.weights, train.moments) == ("adamw", "float32", "float32")
-    if not plain or (_fuses(groups) and not train.offload_optimizer):
-        both = _both(world) if train.optimizer == "muon" and world is not None else None
-        return Updates(groups, train, seed, both)
-    groups = [{key: value for key, value in group.items() if key not in ("names", "rule")} for group in groups]
-    if train.offload_optimizer:
-        return OffloadedAdamW(groups, lr=train.lr, betas=betas, eps=train.eps)
-    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
-    # There from the start, as its first step would make it: what a save copies never changes its shape.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-    return optimizer
+    if plain and train.offload_optimizer:
+        groups = [{key: value for key, value in group.items() if key not in ("names", "rule")} for group in groups]
+        return OffloadedAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
+    both = _both(world) if train.optimizer == "muon" and world is not None else None
+    return Updates(groups, train, seed, both)
 
 
 def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
@@ -84,7 +72,8 @@ class Updates(torch.optim.Optimizer):
             named = zip(group["names"], group["params"], strict=True)
             self._items.append([self._started(trained(name, p), group["rule"], train) for name, p in named])
         self._fuses = _fuses(self.param_groups)
-        self._tables: list[Table | None] = [None] * len(self._items)
+        self._tables = dict[tuple[int, str], Table | None]()
+        """Of a group's parameters that are updated together, by the first of them."""
         self.scales = self._fuses and all(group["rule"] in FUSED for group in self.param_groups)
         """Whether all rules take a factor on the way."""
 
@@ -102,6 +91,8 @@ class Updates(torch.optim.Optimizer):
         assert closure is None, "the loss is made before"
         for number, group in enumerate(self.param_groups):
             items = [one for one in self._items[number] if one.parameter.grad is not None]
+            if not items:
+                continue
             here = [one for one in items if one.elements]
             dice = Dice(self._seed, group["number"])
             match group["rule"]:
@@ -110,7 +101,8 @@ class Updates(torch.optim.Optimizer):
                 case "adafactor":
                     adafactor(items, group, dice)
                 case _ if self._fuses:
-                    self._tables[number] = fused_adamw(here, group, dice, self.factor, self._tables[number])
+                    which = (number, items[0].name)
+                    self._tables[which] = fused_adamw(here, group, dice, self.factor, self._tables.get(which))
                     continue  # with its masters shown
                 case _:
                     adamw(here, group, dice)

@@ -1,0 +1,225 @@
+"""A run's small files and records in its object store, so that any machine can go on with it, and know what was before.
+
+    folder/...                      recipe, plan, tokenizer and so on (bundle.py), put again when they change
+    records/<lease>-<number>        what records and logs have grown by: a line of JSON that says of which files and
+                                    from which offset, then the bytes
+
+Objects do not grow, and a record put again and again as a whole would cost more with every hour: so only what is new
+is put, when there is much or a while has passed, before a checkpoint, as an attempt begins and at the end. Pieces
+carry their offsets, so that they make the same files in whatever order they are read. `bring` makes the folder.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+from headway.agent.bundle import READ_BYTES, Stamps, bundle_names, place_of_part, place_of_record, record_files
+from headway.errors import RunError, StateError
+from headway.state.store import Store, open_store
+from headway.track import RunFolder, write_json
+
+__all__ = ["Mirror", "bring", "put_folder"]
+
+FOLDER, RECORDS = "folder", "records"
+LOOK_S = 2.0
+EVERY_S = 60.0
+MUCH_BYTES = 4 << 20
+"""As soon as so much is new it is put, and never more in one object."""
+LOG_BYTES = 1 << 20
+"""What of a log goes there at most; records go as a whole."""
+LAST_S = 60.0
+"""How long the end of a run waits for the store."""
+_MARKS = "mirrored.json"
+_RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
+
+
+class Mirror:
+    """A thread of the agent that leads."""
+
+    def __init__(self, run: RunFolder, url: str, number: int, allowed: Callable[[], bool]) -> None:
+        """`number` is that of the lease; nothing is put where `allowed` says no."""
+        self._run, self._number, self._allowed = run, number, allowed
+        self._sent, self._stamps, self._put = _read_marks(run), Stamps(), dict[str, tuple[int, str]]()
+        self._count, self._last = time.time_ns() // 1_000_000, 0.0  # of one lease, agents after each other count on
+        self._ended, self._wake = False, threading.Event()
+        self._asked: SimpleQueue[threading.Event] = SimpleQueue()
+        self._store, self._trouble = open_store(url, patience_s=LAST_S / 2), ""
+        self._thread = threading.Thread(target=self._go, name="mirror", daemon=True)
+        self._thread.start()
+
+    def flush(self, timeout_s: float = LAST_S) -> bool:
+        """Have all that is new put now, and wait for it that long at most: a checkpoint there should not outlive the
+        record of its steps."""
+        done = threading.Event()
+        self._asked.put(done)
+        self._wake.set()
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Put what is left; a store that does not answer is waited for LAST_S."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join(LAST_S)
+
+    def _go(self) -> None:
+        while True:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            ended, waiting = self._ended, list[threading.Event]()
+            while not self._asked.empty():
+                waiting.append(self._asked.get())
+            new = dict(_grown(self._run, self._sent))
+            due = self._last + EVERY_S < time.monotonic() or sum(new.values()) > MUCH_BYTES
+            begun = any(name not in self._sent and name.endswith("-agent.jsonl") for name in new)
+            if ended or due or begun or waiting:
+                self._try()
+            for done in waiting:
+                done.set()
+            if ended:
+                return
+
+    def _try(self) -> None:
+        """Put what is new, if this agent still leads; what goes wrong is said once, and tried again at its time."""
+        trouble = ""
+        try:
+            if self._allowed():
+                self._once()
+        except Exception as error:  # whatever it is, training goes on
+            trouble = f"records were not put into the store: {error}"
+        if trouble and trouble != self._trouble:
+            print(trouble, file=sys.stderr, flush=True)
+        self._trouble, self._last = trouble, time.monotonic()
+
+    def _once(self) -> None:
+        """All that is new."""
+        put_folder(self._run, self._store, self._stamps, self._put)
+        while new := list(_grown(self._run, self._sent)):
+            head, body = list[tuple[str, int, int]](), bytearray()
+            for name, size in new:
+                offset, part = self._sent.get(name, 0), min(size, MUCH_BYTES - len(body))
+                content = _bytes(self._run.path / name, offset, part)
+                head.append((name, offset, len(content)))
+                body += content
+                if len(body) >= MUCH_BYTES:
+                    break
+            piece = json.dumps({"files": head}).encode() + b"\n" + bytes(body)
+            self._count += 1
+            self._store.put(f"{RECORDS}/{self._number:06d}-{self._count:014d}", memoryview(piece))
+            for name, offset, size in head:
+                self._sent[name] = offset + size
+            write_json(self._run.path / _MARKS, self._sent)
+
+
+def put_folder(
+    run: RunFolder, store: Store, stamps: Stamps | None = None, known: dict[str, tuple[int, str]] | None = None
+) -> None:
+    """Put a run's small files into its store, but for those that are `known` to be there as they are."""
+    stamps, known = stamps or Stamps(), {} if known is None else known
+    for name in bundle_names(run):
+        path = place_of_part(run, name)
+        stamp = stamps.of(path)
+        if known.get(name) != stamp:
+            store.put(f"{FOLDER}/{name}", _mapped(path))
+            known[name] = stamp
+
+
+def bring(url: str, root: Path) -> RunFolder:
+    """The folder of a run from what its store has; one that is here already gets what is new."""
+    url, store = url.rstrip("/"), open_store(url)
+    run = RunFolder(root / url.rpartition("/")[2])
+    parts = {item.key.removeprefix(f"{FOLDER}/"): item.bytes for item in store.list(FOLDER)}
+    if "recipe.json" not in parts or "id" not in parts:
+        raise RunError(
+            f"{url} has no run that could go on here", hint="the url of checkpoint.store, and the name of the run"
+        )
+    identity = store.get(f"{FOLDER}/id").decode(errors="replace").strip()
+    if run.path.exists() and run.id_file.exists() and run.id_file.read_text().strip() != identity:
+        raise RunError(f"there is another run {run.name} in {root}", hint="another folder with --runs")
+    try:
+        for folder in (run.events, run.logs, run.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, size in sorted(parts.items()):
+            _fetch(store, f"{FOLDER}/{name}", place_of_part(run, name), size)
+        ends = _read_marks(run)
+        for item in store.list(RECORDS):
+            if _RECORDS_KEY.fullmatch(item.key):
+                _lay_out(run, store.get(item.key), store.name(item.key), ends)
+        write_json(run.path / _MARKS, ends)
+    except OSError as error:
+        raise RunError(
+            f"cannot make the run's folder {run.path}: {error.strerror}", hint="another one with --runs"
+        ) from None
+    return run
+
+
+def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -> None:
+    """One object of records, each piece to where it belongs."""
+    head, _, body = content.partition(b"\n")
+    try:
+        files = [
+            (place_of_record(run, name), name, int(offset), int(size))
+            for name, offset, size in json.loads(head)["files"]
+        ]
+    except (ValueError, TypeError, KeyError):
+        raise StateError(f"{where} is damaged: it does not say what it holds", hint="remove that object") from None
+    for path, name, offset, size in files:
+        piece, body = body[:size], body[size:]
+        if offset < 0 or len(piece) != size:
+            raise StateError(f"{where} is damaged: it is too short", hint="remove that object")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            if offset + size > ends.get(name, 0) < os.fstat(descriptor).st_size:
+                os.ftruncate(descriptor, ends.get(name, 0))  # of a life that was lost here, whose number another has
+            os.pwrite(descriptor, piece, offset)
+        finally:
+            os.close(descriptor)
+        ends[name] = max(ends.get(name, 0), offset + size)
+
+
+def _fetch(store: Store, key: str, path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    with beside.open("wb") as file:
+        for begin in range(0, size, READ_BYTES):
+            piece = bytearray(min(READ_BYTES, size - begin))
+            store.read(key, begin, memoryview(piece))
+            file.write(piece)
+    beside.replace(path)
+
+
+def _grown(run: RunFolder, sent: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """By how much each record and log has grown since it was put."""
+    for name in record_files(run):
+        with contextlib.suppress(FileNotFoundError):
+            size = (run.path / name).stat().st_size
+            size = min(size, LOG_BYTES) if name.endswith(".log") else size
+            if size > sent.get(name, 0):
+                yield name, size - sent.get(name, 0)
+
+
+def _bytes(path: Path, offset: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), size, offset)
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _read_marks(run: RunFolder) -> dict[str, int]:
+    """How far each record is in the store; nothing where that is not known, and all is put again."""
+    try:
+        return {str(name): int(end) for name, end in json.loads((run.path / _MARKS).read_bytes()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -1,0 +1,214 @@
+"""`headway agent`: what an engine starts on each machine of a run."""
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.options import Json, Runs
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from headway.agent.lease import Lease
+    from headway.agent.node import Things
+
+__all__ = ["agent"]
+
+FIRST_S = 300.0
+"""How long machines that a store tells who leads wait for the first one to do so."""
+
+
+def agent(
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="The run to work for; or its address in its object store."),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join",
+            metavar="HOST:PORT",
+            help="Work for the run that the agent there leads, without its folder; $HEADWAY_KEY has its key.",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines that have workers.")] = 1,
+    spares: Annotated[
+        int, typer.Option("--spares", min=0, metavar="N", help="Machines that wait to take the place of a lost one.")
+    ] = 0,
+    rank: Annotated[
+        int,
+        typer.Option(
+            "--rank",
+            min=0,
+            metavar="I",
+            envvar="HEADWAY_MACHINE",
+            show_envvar=False,
+            help="Which of them this is, from 0 (default $HEADWAY_MACHINE); the first one leads, to begin with.",
+        ),
+    ] = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, metavar="N", help="In all; default one a GPU, or one a machine without."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            envvar="HEADWAY_HOST",
+            show_envvar=False,
+            help="This machine's, for the others (default $HEADWAY_HOST, else that of its main network).",
+        ),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", min=0, max=65535, metavar="PORT", help="Where the others call the first one; 0: a free one."
+        ),
+    ] = 0,
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--no-shared-folder",
+            help="The machines see no common folder: the run's object store has leases, small files and records too.",
+        ),
+    ] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Work for a run on this machine, from its newest checkpoint to its end. Engines start it; people use train.
+
+    All machines see the run's folder, or join the one that does. Exits with 0 when the run is done, 1 when it failed,
+    75 when it has saved and is worth starting again.
+    """
+    from headway.agent import resume_run
+    from headway.agent.node import Node
+    from headway.agent.states import need_store
+    from headway.cli.from_store import folder_of, own_root
+    from headway.cli.launch import launch, start_keeper
+    from headway.errors import UsageError
+    from headway.hardware import Devices, devices
+    from headway.hardware.network import main_address
+    from headway.state.address import is_in_store
+    from headway.track import read_recipe, summarize
+
+    if (run is None) == (join is None):
+        what = "an agent needs" if run is None else "an agent has one of"
+        raise UsageError(f"{what} --run RUN or --join HOST:PORT", hint="--join where the run's folder is not seen")
+    slots = -(-(workers or nodes) // nodes)
+    if join is not None or (run is not None and is_in_store(run) and rank):
+        sys.exit(_join(join or run or "", rank, slots, runs))
+    assert run is not None
+    if rank >= nodes + spares:
+        raise UsageError(
+            f"--rank {rank}, and there are {nodes + spares} machines", hint="ranks begin with 0; --nodes, --spares"
+        )
+    root = own_root(runs) if is_in_store(run) else runs
+    folder, from_store = folder_of(run, root, alone=nodes + spares == 1)
+    apart = apart or from_store
+    if summarize(folder).state == "finished":
+        print(f"run {folder.name} has finished already", file=sys.stderr)
+        return
+    if nodes + spares == 1:
+        launch(resume_run(folder, [], workers=workers).model_copy(update={"apart": apart}), detach=False, json=json)
+        return
+    if apart:
+        need_store(read_recipe(folder), folder.name)
+        _need_key("machines that see no common folder")
+    found = devices(read_recipe(folder).train.device)
+    if found.kind == "cpu" and workers is None:
+        workers = nodes
+    slots = found.count if found.kind == "cuda" else -(-(workers or nodes) // nodes)
+    # Without a common folder whoever began last leads, by the store: nobody here takes that back.
+    start_lead = None if apart else _lead_instead
+    node = Node(f"{socket.gethostname()}-{rank}", folder, slots, _machine(rank), start_lead=start_lead)
+    if rank == 0:
+        everywhere = Devices(found.kind, found.count * nodes, found.name)
+        attempt = resume_run(folder, [], workers=workers, on=everywhere)
+        if attempt.workers < nodes:
+            raise UsageError(f"--nodes {nodes}, and {attempt.workers} workers", hint="fewer machines, or more workers")
+        here = -(-attempt.workers // nodes)  # cores were shared out as if all workers were on this machine
+        update = {
+            "nodes": nodes,
+            "spares": spares,
+            "host": host or main_address(),
+            "port": port,
+            "apart": apart,
+            "threads": max(1, len(os.sched_getaffinity(0)) // here),
+            "lead": node.name,
+        }
+        node.leading = start_keeper(attempt.model_copy(update=update), shown=True)
+    status = node.live()
+    _tell_engine(status)
+    sys.exit(status)
+
+
+def _lead_instead(things: "Things", lease: "Lease", door: int) -> "subprocess.Popen[bytes]":
+    """Start an agent that leads, in the place of one on another machine that is lost."""
+    from headway.agent import Attempt
+    from headway.cli.launch import start_keeper
+
+    left = {"lease": {"number": lease.number, "lead": lease.lead, "after": things.pop("after")["lead"]}}
+    attempt = Attempt.model_validate(things["attempt"]["now"])
+    return start_keeper(attempt, things | left, door, shown=True)
+
+
+def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
+    """Work for a run whose folder is elsewhere, until it is over; the status to exit with. `address` is that of the
+    agent that leads, or the run's in its store, where the newest lease tells who does."""
+    from headway.agent.node import CALL_S, Node
+    from headway.agent.visiting import parse_address, visit
+    from headway.cli.from_store import own_root
+    from headway.hardware import devices
+    from headway.state.address import is_in_store
+    from headway.track import read_recipe
+
+    in_store = is_in_store(address)
+    where, key = None if in_store else parse_address(address), _need_key("--join")
+    name = f"{socket.gethostname()}-{rank}"
+    find = None
+    if in_store:
+        from headway.agent.witness import address_in_lease  # only runs that name a store need its library
+
+        find = address_in_lease(address)
+    there = visit(where, key, own_root(runs).resolve(), name, FIRST_S if in_store else CALL_S, find)
+    found = devices(read_recipe(there.run).train.device)
+    node = Node(name, there.run, found.count if found.kind == "cuda" else slots, _machine(rank), visit=there)
+    status = node.live()
+    there.leave()
+    _tell_engine(status)
+    return status
+
+
+def _need_key(what: str) -> str:
+    """The run's key, of which machines know each other that share no folder to read it from."""
+    from headway.errors import UsageError
+    from headway.state.trust import KEY_VARIABLE, given_key
+
+    key = given_key()
+    if key is None:
+        raise UsageError(
+            f"{what}, and {KEY_VARIABLE} has no key",
+            hint="the same on all machines, or what the file `key` of the run's folder says; never an argument",
+        )
+    return key
+
+
+def _machine(rank: int) -> str:
+    """What the engine calls this machine, if it says so."""
+    names = os.environ.get("HEADWAY_MACHINES", "").split(",")
+    return names[rank] if rank < len(names) and names[rank] else socket.gethostname()
+
+
+def _tell_engine(status: int) -> None:
+    """How the run ended, for the engine that started this: it must not take the end of a lost machine for the run's."""
+    file = os.environ.get("HEADWAY_END")
+    if file:
+        with contextlib.suppress(OSError):
+            Path(f"{file}.partial").write_text(f"{status}\n")
+            Path(f"{file}.partial").replace(file)

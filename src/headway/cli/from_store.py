@@ -1,0 +1,59 @@
+"""A run by its name, or by its address in an object store, which has its folder made here."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from headway.errors import RunError, StateError
+from headway.state.address import is_in_store
+from headway.track import RunFolder, find_run, read_recipe, runs_root
+
+__all__ = ["folder_of", "own_root"]
+
+
+def folder_of(run: str, runs: Path | None, *, alone: bool = False) -> tuple[RunFolder, bool]:
+    """The folder of a run, and whether it came from its store, which then has to be kept up with it.
+
+    Whoever goes on `alone` asks the store even for a folder that is here: machines elsewhere may have gone on with it.
+    """
+    if not is_in_store(run):
+        folder = find_run(runs_root(runs), run)
+        url = _led_by_store(folder) if alone else None
+        if url is None:
+            return folder, False
+        run, runs = url, folder.path.parent
+    from headway.agent.mirror import bring  # only runs that name a store need its library
+
+    return bring(run, runs_root(runs)), True
+
+
+def _led_by_store(folder: RunFolder) -> str | None:
+    """The address of a run that has been led by leases in its store: other machines may know more of it than this."""
+    store = read_recipe(folder).checkpoint.store
+    if store is None:
+        return None
+    from headway.agent.witness import lease_in_store
+    from headway.state.address import store_url
+
+    url = store_url(store, folder.name)
+    try:
+        return None if lease_in_store(url, patience_s=5.0) is None else url
+    except StateError:
+        return None  # a store that does not answer keeps nobody from going on with what is here
+
+
+def own_root(runs: Path | None) -> Path:
+    """Where a machine that an engine has started has folders of its own: as stated, else below $TMPDIR, where nobody
+    else may read or write."""
+    if runs is not None or os.environ.get("HEADWAY_RUNS"):
+        return runs_root(runs)
+    root = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        found = root.lstat()
+    except OSError as error:
+        raise RunError(f"{root} cannot be made: {error.strerror}", hint="another place with --runs") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RunError(f"{root} is not a folder of yours alone", hint="another place with --runs")
+    return root / "runs"

@@ -1,0 +1,193 @@
+"""The scripts that a job is for Slurm: pure functions of what is wanted."""
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from headway.cluster.engines.engine import EARLY_S, REQUEUE, Request
+from headway.cluster.engines.scripts import task_script
+from headway.errors import UsageError
+
+__all__ = ["SITE", "batch_script", "check_site", "slurm_task"]
+
+SITE = {
+    "partition": "the partition, or several with commas",
+    "account": "the account that pays",
+    "qos": "the quality of service",
+    "constraint": "features that nodes must have",
+    "switches": "at most so many switches between the nodes: 1, or 1@24:00:00",
+    "reservation": "a reservation to run in",
+    "gres": "what a GPU is called: gpu, or gpu:h100",
+    "exclusive": "yes has whole nodes",
+    "restart": "requeue (the default), or resubmit: how a job that has saved is started again",
+}
+"""What `site` may say, and what it means."""
+
+_VALUE = re.compile(r"[A-Za-z0-9_.,:@&|*()\[\]/+=-]+")
+"""Anything that a line of a script takes as it is."""
+_PYXIS = ("container_image", "container_mounts")
+"""Of containers, set by `container` and `mounts` where `runtime` is pyxis: quoted, whatever they hold."""
+_OPTIONS = ("partition", "account", "qos", "constraint", "switches", "reservation")
+MIB = 2**20
+
+_SCRIPT = """\
+# {name}: made by Headway. One command a machine; SIGUSR1 has it save, and {requeue} has it started again.
+job={job}
+[ -d "$job" ] || exit 0  # it was taken back before it could start
+here="$job${{SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}}"
+cancelled() {{ [ -e "$job/cancelled" ] || [ -e "$here/cancelled" ]; }}
+heard=1 steps= timer= forced= told=
+pass_on() {{
+  heard=1 told=${{told:-$SECONDS}}
+  [ -z "$steps" ] || kill -USR1 "$steps"
+  if cancelled && [ -z "$timer" ]; then
+    (sleep {grace}; scancel "$SLURM_JOB_ID") & timer=$!
+  fi
+}}
+trap pass_on USR1
+trap 'forced=1; pass_on' TERM
+cancelled && exit 0
+mkdir -p -- "$here" || exit 1
+exec >>"$here/script.log" 2>&1
+
+HEADWAY_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
+echo "$(date +%s) $HEADWAY_MACHINES" >>"$here/starts"
+start=$(($(wc -l <"$here/starts")))
+HEADWAY_LOG=$(printf '%s/%04d' "$here" "$start")
+export HEADWAY_MACHINES HEADWAY_LOG{array}
+
+before=$(($(wc -l <"$here/script.log") + 1))
+status={requeue}  # of one that was told before it began
+if [ -z "$told" ]; then
+  srun --export=ALL --nodes={machines} --ntasks={machines} --ntasks-per-node=1 --cpus-per-task={cpus} \\
+    --kill-on-bad-exit=0 --wait=0{keep} --output=none --error=none{container} bash "$job/task.sh" &
+  steps=$!
+  while [ "$heard" = 1 ]; do heard=0; wait "$steps"; status=$?; done
+fi
+[ -z "$timer" ] || kill "$timer"
+[ -z "$forced" ] || [ "$status" != 0 ] || status=143  # srun says 0 of steps that were ended for it
+# A command that was told before it could listen has died of it, and has lost nothing.
+[ "${{told:-{early}}}" -ge {early} ] || [ "$status" != 138 ] || status={requeue}
+# Commands that know how the whole ended have said so, whatever has become of the others.
+for end in {requeue} 0; do
+  ! grep -qx "$end" "$HEADWAY_LOG"-*.end 2>/dev/null || status=$end
+done
+lost=$(tail -n "+$before" "$here/script.log" | sed -n 's/^srun: error: Node failure on //p' | sort -u | paste -sd, -)
+[ -z "$lost" ] || echo "$start $lost" >>"$here/lost"
+echo "$start $status" >>"$here/ended"
+
+if [ "$status" = {requeue} ] && ! cancelled; then
+  # Machines that the command wants to do without: a job that was put back could have them again.
+  suspects=$(awk -F '\\t' -v now="$(date +%s)" '$2 > now - 86400 {{ print $1 }}' {suspects} 2>/dev/null |
+    sort -u | paste -sd, -)
+  {again}
+  unset "${{!SBATCH_@}}"
+  follow() {{ sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" \\
+    ${{SLURM_ARRAY_TASK_ID:+--array="$SLURM_ARRAY_TASK_ID"}} "$@" "$job/job.sh"; }}
+  next=$(follow ${{suspects:+--exclude="$suspects{avoid}"}} || follow) &&
+    echo "${{next%%;*}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" >>"$here/ids"
+fi
+! cancelled || [ "$status" != {requeue} ] || status=143  # where RequeueExit has it, Slurm would start it again
+exit "$status"
+"""
+
+_REQUEUE = """\
+said=
+  if [ -z "$suspects" ] || [ -n "$lost" ]; then
+    said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && said="pending execution" || echo "$said"
+  fi
+  # Where a machine was lost, Slurm has put it back by itself, and a job that follows it would be one too many.
+  if [[ $said == *"pending execution"* ]]; then
+    trap : TERM
+    sleep 60  # until Slurm ends us: a word of our own would be taken for one of the next start
+    exit "$status"
+  fi"""
+
+
+def batch_script(request: Request, job: Path, minutes: int | None) -> str:
+    """What sbatch is given. `job` is the folder of all that the script reads and leaves; `minutes` None is no limit."""
+    check_site(request.site)
+    requeue = request.site.get("restart", "requeue") == "requeue"
+    text = _SCRIPT.format(
+        name=request.name,
+        job=shlex.quote(str(job)),
+        requeue=REQUEUE,
+        array="" if request.array is None else ' HEADWAY_ARRAY_INDEX="$SLURM_ARRAY_TASK_ID"',
+        early=EARLY_S,
+        grace=f"{request.grace_s:g}",
+        machines=request.machines,
+        cpus=request.cpus,
+        container=_container(request.site),
+        keep=" --no-kill" if request.spares else "",
+        suspects=shlex.quote(str(request.folder / "suspects")),
+        avoid="".join(f",{_plain('avoid', name)}" for name in request.avoid),
+        again=_REQUEUE if requeue else ": # by a job that follows this one",
+    )
+    options = "".join(f"#SBATCH --{option}\n" for option in _options(request, minutes))
+    return f"#!/bin/bash\n{options}{text}"
+
+
+def _container(site: Mapping[str, str]) -> str:
+    """What srun is told of a container, where pyxis is a part of Slurm."""
+    words = [f"--{key.replace('_', '-')}={site[key]}" for key in _PYXIS if site.get(key)]
+    return "".join(f" \\\n    {shlex.quote(word)}" for word in words)
+
+
+def slurm_task(request: Request) -> str:
+    """What srun starts on each machine."""
+    first = [
+        'exec >>"$HEADWAY_LOG-$SLURM_NODEID.log" 2>&1 </dev/null',
+        'export HEADWAY_MACHINE="$SLURM_NODEID" HEADWAY_END="$HEADWAY_LOG-$SLURM_NODEID.end"',
+    ]
+    return task_script(request, first)
+
+
+def _options(request: Request, minutes: int | None) -> list[str]:
+    """sbatch's options, in the order of what a reader asks first."""
+    site = request.site
+    found = [
+        f"job-name={request.name}",
+        *(f"{key}={site[key]}" for key in _OPTIONS if site.get(key)),
+        f"nodes={request.machines}",
+        "ntasks-per-node=1",
+        f"cpus-per-task={request.cpus}",
+    ]
+    if request.gpus:
+        found.append(f"gres={site.get('gres') or 'gpu'}:{request.gpus}")
+    if request.memory_bytes is not None:
+        found.append(f"mem={math.ceil(request.memory_bytes / MIB)}M")
+    if minutes is not None:
+        found.append(f"time={minutes}")
+    if request.array is not None:
+        found.append(f"array=0-{request.array - 1}" + (f"%{request.at_once}" if request.at_once else ""))
+    if request.avoid:
+        found.append(f"exclude={','.join(_plain('avoid', name) for name in request.avoid)}")
+    if site.get("exclusive") == "yes":
+        found.append("exclusive")
+    if request.spares:
+        found.append("no-kill")  # when a node fails, the others go on
+    grace = min(max(1, math.ceil(request.grace_s)), 65535)
+    return [*found, f"signal=B:USR1@{grace}", "requeue", "open-mode=append", "output=/dev/null"]
+
+
+def check_site(site: Mapping[str, str]) -> None:
+    """Refuse what Slurm would not understand, or a script would."""
+    for key, value in site.items():
+        if key in _PYXIS:
+            continue
+        if key not in SITE:
+            near = get_close_matches(key, SITE, n=3, cutoff=0.5) or list(SITE)
+            raise UsageError(f"the slurm engine has no setting {key!r}", hint=f"did you mean {' or '.join(near)}?")
+        _plain(key, value)
+    for key, allowed in {"restart": ("requeue", "resubmit"), "exclusive": ("yes", "no")}.items():
+        if site.get(key, allowed[0]) not in allowed:
+            raise UsageError(f"{key} is {site[key]!r}", hint=f"it may be {' or '.join(allowed)}")
+
+
+def _plain(key: str, value: str) -> str:
+    if not _VALUE.fullmatch(value):
+        raise UsageError(f"{key} is {value!r}, which is no word that Slurm takes", hint="letters, digits, commas")
+    return value

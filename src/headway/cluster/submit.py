@@ -1,0 +1,235 @@
+"""Has an engine start a run's agent: what `headway submit` and its companions do, beside printing."""
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.agent.states import need_store
+from headway.cluster.code import code_for, pack_code
+from headway.cluster.engines.engine import OVER, Request, Status
+from headway.cluster.engines.records import Submission, last_submission, note_submission
+from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.origin import note_origin
+from headway.errors import EngineError, RunError, StateError, UsageError
+from headway.hardware import Cluster, Devices
+from headway.recipe import Recipe, with_settings
+from headway.state.trust import KEY_VARIABLE
+from headway.track import RunFolder, holder, list_runs, read_recipe, run_id
+from headway.track.suspects import read_suspects
+
+if TYPE_CHECKING:
+    from headway.agent import Attempt
+
+__all__ = ["Standing", "cancel", "describe", "made_run", "request_for", "requeue", "standings", "submit"]
+
+CPUS_PER_GPU = 4
+"""That a job asks for where nobody says: a worker, its agent's share, and what reads the data."""
+GIB = 2**30
+
+
+def request_for(
+    attempt: "Attempt", cluster: Cluster, engine: str, spares: int = 0, *, dry: bool = False, shared: bool = True
+) -> Request:
+    """What an engine is asked for a run: its agent on each machine, and on so many more that wait for a loss, with the
+    code that it trains with. Unless it is `dry`, that is packed where it has to be. Where no folder is `shared`, agents
+    have the run from its object store."""
+    run, settings = attempt.folder, engine_settings(engine)
+    shared = shared and settings.shared
+    gpus = 0 if cluster.chip.name == "cpu" else cluster.per_node
+    recipe = read_recipe(run)
+    copied = note_origin(run, recipe, settings.snapshot)
+    code = code_for(
+        settings,
+        engine,
+        run.path.parent,
+        gpus=gpus,
+        data=[part.path for part in recipe.data.parts.values()],
+        snapshot=copied,
+        pack=not dry,
+    )
+    command: tuple[str, ...] = (*code.words, "-m", "headway.cli.main", "agent")
+    command += ("--run", run.name, "--runs", str(run.path.parent)) if shared else ("--run", _in_store(run, recipe))
+    if attempt.nodes + spares > 1:
+        command += ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
+    if spares:
+        command += ("--spares", str(spares))
+    request = Request(
+        name=run.name,
+        command=command,
+        folder=run.path,
+        machines=cluster.nodes + spares,
+        spares=spares,
+        gpus=gpus,
+        cpus=settings.cpus or (gpus * CPUS_PER_GPU if gpus else cluster.per_node),
+        memory_bytes=None if settings.memory_gib is None else int(settings.memory_gib * GIB),
+        limit_s=settings.limit_s,
+        environment=code.environment | dict(settings.environment),
+        secrets=_secrets(settings.secrets, alone=shared or attempt.nodes + spares == 1),
+        setup=settings.setup,
+        site={**settings.site, **code.site},
+    )
+    return request if settings.grace_s is None else replace(request, grace_s=settings.grace_s)
+
+
+def submit(
+    recipe: Recipe,
+    root: Path,
+    cluster: Cluster,
+    engine: str,
+    name: str | None = None,
+    spares: int = 0,
+    *,
+    shared: bool = True,
+) -> Submission:
+    """A new run, and the job that an engine has for it. Whatever goes wrong leaves neither."""
+    shared = shared and engine_settings(engine).shared
+    if not shared:
+        need_store(recipe, name or recipe.name)
+    # It takes long the first time, and a run that is half made should not wait for it.
+    pack_code(engine, root.absolute())
+    with made_run(recipe, root, cluster, name) as attempt:
+        request = request_for(attempt, cluster, engine, spares, shared=shared)
+        with nullcontext() if shared else _stored(attempt.folder):
+            submission = Submission(engine, open_engine(engine, root).launch(request), cluster.name, request)
+        note_submission(attempt.run, submission)
+    return submission
+
+
+def describe(
+    recipe: Recipe,
+    root: Path,
+    cluster: Cluster,
+    engine: str,
+    name: str | None = None,
+    spares: int = 0,
+    *,
+    shared: bool = True,
+) -> str:
+    """What would be sent; the run is made, checked and taken back."""
+    if not (shared and engine_settings(engine).shared):
+        need_store(recipe, name or recipe.name)
+    with made_run(recipe, root, cluster, name, keep=False) as attempt:
+        request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared)
+        return open_engine(engine, root).describe(request)
+
+
+def _in_store(run: RunFolder, recipe: Recipe) -> str:
+    """Where agents that do not see a run's folder have it from; the same word for all of them."""
+    return need_store(recipe, run.name)
+
+
+def _secrets(named: tuple[str, ...], alone: bool) -> tuple[str, ...]:
+    """Machines that see no common folder know each other by a key of whoever submits."""
+    return named if alone or KEY_VARIABLE in named else (*named, KEY_VARIABLE)
+
+
+@contextmanager
+def _stored(run: RunFolder) -> Iterator[None]:
+    """Have a new run's small files in its store, where its place must be free; it is again if something fails."""
+    from headway.agent.mirror import put_folder  # only runs that name a store need its library
+    from headway.state.remote import claim
+    from headway.state.store import open_store
+
+    url = need_store(read_recipe(run), run.name)
+    store = open_store(url)
+    if not claim(store, run_id(run)):
+        raise RunError(f"{url} has checkpoints of another run of this name", hint="another --name")
+    try:
+        put_folder(run, store)
+        yield
+    except BaseException:
+        with suppress(StateError):
+            store.delete([item.key for item in store.list()])
+        raise
+
+
+@contextmanager
+def made_run(recipe: Recipe, root: Path, cluster: Cluster, name: str | None, keep: bool = True) -> Iterator["Attempt"]:
+    """A run for the devices of a cluster, which goes away again if something fails."""
+    kind = "cpu" if cluster.chip.name == "cpu" else "cuda"
+    if recipe.train.device == "auto":
+        recipe = with_settings(recipe, [f"train.device={kind}"])
+    if recipe.train.device != kind:
+        raise UsageError(
+            f"train.device is {recipe.train.device}, and --on {cluster.name} is {kind}", hint="leave train.device out"
+        )
+    from headway.agent import new_run  # the other verbs here do without, and start sooner
+
+    on = Devices(kind, cluster.devices, cluster.chip.name)  # type: ignore[arg-type]
+    stated = recipe.parallel is not None and recipe.parallel.shard is not None
+    workers = cluster.nodes if kind == "cpu" and not stated else None  # a worker a machine, where no mesh says more
+    attempt = new_run(recipe, root.absolute(), name=name, on=on, workers=workers, nodes=cluster.nodes)
+    try:
+        yield attempt
+    except BaseException:
+        keep = False
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(attempt.folder.path, ignore_errors=True)
+
+
+# -- jobs of runs
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A run's newest job, and how it stands."""
+
+    run: RunFolder
+    submission: Submission
+    status: Status
+
+
+def standings(root: Path, runs: list[RunFolder] | None = None) -> list[Standing]:
+    """How the jobs of all runs stand, one question an engine; an engine that does not answer says so in their stead."""
+    found = [(run, last_submission(run.path)) for run in (list_runs(root) if runs is None else runs)]
+    given = [(run, submission) for run, submission in found if submission is not None]
+    told = dict[tuple[str, str], Status]()
+    for engine in sorted({submission.engine for _, submission in given}):
+        jobs = [submission.job for _, submission in given if submission.engine == engine]
+        try:
+            answers = open_engine(engine, root).status(jobs)
+        except EngineError as error:
+            answers = {job: Status("unknown", error.message) for job in jobs}
+        told |= {(engine, job): status for job, status in answers.items()}
+    return [Standing(run, submission, told[submission.engine, submission.job]) for run, submission in given]
+
+
+def cancel(root: Path, run: RunFolder) -> Standing:
+    """Have a run's job end: it saves, and nobody starts it again."""
+    before = _standing(root, run)
+    engine = open_engine(before.submission.engine, root)
+    engine.cancel(before.submission.job)
+    return _standing(root, run)
+
+
+def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Standing:
+    """Have a run started again: one that runs saves first, one that is over has a new job."""
+    before = _standing(root, run)
+    state, old = before.status.state, before.submission
+    engine = open_engine(old.engine, root)
+    if state in ("running", "ending") and not avoid:
+        engine.signal(old.job, signal.SIGUSR1)
+    elif state in OVER:
+        if holder(run) is not None:
+            raise RunError(f"run {run.name} is in use by process {holder(run)}", hint=f"headway stop {run.name}")
+        suspects = read_suspects(run.path, time.time())
+        request = replace(old.request, avoid=tuple(dict.fromkeys((*old.request.avoid, *suspects, *avoid))))
+        note_submission(run.path, replace(old, job=engine.launch(request), request=request))
+    else:
+        hint = f"headway cancel {run.name}, and then again" if avoid else "headway jobs shows what it waits for"
+        raise RunError(f"the job of run {run.name} is {state} already: {before.status.reason or old.job}", hint=hint)
+    return _standing(root, run)
+
+
+def _standing(root: Path, run: RunFolder) -> Standing:
+    found = standings(root, [run])
+    if not found:
+        raise RunError(f"run {run.name} was not submitted to an engine", hint="headway stop ends a run of this machine")
+    return found[0]

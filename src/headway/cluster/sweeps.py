@@ -1,0 +1,348 @@
+"""Sweeps: many runs of one recipe, a point of a grid each, as one job of an engine.
+
+runs/.sweeps/<name>/
+  making.json         which runs it will have: written first, for whoever finds it half made
+  points-<token>/     a script a point, which an array's copies find by their index
+  jobs/               what they print
+  sweep.json          which job, which runs with which settings: written last, and nothing trains before it is there
+
+A sweep without sweep.json was never submitted: its maker died. The next sweep takes it away, with its runs.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from headway.cluster.engines.engine import OVER, Request
+from headway.cluster.engines.records import Submission, note_submission
+from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.grid import Axis, point_names, points, short_keys
+from headway.cluster.submit import Standing, made_run, request_for, standings
+from headway.errors import HeadwayError, RecipeError, RunError, UsageError
+from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
+from headway.recipe import Recipe, load_recipe
+from headway.track import RunFolder, write_json
+
+__all__ = [
+    "Point",
+    "Sweep",
+    "Wanted",
+    "cancel_sweep",
+    "describe_sweep",
+    "find_sweep",
+    "is_sweep",
+    "list_sweeps",
+    "start_sweep",
+    "sweep_standings",
+    "wanted_sweep",
+]
+
+FORMAT = 1
+RECORD, MAKING, OF_RUN = "sweep.json", "making.json", "sweep.json"
+PATIENCE_S = 120
+"""How long a copy that starts at once waits for the sweep to be whole; longer than file systems keep it from seeing."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    run: str
+    settings: dict[str, str]
+    """By key, as they were written."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that was submitted."""
+
+    name: str
+    engine: str
+    job: str
+    on: str
+    points: tuple[Point, ...]
+    keys: dict[str, str]
+    """What each key of the grid is called in tables."""
+    identity: str
+    """Of all that was asked for: the same again is the same sweep."""
+    time: float = 0.0
+    """Unix seconds."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A sweep that somebody asks for: everything that can be known before anything is made."""
+
+    name: str
+    points: tuple[Point, ...]
+    recipes: tuple[Recipe, ...]
+    keys: dict[str, str]
+    cluster: Cluster
+    engine: str
+    at_once: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """The same for the same recipes on the same devices."""
+        told = [self.engine, self.cluster.name, str(self.at_once), *(one.model_dump_json() for one in self.recipes)]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+
+
+_SWEEP = TypeAdapter(Sweep)
+
+
+def wanted_sweep(
+    file: Path,
+    settings: Sequence[str],
+    axes: Sequence[Axis],
+    *,
+    engine: str,
+    on: Cluster | None = None,
+    name: str | None = None,
+    at_once: int | None = None,
+) -> Wanted:
+    """What is asked for; whatever is wrong with any of its points is told here, before anything is made."""
+    recipes = tuple(_recipe(file, settings, point) for point in points(axes))
+    seen = dict[str, dict[str, str]]()
+    for recipe, point in zip(recipes, points(axes), strict=True):
+        before = seen.setdefault(recipe.model_dump_json(), point)
+        if before is not point:
+            raise UsageError(f"{_words(before)} and {_words(point)} are the same run", hint="leave one of them out")
+    name = name or f"{recipes[0].name}-{secrets.token_hex(2)}"
+    if not _NAME.fullmatch(name) or name == "last":
+        raise UsageError(
+            f"{name!r} cannot name a sweep",
+            hint="at most 48 letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
+        )
+    named = tuple(Point(*pair) for pair in zip(point_names(name, axes), points(axes), strict=True))
+    return Wanted(name, named, recipes, short_keys(axes), on or _here(recipes[0], engine), engine, at_once)
+
+
+def _here(recipe: Recipe, engine: str) -> Cluster:
+    """One device of this machine, for its own queue; others are asked for by name."""
+    if engine != "local":
+        raise UsageError(f"--engine {engine}, and nothing says on what", hint="--on CHIPxPERNODE: h100x8, or cpux4")
+    found = devices(recipe.train.device)
+    return parse_on("cpux1") if found.kind == "cpu" else default_cluster(known_chip(found.name), 1)
+
+
+def _recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) -> Recipe:
+    try:
+        return load_recipe(file, [*settings, *(f"{key}={value}" for key, value in point.items())])
+    except RecipeError as error:
+        of_grid = [key for key in point if key in error.message or f'"{key.rpartition(".")[2]}"' in error.message]
+        if not of_grid or not error.message.startswith("--set"):
+            raise
+        message, hint = error.message.replace("--set", "--grid", 1), error.hint
+        if "this is no list" in message:
+            hint = f"a list has brackets: --grid '{of_grid[0]}=[1,2],[3,4]'"
+        raise RecipeError(message, hint=hint) from None
+
+
+def _words(point: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in point.items())
+
+
+# -- submitting
+
+
+def start_sweep(wanted: Wanted, root: Path) -> tuple[Sweep, bool]:
+    """The sweep, and whether it is new: the same asked for again is the one that is there. Whatever goes wrong before
+    an engine has it leaves nothing."""
+    with _only_one(root):
+        _take_away_half_made(root)
+        if is_sweep(root, wanted.name):
+            there = find_sweep(root, wanted.name)
+            if there.identity != wanted.identity:
+                raise RunError(
+                    f"there is a sweep {there.name} already, of other settings",
+                    hint=f"choose another --name; headway sweep {there.name} shows it",
+                )
+            return there, False
+        with _made(wanted, root) as (request, requests):
+            engine = open_engine(wanted.engine, root)
+            job = engine.launch(request)
+            try:
+                sweep = Sweep(
+                    wanted.name, wanted.engine, job, wanted.cluster.name, wanted.points, wanted.keys, wanted.identity,
+                    time.time(),
+                )  # fmt: skip
+                for index, own in enumerate(requests):
+                    note_submission(own.folder, Submission(sweep.engine, f"{job}_{index}", sweep.on, own))
+                write_json(_folder(root, sweep.name) / RECORD, asdict(sweep))
+            except BaseException:
+                with suppress(HeadwayError):
+                    engine.cancel(job)
+                raise
+        return sweep, True
+
+
+def describe_sweep(wanted: Wanted, root: Path) -> str:
+    """What would be sent; the runs are made, checked and taken back."""
+    with _only_one(root):
+        _take_away_half_made(root)
+        with _made(wanted, root, keep=False) as (request, _):
+            return open_engine(wanted.engine, root).describe(request)
+
+
+@contextmanager
+def _made(wanted: Wanted, root: Path, keep: bool = True) -> Iterator[tuple[Request, list[Request]]]:
+    """The runs of a sweep, and what an engine is asked for: all of them as one array, and each by itself. They all go
+    away again if something fails."""
+    folder, token = _folder(root, wanted.name), secrets.token_hex(4)
+    _check_free(wanted, root)
+    if not engine_settings(wanted.engine).shared:
+        raise UsageError(
+            f"the machines of {wanted.engine} see no common folder (engines.toml), and a sweep needs one",
+            hint="headway submit starts one run at a time there",
+        )
+    with ExitStack() as made:
+        made.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind or not keep else None)
+        folder.mkdir(parents=True)
+        write_json(folder / MAKING, {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]})
+        requests = list[Request]()
+        for point, recipe in zip(wanted.points, wanted.recipes, strict=True):
+            attempt = made.enter_context(made_run(recipe, root, wanted.cluster, point.run, keep=keep))
+            facts = {"format": FORMAT, "sweep": wanted.name, "token": token, "settings": point.settings}
+            write_json(attempt.run / OF_RUN, facts)
+            requests.append(request_for(attempt, wanted.cluster, wanted.engine, dry=not keep))
+        scripts = folder / f"points-{token}"
+        scripts.mkdir()
+        for index, own in enumerate(requests):
+            (scripts / f"{index}.sh").write_text(_script(own, folder, scripts))
+        # The run of a copy is known by its index only, and by a word of bash's: any engine and any container has one.
+        find = ("bash", "-c", 'exec bash -- "$0/$HEADWAY_ARRAY_INDEX.sh"', str(scripts))
+        whole = replace(requests[0], name=wanted.name, command=find, folder=folder)
+        yield replace(whole, array=len(requests), at_once=wanted.at_once), requests
+
+
+def _script(own: Request, folder: Path, scripts: Path) -> str:
+    """One point: nothing is trained for a sweep that nobody knows of, for its maker may have died before the end. One
+    that was made since in its place has other scripts."""
+    record, here = shlex.quote(str(folder / RECORD)), shlex.quote(str(scripts))
+    lines = [
+        f"# {own.name}",
+        f"for _ in $(seq {PATIENCE_S * 10}); do",
+        f"  [ ! -e {record} ] && [ -d {here} ] || break",
+        "  sleep 0.1",
+        "done",
+        f"[ -e {record} ] && [ -d {here} ] || {{ echo 'never submitted whole: nothing is trained'; exit 1; }}",
+        f"cd -- {shlex.quote(str(own.folder))} || exit 1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(own.environment.items())),
+        f"exec -- {shlex.join(own.command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _check_free(wanted: Wanted, root: Path) -> None:
+    """No run of these names may be there."""
+    for name in (wanted.name, *(point.run for point in wanted.points)):
+        if (root / name).exists():
+            raise RunError(f"there is a run {name} already", hint="choose another --name for the sweep")
+
+
+@contextmanager
+def _only_one(root: Path) -> Iterator[None]:
+    """Sweeps of a folder are made one after the other, so that what is half made has no maker any more."""
+    place = root / ".sweeps"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        file = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunError(f"cannot write into {place}: {error.strerror}", hint="name another folder with --runs") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _take_away_half_made(root: Path) -> None:
+    """Sweeps whose maker died before an engine had them, with their runs; none of those has trained."""
+    for folder in (root / ".sweeps").iterdir():
+        if not folder.is_dir() or (folder / RECORD).exists():
+            continue
+        try:
+            making = from_json((folder / MAKING).read_bytes())
+            names, token = [str(name) for name in making["runs"]], making["token"]
+        except (OSError, ValueError, KeyError, TypeError):
+            names, token = [], ""
+        for run in (RunFolder(root / name) for name in names if _NAME.match(name)):
+            ours = _token(run) == token or not (run.path / "jobs.jsonl").exists()
+            if ours and not any(run.events.glob("*")):
+                shutil.rmtree(run.path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _token(run: RunFolder) -> str | None:
+    try:
+        return str(from_json((run.path / OF_RUN).read_bytes())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# -- those that there are
+
+
+def _folder(root: Path, name: str) -> Path:
+    return root.absolute() / ".sweeps" / name
+
+
+def is_sweep(root: Path, name: str) -> bool:
+    """Whether a sweep of this name was submitted."""
+    return bool(_NAME.fullmatch(name)) and (_folder(root, name) / RECORD).exists()
+
+
+def list_sweeps(root: Path) -> list[Sweep]:
+    """All sweeps, the newest first."""
+    found = [find_sweep(root, path.parent.name) for path in (root / ".sweeps").glob(f"*/{RECORD}")]
+    return sorted(found, key=lambda one: one.time, reverse=True)
+
+
+def find_sweep(root: Path, ref: str) -> Sweep:
+    """The sweep of this name, of this unique prefix, or the `last` one."""
+    names = sorted(path.parent.name for path in (root / ".sweeps").glob(f"*/{RECORD}"))
+    matches = [ref] if ref in names else [name for name in names if ref and name.startswith(ref)]
+    if ref == "last" and names:
+        return list_sweeps(root)[0]
+    if len(matches) != 1:
+        told = f"{len(matches)} sweeps begin with {ref!r}" if matches else f"there is no sweep {ref!r} in {root}"
+        there = ", ".join((matches or names)[:8])
+        raise UsageError(told, hint=f"there are: {there}" if there else "headway sweep RECIPE --grid KEY=A,B makes one")
+    path = _folder(root, matches[0]) / RECORD
+    try:
+        return _SWEEP.validate_python(from_json(path.read_bytes()))
+    except (OSError, ValueError, ValidationError) as error:
+        raise RunError(f"{path} is no record of a sweep: {error}", hint="put back what was there") from None
+
+
+def sweep_standings(root: Path, sweep: Sweep) -> dict[str, Standing | None]:
+    """How the jobs of its runs stand, by run; None for one whose folder is gone."""
+    there = [run for point in sweep.points if (run := RunFolder(root.absolute() / point.run)).path.is_dir()]
+    told = {one.run.name: one for one in standings(root, there)}
+    return {point.run: told.get(point.run) for point in sweep.points}
+
+
+def cancel_sweep(root: Path, sweep: Sweep) -> dict[str, Standing | None]:
+    """Have all runs of a sweep end that are not over: those of its own job by one word, others by one each."""
+    live = [one for one in sweep_standings(root, sweep).values() if one and one.status.state not in OVER]
+    own = [one for one in live if one.submission.job.partition("_")[0] == sweep.job]
+    for engine, job in sorted(
+        {(one.submission.engine, sweep.job if one in own else one.submission.job) for one in live}
+    ):
+        open_engine(engine, root).cancel(job)
+    return sweep_standings(root, sweep)

@@ -1,0 +1,197 @@
+"""How machines reach each other: interfaces, RDMA devices, what NCCL would use and why, and the variables that say so.
+
+What is found is data; `transport` is a pure function of it. Nothing here was tried on InfiniBand, RoCE or EFA: the
+rules are those that NCCL documents, and every variable that is set already stays as it is.
+"""
+
+import ctypes.util
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+__all__ = ["Interface", "Network", "Rdma", "Transport", "find_network", "main_address", "transport"]
+
+VIRTUAL = re.compile(r"(docker|br-|veth|virbr|cni|flannel|cali|lxc|tun|tap|wg|kube)")
+"""Interfaces of this machine's own containers and tunnels: no way to another machine's GPUs."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface."""
+
+    name: str
+    up: bool
+    gigabits_s: float
+    """As the driver says; 0 where it does not."""
+    addresses: tuple[str, ...] = ()
+    mtu: int = 0
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads nowhere else."""
+        return bool(self.addresses) and all(_is_loopback(one) for one in self.addresses)
+
+
+@dataclass(frozen=True)
+class Rdma:
+    """A device that writes into another machine's memory."""
+
+    name: str
+    kind: Literal["InfiniBand", "RoCE", "EFA"]
+    active: bool
+    gigabits_s: float
+    interfaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Network:
+    """What this machine has."""
+
+    interfaces: tuple[Interface, ...]
+    rdma: tuple[Rdma, ...] = ()
+    gpudirect: bool = False
+    """Whether the kernel lets network cards read GPU memory (nvidia_peermem)."""
+    efa_plugin: bool = False
+    """Whether NCCL finds the plugin that EFA needs."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What NCCL would use between machines."""
+
+    name: Literal["InfiniBand", "RoCE", "EFA", "TCP", "none"]
+    why: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What says so to NCCL and gloo."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Of those, what is set already, and stays."""
+
+
+_Choice = tuple[Literal["InfiniBand", "RoCE", "EFA", "TCP", "none"], str, dict[str, str]]
+
+
+def find_network(sys: Path = Path("/sys")) -> Network:
+    """What the kernel says."""
+    return Network(
+        interfaces=_interfaces(),
+        rdma=tuple(_rdma(path) for path in sorted((sys / "class/infiniband").glob("*"))),
+        gpudirect=(sys / "module/nvidia_peermem").exists(),
+        efa_plugin=any(ctypes.util.find_library(name) for name in ("nccl-net", "nccl-net-ofi")),
+    )
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    addresses = psutil.net_if_addrs()
+    found = []
+    for name, stats in sorted(psutil.net_if_stats().items()):
+        ours = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
+        speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers say -1 for "not known"
+        found.append(Interface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(ours), stats.mtu))
+    return tuple(found)
+
+
+def _rdma(path: Path) -> Rdma:
+    """A folder of /sys/class/infiniband."""
+    ports = sorted((path / "ports").glob("*"))
+    states = [_text(port / "state") for port in ports]
+    layers = {_text(port / "link_layer") for port in ports}
+    rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _text(port / "rate")))]
+    driver = path / "device" / "driver"
+    kind: Literal["InfiniBand", "RoCE", "EFA"] = "RoCE" if layers == {"Ethernet"} else "InfiniBand"
+    if (driver.exists() and driver.resolve().name == "efa") or path.name.startswith(("efa", "rdmap")):
+        kind = "EFA"
+    interfaces = tuple(sorted(one.name for one in (path / "device" / "net").glob("*")))
+    return Rdma(path.name, kind, any("ACTIVE" in state for state in states), max(rates, default=0.0), interfaces)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def transport(found: Network, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
+    """What would be used between machines, and the variables that see to it; those set already win.
+
+    `host` is the address of this machine that others reach it at: sockets are opened on its interface, which is known
+    to lead somewhere, and without one on the fastest. Where it is loopback, all nodes of a run are this machine.
+    """
+    environment = os.environ if environment is None else environment
+    road = next((one for one in found.interfaces if host in one.addresses), None) or _road(found.interfaces)
+    if host is not None and road is not None and road.loopback:
+        name, why, wanted = _alone()
+    else:
+        name, why, wanted = _choose(found, road)
+    if road is not None:
+        wanted = {"GLOO_SOCKET_IFNAME": road.name, "NCCL_SOCKET_IFNAME": road.name, **wanted}
+    kept = {key: environment[key] for key in wanted if key in environment}
+    return Transport(name, why, {**wanted, **kept}, kept)
+
+
+def main_address() -> str:
+    """The address that others reach this machine at: that of the interface a packet to elsewhere would leave by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for examples: nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _alone() -> _Choice:
+    return "none", "all nodes are this machine", {}
+
+
+def _choose(found: Network, road: Interface | None) -> _Choice:
+    active = [one for one in found.rdma if one.active]
+    direct = "GPUs' memory is read by the cards" if found.gpudirect else "through the host's memory: no nvidia_peermem"
+    if road is None:
+        return "none", "no interface leads to another machine", {}
+    efa = [one for one in active if one.kind == "EFA"]
+    if efa and found.efa_plugin:
+        return "EFA", f"{_devices(efa)}, and NCCL's plugin for it is there", {"FI_PROVIDER": "efa"}
+    for kind in ("InfiniBand", "RoCE"):
+        cards = [one for one in active if one.kind == kind]
+        if cards:
+            # "=" has NCCL take these names as they are, and not as the beginnings of others.
+            names = "=" + ",".join(one.name for one in cards)
+            return kind, f"{_devices(cards)}; {direct}", {"NCCL_IB_HCA": names}
+    if efa:
+        why = f"{_devices(efa)}, but NCCL's plugin for it (libnccl-net, of aws-ofi-nccl) is not found"
+    elif found.rdma:
+        why = f"no port of {', '.join(one.name for one in found.rdma)} is active"
+    else:
+        why = "there is no RDMA device"
+    return "TCP", why, {"NCCL_IB_DISABLE": "1"}
+
+
+def _road(interfaces: Sequence[Interface]) -> Interface | None:
+    """The interface by which others are reached: the fastest that is up and has an address of the fourth version."""
+    there = [one for one in interfaces if one.up and not one.loopback and not VIRTUAL.match(one.name)]
+    there = [one for one in there if any(":" not in address for address in one.addresses)]
+    return max(there, key=lambda one: one.gigabits_s, default=None)
+
+
+def _devices(cards: Sequence[Rdma]) -> str:
+    rate = sum(one.gigabits_s for one in cards)
+    return f"{', '.join(one.name for one in cards)}: {rate:g} Gb/s in all"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

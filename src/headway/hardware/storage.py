@@ -1,0 +1,256 @@
+"""What a place on disk can do: rates of writing, reading, small durable writes and metadata, and what to use it for.
+
+Everything is measured in a folder of its own in that place, which is removed at the end. Writing ends with fsync;
+reading goes around the page cache where the file system allows it (O_DIRECT), else after having it dropped, which not
+all do.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import UsageError
+
+__all__ = ["Storage", "Use", "file_system", "measure_storage", "uses"]
+
+BLOCK = 4 << 20
+MOST_BYTES = 8 << 30
+SHARE_OF_FREE = 0.1
+SMALL = 4096
+STAGES = {"write": 0.35, "read": 0.3, "append": 0.1, "metadata": 0.25}
+"""How the time is shared out."""
+MEMORY = ("tmpfs", "ramfs")
+CHECKPOINT_BYTES_S, DATA_BYTES_S, FLUSHES_S, FILES_S = 200e6, 50e6, 20.0, 100.0
+BYTES_OF_7B = 7e9 * 14
+"""A checkpoint of a model with seven billion parameters: weights in two bytes, AdamW's three copies in four."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What was measured."""
+
+    path: str
+    file_system: str
+    free_bytes: int
+    write_bytes_s: float
+    """fsync included."""
+    read_bytes_s: float
+    cold: bool
+    """Whether the page cache was surely left out."""
+    flushes_s: float
+    """Small writes to the end of a file, each made durable before the next."""
+    creates_s: float
+    stats_s: float
+    renames_s: float
+    unlinks_s: float
+    locks: bool
+    """Whether two processes can keep each other out with flock."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Whether a place is good for something, and why."""
+
+    what: str
+    good: bool
+    why: str
+
+
+def measure_storage(
+    path: str | Path, seconds: float = 5.0, progress: Callable[[str, float], None] = lambda _stage, _share: None
+) -> Storage:
+    """Measure a folder for about so long; `progress` is told the stage, and the share of all that is done."""
+    place = Path(path)
+    if not place.is_dir():
+        raise UsageError(f"{path} is no folder", hint="name a folder on the disk to measure")
+    free = shutil.disk_usage(place).free
+    limit = int(min(MOST_BYTES, free * SHARE_OF_FREE)) // BLOCK * BLOCK
+    if limit < 4 * BLOCK:
+        raise UsageError(f"{path} has {free / 1e6:.0f} MB free, too few to measure", hint="free some, or name another")
+    with _folder_in(place) as folder:
+        done = 0.0
+
+        def stage(name: str) -> Callable[[float], None]:
+            """Tells how far one is, with what came before it."""
+            before = done
+            return lambda share: progress(name, before + STAGES[name] * min(1.0, share))
+
+        written, write_bytes_s = _write(folder / "large", seconds * STAGES["write"], limit, stage("write"))
+        done += STAGES["write"]
+        read_bytes_s, cold = _read(folder / "large", written, seconds * STAGES["read"], stage("read"))
+        done += STAGES["read"]
+        flushes_s = _append(folder / "small", seconds * STAGES["append"], stage("append"))
+        done += STAGES["append"]
+        rates = _metadata(folder / "many", seconds * STAGES["metadata"], stage("metadata"))
+        locks = _locks(folder / "lock")
+        progress("metadata", 1.0)
+    return Storage(str(place), file_system(place), free, write_bytes_s, read_bytes_s, cold, flushes_s, *rates, locks)
+
+
+@contextlib.contextmanager
+def _folder_in(place: Path) -> Iterator[Path]:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".headway-doctor-", dir=place))
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written: {error.strerror}", hint="name a folder that is yours") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, seconds: float, limit: int, tell: Callable[[float], None]) -> tuple[int, float]:
+    """Write for so long, and have it durable; how many bytes, and how many a second."""
+    block, written = os.urandom(BLOCK), 0  # random, so that nothing can be compressed away
+    with path.open("wb", buffering=0) as file:
+        begin = time.perf_counter()
+        while written < limit and (spent := time.perf_counter() - begin) < seconds:
+            written += file.write(block)
+            # Now and then durable, or memory would take it all and the last fsync last for minutes.
+            if written % (64 * BLOCK) == 0:
+                os.fdatasync(file.fileno())
+            tell(max(spent / seconds, written / limit))
+        os.fsync(file.fileno())
+        return written, written / (time.perf_counter() - begin)
+
+
+def _read(path: Path, size: int, seconds: float, tell: Callable[[float], None]) -> tuple[float, bool]:
+    """Read it again; bytes a second, and whether around the cache."""
+    descriptor, cold = _open_cold(path)
+    try:
+        with mmap.mmap(-1, BLOCK) as block:  # O_DIRECT wants memory that begins with a page
+            begin, read = time.perf_counter(), 0
+            while (spent := time.perf_counter() - begin) < seconds and read < size:
+                read += os.preadv(descriptor, [block], read)
+                tell(max(spent / seconds, read / size))
+            return read / (time.perf_counter() - begin), cold
+    finally:
+        os.close(descriptor)
+
+
+def _open_cold(path: Path) -> tuple[int, bool]:
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, BLOCK) as block:
+                os.preadv(descriptor, [block], 0)
+            if file_system(path) not in MEMORY:
+                return descriptor, True
+        except OSError:
+            pass
+        os.close(descriptor)
+    descriptor = os.open(path, os.O_RDONLY)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return descriptor, False
+
+
+def _append(path: Path, seconds: float, tell: Callable[[float], None]) -> float:
+    """Small durable writes a second."""
+    begin, count = time.perf_counter(), 0
+    with path.open("ab", buffering=0) as file:
+        while (spent := time.perf_counter() - begin) < seconds or not count:
+            file.write(b"x" * SMALL)
+            os.fsync(file.fileno())
+            count += 1
+            tell(spent / seconds)
+    return count / (time.perf_counter() - begin)
+
+
+def _metadata(folder: Path, seconds: float, tell: Callable[[float], None]) -> tuple[float, float, float, float]:
+    """Files made, looked at, renamed and removed a second."""
+    folder.mkdir()
+    begin, paths = time.perf_counter(), list[str]()
+    while (spent := time.perf_counter() - begin) < seconds / 2 or not paths:
+        paths.append(f"{folder}/{len(paths)}")
+        with open(paths[-1], "wb") as file:  # noqa: PTH123 (a Path takes longer than the file)
+            file.write(b"x")
+        tell(spent / seconds)
+    creates = len(paths) / (time.perf_counter() - begin)
+    renamed = [f"{path}.new" for path in paths]
+    stats = _rate(os.stat, paths)
+    renames = _rate(os.rename, paths, renamed)
+    unlinks = _rate(os.unlink, renamed)
+    return creates, stats, renames, unlinks
+
+
+def _rate(act: Callable[..., object], *words: list[str]) -> float:
+    begin = time.perf_counter()
+    for one in zip(*words, strict=True):
+        act(*one)
+    return len(words[0]) / max(1e-9, time.perf_counter() - begin)
+
+
+def _locks(path: Path) -> bool:
+    """Whether a second descriptor is refused what the first has locked: some network file systems pretend only."""
+    with path.open("wb") as first, path.open("rb") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN)
+    return False
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The kind of file system a path is on, as the kernel calls it; empty where it does not say."""
+    target, best, kind = str(path.resolve()), "", ""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        inside = point == "/" or target == point or target.startswith(f"{point}/")
+        if inside and len(point) >= len(best):  # the last one mounted at a place hides the others
+            best, kind = point, after.split()[0]
+    return kind
+
+
+def uses(found: Storage) -> list[Use]:
+    """What a place is good for, by what was measured."""
+    return [_checkpoints(found), _data(found), _runs(found)]
+
+
+def _checkpoints(found: Storage) -> Use:
+    if found.file_system in MEMORY:
+        return Use("checkpoints", False, "it is memory, and gone with the machine")
+    takes = f"one of a 7B model (98 GB) takes {_time(BYTES_OF_7B / found.write_bytes_s)}"
+    takes += f", and {found.free_bytes / 1e9:,.0f} GB are free"
+    slow = found.write_bytes_s < CHECKPOINT_BYTES_S
+    return Use("checkpoints", not slow, takes + (f", below {CHECKPOINT_BYTES_S / 1e6:.0f} MB/s" if slow else ""))
+
+
+def _data(found: Storage) -> Use:
+    tokens = f"{found.read_bytes_s / 2 / 1e6:,.0f} million tokens/s of two bytes each"
+    warm = "" if found.cold else ", perhaps from the page cache"
+    return Use("data", found.read_bytes_s >= DATA_BYTES_S, tokens + warm)
+
+
+def _runs(found: Storage) -> Use:
+    if not found.locks:
+        return Use("runs, logs", False, "flock does not keep a second agent out")
+    if found.file_system in MEMORY:
+        return Use("runs, logs", False, "it is memory, and gone with the machine")
+    slow = found.flushes_s < FLUSHES_S or found.creates_s < FILES_S
+    why = f"{found.flushes_s:,.0f} durable lines and {found.creates_s:,.0f} new files a second"
+    return Use("runs, logs", not slow, why)
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.0f} h"
+    )

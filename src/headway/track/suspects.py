@@ -1,0 +1,36 @@
+"""Machines that a run does without: a line each in its folder, with when and why, which engines read before they start
+it again.
+
+    gpu-17<tab>1789643211<tab>worker 9 was killed by signal 7 (SIGBUS), in 2 attempts in a row
+"""
+
+import contextlib
+import re
+from pathlib import Path
+
+from headway.track.runs import RunFolder
+
+__all__ = ["note_suspect", "read_suspects"]
+
+FORGIVEN_S = 86400.0
+"""A machine is tried again after a day: somebody may have seen to it."""
+_MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def note_suspect(run: RunFolder, machine: str, why: str, now: float) -> None:
+    """Have a run do without a machine from now on."""
+    if _MACHINE.fullmatch(machine):
+        line = f"{machine}\t{now:.0f}\t{' '.join(why.split())}\n"
+        with run.suspects_file.open("a") as file:
+            file.write(line)
+
+
+def read_suspects(folder: Path, now: float) -> dict[str, str]:
+    """The machines that a run in this folder does without, and why each."""
+    found = dict[str, str]()
+    with contextlib.suppress(FileNotFoundError):
+        for line in RunFolder(folder).suspects_file.read_text().splitlines():
+            machine, when, why = (*line.split("\t", 2), "", "")[:3]
+            if _MACHINE.fullmatch(machine) and when.isdecimal() and now - float(when) < FORGIVEN_S:
+                found[machine] = why
+    return found

@@ -1,0 +1,258 @@
+"""A run's store as the witness of who leads, and as the place from which any machine goes on with it.
+
+On a folder, and on a real S3 server.
+"""
+
+import contextlib
+import json
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from conftest import Lab, Lived
+from headway.agent import new_run, resume_run, supervise
+from headway.agent.bundle import bundle_names, place_of_record
+from headway.agent.lease import Right
+from headway.agent.mirror import LOG_BYTES, MUCH_BYTES, Mirror, bring, put_folder
+from headway.agent.witness import Witness, address_in_lease, lease_in_store
+from headway.agent.zygote import Zygote
+from headway.cli.from_store import folder_of
+from headway.cli.main import main
+from headway.errors import RunError, StateError
+from headway.recipe import FaultPlan
+from headway.state import Facts
+from headway.state.remote import list_remote, upload
+from headway.state.store import open_store
+from headway.track import RunFolder, create_run, next_attempt, read_run, run_id, summarize
+
+sys.path.append(str(Path(__file__).parents[1] / "state"))
+
+pytest_plugins = ["s3"]
+
+FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the run lies in a store."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/r"
+    (tmp_path / "store").mkdir()
+    return f"file://{tmp_path}/store/r"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = create_run(tmp_path / "there", "r", "r")
+    run.recipe_file.write_text('{"a": 1}')
+    run.tokenizer_file.write_bytes(bytes(range(256)) * 100)
+    run_id(run)
+    return run
+
+
+def files(run: RunFolder) -> dict[str, bytes]:
+    """All that another machine should have of it."""
+    names = [*bundle_names(run), *(f"{one.parent.name}/{one.name}" for one in run.path.glob("*/*") if one.is_file())]
+    return {name: (run.path / name).read_bytes() for name in names}
+
+
+def mirrored(run: RunFolder, url: str, number: int = 1) -> None:
+    Mirror(run, url, number, lambda: True).close()
+
+
+def test_of_agents_that_begin_at_once_one_leads(run: RunFolder, url: str) -> None:
+    led, refused = list[int](), list[str]()
+    witnesses = [Witness(run, url) for _ in range(4)]
+
+    def begin(number: int) -> None:
+        try:
+            witnesses[number].begin(f"n{number}", "127.0.0.1", 1000 + number)
+            led.append(number)
+        except RunError as error:
+            refused.append(error.message)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # each lease is of one; who came later took a later one, or was refused
+    assert sorted(witnesses[number].number for number in led) == list(range(1, len(led) + 1))
+    assert all("another agent has begun to lead" in one for one in refused)
+    assert [one.holds() for one in witnesses].count(True) == 1
+    newest = lease_in_store(url)
+    assert newest is not None
+    assert address_in_lease(url)() == (newest.host, newest.port)
+    for one in witnesses:
+        one.close()
+
+
+def test_who_was_overtaken_commits_nothing_there(run: RunFolder, url: str, monkeypatch) -> None:
+    monkeypatch.setattr("headway.agent.witness.LOOK_S", 0.05)
+    first, second = Witness(run, url), Witness(run, url)
+    first.begin("a", "h", 1)
+    right = Right(run.leases, "a", "h", 1, witness=first)
+    right.begin()
+    store = open_store(url)
+    assert right.holds_in_store()
+    upload(store, 1, FACTS, [], 1, "w1", allowed=right.holds_in_store)
+    second.begin("b", "h", 2)
+    assert (right.holds(), right.holds_in_store()) == (True, False)
+    with pytest.raises(StateError, match=r"step 2 was not committed .* another agent leads the run"):
+        upload(store, 2, FACTS, [], 1, "w1", allowed=right.holds_in_store)
+    assert [entry.step for entry in list_remote(store)] == [1]
+    for _ in range(200):
+        if right.lost():
+            break
+        threading.Event().wait(0.05)
+    assert right.lost()
+    with contextlib.closing(Mirror(run, url, first.number, first.holds)):
+        pass
+    assert store.list("records") == store.list("folder") == []
+
+
+def test_a_place_of_another_run_is_left_alone(run: RunFolder, url: str, tmp_path: Path) -> None:
+    Witness(run, url).begin("a", "h", 1)
+    other = create_run(tmp_path / "elsewhere", "r", "r")
+    with pytest.raises(RunError, match="has checkpoints of another run of this name"):
+        Witness(other, url).begin("b", "h", 2)
+
+
+def test_what_is_in_the_store_makes_the_folder_again(run: RunFolder, url: str, tmp_path: Path) -> None:
+    (run.events / "0001-agent.jsonl").write_text('{"kind":"open"}\n')
+    (run.events / "0001-rank-0.jsonl").write_bytes(b"x" * (MUCH_BYTES + 5))
+    (run.logs / "0001-rank-0.log").write_text("said\n")
+    mirrored(run, url)
+    here = bring(url, tmp_path / "here")
+    assert here.path == tmp_path / "here" / "r"
+    assert files(here) == files(run)
+    assert not here.key_file.exists()
+    assert next_attempt(here) == 2
+    # it goes on here, and only what is new goes there
+    before = {item.key for item in open_store(url).list("records")}
+    (here.events / "0002-agent.jsonl").write_text('{"kind":"open"}\n')
+    here.recipe_file.write_text('{"a": 2}')
+    mirrored(here, url, 2)
+    new = [item for item in open_store(url).list("records") if item.key not in before]
+    assert sum(item.bytes for item in new) < 200
+    # and back on the first machine
+    assert files(bring(url, run.path.parent)) == files(here)
+    assert run.recipe_file.read_text() == '{"a": 2}'
+
+
+def test_a_life_that_was_lost_with_its_machine_gives_its_number_away(run: RunFolder, url: str, tmp_path: Path) -> None:
+    mirrored(run, url)
+    (run.events / "0001-rank-0.jsonl").write_bytes(b"never seen by anybody else, and longer\n")
+    here = bring(url, tmp_path / "here")
+    (here.events / "0001-rank-0.jsonl").write_bytes(b"the other\n")
+    mirrored(here, url, 2)
+    bring(url, run.path.parent)
+    assert (run.events / "0001-rank-0.jsonl").read_bytes() == b"the other\n"
+
+
+def test_logs_are_bounded_and_records_are_not(run: RunFolder, url: str, tmp_path: Path) -> None:
+    (run.logs / "0001-rank-0.log").write_bytes(b"a" * (2 * LOG_BYTES))
+    (run.events / "0001-rank-0.jsonl").write_bytes(b"b" * (3 * LOG_BYTES))
+    mirrored(run, url)
+    here = bring(url, tmp_path / "here")
+    assert (here.logs / "0001-rank-0.log").stat().st_size == LOG_BYTES
+    assert (here.events / "0001-rank-0.jsonl").stat().st_size == 3 * LOG_BYTES
+
+
+@pytest.mark.parametrize("name", ["../x", "key", "/tmp/x", "events/../../x", "leases/000001.json", "recipe.json"])
+def test_no_piece_leads_out_of_the_folder(run: RunFolder, tmp_path: Path, name: str) -> None:
+    url = f"file://{tmp_path}/store/r"
+    (tmp_path / "store").mkdir()
+    put_folder(run, open_store(url))
+    open_store(url).put("records/000001-00000001", memoryview(b'{"files": [["%s", 0, 1]]}\nx' % name.encode()))
+    with pytest.raises(RunError, match="may ask for or add to"):
+        bring(url, tmp_path / "here")
+    with pytest.raises(RunError):
+        place_of_record(run, name)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"[]\nx", b'{"files": [["events/0001-agent.jsonl", 0, 9]]}\nshort'])
+def test_a_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes) -> None:
+    url = f"file://{tmp_path}/store/r"
+    (tmp_path / "store").mkdir()
+    put_folder(run, open_store(url))
+    open_store(url).put("records/000001-00000001", memoryview(content))
+    with pytest.raises(StateError, match="records/000001-00000001 is damaged"):
+        bring(url, tmp_path / "here")
+
+
+def test_a_store_without_the_run_and_a_folder_of_another(run: RunFolder, url: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no run that could go on here"):
+        bring(url, tmp_path / "here")
+    put_folder(run, open_store(url))
+    run_id(create_run(tmp_path / "here", "r", "r"))
+    with pytest.raises(RunError, match="there is another run r in"):
+        bring(url, tmp_path / "here")
+
+
+def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """By its address on a machine that has nothing."""
+    (run.events / "0001-agent.jsonl").write_text('{"kind":"open"}\n{"kind":"end","t":1,"outcome":"failed"}\n')
+    (run.events / "0001-rank-0.jsonl").write_text('{"kind":"open"}\n{"kind":"step","t":1,"step":7,"loss":1.5}\n')
+    mirrored(run, url)
+    monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here"), "--json"])
+    with contextlib.suppress(SystemExit):
+        main()
+    assert json.loads(capsys.readouterr().out) == {"run": "r", "step": 7, "attempts": 1, "loss": 1.5}
+    monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here")])
+    with contextlib.suppress(SystemExit):
+        main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "r: step 7, 1 attempt"
+    assert last.startswith("next: headway report r")
+
+
+def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_path: Path) -> None:
+    """Its machine is lost with the folder, steps after the last upload with it; the end is that of one left alone."""
+    (tmp_path / "store").mkdir()
+    rules = {"url": f"file://{tmp_path}/store", "every_steps": 2}
+    kept = recipe({"train.steps": 8, "checkpoint.every_steps": 2, "checkpoint.store": rules})
+    own = {"apart": True, "threads": 1}
+    first = new_run(kept, tmp_path / "lost", name="r").model_copy(update=own | {"faults": FaultPlan().kill(6)})
+    assert supervise(first, warm=zygote).state == "failed"
+    before = read_run(first.folder)
+    shutil.rmtree(tmp_path / "lost")
+    run = bring(f"{rules['url']}/r", tmp_path / "bare")
+    assert read_run(run) == before
+    again = resume_run(run, []).model_copy(update=own)
+    assert (again.number, again.from_step) == (2, 4)
+    assert supervise(again, warm=zygote).state == "finished"
+    alone, lived = lab.train(recipe({"train.steps": 8})), Lived(run, None)
+    assert (lived.chain, lived.digest) == (alone.chain, alone.digest)
+    there = bring(f"{rules['url']}/r", tmp_path / "elsewhere")
+    assert (summarize(there).state, summarize(there).step) == ("finished", 8)
+
+
+def test_a_run_on_one_machine_leads_by_a_lease_and_stops_when_another_has_the_next(lab, recipe, tmp_path) -> None:
+    url = f"file://{tmp_path}/store"
+    settings = {"checkpoint.store": {"url": url}, "checkpoint.every_steps": 4, "train.steps": 1_000_000}
+    attempt = new_run(recipe(settings), tmp_path / "runs", workers=1).model_copy(update={"apart": True, "threads": 1})
+    run, address = attempt.folder, f"{url}/{attempt.run.name}"
+    taken = list[int]()
+
+    def elsewhere(_stops_asked: int) -> None:
+        """Another start of the same run, once this one has put something there."""
+        if not taken and steps_in(address):
+            other = Witness(run, address)
+            other.begin("another", "", 0)
+            taken.append(max(steps_in(address)))
+            other.close()
+
+    outcome = supervise(attempt, elsewhere, warm=lab._zygote)
+    assert (outcome.state, lease_in_store(address).number) == ("failed", 2)
+    assert "another machine's agent leads this run now" in outcome.reason
+    assert max(steps_in(address)) <= taken[0] + 4  # at most what was on its way
+    folder, apart = folder_of(attempt.run.name, tmp_path / "runs", alone=True)
+    assert (folder.path, apart) == (run.path, True)  # whoever resumes it goes by the store
+
+
+def steps_in(address: str) -> list[int]:
+    return [entry.step for entry in list_remote(open_store(address))]

@@ -1,0 +1,200 @@
+"""`headway submit` and its companions as a person types them, on this machine's own queue: real runs, real agents."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cli.main import main
+from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.errors import UsageError
+from headway.recipe import to_toml
+from headway.track import RunFolder, read_run
+
+
+class Typed:
+    """What a command said, and how it ended."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch, capsys) -> Iterator[Callable[..., Typed]]:
+    """A folder with a recipe and no site's settings, and a way to type commands in it; jobs that are left are ended."""
+    settings = {"name": "tiny", "train.steps": 3000, "checkpoint.every_steps": 1000, "checkpoint.memory_every_steps": 5}
+    (tmp_path / "r.toml").write_text(to_toml(recipe(settings)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+
+    def type_(*words: str) -> Typed:
+        monkeypatch.setattr(sys, "argv", ["headway", *words])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return Typed(status, *capsys.readouterr())
+
+    yield type_
+    engine = open_engine("local", tmp_path / "runs")
+    for folder in (tmp_path / "runs" / ".local" / "jobs").glob("*"):
+        engine.cancel(folder.name)
+        wait(lambda job=folder.name: engine.status([job])[job].state in ("cancelled", "finished", "failed"))
+
+
+def wait(there: Callable[[], bool], patience_s: float = 180) -> None:
+    deadline = time.monotonic() + patience_s
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def steps(run: Path) -> int:
+    records = [record for record in read_run(RunFolder(run)) if record.header.process == "rank-0"]
+    return sum(event["kind"] == "step" for record in records for event in record.events)
+
+
+def test_a_run_from_submit_to_its_end(desk, tmp_path: Path) -> None:
+    done = desk("submit", "r.toml", "--on", "cpux1", "--name", "a", "--set", "train.steps=6", "--json")
+    assert (done.json["run"], done.json["engine"], done.json["on"]) == ("a", "local", "cpux1x1")
+    again = desk("submit", "r.toml", "--on", "cpux1", "--name", "a")
+    assert (again.status, "there is a run a already" in again.err) == (1, True)
+    refused = desk("requeue", "a")
+    assert refused.status == 0 or "already" in refused.err  # it runs, and is told to save, or waits
+    said = desk("logs", "a", "--follow").out
+    assert "a: finished at step 6 of 6" in said
+    (job,) = desk("jobs", "--json").json
+    assert (job["run"], job["state"], job["exit_status"]) == ("a", "finished", 0)
+    table = desk("jobs").out
+    assert "finished" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert desk("runs", "--json").json[0]["state"] == "finished"
+    assert desk("cancel", "a", "--json").json["state"] == "finished"
+
+
+def test_saved_and_started_again_and_cancelled(desk, tmp_path: Path) -> None:
+    desk("submit", "r.toml", "--on", "cpux1", "--name", "b")
+    run = tmp_path / "runs" / "b"
+    wait(lambda: steps(run) > 10)
+    assert desk("requeue", "b").status == 0
+    wait(lambda: desk("jobs", "--json").json[0]["starts"] == 2 and steps(run) > 30)
+    assert desk("cancel", "b", "--json").json["state"] in ("ending", "cancelled")
+    wait(lambda: desk("jobs", "--json").json[0]["state"] == "cancelled")
+    assert desk("runs", "--json").json[0]["state"] == "stopped"
+    first = desk("jobs", "--json").json[0]["job"]
+    assert desk("requeue", "b", "--json").json["job"] != first
+    again = desk("requeue", "b", "--avoid", "elsewhere")
+    assert again.status == 1
+    assert "already" in again.err
+    assert len((run / "jobs.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_that_waits_is_submitted_and_nothing_more(desk, tmp_path: Path) -> None:
+    cpus = open_engine("local", tmp_path / "runs").inventory()[0].cpus
+    for name in ("c", "d"):
+        assert desk("submit", "r.toml", "--on", f"cpux{cpus}", "--name", name).status == 0
+    jobs = {job["run"]: job["state"] for job in desk("jobs", "--json").json}
+    assert jobs == {"c": "running", "d": "waiting"}
+    assert {run["name"]: run["state"] for run in desk("runs", "--json").json}["d"] == "submitted"
+    assert "already" in desk("requeue", "d").err
+    assert desk("cancel", "d", "--json").json["state"] == "cancelled"
+
+
+def test_a_dry_run_leaves_nothing(desk, tmp_path: Path) -> None:
+    done = desk("submit", "r.toml", "--on", "cpux1", "--name", "e", "--dry-run")
+    assert "agent --run e --runs" in done.out
+    assert not [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
+    assert desk("jobs").out.startswith("no run in runs was submitted")
+
+
+def test_spares_are_asked_for_and_told_to_the_agents(desk, tmp_path: Path) -> None:
+    (tmp_path / "config/headway").mkdir(parents=True)
+    site = f'[kubernetes]\nimage = "headway"\nclaim = "runs"\nmount = "{tmp_path}"\n'
+    (tmp_path / "config/headway/engines.toml").write_text(site)
+    done = desk("submit", "r.toml", "--on", "cpux1x2", "--spares", "1", "--engine", "kubernetes", "--dry-run")
+    job = json.loads(done.out)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["parallelism"] == 3
+    words = " ".join(job["template"]["spec"]["containers"][0]["command"])
+    assert all(pair in words for pair in ("--nodes 2", "--workers 2", "--spares 1")), words
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--on", "cpux1", "--spares", "1"], "asks for 2 machines, and this machine has 1"),
+        (["--on", "cpux1x2"], "asks for 2 machines, and this machine has 1"),
+        (["--on", "h100x8"], "asks for 8 GPUs"),
+        (["--on", "cpux1", "--engine", "slrm"], "did you mean slurm"),
+        (["--on", "cpux1", "--set", "train.device=cuda"], "train.device is cuda"),
+        (["--on", "nothing"], "nothing"),
+    ],
+)
+def test_what_cannot_be_submitted(desk, tmp_path: Path, words: list[str], told: str) -> None:
+    done = desk("submit", "r.toml", *words)
+    assert done.status in (1, 2)
+    assert told in done.err
+    assert desk("runs").out.startswith("no runs")
+
+
+def test_runs_that_no_engine_has(desk, tmp_path: Path, recipe) -> None:
+    assert desk("cancel", "last").status == 1
+    desk("submit", "r.toml", "--on", "cpux1", "--name", "f")
+    desk("cancel", "f")
+    (tmp_path / "runs" / "f" / "jobs.jsonl").unlink()
+    done = desk("cancel", "f")
+    assert (done.status, "was not submitted" in done.err) == (1, True)
+
+
+def test_machines_are_listed(desk) -> None:
+    (machine,) = desk("nodes", "--json").json
+    assert machine["cpus"] >= 1
+    assert machine["name"] in desk("nodes").out
+
+
+SITE = """
+[slurm]
+partition = "gpu"
+account = "ml"
+switches = 1
+setup = ["module load cuda"]
+secrets = ["HF_TOKEN"]
+environment = { NCCL_DEBUG = "WARN" }
+cpus = 12
+grace_s = 90
+"""
+
+
+def test_what_a_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "engines.toml"
+    file.write_text(SITE)
+    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
+    found = engine_settings("slurm")
+    assert found.site == {"partition": "gpu", "account": "ml", "switches": "1"}
+    assert (found.setup, found.secrets, found.cpus, found.grace_s) == (("module load cuda",), ("HF_TOKEN",), 12, 90)
+    assert engine_settings("local").site == {}
+    for text, word in [
+        ("[slurm]\npartitoin = 'gpu'", "partition"),
+        ("[slrum]\n", "slurm"),
+        ("[local]\npartition = 'gpu'", "partition"),
+        ("[slurm]\nsetup = 'x'", "list of lines"),
+        ("[slurm]\nsecrets = [1]", "quotes"),
+        ("[slurm]\naccount = ['a']", "account"),
+        ("[slurm", "cannot be read"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(UsageError) as told:
+            engine_settings("slurm" if "local" not in text else "local")
+        assert word in f"{told.value.message} {told.value.hint}"
+    monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="HEADWAY_ENGINES"):
+        engine_settings("slurm")

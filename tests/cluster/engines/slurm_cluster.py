@@ -1,0 +1,220 @@
+"""A real Slurm on this machine: munged, slurmctld and a slurmd a virtual node, with GPUs that are only files."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NODES = 4
+GPUS = 4
+CPUS = 8
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+SLURM_CONF = """\
+ClusterName=headway
+SlurmctldHost={host}
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0,default_queue_depth=500
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=8
+SlurmctldTimeout=30
+KillWait=1
+MinJobAge={min_job_age}
+InactiveLimit=0
+MpiDefault=none
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+{nodes}
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=short Nodes=ALL MaxTime=1 State=UP PriorityTier=1
+"""
+
+
+@dataclass
+class SlurmCluster:
+    """Daemons of one Slurm, and the folder that they live in."""
+
+    folder: Path
+    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"n{number}" for number in range(NODES)]
+
+    def start_node(self, name: str) -> None:
+        command = ["slurmd", "-D", "-N", name, "-f", str(self.conf)]
+        self.processes[name] = self._start(command)
+
+    def lose_node(self, name: str) -> None:
+        """All that runs there is gone at once, as when the power fails; who would tell of it goes first."""
+        daemon, jobs = self.processes.pop(name), self.processes_on(name)
+        daemon.kill()
+        for pid in [*{_watcher(pid) for pid in jobs}, *jobs]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+
+    def processes_on(self, name: str) -> list[int]:
+        """Those of jobs on a node, and those that watch over them."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (path / "environ").read_bytes().split(b"\0")
+                if f"SLURMD_NODENAME={name}".encode() in words and f"SLURM_CONF={self.conf}".encode() in words:
+                    found.append(int(path.name))
+        return found
+
+    def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{command[0]}.out").open("ab") as out:
+            environment = os.environ | {"SLURM_CONF": str(self.conf)}
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+
+
+def _watcher(pid: int) -> int:
+    """The process of Slurm's above one of a job's, else that itself."""
+    above = pid
+    while above > 1:
+        try:
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{above}/status").read_text().splitlines())
+        except OSError:
+            return pid
+        if status["Name"].startswith("slurmstepd"):
+            return above
+        above = int(status["PPid"])
+    return pid
+
+
+def start_cluster(folder: Path, min_job_age: int = 300) -> SlurmCluster:
+    """Daemons that answer, and nodes that are idle."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    assert not missing, (
+        f"{', '.join(missing)} not found: apt-get install slurm-wlm munge (these tests run a real Slurm)"
+    )
+    cluster = SlurmCluster(folder)
+    _write_configuration(cluster, min_job_age)
+    cluster.processes["munged"] = cluster._start(
+        ["munged", "--foreground", "--force"]
+        + [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        + [f"--socket={folder}/munge.sock"]
+    )
+    _until(lambda: (folder / "munge.sock").exists(), cluster)
+    cluster.processes["slurmctld"] = cluster._start(["slurmctld", "-D", "-f", str(cluster.conf)])
+    for name in cluster.nodes:
+        cluster.start_node(name)
+    _until(lambda: _idle(cluster) == NODES, cluster)
+    return cluster
+
+
+def stop_cluster(cluster: SlurmCluster) -> None:
+    """End the daemons that were started, and what they have left."""
+    for process in reversed(cluster.processes.values()):
+        process.kill()
+        process.wait()
+    for pid in _left_by(cluster):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _left_by(cluster: SlurmCluster) -> list[int]:
+    """Processes of jobs of this Slurm, those that watch over them first."""
+    found = dict[int, bool]()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "environ").read_bytes().split(b"\0")
+            watches = (path / "comm").read_text().startswith("slurmstepd")
+            of_a_job = any(word.startswith(b"SLURM_JOB_ID=") for word in words)
+            if f"SLURM_CONF={cluster.conf}".encode() in words and (watches or of_a_job):
+                found[int(path.name)] = watches
+    return sorted(found, key=lambda pid: not found[pid])
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path, min_job_age: int = 300) -> Iterator[SlurmCluster]:
+    cluster = start_cluster(folder, min_job_age)
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(cluster.conf)
+    try:
+        yield cluster
+    finally:
+        stop_cluster(cluster)
+        os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
+
+
+def _write_configuration(cluster: SlurmCluster, min_job_age: int) -> None:
+    folder, host = cluster.folder, socket.gethostname()
+    for name in ("state", "dev", *(f"spool-{node}" for node in cluster.nodes)):
+        (folder / name).mkdir()
+    for number in range(GPUS):
+        os.mknod(folder / f"dev/nvidia{number}", 0o20666, os.makedev(1, 3))
+    ports = _free_ports(NODES + 1)
+    nodes = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=4000"
+        f" Gres=gpu:{GPUS}"
+        for name, port in zip(cluster.nodes, ports[1:], strict=True)
+    ]
+    text = SLURM_CONF.format(
+        host=f"{host}(127.0.0.1)", port=ports[0], folder=folder, nodes="\n".join(nodes), min_job_age=min_job_age
+    )
+    cluster.conf.write_text(text)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/dev/nvidia[0-{GPUS - 1}]\n")
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _idle(cluster: SlurmCluster) -> int:
+    done = subprocess.run(
+        ["sinfo", "-h", "-N", "-p", "batch", "-o", "%T"],
+        env=os.environ | {"SLURM_CONF": str(cluster.conf)},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split().count("idle")
+
+
+def _until(there: object, cluster: SlurmCluster, patience_s: float = 30) -> None:
+    deadline = time.monotonic() + patience_s
+    while not there():  # type: ignore[operator]
+        dead = [name for name, process in cluster.processes.items() if process.poll() is not None]
+        if dead or time.monotonic() > deadline:
+            words = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in cluster.folder.glob("*.*o[ug]*"))
+            stop_cluster(cluster)
+            raise AssertionError(f"Slurm did not start ({', '.join(dead) or 'no answer'}):\n{words}")
+        time.sleep(0.1)

@@ -1,0 +1,104 @@
+"""A run on two nodes of a real Slurm that see no common folder: each agent has a root of its own, and the store tells
+who leads. Only the scripts of the job lie where both see them."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+from conftest import Lab, Lived
+from headway.agent.mirror import bring
+from headway.cluster.engines import OVER
+from headway.cluster.engines.slurm_script import slurm_task
+from headway.cluster.submit import made_run, request_for, standings, submit
+from headway.errors import RunError, UsageError
+from headway.hardware import parse_on
+from headway.recipe import Recipe
+from headway.track import RunFolder, list_runs
+
+PATIENCE_S = 400
+KEY = "a key of the tests, and long enough"
+
+
+def own_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with a temporary folder each, as many threads as other tests' workers have, and the runs unseen."""
+    lines = [
+        f'export TMPDIR={tmp_path}/machine-$HEADWAY_MACHINE; mkdir -p "$TMPDIR"; cd "$TMPDIR"',
+        "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null",
+    ]
+    settings = f"[slurm]\nshared = false\nsetup = {lines!r}\n[local]\nshared = false\n"
+    (tmp_path / "engines.toml").write_text(settings)
+    monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+
+
+def with_store(recipe: Callable[..., Recipe], tmp_path: Path, **more: object) -> Recipe:
+    (tmp_path / "store").mkdir()
+    store = {"url": f"file://{tmp_path}/store", "every_steps": 20}
+    return recipe({"train.steps": 60, "checkpoint.every_steps": 20, "checkpoint.store": store} | more)
+
+
+def left_in_store(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+
+
+def test_what_would_be_sent_names_the_store_and_no_folder(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    cluster = parse_on("cpux1x2")
+    with made_run(with_store(recipe, tmp_path), tmp_path / "runs", cluster, "told", keep=False) as attempt:
+        request = request_for(attempt, cluster, "slurm", dry=True)
+    text = slurm_task(request)
+    assert f"agent --run file://{tmp_path}/store/told --nodes 2 --workers 2" in text
+    assert "--runs" not in text
+    assert request.secrets == ("HEADWAY_KEY",)
+    assert KEY not in text
+    assert list_runs(tmp_path / "runs") == []
+    assert left_in_store(tmp_path) == []
+
+
+def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> None:
+    for shared in (True, False):  # as engines.toml says, and as the command does
+        if shared:
+            own_roots(tmp_path, monkeypatch)
+        else:
+            monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "empty.toml"))
+            (tmp_path / "empty.toml").write_text("")
+        with pytest.raises(RunError, match="run told has no object store") as refused:
+            submit(recipe({}), tmp_path / "runs", parse_on("cpux1x2"), "local", "told", shared=shared)
+        assert "[checkpoint.store]" in str(refused.value.hint)
+        assert list_runs(tmp_path / "runs") == []
+
+
+def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.delenv("HEADWAY_KEY", raising=False)
+    with pytest.raises(UsageError, match="takes HEADWAY_KEY from the environment"):
+        submit(with_store(recipe, tmp_path), tmp_path / "runs", parse_on("cpux1x2"), "slurm", "told")
+    assert list_runs(tmp_path / "runs") == []
+    assert left_in_store(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_run_on_nodes_that_see_no_common_folder(recipe, tmp_path: Path, lab: Lab, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    small, root = with_store(recipe, tmp_path), tmp_path / "submitted"
+    alone = lab.train(small, workers=2)
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm"):
+        submit(small, root, parse_on("cpux1x2"), "slurm", "apart")
+        deadline = time.monotonic() + PATIENCE_S
+        while (status := standings(root)[0].status).state not in OVER:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.2)
+    said = "\n".join(path.read_text() for path in (root / "apart" / "jobs").rglob("*.log"))
+    assert status.state == "finished", said
+    assert KEY not in said
+    assert list((root / "apart" / "events").iterdir()) == []  # nobody wrote there
+    lived = Lived(bring(f"file://{tmp_path}/store/apart", root), None)
+    assert (lived.chain, lived.digest) == (alone.chain, alone.digest), said
+    (led,) = tmp_path.glob("machine-*/headway-*/runs/apart")
+    assert RunFolder(led).recipe_file.exists()

@@ -1,0 +1,158 @@
+"""The engine of one machine."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_suite import *  # noqa: F403
+from engine_suite import Rig, appears
+
+from headway.cluster.engines import Request
+from headway.cluster.engines.local import Local
+from headway.cluster.engines.local_jobs import Job, Room, startable
+from headway.errors import EngineError, UsageError
+
+OWNER = "headway.cluster.engines.local_owner"
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    folder = tmp_path_factory.mktemp("local")
+    return Rig(lambda: Local(folder / "queue", cpus=4, gpus=4), folder, machines=1, cpus=4, gpus=4)
+
+
+def owner_of(place: Path) -> int:
+    """The process that owns a queue."""
+    words = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    return next(pid for pid, line in words.items() if OWNER in line and str(place) in line)
+
+
+def kill_owner(place: Path) -> None:
+    pid = owner_of(place)
+    os.kill(pid, signal.SIGKILL)
+    while psutil.pid_exists(pid):
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Rig]:
+    """A queue of its own, with room for one job."""
+    made = Rig(lambda: Local(tmp_path / "queue", cpus=1, gpus=0), tmp_path, machines=1, cpus=1, gpus=0)
+    yield made
+    for folder in (tmp_path / "queue" / "jobs").glob("*"):  # of a test that failed
+        made.engine.cancel(folder.name)
+        made.over(folder.name)
+
+
+def test_a_killed_owner_is_followed_by_one_that_knows(alone: Rig) -> None:
+    first = alone.request("echo >up; until [ -e end ]; do sleep 0.02; done; exit 4")
+    second = alone.request("[ -e once ] && exit 0; echo >once; exit 75")
+    running, waiting = alone.engine.launch(first), alone.engine.launch(second)
+    appears(first.folder / "up")
+    kill_owner(alone.folder / "queue")
+    assert (alone.folder / "queue" / "owner.sock").exists()  # what it left behind is in nobody's way
+    assert alone.until(running, "running").starts == 1
+    assert alone.until(waiting, "waiting").starts == 0
+    kill_owner(alone.folder / "queue")
+    (first.folder / "end").touch()
+    time.sleep(0.2)  # it ends while nobody looks
+    status = alone.over(running)
+    assert (status.state, status.exit_status, status.starts) == ("failed", 4, 1)
+    assert alone.over(waiting).starts == 2
+
+
+def test_secrets_die_with_the_owner(alone: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "x")
+    first = alone.request("echo >up; until [ -e end ]; do sleep 0.02; done")
+    running = alone.engine.launch(first)
+    waiting = alone.engine.launch(alone.request("true", secrets=("A_SECRET",)))
+    appears(first.folder / "up")
+    kill_owner(alone.folder / "queue")
+    (first.folder / "end").touch()
+    status = alone.over(waiting)
+    assert (status.state, status.starts) == ("failed", 0)
+    assert "A_SECRET" in status.reason
+    assert alone.over(running).state == "finished"
+
+
+def test_the_owner_goes_when_nothing_is_left(alone: Rig) -> None:
+    alone.over(alone.engine.launch(alone.request("true")))
+    pid = owner_of(alone.folder / "queue")
+    deadline = time.monotonic() + 80
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (alone.folder / "queue" / "owner.sock").exists()
+    assert alone.over(alone.engine.launch(alone.request("true"))).state == "finished"
+
+
+def test_cancel_right_after_the_start_is_heard(alone: Rig) -> None:
+    """It is told as soon as it has a process, and not only ended when its grace is over."""
+    for _ in range(10):
+        job = alone.engine.launch(alone.request("sleep 1000", grace_s=1000))
+        alone.until(job, "running")
+        alone.engine.cancel(job)
+        assert alone.over(job).state == "cancelled"
+
+
+def test_who_does_not_hear_the_limit_is_ended_at_it(alone: Rig) -> None:
+    request = alone.request('trap "echo told" USR1; while :; do sleep 0.05; done', limit_s=4, grace_s=1)
+    job = alone.engine.launch(request)
+    status = alone.over(job)
+    assert (status.state, status.exit_status) == ("failed", 137)
+    assert "limit of 4 s" in status.reason
+    assert alone.said(job) == ["told\n"]
+
+
+def test_nothing_outlives_its_job(alone: Rig) -> None:
+    request = alone.request("sleep 1000 & echo $! >pid")
+    assert alone.over(alone.engine.launch(request)).state == "finished"
+    pid = int((request.folder / "pid").read_text())
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match="cannot hold a queue"):
+        Local(tmp_path / "file" / "queue", cpus=1, gpus=0).launch(Request("x", ("true",), tmp_path))
+
+
+def test_nobody_overtakes(tmp_path: Path) -> None:
+    room = Room(4, ("0", "1", "2"))
+
+    def job(number: int, state: str = "waiting", has: tuple[str, ...] = (), **asks: int) -> Job:
+        return Job(f"{number:x}", number, Request("x", ("true",), tmp_path, **asks), state=state, gpus=has)
+
+    running = job(0, "running", ("1",), gpus=1)
+    for waiting, started in [
+        ([job(1, gpus=2), job(2)], [("1", ("0", "2")), ("2", ())]),
+        ([job(1, gpus=3), job(2)], []),
+        ([job(2, cpus=2), job(1, cpus=2)], [("1", ())]),
+        ([job(1, cpus=3), job(2)], [("1", ())]),
+    ]:
+        assert [(one.id, gpus) for one, gpus in startable(room, [running, *waiting])] == started
+
+
+def test_a_request_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    for change, word in [
+        ({"name": "a b"}, "a b"),
+        ({"name": "-x"}, "-x"),
+        ({"command": ()}, "no command"),
+        ({"command": ("a\0b",)}, "NUL"),
+        ({"environment": {"A B": ""}}, "A B"),
+        ({"secrets": ("A=B",)}, "A=B"),
+        ({"machines": 0}, "machines"),
+        ({"cpus": 0}, "cpus"),
+        ({"limit_s": -1.0}, "limit_s"),
+        ({"folder": Path("here")}, "absolute"),
+    ]:
+        fields = {"name": "x", "command": ("true",), "folder": tmp_path, **change}
+        with pytest.raises(UsageError, match=word):
+            Request(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""JobSets are valid against the schema of the real CRD, and say what was asked for."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headway.cluster.engines import Request
+from headway.cluster.engines.kubernetes import SITE, Kubernetes, job_sets
+from headway.errors import EngineError, UsageError
+
+SCHEMA = json.loads((Path(__file__).parent / "jobset-v1alpha2.json").read_text())
+"""JobSet 0.12.0's own, without descriptions and without the parts that nothing here uses."""
+CLUSTER = {"image": "example.org/headway:1", "claim": "shared", "mount": "/shared"}
+EVERYTHING = Request(
+    "My_run.1",
+    ("headway", "agent", "--run", "a b", "$(HOME)"),
+    Path("/shared/runs/a"),
+    machines=4,
+    gpus=8,
+    cpus=64,
+    memory_bytes=2**40,
+    limit_s=3600,
+    grace_s=120.5,
+    environment={"PLAIN": "$(x) y"},
+    secrets=("HF_TOKEN",),
+    setup=("module load x",),
+    avoid=("node-7",),
+    site={**dict.fromkeys(SITE, "some"), **CLUSTER, "restarts": "3"},
+)
+SMALL = Request("small", ("true",), Path("/shared"), site=CLUSTER)
+
+
+def check(job_set: dict[str, Any]) -> None:
+    jsonschema.Draft7Validator(SCHEMA["schema"]).validate(job_set)
+
+
+@pytest.mark.parametrize("request_", [EVERYTHING, SMALL], ids=["everything", "small"])
+def test_what_is_written_is_a_valid_job_set(request_: Request) -> None:
+    job_set = json.loads(Kubernetes().describe(request_))
+    check(job_set)
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "restartPolicies"), "Never"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "parallelism"), "4"),
+        (("spec", "failurePolicy", "rules", 0, "action"), "Restart"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "gpus"), 8),
+    ],
+)
+def test_the_check_finds_what_is_not_valid(path: tuple[Any, ...], value: Any) -> None:
+    broken = copy.deepcopy(job_sets(EVERYTHING)[0])
+    place: Any = broken
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(broken)
+
+
+def pod_of(job_set: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return pod
+
+
+def test_one_pod_a_machine_with_what_was_asked_for() -> None:
+    (job_set,) = job_sets(EVERYTHING)
+    job, pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"], pod_of(job_set)
+    assert job_set["metadata"]["name"] == "my-run-1"
+    assert job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "some"
+    assert (job["parallelism"], job["completions"], job["activeDeadlineSeconds"]) == (4, 4, 3479)
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] == 121
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"cpu": "64", "memory": str(2**40), "some": "8"}
+    assert container["command"][:2] == ["bash", "-c"]
+    assert container["command"][4:] == ["headway", "agent", "--run", "a b", "$$(HOME)"]
+    assert "node-7" in json.dumps(pod["affinity"]["nodeAffinity"])
+
+
+def test_secrets_are_names_and_values_are_what_they_are() -> None:
+    (container,) = pod_of(job_sets(EVERYTHING)[0])["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert variables["HF_TOKEN"] == {
+        "name": "HF_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "some", "key": "HF_TOKEN"}},
+    }
+    assert variables["PLAIN"]["value"] == "$$(x) y", "Kubernetes makes $(x) y of it"
+    hosts = variables["HEADWAY_MACHINES"]["value"].split(",")
+    assert hosts[3] == "my-run-1-machine-0-3.my-run-1"
+    assert len(hosts) == 4
+
+
+def test_each_copy_of_an_array_is_a_job_set_of_its_own() -> None:
+    request = Request("many", ("true",), Path("/shared"), array=3, site=CLUSTER)
+    whole = json.loads(Kubernetes().describe(request))
+    assert whole["kind"] == "List"
+    assert [one["metadata"]["name"] for one in whole["items"]] == ["many-0", "many-1", "many-2"]
+    for number, one in enumerate(whole["items"]):
+        check(one)
+        variables = {entry["name"]: entry.get("value") for entry in pod_of(one)["containers"][0]["env"]}
+        assert variables["HEADWAY_ARRAY_INDEX"] == str(number)
+
+
+@pytest.mark.parametrize(
+    ("site", "error"),
+    [
+        ({}, "needs `image`"),
+        ({**CLUSTER, "mount": "/other"}, "does not lie in /other"),
+        ({**CLUSTER, "partition": "gpu"}, "no setting 'partition'"),
+        ({**CLUSTER, "restarts": "many"}, "restarts is 'many'"),
+    ],
+)
+def test_settings_that_are_wrong_are_told(site: dict[str, str], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        Kubernetes().describe(Request("small", ("true",), Path("/shared"), site=site))
+
+
+def test_a_name_that_kubernetes_would_cut_is_refused() -> None:
+    with pytest.raises(UsageError, match="too long"):
+        job_sets(Request("a" * 41, ("true",), Path("/shared"), site=CLUSTER))
+
+
+def test_applying_comes_later() -> None:
+    engine = Kubernetes()
+    for act in (engine.inventory, lambda: engine.launch(SMALL), lambda: engine.cancel("small")):
+        with pytest.raises(EngineError, match="does not apply them yet"):
+            act()

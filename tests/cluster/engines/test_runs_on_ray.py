@@ -1,0 +1,65 @@
+"""Runs on two nodes of a real Ray cluster: preempted, and after the loss of a node, they end as if left alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_runs import ONE_CORE, EngineRun, demo, left_alone, preempted_and_bereft
+from ray_cluster import HEAD, RayCluster, ray_cluster
+
+from conftest import Lived
+
+SETTINGS = {"train__fewest_workers": 2, "train__restarts": 3}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as started:
+        yield started
+
+
+@pytest.fixture
+def runs(tmp_path: Path, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for runs, and what a user of this cluster has set."""
+    file = tmp_path / "engines.toml"
+    own = f'address = "{cluster.address}"\ngrace_s = 30\nsetup = ["{ONE_CORE}"]\n'
+    file.write_text(f'[ray]\n{own}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
+    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
+    return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
+    return left_alone(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("unharmed"))
+
+
+@pytest.mark.slow
+def test_preempted_and_hit_by_the_loss_of_a_node(
+    runs: Path, cluster: RayCluster, dataset: Path, unharmed: Lived
+) -> None:
+    """Ray finds another node for the bundle; the machines that are left save, and all are started again."""
+    run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray")
+    run.reaches(1, starts=1)
+    which = 1 if run.status.machines[0] == HEAD else 0
+    preempted_and_bereft(run, lambda name: cluster.say(f"remove {name}"), which)
+    lived = Lived(run.folder, None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+
+
+@pytest.mark.slow
+def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
+    runs: Path, cluster: RayCluster, dataset: Path, unharmed: Lived
+) -> None:
+    """The others go on under the same start, and the job counts as finished."""
+    cluster.say("add spare")
+    run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray", spares=1)
+    run.reaches(30, starts=1)
+    lost = [name for name in run.status.machines[:2] if name != HEAD][-1]
+    cluster.say(f"remove {lost}")
+    status = run.ended()
+    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.told()
+    assert f"{lost} was lost" in status.reason
+    assert "back to step" in run.line_with("was lost") or "leads now" in run.line_with("is gone")
+    lived = Lived(run.folder, None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+    assert not run.lives()

@@ -1,0 +1,60 @@
+"""Runs on two nodes of a real Slurm: preempted, and after the loss of a node, they end as one that was left alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_runs import ONE_CORE, EngineRun, demo, left_alone, preempted_and_bereft
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+from conftest import Lived
+
+SETTINGS = {"train__fewest_workers": 2, "train__restarts": 3}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """A Slurm, and what a user of it has set."""
+    file = tmp_path / "engines.toml"
+    file.write_text(f'[slurm]\ngrace_s = 30\nsetup = ["{ONE_CORE}"]\nenvironment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
+    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
+    return left_alone(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("unharmed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
+def test_preempted_and_hit_by_the_loss_of_a_node(
+    tmp_path: Path, cluster: SlurmCluster, dataset: Path, unharmed: Lived, which: int
+) -> None:
+    """Slurm ends what is left of the job, and starts it on other nodes."""
+    run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm")
+    preempted_and_bereft(run, cluster.lose_node, which)
+    lived = Lived(run.folder, None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
+def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
+    tmp_path: Path, cluster: SlurmCluster, dataset: Path, unharmed: Lived, which: int
+) -> None:
+    """The job goes on under the same start, and counts as finished although a command of it never ended."""
+    run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm", spares=1)
+    run.reaches(30, starts=1)
+    assert len(run.status.machines) == 3
+    lost = run.status.machines[which]
+    cluster.lose_node(lost)
+    status = run.ended()
+    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.told()
+    assert f"{lost} was lost" in status.reason
+    assert "back to step" in run.line_with("is gone")
+    lived = Lived(run.folder, None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+    assert not run.lives()

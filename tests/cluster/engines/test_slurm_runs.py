@@ -1,0 +1,56 @@
+"""A run on a real Slurm, told to save and started again, against one that was left alone."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+from conftest import Lab
+from headway.cluster.engines import OVER
+from headway.cluster.engines.slurm import Slurm
+from headway.cluster.submit import standings, submit
+from headway.hardware import parse_on
+from headway.recipe import Recipe
+from headway.track import RunFolder, read_run
+
+PATIENCE_S = 480
+ONE_CORE = '[slurm]\nsetup = ["taskset -pc 0 $$"]\n'
+"""As many threads as the workers of other tests have: sums are of the same bits only then."""
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def events(run: RunFolder, kind: str, process: str = "rank-0") -> list[dict[str, object]]:
+    records = [record for record in read_run(run) if record.header.process == process]
+    return [event for record in records for event in record.events if event["kind"] == kind]
+
+
+@pytest.mark.slow
+def test_a_run_on_slurm_ends_as_one_that_was_left_alone(
+    tmp_path: Path, recipe: Callable[..., Recipe], lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = recipe({"train.steps": 60, "checkpoint.every_steps": 30, "checkpoint.memory_every_steps": 10})
+    (tmp_path / "engines.toml").write_text(ONE_CORE)
+    monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
+    root, run = tmp_path / "submitted", RunFolder(tmp_path / "submitted" / "told")
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm"):
+        job = submit(small, root, parse_on("cpux1"), "slurm", "told").job
+        until(lambda: len(events(run, "step")) > 20)
+        Slurm(root / ".slurm").signal(job, signal.SIGUSR1)
+        alone = lab.train(small)
+        until(lambda: standings(root)[0].status.state in OVER)
+        status = standings(root)[0].status
+    assert (status.state, status.starts) == ("finished", 2)
+    assert "state saved" in next((run.path / "jobs").glob("*/0001-0.log")).read_text()
+    assert len(events(run, "attempt", "agent")) == 2
+    assert events(run, "step")[-1]["chain"] == alone.chain
+    assert events(run, "checkpoint", "agent")[-1]["digest"] == alone.digest

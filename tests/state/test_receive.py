@@ -1,0 +1,136 @@
+"""A file of a checkpoint that comes from another machine: the same file as if it was written here, or none."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.errors import DamagedState, StateError
+from headway.state import (
+    Buffer,
+    Facts,
+    PieceShape,
+    Shard,
+    begin,
+    commit,
+    describe_shard,
+    plan_buffer,
+    verify,
+    write_shard,
+)
+from headway.state.manifest import CHUNK_BYTES
+from headway.state.receive import receive_shard
+from headway.state.restore import open_checkpoint
+
+FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
+ROWS = CHUNK_BYTES // 4 // 8 * 5 // 2 // 8 * 8  # two chunks and a half
+SHAPES = [
+    PieceShape("model/large", "float32", (ROWS, 8), (0, 0), (ROWS, 8)),
+    PieceShape("model/none", "float32", (0, 3), (0, 0), (0, 3)),
+    PieceShape("model/small", "bfloat16", (3,), (0,), (3,)),
+]
+NAME = "rank-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def buffer() -> Buffer:
+    buffer = Buffer.make(plan_buffer(SHAPES, []))
+    (part,) = buffer.plan.parts
+    generator = np.random.default_rng(0)
+    for shape in part.pieces:
+        bits = buffer.bits(part, shape)
+        bits[:] = generator.integers(0, np.iinfo(bits.dtype).max, bits.shape, bits.dtype)
+    return buffer
+
+
+def told(buffer: Buffer) -> Shard:
+    (part,) = buffer.plan.parts
+    return describe_shard(NAME, buffer.pieces(part))
+
+
+def reads(buffer: Buffer) -> Callable[[int, memoryview], None]:
+    (part,) = buffer.plan.parts
+    whole = buffer.file(part)[: part.image.bytes]
+
+    def read(begin: int, out: memoryview) -> None:
+        out[:] = whole[begin : begin + len(out)]
+
+    return read
+
+
+def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffer: Buffer) -> None:
+    (part,) = buffer.plan.parts
+    one, other = begin(tmp_path / "one", 3), begin(tmp_path / "other", 3)
+    written = write_shard(one.partial, NAME, buffer.pieces(part), memory=buffer.file(part))
+    shard = told(buffer)
+    sizes = list[int]()
+
+    def read(begin: int, out: memoryview) -> None:
+        sizes.append(len(out))
+        reads(buffer)(begin, out)
+
+    receive_shard(other.partial, shard, part, read)
+    assert shard == written
+    assert (other.partial / NAME).read_bytes() == (one.partial / NAME).read_bytes()
+    assert max(sizes) <= CHUNK_BYTES
+    assert verify(commit(one, FACTS, [written], 1)).digest == verify(commit(other, FACTS, [shard], 1)).digest
+
+
+@pytest.mark.parametrize("at", [0, 500, CHUNK_BYTES + 1000, -1])
+def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(tmp_path: Path, buffer: Buffer, at: int) -> None:
+    (part,) = buffer.plan.parts
+    place = at % part.image.bytes
+
+    def read(begin: int, out: memoryview) -> None:
+        reads(buffer)(begin, out)
+        if begin <= place < begin + len(out):
+            out[place - begin] ^= 1
+
+    with pytest.raises(StateError, match="was changed on its way"):
+        receive_shard(tmp_path, told(buffer), part, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: Buffer) -> None:
+    (part,) = buffer.plan.parts
+
+    def read(begin: int, out: memoryview) -> None:
+        if begin > CHUNK_BYTES:
+            raise DamagedState("it is gone")
+        reads(buffer)(begin, out)
+
+    with pytest.raises(DamagedState, match="it is gone"):
+        receive_shard(tmp_path, told(buffer), part, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: Buffer) -> None:
+    (part,) = buffer.plan.parts
+    shard = told(buffer)
+    other = Buffer.make(plan_buffer(SHAPES[2:], []))
+    larger = shard.model_copy(update={"file": shard.file.model_copy(update={"bytes": 2 * shard.file.bytes})})
+    few = shard.tensors["model/large"]
+    few = few.model_copy(update={"pieces": (few.pieces[0].model_copy(update={"xxh3": few.pieces[0].xxh3[:1]}),)})
+    for wrong, why in (
+        (told(other), "is not what its worker said"),
+        (larger, "is not what its worker said"),
+        (shard.model_copy(update={"tensors": shard.tensors | {"model/large": few}}), "too few or many checksums"),
+    ):
+        with pytest.raises(StateError, match=why):
+            receive_shard(tmp_path, wrong, part, reads(buffer))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_not_changed_gets_a_second_name(tmp_path: Path, buffer: Buffer) -> None:
+    (part,) = buffer.plan.parts
+    first = begin(tmp_path, 1)
+    receive_shard(first.partial, told(buffer), part, reads(buffer))
+    before = open_checkpoint(commit(first, FACTS, [told(buffer)], 1))
+    second = begin(tmp_path, 2)
+
+    def nobody(begin: int, out: memoryview) -> None:
+        raise AssertionError("it is here already")
+
+    receive_shard(second.partial, told(buffer), part, nobody, before)
+    assert (second.partial / NAME).stat().st_ino == (tmp_path / "step-00000001" / NAME).stat().st_ino
