@@ -104,6 +104,17 @@ def appears(path: Path, patience_s: float = PATIENCE_S) -> str:
     return path.read_text()
 
 
+def everything_in(folder: Path, patience_s: float = PATIENCE_S) -> dict[Path, bytes]:
+    """All that is written below a folder, at a moment when no job of another test moves any of it."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        except FileNotFoundError:
+            assert time.monotonic() < deadline, f"files of {folder} come and go"
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def chained(rig: Rig) -> tuple[str, Path]:
     """A job that runs into its limit: begun before the first test, since some engines look every half minute only."""
@@ -176,9 +187,9 @@ def test_variables_and_secrets(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rig.over(job).state == "finished"
     assert rig.said(job) == [f"{hashlib.md5(SECRET.encode()).hexdigest()}\nto see\n"]
     assert SECRET not in rig.engine.describe(request)
-    files = [path for path in rig.folder.rglob("*") if path.is_file()]
+    files = everything_in(rig.folder)
     assert files
-    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert not [path for path, content in files.items() if SECRET.encode() in content]
 
 
 def test_a_secret_that_is_not_there(rig: Rig) -> None:
