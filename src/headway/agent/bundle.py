@@ -27,7 +27,7 @@ __all__ = [
     "record_files",
 ]
 
-SINGLE = ("recipe.json", "plan.json", "environment.json", "data.json", "tokenizer.json", "id")
+SINGLE = ("recipe.json", "plan.json", "environment.json", "data.json", "tokenizer.json", "id", "suspects")
 FOLDERS = ("huggingface", "initial")
 """What came with weights from elsewhere; the first weights of a class of the user's own."""
 READ_BYTES = 4 << 20

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from headway.agent.lease import Lease
     from headway.agent.node import Things
+    from headway.track import RunFolder
 
 __all__ = ["agent"]
 
@@ -144,7 +146,7 @@ def agent(
         }
         node.leading = start_keeper(attempt.model_copy(update=update), shown=True)
     status = node.live()
-    _tell_engine(status)
+    _tell_engine(status, node.run)
     sys.exit(status)
 
 
@@ -180,8 +182,8 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     found = devices(read_recipe(there.run).train.device)
     node = Node(name, there.run, found.count if found.kind == "cuda" else slots, _machine(rank), visit=there)
     status = node.live()
+    _tell_engine(status, there.run)
     there.leave()
-    _tell_engine(status)
     return status
 
 
@@ -205,10 +207,14 @@ def _machine(rank: int) -> str:
     return names[rank] if rank < len(names) and names[rank] else socket.gethostname()
 
 
-def _tell_engine(status: int) -> None:
-    """How the run ended, for the engine that started this: it must not take the end of a lost machine for the run's."""
+def _tell_engine(status: int, run: "RunFolder") -> None:
+    """How the run ended, for the engine that started this: it must not take the end of a lost machine for the run's.
+    And the machines that the run suspects, which its next start should do without."""
+    from headway.track.suspects import read_suspects
+
     file = os.environ.get("HEADWAY_END")
     if file:
         with contextlib.suppress(OSError):
-            Path(f"{file}.partial").write_text(f"{status}\n")
+            lines = [str(status), *read_suspects(run.path, time.time())]
+            Path(f"{file}.partial").write_text("".join(f"{line}\n" for line in lines))
             Path(f"{file}.partial").replace(file)

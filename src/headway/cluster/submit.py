@@ -13,13 +13,13 @@ from headway.agent.states import need_store
 from headway.cluster.code import code_for, pack_code
 from headway.cluster.engines.engine import OVER, Request, Status
 from headway.cluster.engines.records import Submission, last_submission, note_submission
-from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.engines.settings import Settings, engine_settings, open_engine
 from headway.cluster.origin import note_origin
 from headway.errors import EngineError, RunError, StateError, UsageError
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.trust import KEY_VARIABLE
-from headway.track import RunFolder, holder, list_runs, read_recipe, run_id
+from headway.track import RunFolder, holder, list_runs, read_recipe, run_id, summarize
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def request_for(
     gpus = 0 if cluster.chip.name == "cpu" else cluster.per_node
     recipe = read_recipe(run)
     copied = note_origin(run, recipe, settings.snapshot)
+    if not shared:
+        _need_code_there(settings, copied)
     code = code_for(
         settings,
         engine,
@@ -62,6 +64,7 @@ def request_for(
         name=run.name,
         command=command,
         folder=run.path,
+        shared=shared,
         machines=cluster.nodes + spares,
         spares=spares,
         gpus=gpus,
@@ -116,6 +119,17 @@ def describe(
     with made_run(recipe, root, cluster, name, keep=False) as attempt:
         request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared)
         return open_engine(engine, root).describe(request)
+
+
+def _need_code_there(settings: Settings, copied: Path | None) -> None:
+    """Refuse code that machines could only have from the runs' folder, which they do not see. No store brings it: what
+    comes from there is never executed."""
+    staged = settings.code == "staged" and settings.container is None
+    if staged or copied is not None:
+        raise UsageError(
+            f"{'code is staged' if staged else 'snapshot is on'}, and machines do not see the runs' folder",
+            hint="have it installed at the same path on each machine, or in a container",
+        )
 
 
 def _in_store(run: RunFolder, recipe: Recipe) -> str:
@@ -198,7 +212,16 @@ def standings(root: Path, runs: list[RunFolder] | None = None) -> list[Standing]
         except EngineError as error:
             answers = {job: Status("unknown", error.message) for job in jobs}
         told |= {(engine, job): status for job, status in answers.items()}
-    return [Standing(run, submission, told[submission.engine, submission.job]) for run, submission in given]
+    return [Standing(run, one, _by_its_records(run, one, told[one.engine, one.job])) for run, one in given]
+
+
+def _by_its_records(run: RunFolder, submission: Submission, status: Status) -> Status:
+    """How a job stands of which its engine knows nothing any more, and which left nothing here but what was fetched."""
+    if status.state != "unknown" or submission.request.shared:
+        return status
+    if summarize(run).state == "finished":
+        return replace(status, state="finished", reason="as its records say")
+    return replace(status, reason=f"{status.reason}; headway fetch {run.name} brings its records")
 
 
 def cancel(root: Path, run: RunFolder) -> Standing:

@@ -362,8 +362,8 @@ def test_machines_to_avoid(rig: Rig) -> None:
 def test_a_machine_that_the_command_suspects_is_avoided_on_the_next_start(rig: Rig) -> None:
     if rig.machines == 1:
         return  # there is no other
-    script = 'echo "$HEADWAY_MACHINES" >>been; [ -e suspects ] && exit 0; '
-    script += r'printf "%s\t%s\twhy\n" "$HEADWAY_MACHINES" "$(date +%s)" >suspects; exit 75'
+    script = 'echo "$HEADWAY_MACHINES" >>been; [ "$(wc -l <been)" = 1 ] || exit 0; '
+    script += 'printf "%s\\n" 75 "$HEADWAY_MACHINES" >"$HEADWAY_END"; exit 75'
     request = rig.request(script)
     job = rig.engine.launch(request)
     assert rig.over(job).state == "finished"

@@ -1,6 +1,8 @@
 """A run on two nodes of a real Slurm that see no common folder: each agent has a root of its own, and the store tells
-who leads. Only the scripts of the job lie where both see them."""
+who leads."""
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +96,12 @@ def test_a_run_on_nodes_that_see_no_common_folder(recipe, tmp_path: Path, lab: L
         while (status := standings(root)[0].status).state not in OVER:
             assert time.monotonic() < deadline, status
             time.sleep(0.2)
-    said = "\n".join(path.read_text() for path in (root / "apart" / "jobs").rglob("*.log"))
+    (job,) = (root / "apart" / "jobs").iterdir()
+    there = Path(f"/tmp/headway-{os.getuid()}") / job.name
+    said = "\n".join(path.read_text() for path in there.rglob("*.log"))
+    shutil.rmtree(there)
     assert status.state == "finished", said
+    assert not list(job.rglob("*.log"))
     assert KEY not in said
     assert list((root / "apart" / "events").iterdir()) == []  # nobody wrote there
     lived = Lived(bring(f"file://{tmp_path}/store/apart", root), None)

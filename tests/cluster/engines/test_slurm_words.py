@@ -15,9 +15,11 @@ from headway.cluster.engines.slurm_words import (
     Own,
     Partition,
     Row,
+    Told,
     check_room,
     meant,
     parse_accounts,
+    parse_comments,
     parse_nodes,
     parse_partitions,
     parse_queue,
@@ -26,6 +28,7 @@ from headway.cluster.engines.slurm_words import (
 from headway.errors import EngineError, UsageError
 
 HERE = Path(__file__).parent
+JOB = Path("/home/me/runs/it's/jobs/slurm-1")
 REQUEST = Request(
     "demo-1",
     ("python", "-c", "print('it is')", "$HOME", "two words"),
@@ -53,8 +56,9 @@ REQUEST = Request(
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("slurm_job.golden", batch_script(REQUEST, Path("/home/me/runs/it's/jobs/slurm-1"), 1440)),
+        ("slurm_job.golden", batch_script(REQUEST, JOB, 1440)),
         ("slurm_task.golden", slurm_task(REQUEST)),
+        ("slurm_job_apart.golden", batch_script(replace(REQUEST, shared=False), JOB, 1440)),
     ],
 )
 def test_the_scripts_are_these(file: str, text: str) -> None:
@@ -322,3 +326,25 @@ def test_a_job_with_spares_goes_on_without_a_node() -> None:
     assert "no-kill" not in plain
     assert "#SBATCH --no-kill\n" in spare
     assert "--kill-on-bad-exit=0 --wait=0 --no-kill " in spare
+
+
+def test_machines_that_see_no_folder_are_told_of_none() -> None:
+    text = batch_script(replace(REQUEST, shared=False), JOB, 1440)
+    assert str(REQUEST.folder) not in text.replace("'\"'\"'", "'")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+def test_what_comments_say() -> None:
+    lines = [
+        "12|slurm-a starts=1 on=n0,n1 ended=75|",
+        "15|slurm-a starts=2 on=n2,n1 ended=0 lost=n1|",
+        "9|slurm-a starts=0|",
+        "16_1|slurm-b|",
+        "17_[2-5%2]|(null)|",
+        "18|a comment | of somebody's own|",
+        "19||",
+    ]
+    found = parse_comments("\n".join(lines))
+    assert found["slurm-a", ""] == Told("15", 2, "n2,n1", 0, "n1")
+    assert found["slurm-b", "1"] == Told("16_1")
+    assert ("slurm-b", "") not in found

@@ -33,12 +33,14 @@ __all__ = [
     "State",
     "Status",
     "end_of",
+    "read_end",
     "secret_values",
     "together",
     "verdict",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 REQUEUE = 75
@@ -84,9 +86,12 @@ class Request:
     """Started once on each machine, all or none; words, never a line for a shell. It finds the machines' names in
     HEADWAY_MACHINES, with commas between them, and its own place among them, from 0 on, in HEADWAY_MACHINE. One that
     knows how the work of all of them ended may write that exit status into the file that HEADWAY_END names, where an
-    engine of several machines sets it."""
+    engine of several machines sets it, and then machines that the next start should do without, a line each."""
     folder: Path
-    """Where it runs, and where its logs are put; every machine sees it at this path."""
+    """Where it runs, and where its logs are put."""
+    shared: bool = True
+    """Whether every machine sees that folder at this path. Where they do not, a command begins in one of its machine's
+    own, and what it prints stays there."""
     machines: int = 1
     spares: int = 0
     """So many of its machines may be lost, and the others go on as if nothing had happened. When one more is lost, all
@@ -178,6 +183,15 @@ def verdict(exit_status: int, cancelled: bool, told_after_s: float | None = None
     if cancelled:
         return "cancelled"
     return "waiting" if exit_status == REQUEUE else "failed"
+
+
+def read_end(path: Path) -> tuple[int, tuple[str, ...]] | None:
+    """What a command has written into the file of HEADWAY_END: how the whole ended, and the machines it suspects."""
+    try:
+        first, *others = path.read_text().splitlines()
+        return int(first), tuple(name for name in others if _MACHINE.fullmatch(name))
+    except (OSError, ValueError):
+        return None
 
 
 def end_of(said: Iterable[int]) -> int | None:

@@ -36,6 +36,8 @@ class RayJob:
     machines: list[str] = field(default_factory=list)
     exit_status: int | None = None
     cancelled: bool = False
+    suspects: tuple[str, ...] = ()
+    """Machines that its last start wanted the next one to do without."""
     order: float = field(default_factory=time.time)
     """When it came, in Unix seconds."""
     short: int = 0

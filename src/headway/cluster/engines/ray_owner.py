@@ -35,7 +35,6 @@ from headway.cluster.engines.ray_store import Store
 from headway.cluster.engines.ray_task import run_command
 from headway.cluster.engines.ray_turns import Turns
 from headway.cluster.engines.records import as_fields, as_request
-from headway.track.suspects import read_suspects
 
 __all__ = ["Owner"]
 
@@ -225,6 +224,7 @@ class Owner:
         limit = job.request.limit_s if job.limited else None
         following = after(ends, job.machines, cancelled=job.cancelled, limit_s=limit, told_after_s=job.told_after_s)
         job.exit_status, job.began = following.exit_status, None
+        job.suspects = tuple(dict.fromkeys(name for end in ends for name in end.suspects))
         job.tell()
         return following
 
@@ -317,10 +317,10 @@ class Owner:
     def _without(self, job: RayJob) -> tuple[str, ...]:
         """Machines that a job is not to have: those that it was submitted without, and those that its command suspects
         of something, as long as there are others."""
-        request, suspects = job.request, read_suspects(job.request.folder, time.time())
-        if not suspects:
+        request = job.request
+        if not job.suspects:
             return request.avoid
-        all_of_them = tuple(dict.fromkeys((*request.avoid, *suspects)))
+        all_of_them = tuple(dict.fromkeys((*request.avoid, *job.suspects)))
         there = list(machines_of(self._ray.nodes(), {}).values())
         return request.avoid if misfit(replace(request, avoid=all_of_them), there) else all_of_them
 
@@ -345,7 +345,7 @@ class Owner:
         except self._ray.exceptions.RayError as error:
             return End(rank, lost=type(error).__name__)
         more = {"lost": said.get("lost", ""), "error": said.get("error", ""), "said": said.get("said")}
-        return End(rank, exit_status=said.get("exit"), **more)
+        return End(rank, exit_status=said.get("exit"), suspects=tuple(said.get("suspects", ())), **more)
 
     def _started(self, job: RayJob) -> None:
         """All tasks have come: this is a start."""

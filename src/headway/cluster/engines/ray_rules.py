@@ -46,6 +46,8 @@ class End:
     """Why it could not be started at all."""
     said: int | None = None
     """How the whole ended, where its command knew."""
+    suspects: tuple[str, ...] = ()
+    """Machines that its command wants the next start to do without."""
 
 
 @dataclass(frozen=True)

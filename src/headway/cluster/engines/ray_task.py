@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from headway.cluster.engines import guard
+from headway.cluster.engines.engine import read_end
 
 __all__ = ["run_command"]
 
@@ -40,15 +41,9 @@ def run_command(owner: Any, job: str, number: int, rank: int) -> dict[str, Any]:
         said = process.stdout.read().decode().strip() if process.stdout else ""
         if said:
             return {"error": f"{said} on {os.uname().nodename}"}
-        return {"exit": process.wait(), "said": _said_of_the_whole(order)}
-
-
-def _said_of_the_whole(order: dict[str, Any]) -> int | None:
-    """How the work of all machines ended, where the command knew."""
-    try:
-        return int(Path(order["environment"]["HEADWAY_END"]).read_text())
-    except (OSError, ValueError):
-        return None
+        status = process.wait()
+        whole, suspects = read_end(Path(order["environment"]["HEADWAY_END"])) or (None, ())
+        return {"exit": status, "said": whole, "suspects": suspects}
 
 
 def _pass_on(owner: Any, job: str, number: int, process: "subprocess.Popen[bytes]") -> None:

@@ -18,15 +18,16 @@ def passed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
-def task_script(request: Request, first: Sequence[str] = ()) -> str:
-    """What runs on each machine of a job: an engine's own lines, the folder, the variables, the set-up lines, and then
-    the command in the script's place, so that what is meant for the one is heard by the other."""
+def task_script(request: Request, first: Sequence[str] = (), folder: str | None = None) -> str:
+    """What runs on each machine of a job: an engine's own lines, the folder (the request's, or one that the shell knows
+    by this word), the variables, the set-up lines, and then the command in the script's place, so that what is meant
+    for the one is heard by the other."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(request.environment.items())]
     lines = [
         "#!/bin/bash",
         f"# {request.name}: on each of its machines",
         *first,
-        f"cd -- {shlex.quote(str(request.folder))} || exit 1",
+        f"cd -- {folder or shlex.quote(str(request.folder))} || exit 1",
         *exports,
         *(["set -e", *request.setup, "set +e"] if request.setup else []),
         f"exec -- {shlex.join(request.command)}",

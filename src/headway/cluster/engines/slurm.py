@@ -9,18 +9,22 @@ A job is a folder `jobs/slurm-<key>` in the folder of its request:
     0001-0.log             what the first machine printed in the first start
 
 `<place>/<id>.json` leads from Slurm's first number to that folder. An array has a folder a copy in it.
+
+Where machines do not see that folder, the script has all that it needs, tells how it stands in the job's comment, and
+keeps its logs on its machine; whoever looks writes the same files here, for the time when Slurm has forgotten it.
 """
 
 import contextlib
 import json
 import math
+import os
 import re
 import secrets
 import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +36,7 @@ from headway.cluster.engines.engine import (
     Request,
     Status,
     end_of,
+    read_end,
     secret_values,
     together,
 )
@@ -40,14 +45,17 @@ from headway.cluster.engines.slurm_commands import PATIENCE_S, Refused, run
 from headway.cluster.engines.slurm_script import batch_script, check_site, slurm_task
 from headway.cluster.engines.slurm_words import (
     ACCOUNTS,
+    COMMENTS,
     NODES,
     PARTITIONS,
     QUEUE,
     Own,
     Row,
+    Told,
     check_room,
     meant,
     parse_accounts,
+    parse_comments,
     parse_nodes,
     parse_partitions,
     parse_queue,
@@ -77,6 +85,34 @@ class _Copy:
     id: str
     folder: Path
     grace_s: float
+    key: str = ""
+    """What its comment begins with, where its machines do not see the folder."""
+
+    @property
+    def index(self) -> str:
+        """Which copy of an array it is."""
+        return self.id.partition("_")[2]
+
+    def note(self, told: Told) -> None:
+        """Write down what its script would have, if it could."""
+        lines = {"ids": [told.number], "starts": [*["0"] * (told.starts - 1), f"0 {told.machines}"][: told.starts]}
+        if told.ended is not None:
+            lines["ended"] = [f"{told.starts} {told.ended}"]
+        if told.lost:
+            lines["lost"] = [f"{told.starts} {told.lost}"]
+        self.folder.mkdir(exist_ok=True)
+        for name, wanted in lines.items():
+            if _lines(self.folder / name) != wanted:
+                beside = self.folder / f".{name}.{os.getpid()}"
+                beside.write_text("".join(f"{line}\n" for line in wanted))
+                beside.replace(self.folder / name)
+
+    def with_place(self, status: Status) -> Status:
+        """Where to read why it failed, if that is not here."""
+        if not self.key or status.state != "failed" or not status.machines:
+            return status
+        place = f"{status.machines[0]}:/tmp/headway-{os.getuid()}/{self.key}"
+        return replace(status, reason=f"{status.reason}; {place} has its words")
 
     @property
     def number(self) -> str:
@@ -102,7 +138,7 @@ class _Copy:
         """What the commands of a start have said of the whole, if that is so long ago that its script, which should
         have gone on from there, is no more."""
         files = [path for path in self.folder.glob(f"{start:04d}-*.end") if path.stat().st_mtime < time.time() - LATE_S]
-        return end_of(int(text) for path in files if (text := path.read_text().strip()).isdecimal())
+        return end_of(end[0] for path in files if (end := read_end(path)) is not None)
 
     @property
     def cancelled(self) -> float | None:
@@ -131,7 +167,9 @@ class Slurm(Engine):
     def describe(self, request: Request) -> str:
         """The scripts that would be sent."""
         job = request.folder / "jobs" / "slurm-new"
-        shown = {"job.sh": batch_script(request, job, self._minutes(request)), "task.sh": slurm_task(request)}
+        shown = {"job.sh": batch_script(request, job, self._minutes(request))}
+        if request.shared:
+            shown["task.sh"] = slurm_task(request)
         return "\n".join(f"# -- {job / name}\n{text}" for name, text in shown.items())
 
     def launch(self, request: Request) -> str:
@@ -142,12 +180,18 @@ class Slurm(Engine):
         try:
             job.mkdir(parents=True)
             (job / "job.sh").write_text(script)
-            (job / "task.sh").write_text(slurm_task(request))
+            if request.shared:
+                (job / "task.sh").write_text(slurm_task(request))
             number = _number(self._run("sbatch", "--parsable", str(job / "job.sh"), secrets=values))
             self._note(number, job, request)
         except BaseException as error:
-            # Whatever Slurm has of it finds its folder gone, and ends without a word: nothing is half submitted.
+            # Whatever Slurm has of it finds its folder gone, and ends without a word: nothing is half submitted. Where
+            # machines see no folder, Slurm is asked for it.
             shutil.rmtree(job, ignore_errors=True)
+            if not request.shared:
+                with contextlib.suppress(EngineError):
+                    named = [told.number for (key, _), told in self._told().items() if key == job.name]
+                    self._try("scancel", "--quiet", *named) if named else None
             if isinstance(error, OSError):
                 raise EngineError(f"{job} cannot be written: {error.strerror}") from None
             raise
@@ -161,6 +205,11 @@ class Slurm(Engine):
         """
         copies = {job: self._copies(job) for job in jobs}
         flat = {copy.id: copy for of_job in copies.values() for copy in of_job}
+        if any(copy.key for copy in flat.values()):
+            told_by = self._told()
+            for copy in flat.values():
+                if (copy.key, copy.index) in told_by:
+                    copy.note(told_by[copy.key, copy.index])
         numbers = {name: copy.number for name, copy in flat.items()}
         rows = self._rows(set(numbers.values()))
         told = {}
@@ -168,7 +217,7 @@ class Slurm(Engine):
             row, own = rows.get(numbers[name]), copy.own()
             if copy.number != numbers[name]:  # submitted again while we asked
                 row = Row("PENDING", "Dependency")
-            told[name] = standing(row, own)
+            told[name] = copy.with_place(standing(row, own))
             if row is not None:
                 self._help_on(copy, row, own)
         lost = Status("unknown", "no such job is known here")
@@ -212,8 +261,10 @@ class Slurm(Engine):
         others = [copy.number for copy in live if copy.number not in waiting]
         if whole := [number for number in others if "_" not in number]:
             self._try("scancel", "--quiet", "--state=PENDING", *whole)
-        if others:
-            self._try("scancel", "--quiet", "--batch", "--signal=USR1", *others)
+        apart = [copy.number for copy in live if copy.key and copy.number in others]
+        for word, named in (("USR2", apart), ("USR1", [number for number in others if number not in apart])):
+            if named:  # where they do not see the mark, another signal says the same
+                self._try("scancel", "--quiet", "--batch", f"--signal={word}", *named)
         if late:
             self._try("scancel", "--quiet", *(copy.number for copy in late))
 
@@ -234,6 +285,11 @@ class Slurm(Engine):
             if missing:
                 found |= self._accounted(missing)
         return found
+
+    def _told(self) -> dict[tuple[str, str], Told]:
+        """What comments of the user's own jobs say."""
+        queue = ["squeue", "--me", "--noheader", "--array", "--states=all", f"--Format={COMMENTS}"]
+        return parse_comments(self._run(*queue))
 
     def _accounted(self, numbers: list[str]) -> dict[str, Row]:
         """What Slurm's accounting says, where there is one."""
@@ -284,6 +340,7 @@ class Slurm(Engine):
         try:
             self.place.mkdir(parents=True, exist_ok=True)
             record = {"format": 1, "name": request.name, "folder": str(job), "array": request.array}
+            record["shared"] = request.shared
             beside = self.place / f".{number}.partial"
             beside.write_text(json.dumps({**record, "grace_s": request.grace_s}) + "\n")
             beside.replace(self.place / f"{number}.json")
@@ -299,14 +356,15 @@ class Slurm(Engine):
         try:
             record = json.loads((self.place / f"{base}.json").read_text())
             folder, array, grace_s = Path(record["folder"]), record["array"], float(record["grace_s"])
+            key = "" if record.get("shared", True) else folder.name
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{self.place / f'{base}.json'} is no record of a job: {error}") from None
         if array is None:
-            return [] if index else [_Copy(job, folder, grace_s)]
+            return [] if index else [_Copy(job, folder, grace_s, key)]
         wanted = [int(index)] if index else range(array)
-        return [_Copy(f"{base}_{one}", folder / str(one), grace_s) for one in wanted if one < array]
+        return [_Copy(f"{base}_{one}", folder / str(one), grace_s, key) for one in wanted if one < array]
 
 
 def _number(text: str) -> str:

@@ -35,11 +35,10 @@ MIB = 2**20
 
 _SCRIPT = """\
 # {name}: made by Headway. One command a machine; SIGUSR1 has it save, and {requeue} has it started again.
-job={job}
-[ -d "$job" ] || exit 0  # it was taken back before it could start
+{place}
 here="$job${{SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}}"
-cancelled() {{ [ -e "$job/cancelled" ] || [ -e "$here/cancelled" ]; }}
-heard=1 steps= timer= forced= told=
+heard=1 steps= timer= forced= told= ended= lost= unwanted=
+{channel}
 pass_on() {{
   heard=1 told=${{told:-$SECONDS}}
   [ -z "$steps" ] || kill -USR1 "$steps"
@@ -54,8 +53,8 @@ mkdir -p -- "$here" || exit 1
 exec >>"$here/script.log" 2>&1
 
 HEADWAY_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
-echo "$(date +%s) $HEADWAY_MACHINES" >>"$here/starts"
-start=$(($(wc -l <"$here/starts")))
+{count}
+note
 HEADWAY_LOG=$(printf '%s/%04d' "$here" "$start")
 export HEADWAY_MACHINES HEADWAY_LOG{array}
 
@@ -63,7 +62,7 @@ before=$(($(wc -l <"$here/script.log") + 1))
 status={requeue}  # of one that was told before it began
 if [ -z "$told" ]; then
   srun --export=ALL --nodes={machines} --ntasks={machines} --ntasks-per-node=1 --cpus-per-task={cpus} \\
-    --kill-on-bad-exit=0 --wait=0{keep} --output=none --error=none{container} bash "$job/task.sh" &
+    --kill-on-bad-exit=0 --wait=0{keep} --output=none --error=none{container} bash {task} &
   steps=$!
   while [ "$heard" = 1 ]; do heard=0; wait "$steps"; status=$?; done
 fi
@@ -73,22 +72,20 @@ fi
 [ "${{told:-{early}}}" -ge {early} ] || [ "$status" != 138 ] || status={requeue}
 # Commands that know how the whole ended have said so, whatever has become of the others.
 for end in {requeue} 0; do
-  ! grep -qx "$end" "$HEADWAY_LOG"-*.end 2>/dev/null || status=$end
+  ! awk 'FNR == 1' "$HEADWAY_LOG"-*.end 2>/dev/null | grep -qx "$end" || status=$end
 done
 lost=$(tail -n "+$before" "$here/script.log" | sed -n 's/^srun: error: Node failure on //p' | sort -u | paste -sd, -)
-[ -z "$lost" ] || echo "$start $lost" >>"$here/lost"
-echo "$start $status" >>"$here/ended"
+ended=$status
+note
 
 if [ "$status" = {requeue} ] && ! cancelled; then
   # Machines that the command wants to do without: a job that was put back could have them again.
-  suspects=$(awk -F '\\t' -v now="$(date +%s)" '$2 > now - 86400 {{ print $1 }}' {suspects} 2>/dev/null |
-    sort -u | paste -sd, -)
+  suspects=$(awk 'FNR > 1' "$HEADWAY_LOG"-*.end 2>/dev/null | sort -u | paste -sd, -)
   {again}
   unset "${{!SBATCH_@}}"
   follow() {{ sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" \\
     ${{SLURM_ARRAY_TASK_ID:+--array="$SLURM_ARRAY_TASK_ID"}} "$@" "$job/job.sh"; }}
-  next=$(follow ${{suspects:+--exclude="$suspects{avoid}"}} || follow) &&
-    echo "${{next%%;*}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" >>"$here/ids"
+  next=$(follow ${{suspects:+--exclude="$suspects{avoid}"}} || follow) && followed
 fi
 ! cancelled || [ "$status" != {requeue} ] || status=143  # where RequeueExit has it, Slurm would start it again
 exit "$status"
@@ -107,42 +104,93 @@ said=
   fi"""
 
 
+_SHARED = {
+    "place": """\
+job={job}
+[ -d "$job" ] || exit 0  # it was taken back before it could start""",
+    "channel": """\
+cancelled() {{ [ -e "$job/cancelled" ] || [ -e "$here/cancelled" ]; }}
+note() {{
+  if [ -z "$ended" ]; then echo "$(date +%s) $HEADWAY_MACHINES" >>"$here/starts"; return; fi
+  [ -z "$lost" ] || echo "$start $lost" >>"$here/lost"
+  echo "$start $ended" >>"$here/ended"
+}}
+followed() {{ echo "${{next%%;*}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" >>"$here/ids"; }}""",
+    "count": """start=$(($(cat "$here/starts" 2>/dev/null | wc -l) + 1))""",
+    "task": '"$job/task.sh"',
+}
+"""A folder that all machines see tells how a job stands, and takes wishes."""
+
+_OWN = """\
+base=/tmp/headway-$(id -u)
+(umask 077; mkdir -p -- "$base") && [ -O "$base" ] && [ ! -L "$base" ] || exit 1"""
+"""The folder of a machine's own, where nobody else may read or write."""
+
+_APART = {
+    "place": _OWN + "\njob=$base/{key}",
+    "channel": """\
+trap 'unwanted=1; pass_on' USR2
+cancelled() {{ [ -n "$unwanted" ]; }}
+note() {{
+  scontrol update JobId="$SLURM_JOB_ID" \\
+    Comment="{key} starts=$start on=$HEADWAY_MACHINES${{ended:+ ended=$ended}}${{lost:+ lost=$lost}}"
+}}
+followed() {{ :; }}  # whoever looks finds it by its comment
+IFS= read -r -d '' task <<'{key}'
+{text}{key}""",
+    "count": """\
+start=$((${{HEADWAY_STARTS:-0}} + ${{SLURM_RESTART_COUNT:-0}} + 1))
+[ -e "$job/job.sh" ] || cp -- "$0" "$job/job.sh"
+export HEADWAY_STARTS="$start\"""",
+    "task": '-c "$task"',
+}
+"""Without one, the job's comment in Slurm tells how it stands; it hears of wishes by signals, and has all it needs."""
+
+
 def batch_script(request: Request, job: Path, minutes: int | None) -> str:
-    """What sbatch is given. `job` is the folder of all that the script reads and leaves; `minutes` None is no limit."""
+    """What sbatch is given. `job` is the folder of all that the script reads and leaves; machines that do not see it
+    know its name alone. `minutes` None is no limit."""
     check_site(request.site)
     requeue = request.site.get("restart", "requeue") == "requeue"
+    known = {"job": shlex.quote(str(job)), "key": job.name, "text": slurm_task(request)}
+    own = {name: text.format(**known) for name, text in (_SHARED if request.shared else _APART).items()}
     text = _SCRIPT.format(
+        **own,
         name=request.name,
-        job=shlex.quote(str(job)),
         requeue=REQUEUE,
         array="" if request.array is None else ' HEADWAY_ARRAY_INDEX="$SLURM_ARRAY_TASK_ID"',
         early=EARLY_S,
         grace=f"{request.grace_s:g}",
         machines=request.machines,
         cpus=request.cpus,
-        container=_container(request.site),
+        container=_container(request),
         keep=" --no-kill" if request.spares else "",
-        suspects=shlex.quote(str(request.folder / "suspects")),
         avoid="".join(f",{_plain('avoid', name)}" for name in request.avoid),
         again=_REQUEUE if requeue else ": # by a job that follows this one",
     )
-    options = "".join(f"#SBATCH --{option}\n" for option in _options(request, minutes))
+    more = [] if request.shared else [f"comment={job.name}", "chdir=/tmp"]
+    options = "".join(f"#SBATCH --{option}\n" for option in [*_options(request, minutes), *more])
     return f"#!/bin/bash\n{options}{text}"
 
 
-def _container(site: Mapping[str, str]) -> str:
+def _container(request: Request) -> str:
     """What srun is told of a container, where pyxis is a part of Slurm."""
-    words = [f"--{key.replace('_', '-')}={site[key]}" for key in _PYXIS if site.get(key)]
+    image, mounts = (request.site.get(key) for key in _PYXIS)
+    if image and not request.shared:
+        mounts = ",".join(filter(None, (mounts, "/tmp:/tmp")))  # where the machine's own folder lies
+    told = zip(_PYXIS, (image, mounts), strict=True)
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in told if value]
     return "".join(f" \\\n    {shlex.quote(word)}" for word in words)
 
 
 def slurm_task(request: Request) -> str:
     """What srun starts on each machine."""
     first = [
+        *([] if request.shared else [_OWN, 'mkdir -p -- "${HEADWAY_LOG%/*}" || exit 1']),
         'exec >>"$HEADWAY_LOG-$SLURM_NODEID.log" 2>&1 </dev/null',
         'export HEADWAY_MACHINE="$SLURM_NODEID" HEADWAY_END="$HEADWAY_LOG-$SLURM_NODEID.end"',
     ]
-    return task_script(request, first)
+    return task_script(request, first, folder=None if request.shared else '"${HEADWAY_LOG%/*}"')
 
 
 def _options(request: Request, minutes: int | None) -> list[str]:

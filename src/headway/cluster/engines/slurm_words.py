@@ -10,15 +10,18 @@ from headway.errors import EngineError, UsageError
 
 __all__ = [
     "ACCOUNTS",
+    "COMMENTS",
     "NODES",
     "PARTITIONS",
     "QUEUE",
     "Own",
     "Partition",
     "Row",
+    "Told",
     "check_room",
     "meant",
     "parse_accounts",
+    "parse_comments",
     "parse_nodes",
     "parse_partitions",
     "parse_queue",
@@ -27,6 +30,8 @@ __all__ = [
 
 QUEUE = "%i|%T|%r|%S"
 """squeue: the job, its state, why it waits, and when it starts, or may."""
+COMMENTS = "JobArrayID:|,Comment:|"
+"""squeue: the job, and what its script says of it."""
 HOLD_S = 120.0
 """How long Slurm holds a job back that it has put into the queue again."""
 ACCOUNTS = "JobID,State,ExitCode,NodeList"
@@ -121,6 +126,43 @@ def parse_queue(text: str) -> dict[str, Row]:
     for line in text.splitlines():
         fields = _fields("squeue", line, 4)
         found[fields[0]] = Row(fields[1], fields[2], begin=_time(fields[3]))
+    return found
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the script of a job says in its comment, where it shares no folder with who submitted it."""
+
+    number: str
+    """Slurm's own for the job, the newest where it was submitted again."""
+    starts: int = 0
+    machines: str = ""
+    """With commas."""
+    ended: int | None = None
+    lost: str = ""
+
+
+def parse_comments(text: str) -> dict[tuple[str, str], Told]:
+    """squeue's lines, by a comment's first word and the number of an array's copy; the newest job of each."""
+    found = dict[tuple[str, str], Told]()
+    for line in text.splitlines():
+        number, _, comment = line.strip().removesuffix("|").partition("|")
+        words = comment.split()
+        base, _, index = number.partition("_")
+        if not words or not base.isdecimal():
+            continue
+        told = dict(word.partition("=")[::2] for word in words[1:])
+        starts, ended = told.get("starts", ""), told.get("ended", "")
+        one = Told(
+            number,
+            int(starts) if starts.isdecimal() else 0,
+            told.get("on", ""),
+            int(ended) if ended.isdecimal() else None,
+            told.get("lost", ""),
+        )
+        known = found.get((words[0], index))
+        if known is None or int(known.number.partition("_")[0]) <= int(base):
+            found[words[0], index] = one
     return found
 
 
