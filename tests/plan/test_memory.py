@@ -133,7 +133,10 @@ def test_gradients_that_are_used_in_the_backward_pass_are_those_of_one_block() -
     assert memory(LLAMA, usual, H100).gradients == 4 * PARAMETERS
     made = memory(LLAMA, early, H100)
     assert made.gradients in (0.0, 4 * (PARAMETERS - 31 * block))
-    assert made.allocated < memory(LLAMA, usual, H100).allocated - 4 * 25 * block
+    # The most is needed elsewhere then, where all weights lie there in two bytes too and the logits in four.
+    whole = 4 * PARAMETERS + 8 * PARAMETERS + 2 * PARAMETERS + 4 * 2048 * 128256
+    assert made.allocated == pytest.approx(whole, rel=0.1)
+    assert made.allocated < memory(LLAMA, usual, H100).allocated
 
 
 def test_what_a_tensor_axis_gathered_is_kept_whole() -> None:
