@@ -192,8 +192,8 @@ def document(sweep: "Sweep", rows: "Sequence[Result]", old: str = "") -> dict[st
 
     winner = best(rows)
     fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on, "by": ranked_by(rows)}
-    more = {"old": old} if old else {}
-    return fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]} | more
+    found: dict[str, object] = fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
+    return found | {"old": old} if old else found
 
 
 def sweep_lines(root: Path, found: "Sequence[Sweep]") -> list[str]:
