@@ -103,3 +103,27 @@ def test_a_sweep_of_machines_that_do_not_see_its_folder(site: Site, lab: Lab) ->
     site.store.rename(site.folder / "gone")
     status, out, err = site.type("sweep", "s", "--json")
     assert (status, json.loads(out)["points"], err) == (0, told["points"], "")
+
+
+@pytest.mark.slow
+def test_copies_are_started_again_and_cancelled(site: Site) -> None:
+    kept = ("--set", "checkpoint.every_steps=50", "--set", "checkpoint.store.every_steps=50")
+    long = ("--set", "train.steps=100000", "--set", "eval.every_steps=0", *kept)
+    status, out, err = site.type("sweep", "r.toml", *GRID, *long, "--detach")
+    assert (status, out.splitlines()[0].startswith("s: 2 runs, job ")) == (0, True), err
+
+    def steps() -> dict[str, int]:
+        return {point["run"]: point["step"] for point in json.loads(site.type("sweep", "s", "--json")[1])["points"]}
+
+    wait(lambda: min(steps().values()) >= 50)
+    before = steps()["s-lr_2e-2"]
+    assert site.type("requeue", "s-lr_2e-2")[0] == 0  # it saves, and goes on from there
+    wait(lambda: site.jobs()["s-lr_2e-2"]["starts"] == 2)
+    wait(lambda: steps()["s-lr_2e-2"] > before + 50)
+    lived = Lived(RunFolder(site.runs / "s-lr_2e-2"), None)
+    first, second = (event["step"] for event in lived.events("resumed"))
+    assert (first, second >= before) == (0, True)
+    assert site.type("cancel", "s")[1].startswith("s: job ")
+    wait(lambda: {job["state"] for job in site.jobs().values()} == {"cancelled"})
+    status, out, err = site.type("sweep", "s")
+    assert (status, [line.split()[-1] for line in out.splitlines()[1:3]], err) == (0, ["cancelled"] * 2, "")

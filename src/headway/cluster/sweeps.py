@@ -350,15 +350,17 @@ def _script(own: Request, folder: Path, scripts: Path) -> str:
 
 
 def _check_free(wanted: Wanted, root: Path) -> None:
-    """No run of these names may be there."""
-    for name in (wanted.name, *(point.run for point in wanted.points)):
-        if (root / name).exists():
-            raise RunError(f"there is a run {name} already", hint="choose another --name for the sweep")
+    """Nothing of these names may be there."""
+    if is_sweep(root, wanted.name):
+        raise RunError(f"there is a sweep {wanted.name} already", hint=f"headway sweep {wanted.name} shows it")
     if folder_of_sweep(root, wanted.name).exists():
         raise RunError(
             f"a sweep {wanted.name} was left half made, and its object store does not answer",
             hint="the same again when it does, or another --name",
         )
+    for name in (wanted.name, *(point.run for point in wanted.points)):
+        if (root / name).exists():
+            raise RunError(f"there is a run {name} already", hint="choose another --name for the sweep")
 
 
 @contextmanager
