@@ -241,7 +241,7 @@ def _made(wanted: Wanted, root: Path, keep: bool = True) -> Iterator[_Made]:
     with ExitStack() as made:
         made.push(lambda kind, error, _: None if keep and not kind else _remove(folder, error))
         folder.mkdir(parents=True)
-        making = {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]}
+        making: dict[str, object] = {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]}
         write_json(folder / MAKING, making)
         requests, stored = list[Request](), dict[str, str]()
         for point, recipe in zip(wanted.points, wanted.recipes, strict=True):
@@ -261,12 +261,13 @@ def _made(wanted: Wanted, root: Path, keep: bool = True) -> Iterator[_Made]:
 
 
 def _remove(folder: Path, error: BaseException | None) -> None:
-    """Take a sweep's folder away; where something of it is left in a store, the next sweep has to know, by no name that
-    a sweep could have."""
-    if isinstance(error, _Left):
-        folder.rename(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}"))
-    else:
+    """Take a sweep's folder away. Where something of it is left in a store, that much stays known to the next sweep, by
+    a name that no sweep has."""
+    if not isinstance(error, _Left):
         shutil.rmtree(folder, ignore_errors=True)
+        return
+    write_json(folder / MAKING, from_json((folder / MAKING).read_bytes()) | {"runs": []})
+    folder.rename(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}"))
 
 
 def _from_scripts(folder: Path, scripts: Path, requests: Sequence[Request]) -> tuple[str, ...]:
