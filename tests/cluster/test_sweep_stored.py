@@ -25,7 +25,14 @@ from headway.cluster.stored import each, put_run, run_of_copy, take_run
 from headway.cluster.sweeps import Wanted, describe_sweep, find_sweep, is_sweep, start_sweep, wanted_sweep
 from headway.errors import EngineError, RunError, StateError, UsageError
 from headway.recipe import Recipe, to_toml
+from headway.state.store import open_store
 from headway.track import RunFolder, list_runs, run_id
+
+sys.path.append(str(Path(__file__).parents[1] / "state"))
+
+from s3 import FORBIDDEN
+
+pytest_plugins = ["s3"]
 
 GRID = ("train.lr=1e-2,2e-2",)
 
@@ -155,6 +162,39 @@ def test_runs_that_are_started_in_different_ways_are_refused(desk: Desk, dataset
 
 
 # -- half way
+
+
+def test_on_s3_it_is_the_same(desk: Desk, bucket: str, proxy, monkeypatch) -> None:
+    desk.write({"checkpoint.store": {"url": bucket, "every_steps": 2}})
+    store = open_store(bucket)
+    # the second run cannot be put; all is taken back
+    proxy.harm = lambda asked: FORBIDDEN if asked.method == "PUT" and "2e-2/folder/recipe" in asked.path else None
+    with pytest.raises(StateError, match=r"s-lr_2e-2/folder/recipe.json could not be written"):
+        start_sweep(desk.wanted(), desk.runs)
+    assert (desk.here(), store.list()) == ([], [])
+    # nothing can be taken back; the next one does it
+    proxy.harm = lambda asked: FORBIDDEN if asked.method in ("POST", "DELETE") else None
+    desk.engine.trouble = "no room"
+    with pytest.raises(StateError, match=r"no room; .* could not be removed"):
+        start_sweep(desk.wanted(), desk.runs)
+    assert list_runs(desk.runs) == []
+    assert len(store.list()) > 2
+    proxy.harm = lambda _: None
+    desk.engine.trouble = ""
+    start_sweep(desk.wanted(), desk.runs)
+    command = desk.engine.launched[0].command
+    monkeypatch.setenv("HEADWAY_ARRAY_INDEX", "1")
+    assert run_of_copy(command[command.index("--run") + 1]) == f"{bucket}/s-lr_2e-2"
+    assert bring(f"{bucket}/s-lr_2e-2", desk.folder / "machine").recipe_file.exists()
+    assert desk.here() == [".sweeps/s", "s-lr_1e-2", "s-lr_2e-2"]
+
+
+def test_a_bucket_that_is_not_there_is_told_of_before_anything_is_put(desk: Desk, bucket: str) -> None:
+    assert bucket.startswith("s3://bucket-")
+    desk.write({"checkpoint.store": {"url": "s3://no-such-bucket/prefix", "every_steps": 2}})
+    with pytest.raises(StateError, match=r"s3://no-such-bucket/prefix/s-lr_.* could not be read"):
+        start_sweep(desk.wanted(), desk.runs)
+    assert desk.here() == []
 
 
 def of_another(desk: Desk) -> None:
