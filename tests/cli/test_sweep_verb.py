@@ -201,10 +201,11 @@ def test_a_dry_run_shows_one_array_and_leaves_nothing(desk: Desk) -> None:
     assert desk.names() == []
 
 
-def test_machines_that_see_no_common_folder_have_no_sweeps(desk: Desk) -> None:
+def test_machines_that_see_no_common_folder_need_a_store(desk: Desk) -> None:
     (desk.folder / "config" / "headway").mkdir(parents=True)
     (desk.folder / "config" / "headway" / "engines.toml").write_text("[local]\nshared = false\n")
     status, out, err = desk.type("sweep", "r.toml", *GRID, "--detach")
-    assert (status, out) == (2, "")
-    assert "see no common folder (engines.toml), and a sweep needs one" in " ".join(err.split())
+    assert (status, out) == (1, "")
+    assert "s-lr_1e-2 has no object store, and its machines see no common folder" in " ".join(err.split())
+    assert "[checkpoint.store]" in err
     assert desk.names() == []

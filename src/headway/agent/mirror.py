@@ -6,7 +6,8 @@
 
 Objects do not grow, and a record put again and again as a whole would cost more with every hour: so only what is new
 is put, when there is much or a while has passed, before a checkpoint, as an attempt begins and at the end. Pieces
-carry their offsets, so that they make the same files in whatever order they are read. `bring` makes the folder.
+carry their offsets, so that they make the same files in whatever order they are read. `bring` makes the folder, and
+remembers there what it had: who asks again and again asks for what is new.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ LOG_BYTES = 1 << 20
 LAST_S = 60.0
 """How long the end of a run waits for the store."""
 _MARKS = "mirrored.json"
+_BROUGHT = "brought.json"
 _RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
 
 
@@ -131,11 +133,11 @@ def put_folder(
             known[name] = stamp
 
 
-def bring(url: str, root: Path) -> RunFolder:
+def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     """The folder of a run from what its store has; one that is here already gets what is new."""
-    url, store = url.rstrip("/"), open_store(url)
+    url, store = url.rstrip("/"), open_store(url, patience_s=patience_s)
     run = RunFolder(root / url.rpartition("/")[2])
-    parts = {item.key.removeprefix(f"{FOLDER}/"): item.bytes for item in store.list(FOLDER)}
+    parts = {item.key.removeprefix(f"{FOLDER}/"): item for item in store.list(FOLDER)}
     if "recipe.json" not in parts or "id" not in parts:
         raise RunError(
             f"{url} has no run that could go on here", hint="the url of checkpoint.store, and the name of the run"
@@ -146,18 +148,45 @@ def bring(url: str, root: Path) -> RunFolder:
     try:
         for folder in (run.events, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        for name, size in sorted(parts.items()):
-            _fetch(store, f"{FOLDER}/{name}", place_of_part(run, name), size)
         ends = _read_marks(run)
-        for item in store.list(RECORDS):
-            if _RECORDS_KEY.fullmatch(item.key):
-                _lay_out(run, store.get(item.key), store.name(item.key), ends)
+        had = _read_brought(run, identity, ends)
+        for name, item in sorted(parts.items()):
+            path = place_of_part(run, name)
+            if had.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
+                _fetch(store, item.key, path, item.bytes)
+                had[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
+        records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
+        first = min((key for key in records if key not in had), default="~")
+        for key in records:
+            if key >= first:  # no object of records is ever changed; one that came late goes below those after it
+                _lay_out(run, store.get(key), store.name(key), ends)
+                had[key] = []
         write_json(run.path / _MARKS, ends)
+        write_json(run.path / _BROUGHT, {"id": identity, "objects": had})
     except OSError as error:
         raise RunError(
             f"cannot make the run's folder {run.path}: {error.strerror}", hint="another one with --runs"
         ) from None
     return run
+
+
+def _read_brought(run: RunFolder, identity: str, ends: dict[str, int]) -> dict[str, list[object]]:
+    """What of the store was laid out here, by key; nothing where files of it are gone since, and all is read again."""
+    try:
+        told = json.loads((run.path / _BROUGHT).read_bytes())
+        whole = all((run.path / name).stat().st_size >= end for name, end in ends.items())
+        return {str(key): list(of) for key, of in told["objects"].items()} if whole and told["id"] == identity else {}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file here does."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -> None:

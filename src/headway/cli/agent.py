@@ -93,6 +93,7 @@ def agent(
     from headway.agent.states import need_store
     from headway.cli.from_store import folder_of, own_root
     from headway.cli.launch import launch, start_keeper
+    from headway.cluster.stored import run_of_copy
     from headway.errors import UsageError
     from headway.hardware import Devices, devices
     from headway.hardware.network import main_address
@@ -102,6 +103,8 @@ def agent(
     if (run is None) == (join is None):
         what = "an agent needs" if run is None else "an agent has one of"
         raise UsageError(f"{what} --run RUN or --join HOST:PORT", hint="--join where the run's folder is not seen")
+    if run is not None and is_in_store(run):
+        run = run_of_copy(run)  # of an array each copy has a run of its own
     slots = -(-(workers or nodes) // nodes)
     if join is not None or (run is not None and is_in_store(run) and rank):
         sys.exit(_join(join or run or "", rank, slots, runs))

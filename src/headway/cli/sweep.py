@@ -1,6 +1,7 @@
 """`headway sweep`: one recipe with many settings, a run each, and a table of what came of them."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,8 @@ import typer
 from headway.cli.options import EngineName, Json, Runs, Settings
 
 if TYPE_CHECKING:
+    from headway.cluster.brought import Records
+    from headway.cluster.results import Result
     from headway.cluster.sweeps import Sweep, Wanted
 
 __all__ = ["sweep"]
@@ -31,6 +34,12 @@ def sweep(
     at_once: Annotated[
         int | None, typer.Option("--at-once", min=1, metavar="N", help="So many runs at a time, and no more.")
     ] = None,
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--no-shared-folder", help="Machines do not see the runs' folder: runs go by their object stores."
+        ),
+    ] = False,
     runs: Runs = None,
     settings: Settings = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return at once; the runs go on.")] = False,
@@ -47,13 +56,15 @@ def sweep(
     if not grid:
         _look(root, recipe, json)
         return
-    wanted = _wanted(recipe, grid, settings or [], on, engine, name, at_once)
+    wanted = _wanted(recipe, grid, settings or [], on, engine, name, at_once, shared=not apart)
     if dry_run:
         _describe(wanted, root, json)
         return
+    from headway.cli.sweep_view import Counting
     from headway.cluster.sweeps import start_sweep
 
-    begun, new = start_sweep(wanted, root)
+    with Counting(f"{wanted.name}: runs are put into their stores") as counting:
+        begun, new = start_sweep(wanted, root, counting.show)
     if detach:
         _told(begun, json)
         return
@@ -68,6 +79,7 @@ def _wanted(
     engine: str,
     name: str | None,
     at_once: int | None,
+    shared: bool,
 ) -> "Wanted":
     from headway.cluster.grid import parse_grid
     from headway.cluster.sweeps import wanted_sweep
@@ -77,13 +89,15 @@ def _wanted(
     if recipe is None:
         raise UsageError("no recipe is named", hint="headway sweep RECIPE --grid KEY=A,B")
     axes, cluster = parse_grid(grid, settings), parse_on(on) if on else None
-    return wanted_sweep(Path(recipe), settings, axes, engine=engine, on=cluster, name=name, at_once=at_once)
+    file = Path(recipe)
+    return wanted_sweep(file, settings, axes, engine=engine, on=cluster, name=name, at_once=at_once, shared=shared)
 
 
 def _look(root: Path, ref: str | None, json: bool) -> None:
     """A sweep as it stands now, or the list of all."""
-    from headway.cli.sweep_view import document, sweep_lines, table
+    from headway.cli.sweep_view import Counting, document, sweep_lines, table
     from headway.cli.text import print_json
+    from headway.cluster.brought import Records
     from headway.cluster.results import results
     from headway.cluster.sweeps import find_sweep, list_sweeps
     from headway.errors import UsageError
@@ -97,8 +111,11 @@ def _look(root: Path, ref: str | None, json: bool) -> None:
     if Path(ref).suffix == ".toml":
         raise UsageError("nothing to sweep over", hint=f"headway sweep {ref} --grid train.lr=1e-4,3e-4")
     sweep = find_sweep(root, ref)
-    outcome = results(root, sweep)
-    print_json(document(sweep, outcome)) if json else print("\n".join(table(sweep, outcome)))
+    with Counting(f"{sweep.name}: records are brought from their stores") as counting:
+        records = Records(root, sweep, counting.show)
+        outcome = results(root, sweep, records)
+    _say_what_is_old(records)
+    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
 
 
 def _describe(wanted: "Wanted", root: Path, json: bool) -> None:
@@ -132,18 +149,31 @@ def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
     """Until all runs are over; the exit status."""
     from headway.cli.sweep_view import Progress, document, table
     from headway.cli.text import print_json
+    from headway.cluster.brought import Records
     from headway.cluster.results import has_failed, until_over
 
     progress = Progress(sweep)
+    records = Records(root, sweep, progress.bringing)
     if not new:
         progress.say(f"{sweep.name} was submitted before, as job {sweep.job}: waiting for it")
+
+    def show(rows: "Sequence[Result]") -> None:
+        progress.note(records.trouble)
+        progress.show(rows)
+
     try:
-        outcome = until_over(root, sweep, progress.show)
+        outcome = until_over(root, sweep, records, show)
     except KeyboardInterrupt:
         progress.end()
         print("stopped waiting; the runs go on", file=sys.stderr)
         print(f"next: headway sweep {sweep.name}, headway cancel {sweep.name}", file=sys.stderr)
         return 130
     progress.end()
-    print_json(document(sweep, outcome)) if json else print("\n".join(table(sweep, outcome)))
+    _say_what_is_old(records)
+    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
     return 1 if any(map(has_failed, outcome)) else 0
+
+
+def _say_what_is_old(records: "Records") -> None:
+    if records.trouble:
+        print(f"note: {records.trouble}; this is what is known here", file=sys.stderr)

@@ -11,11 +11,39 @@ if TYPE_CHECKING:
     from headway.cluster.results import Result
     from headway.cluster.sweeps import Sweep
 
-__all__ = ["Progress", "document", "sweep_lines", "table"]
+__all__ = ["Counting", "Progress", "document", "sweep_lines", "table"]
 
 WIDTH = 80
 EVERY_S = 10.0
 """Between lines where there is no terminal to write one over the other."""
+
+
+LONG_S = 2.0
+"""What takes longer than that is told of."""
+
+
+class Counting:
+    """How many of something are done, on standard error, for as long as it takes and only where that is long."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._terminal = what, sys.stderr.isatty()
+        self._next, self._shown = time.monotonic() + LONG_S, False
+
+    def __enter__(self) -> "Counting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown and self._terminal:
+            print(file=sys.stderr, flush=True)
+
+    def show(self, done: int, number: int) -> None:
+        """So many are done."""
+        if time.monotonic() < self._next:
+            return
+        line = f"{self._what}: {done} of {number}"[: WIDTH - 1]
+        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{before}{line}", end=after, file=sys.stderr, flush=True)
+        self._next, self._shown = time.monotonic() + (0.1 if self._terminal else EVERY_S), True
 
 
 class Progress:
@@ -24,6 +52,20 @@ class Progress:
     def __init__(self, sweep: "Sweep") -> None:
         self._sweep, self._terminal = sweep, sys.stderr.isatty()
         self._counts, self._said = Counter[str](), 0.0
+        self._counting: Counting | None = None
+        self._noted = ""
+
+    def bringing(self, done: int, number: int) -> None:
+        """So many runs were brought from their stores, before the next line."""
+        self._counting = self._counting or Counting(f"{self._sweep.name}: records are brought from their stores")
+        self._counting.show(done, number)
+
+    def note(self, text: str) -> None:
+        """Something that is wrong, as often as it changes."""
+        if text and text != self._noted:
+            self.end()
+            self.say(f"note: {text}")
+        self._noted = text
 
     def say(self, text: str) -> None:
         """Something once."""
@@ -31,7 +73,7 @@ class Progress:
 
     def show(self, rows: "Sequence[Result]") -> None:
         """How it goes on."""
-        counts = Counter(row.state for row in rows)
+        counts, self._counting = Counter(row.state for row in rows), None
         line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
         if self._terminal:
             print(f"\r\x1b[K{line[: WIDTH - 1]}", end="", file=sys.stderr, flush=True)
@@ -142,15 +184,16 @@ def _next(sweep: "Sweep", rows: "Sequence[Result]", winner: "Result | None") -> 
     return f"next: headway report {winner.run}" if winner else f"next: headway logs {rows[0].run}"
 
 
-def document(sweep: "Sweep", rows: "Sequence[Result]") -> dict[str, object]:
-    """A sweep for programs."""
+def document(sweep: "Sweep", rows: "Sequence[Result]", old: str = "") -> dict[str, object]:
+    """A sweep for programs; `old` says why some of it may be."""
     from dataclasses import asdict
 
     from headway.cluster.results import best, ranked_by
 
     winner = best(rows)
     fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on, "by": ranked_by(rows)}
-    return fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
+    found: dict[str, object] = fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
+    return found | {"old": old} if old else found
 
 
 def sweep_lines(root: Path, found: "Sequence[Sweep]") -> list[str]:

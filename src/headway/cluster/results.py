@@ -2,11 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.cluster.brought import Records
 from headway.cluster.engines.engine import OVER
+from headway.cluster.submit import Standing
 from headway.cluster.sweeps import Sweep, sweep_standings
 from headway.track import RunFolder, RunSummary, read_metrics, summarize
 
@@ -41,9 +43,15 @@ class Result:
         return self.state in OVER or self.state == "gone"
 
 
-def results(root: Path, sweep: Sweep, evaluated: bool = True) -> list[Result]:
-    """A row a run, the best first: those that finished by loss, then the others. Without `evaluated` it is quick."""
+def results(root: Path, sweep: Sweep, records: Records) -> list[Result]:
+    """A row a run, the best first: those that finished by loss, then the others; as they stand now."""
     told = sweep_standings(root, sweep)
+    records.bring(told, now=True)
+    return _rows(sweep, told)
+
+
+def _rows(sweep: Sweep, told: Mapping[str, Standing | None], evaluated: bool = True) -> list[Result]:
+    """From what lies here. Without `evaluated` it is quick."""
     found = list[Result]()
     for point in sweep.points:
         one = told[point.run]
@@ -94,14 +102,16 @@ def has_failed(row: Result) -> bool:
     return row.state != "finished"
 
 
-def until_over(root: Path, sweep: Sweep, show: Callable[[Sequence[Result]], None]) -> list[Result]:
+def until_over(root: Path, sweep: Sweep, records: Records, show: Callable[[Sequence[Result]], None]) -> list[Result]:
     """Wait until nothing more will come of any run; how they stand then."""
     known = time.monotonic()
     while True:
-        rows = results(root, sweep, evaluated=False)
+        told = sweep_standings(root, sweep)
+        records.bring(told)
+        rows = _rows(sweep, told, evaluated=False)
         show(rows)
         if any(row.state != "unknown" for row in rows if not row.over):
             known = time.monotonic()
         if all(row.over for row in rows) or time.monotonic() - known > FORGOTTEN_S:
-            return results(root, sweep)
+            return results(root, sweep, records)
         time.sleep(POLL_S.get(sweep.engine, POLL_OTHERS_S))

@@ -15,6 +15,7 @@ from headway.cluster.engines.engine import OVER, Request, Status
 from headway.cluster.engines.records import Submission, last_submission, note_submission
 from headway.cluster.engines.settings import Settings, engine_settings, open_engine
 from headway.cluster.origin import note_origin
+from headway.cluster.stored import put_run, take_run
 from headway.errors import EngineError, RunError, StateError, UsageError
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
@@ -145,20 +146,12 @@ def _secrets(named: tuple[str, ...], alone: bool) -> tuple[str, ...]:
 @contextmanager
 def _stored(run: RunFolder) -> Iterator[None]:
     """Have a new run's small files in its store, where its place must be free; it is again if something fails."""
-    from headway.agent.mirror import put_folder  # only runs that name a store need its library
-    from headway.state.remote import claim
-    from headway.state.store import open_store
-
-    url = need_store(read_recipe(run), run.name)
-    store = open_store(url)
-    if not claim(store, run_id(run)):
-        raise RunError(f"{url} has checkpoints of another run of this name", hint="another --name")
     try:
-        put_folder(run, store)
+        put_run(run)
         yield
     except BaseException:
         with suppress(StateError):
-            store.delete([item.key for item in store.list()])
+            take_run(need_store(read_recipe(run), run.name), run_id(run))
         raise
 
 

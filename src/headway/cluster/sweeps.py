@@ -7,6 +7,9 @@ runs/.sweeps/<name>/
   sweep.json          which job, which runs with which settings: written last, and nothing trains before it is there
 
 A sweep without sweep.json was never submitted: its maker died. The next sweep takes it away, with its runs.
+
+Where machines see no common folder, runs go by their object stores (stored.py), there are no scripts, and the list of
+runs in the store says that a sweep is whole. What will be in sweep.json is in ready.json before that.
 """
 
 import fcntl
@@ -25,15 +28,17 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from headway.agent.states import need_store
 from headway.cluster.engines.engine import OVER, Request
 from headway.cluster.engines.records import Submission, note_submission
 from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.cluster.grid import Axis, point_names, points, short_keys
+from headway.cluster.stored import Progress, ask, commit, is_committed, place_of_sweep, put_runs, revoke, take_away
 from headway.cluster.submit import Standing, made_run, request_for, standings
-from headway.errors import HeadwayError, RecipeError, RunError, UsageError
+from headway.errors import HeadwayError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
 from headway.recipe import Recipe, load_recipe
-from headway.track import RunFolder, write_json
+from headway.track import RunFolder, run_id, write_json
 
 __all__ = [
     "Point",
@@ -42,6 +47,7 @@ __all__ = [
     "cancel_sweep",
     "describe_sweep",
     "find_sweep",
+    "folder_of_sweep",
     "is_sweep",
     "list_sweeps",
     "start_sweep",
@@ -50,7 +56,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-RECORD, MAKING, OF_RUN = "sweep.json", "making.json", "sweep.json"
+RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
 PATIENCE_S = 120
 """How long a copy that starts at once waits for the sweep to be whole; longer than file systems keep it from seeing."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
@@ -63,6 +69,8 @@ class Point:
     run: str
     settings: dict[str, str]
     """By key, as they were written."""
+    address: str = ""
+    """In its object store, where machines see no common folder."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,15 @@ class Wanted:
     at_once: int | None = None
 
     @property
+    def apart(self) -> bool:
+        """Whether machines see no common folder."""
+        return any(point.address for point in self.points)
+
+    @property
     def identity(self) -> str:
         """The same for the same recipes on the same devices."""
         told = [self.engine, self.cluster.name, str(self.at_once), *(one.model_dump_json() for one in self.recipes)]
+        told += ["apart"] if self.apart else []
         return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
 
 
@@ -114,8 +128,10 @@ def wanted_sweep(
     on: Cluster | None = None,
     name: str | None = None,
     at_once: int | None = None,
+    shared: bool = True,
 ) -> Wanted:
-    """What is asked for; whatever is wrong with any of its points is told here, before anything is made."""
+    """What is asked for; whatever is wrong with any of its points is told here, before anything is made. Where machines
+    see no `shared` folder, each run must have an object store."""
     recipes = tuple(_recipe(file, settings, point) for point in points(axes))
     seen = dict[str, dict[str, str]]()
     for recipe, point in zip(recipes, points(axes), strict=True):
@@ -128,7 +144,11 @@ def wanted_sweep(
             f"{name!r} cannot name a sweep",
             hint="at most 48 letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
         )
-    named = tuple(Point(*pair) for pair in zip(point_names(name, axes), points(axes), strict=True))
+    shared = shared and engine_settings(engine).shared
+    named = tuple(
+        Point(run, point, "" if shared else need_store(recipe, run))
+        for run, point, recipe in zip(point_names(name, axes), points(axes), recipes, strict=True)
+    )
     return Wanted(name, named, recipes, short_keys(axes), on or _here(recipes[0], engine), engine, at_once)
 
 
@@ -160,9 +180,9 @@ def _words(point: Mapping[str, str]) -> str:
 # -- submitting
 
 
-def start_sweep(wanted: Wanted, root: Path) -> tuple[Sweep, bool]:
+def start_sweep(wanted: Wanted, root: Path, told: Progress = lambda *_: None) -> tuple[Sweep, bool]:
     """The sweep, and whether it is new: the same asked for again is the one that is there. Whatever goes wrong before
-    an engine has it leaves nothing."""
+    an engine has it leaves nothing. `told` hears how many runs are in their stores, where they go by them."""
     with _only_one(root):
         _take_away_half_made(root)
         if is_sweep(root, wanted.name):
@@ -173,17 +193,17 @@ def start_sweep(wanted: Wanted, root: Path) -> tuple[Sweep, bool]:
                     hint=f"choose another --name; headway sweep {there.name} shows it",
                 )
             return there, False
-        with _made(wanted, root) as (request, requests):
+        with _made(wanted, root) as made, _in_stores(wanted, made, told):
             engine = open_engine(wanted.engine, root)
-            job = engine.launch(request)
+            job = engine.launch(made.request)
             try:
                 sweep = Sweep(
                     wanted.name, wanted.engine, job, wanted.cluster.name, wanted.points, wanted.keys, wanted.identity,
                     time.time(),
                 )  # fmt: skip
-                for index, own in enumerate(requests):
+                for index, own in enumerate(made.requests):
                     note_submission(own.folder, Submission(sweep.engine, f"{job}_{index}", sweep.on, own))
-                write_json(_folder(root, sweep.name) / RECORD, asdict(sweep))
+                _make_known(sweep, made)
             except BaseException:
                 with suppress(HeadwayError):
                     engine.cancel(job)
@@ -195,39 +215,121 @@ def describe_sweep(wanted: Wanted, root: Path) -> str:
     """What would be sent; the runs are made, checked and taken back."""
     with _only_one(root):
         _take_away_half_made(root)
-        with _made(wanted, root, keep=False) as (request, _):
-            return open_engine(wanted.engine, root).describe(request)
+        with _made(wanted, root, keep=False) as made:
+            return open_engine(wanted.engine, root).describe(made.request)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The runs of a sweep, none of which trains yet."""
+
+    folder: Path
+    request: Request
+    """All of them as one array."""
+    requests: list[Request]
+    """Each by itself."""
+    place: str = ""
+    """Where copies find their runs in a store, where they do."""
 
 
 @contextmanager
-def _made(wanted: Wanted, root: Path, keep: bool = True) -> Iterator[tuple[Request, list[Request]]]:
-    """The runs of a sweep, and what an engine is asked for: all of them as one array, and each by itself. They all go
-    away again if something fails."""
-    folder, token = _folder(root, wanted.name), secrets.token_hex(4)
+def _made(wanted: Wanted, root: Path, keep: bool = True) -> Iterator[_Made]:
+    """The runs of a sweep, and what an engine is asked for. They all go away again if something fails."""
+    folder, token = folder_of_sweep(root, wanted.name), secrets.token_hex(4)
+    place = place_of_sweep(wanted.recipes[0], wanted.name, token) if wanted.apart else ""
     _check_free(wanted, root)
-    if not engine_settings(wanted.engine).shared:
-        raise UsageError(
-            f"the machines of {wanted.engine} see no common folder (engines.toml), and a sweep needs one",
-            hint="headway submit starts one run at a time there",
-        )
     with ExitStack() as made:
-        made.push(lambda kind, *_: shutil.rmtree(folder, ignore_errors=True) if kind or not keep else None)
+        made.push(lambda kind, error, _: None if keep and not kind else _remove(folder, error))
         folder.mkdir(parents=True)
-        write_json(folder / MAKING, {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]})
-        requests = list[Request]()
+        making: dict[str, object] = {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]}
+        write_json(folder / MAKING, making)
+        requests, stored = list[Request](), dict[str, str]()
         for point, recipe in zip(wanted.points, wanted.recipes, strict=True):
             attempt = made.enter_context(made_run(recipe, root, wanted.cluster, point.run, keep=keep))
             facts = {"format": FORMAT, "sweep": wanted.name, "token": token, "settings": point.settings}
             write_json(attempt.run / OF_RUN, facts)
-            requests.append(request_for(attempt, wanted.cluster, wanted.engine, dry=not keep))
-        scripts = folder / f"points-{token}"
-        scripts.mkdir()
-        for index, own in enumerate(requests):
-            (scripts / f"{index}.sh").write_text(_script(own, folder, scripts))
-        # The run of a copy is known by its index only, and by a word of bash's: any engine and any container has one.
-        find = ("bash", "-c", 'exec bash -- "$0/$HEADWAY_ARRAY_INDEX.sh"', str(scripts))
-        whole = replace(requests[0], name=wanted.name, command=find, folder=folder)
-        yield replace(whole, array=len(requests), at_once=wanted.at_once), requests
+            shared = not wanted.apart
+            requests.append(request_for(attempt, wanted.cluster, wanted.engine, dry=not keep, shared=shared))
+            stored |= {point.address: run_id(attempt.folder)} if wanted.apart else {}
+        if wanted.apart:
+            write_json(folder / MAKING, making | {"place": place, "stored": stored})
+            command = _from_place(wanted, requests, place)
+        else:
+            command = _from_scripts(folder, folder / f"points-{token}", requests)
+        whole = replace(requests[0], name=wanted.name, command=command, folder=folder)
+        yield _Made(folder, replace(whole, array=len(requests), at_once=wanted.at_once), requests, place)
+
+
+def _remove(folder: Path, error: BaseException | None) -> None:
+    """Take a sweep's folder away. Where something of it is left in a store, that much stays known to the next sweep, by
+    a name that no sweep has."""
+    if not isinstance(error, _Left):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    write_json(folder / MAKING, from_json((folder / MAKING).read_bytes()) | {"runs": []})
+    folder.rename(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}"))
+
+
+def _from_scripts(folder: Path, scripts: Path, requests: Sequence[Request]) -> tuple[str, ...]:
+    """What each copy runs, where all see the sweep's folder: a script of its own. It is known by the copy's index only,
+    and by a word of bash's: any engine and any container has one."""
+    scripts.mkdir()
+    for index, own in enumerate(requests):
+        (scripts / f"{index}.sh").write_text(_script(own, folder, scripts))
+    return "bash", "-c", 'exec bash -- "$0/$HEADWAY_ARRAY_INDEX.sh"', str(scripts)
+
+
+def _from_place(wanted: Wanted, requests: Sequence[Request], place: str) -> tuple[str, ...]:
+    """What each copy runs, where none sees it: the same agent, which finds its run in the store by the copy's index."""
+    commands = [
+        tuple(place if word == point.address else word for word in own.command)
+        for point, own in zip(wanted.points, requests, strict=True)
+    ]
+    first = requests[0]
+    for own, command in zip(requests, commands, strict=True):
+        if (command, own.environment, own.site) != (commands[0], first.environment, first.site):
+            raise UsageError(
+                f"{first.name} and {own.name} are not started in the same way, and their machines see no common folder",
+                hint="without `snapshot`, and in a container with the same data, they are; headway submit takes one",
+            )
+    return commands[0]
+
+
+class _Left(StateError):
+    """A sweep was not submitted, and some of it is left in a store."""
+
+
+@contextmanager
+def _in_stores(wanted: Wanted, made: _Made, told: Progress) -> Iterator[None]:
+    """Have the runs of a sweep in their stores, if that is how they go; they are taken away if something fails."""
+    if not wanted.apart:
+        yield
+        return
+    folders = {point.address: RunFolder(own.folder) for point, own in zip(wanted.points, made.requests, strict=True)}
+    for url in {url.rpartition("/")[0]: url for url in folders}.values():
+        ask(url)  # what can be known before anything is there
+    try:
+        put_runs(list(folders.values()), told)
+        yield
+    except BaseException as error:
+        try:
+            revoke(made.place)
+            take_away({url: run_id(run) for url, run in folders.items()})
+        except StateError as left:
+            message = error.message if isinstance(error, HeadwayError) else str(error) or type(error).__name__
+            raise _Left(f"{message}; {left.message}", hint="the next headway sweep takes them away") from error
+        raise
+
+
+def _make_known(sweep: Sweep, made: _Made) -> None:
+    """Say that a sweep is whole: from now on its copies train. Where they ask a store it is said there, and only then
+    here, by a word that hardly fails."""
+    if not made.place:
+        write_json(made.folder / RECORD, asdict(sweep))
+        return
+    write_json(made.folder / READY, asdict(sweep))
+    commit(made.place, [point.address for point in sweep.points])
+    (made.folder / READY).replace(made.folder / RECORD)
 
 
 def _script(own: Request, folder: Path, scripts: Path) -> str:
@@ -249,7 +351,14 @@ def _script(own: Request, folder: Path, scripts: Path) -> str:
 
 
 def _check_free(wanted: Wanted, root: Path) -> None:
-    """No run of these names may be there."""
+    """Nothing of these names may be there."""
+    if is_sweep(root, wanted.name):
+        raise RunError(f"there is a sweep {wanted.name} already", hint=f"headway sweep {wanted.name} shows it")
+    if folder_of_sweep(root, wanted.name).exists():
+        raise RunError(
+            f"a sweep {wanted.name} was left half made, and its object store does not answer",
+            hint="the same again when it does, or another --name",
+        )
     for name in (wanted.name, *(point.run for point in wanted.points)):
         if (root / name).exists():
             raise RunError(f"there is a run {name} already", hint="choose another --name for the sweep")
@@ -279,13 +388,29 @@ def _take_away_half_made(root: Path) -> None:
         try:
             making = from_json((folder / MAKING).read_bytes())
             names, token = [str(name) for name in making["runs"]], making["token"]
-        except (OSError, ValueError, KeyError, TypeError):
-            names, token = [], ""
+            place, stored = str(making.get("place", "")), dict(making.get("stored", {}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            names, token, place, stored = [], "", "", {}
+        if place and not _out_of_stores(folder, place, stored):
+            continue
         for run in (RunFolder(root / name) for name in names if _NAME.match(name)):
             ours = _token(run) == token or not (run.path / "jobs.jsonl").exists()
             if ours and not any(run.events.glob("*")):
                 shutil.rmtree(run.path, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _out_of_stores(folder: Path, place: str, stored: Mapping[str, str]) -> bool:
+    """Take away what a sweep that is half made has in stores. False for one that is whole, as its maker could not say
+    any more, and for one whose store does not answer."""
+    try:
+        if is_committed(place):
+            (folder / READY).replace(folder / RECORD)
+            return False
+        take_away(stored)
+    except StateError:
+        return False
+    return True
 
 
 def _token(run: RunFolder) -> str | None:
@@ -298,13 +423,14 @@ def _token(run: RunFolder) -> str | None:
 # -- those that there are
 
 
-def _folder(root: Path, name: str) -> Path:
+def folder_of_sweep(root: Path, name: str) -> Path:
+    """Where all that is known of a sweep lies."""
     return root.absolute() / ".sweeps" / name
 
 
 def is_sweep(root: Path, name: str) -> bool:
     """Whether a sweep of this name was submitted."""
-    return bool(_NAME.fullmatch(name)) and (_folder(root, name) / RECORD).exists()
+    return bool(_NAME.fullmatch(name)) and (folder_of_sweep(root, name) / RECORD).exists()
 
 
 def list_sweeps(root: Path) -> list[Sweep]:
@@ -323,7 +449,7 @@ def find_sweep(root: Path, ref: str) -> Sweep:
         told = f"{len(matches)} sweeps begin with {ref!r}" if matches else f"there is no sweep {ref!r} in {root}"
         there = ", ".join((matches or names)[:8])
         raise UsageError(told, hint=f"there are: {there}" if there else "headway sweep RECIPE --grid KEY=A,B makes one")
-    path = _folder(root, matches[0]) / RECORD
+    path = folder_of_sweep(root, matches[0]) / RECORD
     try:
         return _SWEEP.validate_python(from_json(path.read_bytes()))
     except (OSError, ValueError, ValidationError) as error:

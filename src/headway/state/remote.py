@@ -28,13 +28,14 @@ from headway.state.source import MANIFEST, Source
 from headway.state.store import Object, Store
 from headway.track import make_durable
 
-__all__ = ["Remote", "RemoteEntry", "claim", "fetch", "list_remote", "prune_remote", "upload"]
+__all__ = ["OWNER", "Remote", "RemoteEntry", "claim", "fetch", "list_remote", "owner_of", "prune_remote", "upload"]
 
 GRACE = timedelta(hours=1)
 """How long files without a manifest are taken for an upload that is under way."""
 
 _STILL = "still"
-_OWNER = "run"
+OWNER = "run"
+"""Which run all of it is of."""
 _MANIFEST_KEY = re.compile(r"step-(\d{8,})\.json")
 _FILE_KEY = re.compile(r"(step-(\d{8,})-[A-Za-z0-9._-]+)/[^/]+")
 _STILL_KEY = re.compile(rf"{_STILL}/[0-9a-f]{{32}}\.safetensors")
@@ -143,7 +144,13 @@ def upload(
 
 def claim(store: Store, identity: str) -> bool:
     """Take a place for a run, if it is free; False if it is another run's."""
-    return store.create(_OWNER, identity.encode()) or store.get(_OWNER).decode(errors="replace") == identity
+    return store.create(OWNER, identity.encode()) or store.get(OWNER).decode(errors="replace") == identity
+
+
+def owner_of(store: Store) -> str | None:
+    """The run that a place belongs to; None for one that is free."""
+    content = store.find(OWNER)
+    return None if content is None else content.decode(errors="replace")
 
 
 def list_remote(store: Store) -> list[RemoteEntry]:

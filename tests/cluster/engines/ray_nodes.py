@@ -7,9 +7,10 @@ input. Started by the tests, never imported by them.
 import os
 import socket
 import sys
+from pathlib import Path
 
 os.environ |= {
-    "RAY_TMPDIR": os.path.dirname(sys.argv[1]),  # where it notes its address too, in a folder that must be there
+    "RAY_TMPDIR": str(Path(sys.argv[1]).parent),  # where it notes its address too, in a folder that must be there
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # everything listens on loopback only
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
