@@ -11,6 +11,11 @@ import pytest
 from slurm_cluster import slurm_cluster
 
 import headway
+from headway.cluster.brought import Records
+from headway.cluster.grid import parse_grid
+from headway.cluster.results import until_over
+from headway.cluster.sweeps import start_sweep, wanted_sweep
+from headway.hardware import parse_on
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
 
@@ -60,3 +65,28 @@ def test_a_sweep_is_one_array_of_slurms(tmp_path: Path, recipe) -> None:
     assert "s-seed_2: finished at step 3 of 3" in said
     assert summarize(RunFolder(tmp_path / "runs" / "s-seed_1")).attempts == 1
     assert len(list((tmp_path / "node").glob("headway-*/*/.whole"))) == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_by_its_store_reads_nothing_of_the_runs_folder(tmp_path: Path, recipe, monkeypatch) -> None:
+    """The nodes have roots of their own; the folder is known by no script, and the table is whole all the same."""
+    for name in ("slurm", "store"):
+        (tmp_path / name).mkdir()
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+    monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
+    own = [f'export TMPDIR={tmp_path}/$HEADWAY_MACHINES; mkdir -p "$TMPDIR"']
+    (tmp_path / "engines.toml").write_text(f"[slurm]\nshared = false\nsetup = {json.dumps(own)}\n")
+    store = {"url": f"file://{tmp_path}/store", "every_steps": 10}
+    (tmp_path / "r.toml").write_text(to_toml(recipe({"name": "tiny", "checkpoint.store": store})))
+    with slurm_cluster(tmp_path / "slurm"):
+        axes = parse_grid(["seed=1,2"], [])
+        wanted = wanted_sweep(tmp_path / "r.toml", [], axes, engine="slurm", on=parse_on("cpux1"), name="s")
+        sweep, _ = start_sweep(wanted, tmp_path / "submitted")
+        (job,) = (tmp_path / "submitted").rglob("jobs/slurm-*")
+        script = (job / "job.sh").read_text()
+        rows = until_over(tmp_path / "submitted", sweep, Records(tmp_path / "submitted", sweep), lambda _: None)
+    shutil.rmtree(Path(f"/tmp/headway-{os.getuid()}") / job.name)
+    assert {row.state for row in rows} == {"finished"}, rows
+    assert str(tmp_path / "submitted") not in script
+    assert len({row.loss for row in rows}) == 2
+    assert sorted(path.name for path in tmp_path.glob("n*/headway-*/runs/*")) == ["s-seed_1", "s-seed_2"]
