@@ -12,7 +12,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 from headway.cluster.engines.engine import OVER, Request, State, Status
-from headway.cluster.engines.records import as_fields, as_request
 from headway.errors import EngineError
 
 __all__ = ["Job", "Room", "free_room", "read_job", "startable", "write_job"]
@@ -118,36 +117,16 @@ def startable(room: Room, jobs: Iterable[Job]) -> list[tuple[Job, tuple[str, ...
 # -- on disk
 
 
-@dataclass(frozen=True)
-class _Record:
-    """job.json, beside the request."""
-
-    id: str
-    order: int
-    index: int | None = None
-    state: State = "waiting"
-    reason: str = ""
-    starts: int = 0
-    exit_status: int | None = None
-    gpus: tuple[str, ...] = ()
-    started: float = 0.0
-    told: float | None = None
-    cancelled: float | None = None
-    boot: str = ""
-    request: dict[str, Any] = field(default_factory=dict)
-    format: int = 1
-
-
-_RECORD = TypeAdapter(_Record)
+FORMAT = 1
+_JOB = TypeAdapter(Job)
 
 
 def write_job(place: Path, job: Job) -> None:
     """Write a job down, whole or not at all, where its state says that it belongs."""
     folder = place / "jobs" / job.id
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in asdict(job).items() if name != "request"}
     beside = folder / f"{RECORD}.partial"
-    beside.write_bytes(to_json({**fields, "format": 1, "request": as_fields(job.request)}) + b"\n")
+    beside.write_bytes(to_json({"format": FORMAT, **_JOB.dump_python(job, mode="json")}) + b"\n")
     beside.replace(folder / RECORD)
     if job.state in OVER:
         folder.rename(place / "over" / job.id)
@@ -160,11 +139,9 @@ def read_job(place: Path, job: str) -> Job | None:
     for where in ("jobs", "over", "jobs"):  # it may be moved from the one to the other while we look
         path = place / where / job / RECORD
         try:
-            record = _RECORD.validate_python(from_json(path.read_bytes()))
+            return _JOB.validate_python(from_json(path.read_bytes()))
         except FileNotFoundError:
             continue
         except (ValidationError, ValueError) as error:
             raise EngineError(f"{path} is no record of a job: {error}", hint="put back what was there") from None
-        fields = {name: getattr(record, name) for name in Job.__dataclass_fields__ if name != "request"}
-        return Job(**{**fields, "gpus": tuple(record.gpus)}, request=as_request(record.request))
     return None
