@@ -10,6 +10,7 @@ import typer
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
+    from headway.errors import RunError
     from headway.track import RunFolder
 
 __all__ = ["logs"]
@@ -17,6 +18,8 @@ __all__ = ["logs"]
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
 """Between questions to an engine, which others ask too."""
+MANY = 8
+"""Names of runs that are told at a time."""
 
 
 def logs(
@@ -33,7 +36,10 @@ def logs(
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
-    folder = find_run(runs_root(runs), run)
+    root = runs_root(runs)
+    if not (root / run).exists() and (root / ".sweeps" / run).is_dir():
+        raise _is_sweep(root, run)
+    folder = find_run(root, run)
     files = _files(folder, rank, attempt)
     if not files and not follow:
         there = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
@@ -41,6 +47,18 @@ def logs(
     show = _printer(json, headings=rank is None)
     for name, line in _lines(folder, rank, attempt, follow):
         show(name, line)
+
+
+def _is_sweep(root: Path, name: str) -> "RunError":
+    """What to ask for instead."""
+    from headway.cluster.sweeps import find_sweep
+    from headway.errors import RunError
+
+    names = [point.run for point in find_sweep(root, name).points]
+    more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+    return RunError(
+        f"{name} is a sweep, and its runs have logs of their own", hint=f"its runs: {', '.join(names[:MANY])}{more}"
+    )
 
 
 def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:

@@ -4,13 +4,19 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import Detach, Json, Run, Runs, Settings
+from headway.cli.options import Detach, Json, Runs, Settings
 
 __all__ = ["resume"]
 
 
 def resume(
-    run: Run,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's name, a unique prefix of it, `last`, or its address in its store: s3://bucket/prefix/RUN.",
+        ),
+    ],
     workers: Annotated[
         int | None,
         typer.Option("--workers", min=1, metavar="N", help="Processes to train with (default: as before)."),

@@ -71,13 +71,19 @@ def _wanted(
 ) -> "Wanted":
     from headway.cluster.grid import parse_grid
     from headway.cluster.sweeps import wanted_sweep
-    from headway.errors import UsageError
+    from headway.errors import RecipeError, UsageError
     from headway.hardware import parse_on
 
     if recipe is None:
         raise UsageError("no recipe is named", hint="headway sweep RECIPE --grid KEY=A,B")
     axes, cluster = parse_grid(grid, settings), parse_on(on) if on else None
-    return wanted_sweep(Path(recipe), settings, axes, engine=engine, on=cluster, name=name, at_once=at_once)
+    try:
+        return wanted_sweep(Path(recipe), settings, axes, engine=engine, on=cluster, name=name, at_once=at_once)
+    except RecipeError as error:
+        sections = {section for axis in axes for section in axis.key.split(".")[:-1]}
+        if error.message.startswith("--set") and any(f'"{section}"' in error.message for section in sections):
+            raise RecipeError(error.message.replace("--set", "--grid", 1), hint=error.hint) from None
+        raise
 
 
 def _look(root: Path, ref: str | None, json: bool) -> None:
