@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headway.errors import RunError
     from headway.track import RunFolder
 
-__all__ = ["logs"]
+__all__ = ["is_alive", "logs"]
 
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
@@ -87,7 +87,7 @@ def _of_job(run: "RunFolder") -> list[Path]:
     return [path for path in found if path.exists() and path.name.startswith(f"{last}-")]
 
 
-def _is_alive(run: "RunFolder") -> bool:
+def is_alive(run: "RunFolder") -> bool:
     """Whether more may come: somebody holds the run, or an engine will have it started."""
     from headway.track import holder
 
@@ -113,7 +113,7 @@ def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool
 
     offsets: dict[Path, int] = {}
     while True:
-        alive = follow and _is_alive(run)  # asked before reading, so that the last words are not missed
+        alive = follow and is_alive(run)  # asked before reading, so that the last words are not missed
         for path in _files(run, rank, attempt):
             data = _read_from(path, offsets.get(path, 0))
             whole = data.rfind(b"\n") + 1 if alive else len(data)
