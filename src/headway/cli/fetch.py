@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["fetch"]
 
 QUIET_S = 180.0
-"""Records come to the store every minute: a run of which nothing is newer than that has been lost, as far as it tells."""
+"""Records come to the store every minute: a run of which nothing is newer than that is trained by nobody."""
 
 
 def fetch(
