@@ -98,7 +98,7 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = [*store_notes, *planned.notes]
+    notes = [*store_notes, *planned.notes, *idle_settings(recipe, found, count)]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
@@ -156,7 +156,7 @@ def resume_run(
     if changed:
         write_json(run.recipe_file, planned.recipe.model_dump())
     renew_plan(run, planned, step)
-    notes = [*passed_over, *planned.notes]
+    notes = [*passed_over, *planned.notes, *idle_settings(new, found, count)]
     if manifest:
         meshes = [stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)]
         if meshes[0] != meshes[1]:
@@ -181,6 +181,14 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
             store.list("headway-asks-whether-you-are-there")
     except StateError as error:
         return [f"the object store does not answer yet: {error.message}"]
+    return []
+
+
+def idle_settings(recipe: Recipe, found: Devices, workers: int) -> list[str]:
+    """What a recipe asks for that does nothing on these devices."""
+    if recipe.train.cuda_graphs and (found.kind != "cuda" or workers > 1):
+        where = "on CPUs" if found.kind != "cuda" else f"with {workers} workers"
+        return [f"train.cuda_graphs has no effect {where}: it is for one worker on a GPU"]
     return []
 
 
