@@ -161,6 +161,7 @@ def _start(attempt: Attempt, agent: Agent) -> None:
         from_step=attempt.from_step,
         recipe_changes=attempt.recipe_changes,
         source=attempt.source,
+        **_on_nodes(attempt),
     )
     run.rendezvous.mkdir(exist_ok=True)
     # 1 import torch once
@@ -184,6 +185,13 @@ def _start(attempt: Attempt, agent: Agent) -> None:
                 descriptors = [agent.lookout.pulses.descriptor, *memory]
                 line = crew.assign(assignment(attempt, rank), descriptors, files=files)
                 saves.listen(rank, line)
+
+
+def _on_nodes(attempt: Attempt) -> dict[str, int | bool]:
+    """What the record says of several nodes."""
+    if not attempt.several:
+        return {}
+    return {"nodes": attempt.nodes, "spares": attempt.spares, "emulated": attempt.host is None}
 
 
 def _gather(attempt: Attempt, agent: Agent, team: Team) -> None:

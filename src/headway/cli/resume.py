@@ -25,6 +25,16 @@ def resume(
         str | None,
         typer.Option(metavar="AXIS=N,...", help="Go on with another layout of workers (default: as before)."),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, metavar="N", help="Emulate so many nodes here (default: as before)."),
+    ] = None,
+    spares: Annotated[
+        int | None,
+        typer.Option(
+            "--spares", min=0, metavar="N", help="Nodes that wait to replace a lost one (default: as before)."
+        ),
+    ] = None,
     runs: Runs = None,
     settings: Settings = None,
     detach: Detach = False,
@@ -42,5 +52,5 @@ def resume(
 
     folder, apart = folder_of(run, runs, alone=True)
     wanted = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
-    attempt = resume_run(folder, settings or [], workers=workers, mesh=wanted)
+    attempt = resume_run(folder, settings or [], workers=workers, mesh=wanted, nodes=nodes, spares=spares)
     launch(attempt.model_copy(update={"apart": apart}), detach=detach, json=json)
