@@ -2,24 +2,27 @@
 
 import contextlib
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from headway.agent import new_run
 from headway.agent.desk import Desk
 from headway.agent.kept import Kept
+from headway.agent.leading import is_led
 from headway.agent.lease import Right
 from headway.agent.team import Team
 from headway.state import Line
 from headway.state.far import read_line
 from headway.state.trust import admit, call
-from headway.track import RunFolder, create_run
+from headway.track import RunFolder, create_run, hold
 
 KEY = "a key of the tests, and long enough"
 SILENT_S = 100.0
@@ -61,31 +64,65 @@ def test_whose_a_rank_is_that_another_asks_for(team: Team) -> None:
         assert (told[0].fields["pid"], told[0].fields["machine"]) == (4711, "the-first")
 
 
-def test_a_rank_that_is_taken_is_told_once_and_given_up_after_a_while(run: RunFolder) -> None:
-    calls = list[dict[str, Any]]()
+@contextlib.contextmanager
+def refusing(run: RunFolder) -> Iterator[list[str]]:
+    """An agent that leads and that tells whoever calls that its rank is taken; gives the names of those that did."""
+    calls, lines = list[str](), list[Line]()
 
     def refuse(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 end, _ = listener.accept()
+            except OSError:
+                return
+            try:
                 admit(end, KEY)
-                calls.append(json.loads(read_line(end)))
-                line = Line(end)
-                line.send("taken", pid=4711, machine="the-first", silent_s=1.0)
-                kept.append(line)
+                calls.append(json.loads(read_line(end))["name"])
+            except ConnectionError:  # one that only looked
+                end.close()
+                continue
+            lines.append(Line(end))
+            lines[-1].send("taken", pid=4711, machine="the-first", silent_s=0.5)
 
-    kept = list[Line]()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         Right(run.leases, "vm-0", *listener.getsockname()[:2]).begin()
         threading.Thread(target=refuse, args=(listener,), daemon=True).start()
-        command = [sys.executable, "-m", "headway.agent.node", "--run", str(run.path), "--name", "n1", "--slots", "1"]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
-    for line in kept:
+        yield calls
+    for line in lines:
         line.close()
-    assert done.returncode == 1
+
+
+def said(*words: str) -> list[str]:
+    """What a command says until it has failed, without the time and its name."""
+    done = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    return [re.sub(r"^[\d:]{8} \S+: ", "", line) for line in done.stderr.splitlines()]
+
+
+REFUSED = [
+    "this rank is taken, by process 4711 on the-first; waiting 1 s, for it may be about to go",
+    "this node is in the run already: process 4711 on the-first",
+]
+
+
+def test_a_rank_that_is_taken_is_told_once_and_given_up_after_a_while(run: RunFolder) -> None:
+    with refusing(run) as calls:
+        words = said("-m", "headway.agent.node", "--run", str(run.path), "--name", "n1", "--slots", "1")
+    assert words == REFUSED
     assert len(calls) > 1
-    assert {call["name"] for call in calls} == {"n1"}
-    assert [line.split("n1: ", 1)[1] for line in done.stderr.splitlines()] == [
-        "this rank is taken, by process 4711 on the-first; waiting 2 s, for it may be about to go",
-        "this node is in the run already: process 4711 on the-first",
-    ]
+    assert set(calls) == {"n1"}
+
+
+def test_the_first_of_a_run_that_is_led_already_joins(recipe, tmp_path: Path) -> None:
+    """Its command was killed, and the keeper of the agent that it had lead lives on."""
+    run = new_run(recipe(), tmp_path, name="r", workers=2).folder
+    run.key_file.write_text(KEY)
+    words = ("-m", "headway.cli.main", "agent", "--run", "r", "--runs", str(tmp_path), "--nodes", "2", "--rank", "0")
+    with hold(run):
+        assert not is_led(run)
+        with refusing(run) as calls:
+            assert is_led(run)
+            joined = said(*words)
+    assert joined[0].startswith(f"process {os.getpid()} leads run r already: joining it (headway logs r --follow")
+    assert joined[1:] == REFUSED
+    assert set(calls) == {f"{socket.gethostname()}-0"}
