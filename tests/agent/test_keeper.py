@@ -302,7 +302,7 @@ def test_two_stops_end_a_run_whose_agent_dies(keep) -> None:
     one.wait_for("listens-1")
     one.signal(signal.SIGTERM)
     one.wait_for("asked")
-    one.signal(signal.SIGTERM)
+    one.signal(signal.SIGINT)
     ended = one.end()
     assert (ended["outcome"]["state"], ended["status"], one.lives) == ("stopped", 75, 1)
     assert "at once" in ended["outcome"]["reason"]

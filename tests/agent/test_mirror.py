@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -143,13 +144,19 @@ def test_what_is_in_the_store_makes_the_folder_again(run: RunFolder, url: str, t
     assert run.recipe_file.read_text() == '{"a": 2}'
 
 
-def test_a_life_that_was_lost_with_its_machine_gives_its_number_away(run: RunFolder, url: str, tmp_path: Path) -> None:
+def test_a_life_that_was_lost_with_its_machine_gives_its_number_away(
+    run: RunFolder, url: str, tmp_path: Path, capsys
+) -> None:
     mirrored(run, url)
     (run.events / "0001-rank-0.jsonl").write_bytes(b"never seen by anybody else, and longer\n")
     here = bring(url, tmp_path / "here")
     (here.events / "0001-rank-0.jsonl").write_bytes(b"the other\n")
     mirrored(here, url, 2)
+    assert capsys.readouterr().err == ""
     bring(url, run.path.parent)
+    assert "events/0001-rank-0.jsonl had here and the store had not was replaced" in capsys.readouterr().err
+    bring(url, run.path.parent)
+    assert capsys.readouterr().err == ""
     assert (run.events / "0001-rank-0.jsonl").read_bytes() == b"the other\n"
 
 
@@ -185,7 +192,7 @@ def test_a_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes
 
 
 def test_a_store_without_the_run_and_a_folder_of_another(run: RunFolder, url: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="has no run that could go on here"):
+    with pytest.raises(RunError, match=f"there is no run at {url}"):
         bring(url, tmp_path / "here")
     put_folder(run, open_store(url))
     run_id(create_run(tmp_path / "here", "r", "r"))
@@ -201,13 +208,49 @@ def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Pa
     monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here"), "--json"])
     with contextlib.suppress(SystemExit):
         main()
-    assert json.loads(capsys.readouterr().out) == {"run": "r", "step": 7, "attempts": 1, "loss": 1.5}
+    told = {"run": "r", "step": 7, "attempts": 1, "loss": 1.5, "state": "failed"}
+    assert json.loads(capsys.readouterr().out) == told
     monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here")])
     with contextlib.suppress(SystemExit):
         main()
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "r: step 7, 1 attempt"
-    assert last.startswith("next: headway report r")
+    assert first == "r: step 7, 1 attempt, failed"
+    assert last == "next: headway report r, headway logs r, headway resume r"
+
+
+@pytest.mark.parametrize(
+    ("events", "ago_s", "how", "resume"),
+    [
+        ([{"kind": "alive", "t": 5_000_000_000}], 10, "training", False),
+        ([{"kind": "alive", "t": 5_000_000_000}], 1000, "nothing heard of it for 00:1", True),
+        ([{"kind": "end", "t": 5, "outcome": "failed", "recovery": "back to step 3"}], 10, "training", False),
+        ([{"kind": "end", "t": 5, "outcome": "stopped"}], 10, "stopped", True),
+        ([{"kind": "end", "t": 5, "outcome": "finished"}], 1000, "finished", False),
+    ],
+)
+def test_who_fetches_is_told_to_resume_only_what_nobody_trains(
+    run: RunFolder, tmp_path: Path, monkeypatch, capsys, events, ago_s: float, how: str, resume: bool
+) -> None:
+    header = {"kind": "open", "format": 1, "attempt": 1, "process": "agent", "wall": time.time() - ago_s - 5}
+    (run.events / "0001-agent.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [header, *events]))
+    url = f"file://{tmp_path}/store/r"
+    mirrored(run, url)
+    monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here")])
+    with contextlib.suppress(SystemExit):
+        main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert how in first
+    assert ("headway resume r" in last) == resume
+
+
+def test_fetching_what_is_not_there_says_so_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    url = f"file://{tmp_path}/store/r"
+    for verb in (["fetch", url], ["resume", url], ["agent", "--run", url]):
+        monkeypatch.setattr("sys.argv", ["headway", *verb, "--runs", str(tmp_path / "here")])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        assert (exited.value.code, f"there is no run at {url}" in capsys.readouterr().err) == (1, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from conftest import Lab, Lived, assert_same
-from headway.agent import new_run
+from headway.agent import new_run, resume_run
 from headway.agent.lease import newest_lease
 from headway.cli.launch import start_keeper
 from headway.errors import UsageError
@@ -78,6 +78,8 @@ def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(lab: Lab,
     lived = lab.train(recipe(SETTINGS | PATIENT), workers=2, nodes=2, spares=1, faults=faults)
     assert_same(lived, unharmed)
     assert_newest_copies(lived, before=6)
+    again = resume_run(lived.run, ["train.steps=12"], nodes=None, spares=None)
+    assert (again.nodes, again.spares) == (2, 1)
     (told,) = lived.ways_on
     assert re.fullmatch(r"node n\d was lost: its agent is gone; back to step \d, from memory", told)
     assert sized(lived) == [2, 2]

@@ -82,6 +82,8 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     jobs = desk.jobs()
     assert {job["job"].partition("_")[0] for job in jobs.values()} == {told["job"]}  # one job for the engine
     assert "finished at step 4 of 4" in desk.type("logs", "s-lr_2e-2")[1]
+    status, _, err = desk.type("logs", "s")
+    assert (status, "s is a sweep" in err, "its runs: s-lr_1e-2, s-lr_2e-2" in err) == (1, True, True)
     again = desk.type("sweep", "s")[1]
     assert again.splitlines()[1].startswith("* ")
     assert max(map(len, again.splitlines())) <= 80
@@ -168,6 +170,7 @@ def test_a_maker_that_dies_leaves_nothing_that_trains(desk: Desk, what: str, whe
     ("words", "told"),
     [
         (["--grid", "train.learning_rate=1,2"], '--grid: train has no key "learning_rate"'),
+        (["--grid", "trainn.lr=1,2"], '--grid: a recipe has no key "trainn"'),
         (["--grid", "train.lr=1e-2,fast"], "--grid: train.lr = 'fast'"),
         (["--grid", "train.lr=1e-2,99"], "--grid: train.lr = 99"),
         (["--grid", "train.lr=1e-2,0.01"], "are the same run"),

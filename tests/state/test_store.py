@@ -305,13 +305,28 @@ def test_other_clouds_open_by_their_environment(monkeypatch):
         open_store("az://container/a")
 
 
+def test_reading_makes_no_folder(tmp_path):
+    folder = tmp_path / "not" / "there"
+    store = opened(folder.as_uri())
+    assert (store.list(), store.list("a"), store.find("a")) == ([], [], None)
+    store.delete(["a"])
+    for ask in (lambda: store.size("a"), lambda: read(store, "a", 0, 1)):
+        with pytest.raises(DamagedState, match="a is not there"):
+            ask()
+    assert list(tmp_path.iterdir()) == []
+    another = opened(folder.as_uri())
+    assert another.create("a", b"1")
+    assert (folder / "a").read_bytes() == b"1"
+    assert store.find("a") == b"1"  # also by the one that was opened before
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "in the way").write_text("")
     with pytest.raises(StateError, match="cannot be opened"):
         opened((tmp_path / "in the way" / "store").as_uri())
     if os.geteuid() == 0:
         store = opened((tmp_path / "store").as_uri())
-        (tmp_path / "store" / "k").mkdir()
+        (tmp_path / "store" / "k").mkdir(parents=True)
         (tmp_path / "store" / "k" / "x").touch()
         with pytest.raises(StateError, match="k could not be written"):
             store.put("k", memoryview(b"1"))

@@ -298,6 +298,37 @@ def test_logs_shows_the_last_attempt_s_files(tmp_path):
     assert isinstance(call(tmp_path, "logs", "demo", "--rank", "7").exception, RunError)
 
 
+def test_logs_tell_what_an_agent_said_on_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    run = create_run(tmp_path, "demo", "demo")
+    start = {"kind": "attempt", "t": 10**9, "workers": 2, "device": "cpu", "from_step": 0, "nodes": 2}
+    lost = "node n1 was lost: its agent is gone"
+    for number, events in enumerate(
+        [
+            [start, {"kind": "waiting", "t": 2 * 10**9, "text": "waiting for rank 1 of 2"}, {"kind": "alive", "t": 1}],
+            [
+                start | {"workers": 1, "from_step": 5},
+                {"kind": "end", "t": 60 * 10**9, "outcome": "failed", "reason": lost},
+            ],
+        ],
+        start=1,
+    ):
+        lines = [{"kind": "open", "format": 1, "attempt": number, "process": "agent", "wall": 0.0}, *events]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run.events / f"{number:04d}-agent.jsonl").write_text(text + '{"kind": "to')
+        (run.logs / f"{number:04d}-rank-0.log").write_text("said\n")
+    first = "== 0001-agent.jsonl\n00:00:01 2 workers on cpu, 2 nodes\n00:00:02 waiting for rank 1 of 2\n"
+    second = f"== 0002-agent.jsonl\n00:00:01 1 worker on cpu, 2 nodes, from step 5\n00:01:00 failed: {lost}\n"
+    assert call(tmp_path, "logs", "demo").output == f"{first}{second}== 0002-rank-0.log\nsaid\n"
+    assert call(tmp_path, "logs", "demo", "--attempt", "1").output == f"{first}== 0001-rank-0.log\nsaid\n"
+    assert call(tmp_path, "logs", "demo", "--rank", "0").output == "said\n"
+    (run.logs / "0002-keeper.log").write_text("all that it said\n")
+    assert call(tmp_path, "logs", "demo").output == "== 0002-keeper.log\nall that it said\n== 0002-rank-0.log\nsaid\n"
+    monkeypatch.undo()
+    time.tzset()
+
+
 def test_logs_follow_to_the_end_of_the_run(tmp_path):
     run = create_run(tmp_path, "demo", "demo")
     held, go_on = threading.Event(), threading.Event()

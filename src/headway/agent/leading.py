@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING
 from headway.agent.attempt import Attempt, worker_variables
 from headway.agent.desk import Desk
 from headway.agent.kept import Kept
-from headway.agent.lease import Right
+from headway.agent.lease import Right, newest_lease
 from headway.agent.states import need_store
 from headway.agent.team import Team
 from headway.errors import RunError
 from headway.state import fence
-from headway.state.trust import given_key, new_key
+from headway.state.trust import Stranger, call, given_key, new_key
 from headway.track import RunFolder, read_recipe
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
     from headway.agent.witness import Witness
 
-__all__ = ["lead", "take_witness"]
+__all__ = ["is_led", "lead", "take_witness"]
 
 LEAVE_S = 10.0
+ANSWER_S = 5.0
 
 
 @contextlib.contextmanager
@@ -71,6 +72,18 @@ def lead(attempt: Attempt, kept: Kept) -> Iterator[Team]:
             if node.poll() is None:
                 node.kill()
                 node.wait()
+
+
+def is_led(run: RunFolder) -> bool:
+    """Whether an agent that leads this run answers where its newest lease says."""
+    lease = newest_lease(run.leases)
+    if lease is None or not lease.port:
+        return False
+    try:
+        call((lease.host, lease.port), run.key_file.read_text().strip(), ANSWER_S, ANSWER_S).close()
+    except (OSError, Stranger, ValueError):
+        return False
+    return True
 
 
 def take_witness(attempt: Attempt, kept: Kept, lead: str, host: str = "", port: int = 0) -> "Witness":

@@ -22,6 +22,7 @@ from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
 from headway.agent.recover import Failure
 from headway.agent.saves import Saves
 from headway.agent.team import Team
+from headway.agent.waiting import Waiting
 from headway.agent.wishes import Wishes
 from headway.agent.zygote import ZygoteDied, last_lines
 from headway.errors import HeadwayError, StateError, WorkerError
@@ -161,6 +162,7 @@ def _start(attempt: Attempt, agent: Agent) -> None:
         from_step=attempt.from_step,
         recipe_changes=attempt.recipe_changes,
         source=attempt.source,
+        **_on_nodes(attempt),
     )
     run.rendezvous.mkdir(exist_ok=True)
     # 1 import torch once
@@ -186,6 +188,13 @@ def _start(attempt: Attempt, agent: Agent) -> None:
                 saves.listen(rank, line)
 
 
+def _on_nodes(attempt: Attempt) -> dict[str, int | bool]:
+    """What the record says of several nodes."""
+    if not attempt.several:
+        return {}
+    return {"nodes": attempt.nodes, "spares": attempt.spares, "emulated": attempt.host is None}
+
+
 def _gather(attempt: Attempt, agent: Agent, team: Team) -> None:
     """Wait until there are nodes for all workers, and give each a place."""
     team.attempt, team.pulses = attempt.number, agent.lookout.pulses
@@ -193,10 +202,13 @@ def _gather(attempt: Attempt, agent: Agent, team: Team) -> None:
     deadline, soon, first = began + FIRST_S, began + FIRST_S, True
     # nodes that were all started at once have their places by name, and not by who was first
     all_of_them = attempt.nodes + attempt.spares if attempt.source is None else 0
+    waiting = Waiting(attempt, team.right.host, team.right.port, began)
     while (len(team.able()) < all_of_them and time.monotonic() < soon) or not team.lay_out(attempt.workers):
         team.listen(POLL_S)
         agent.pulse()
         now = time.monotonic()
+        if words := waiting.words(team.members, now):
+            agent.recorder.event("waiting", text=words)
         if first and team.able():
             first, deadline, soon = False, now + JOIN_S, now + TOGETHER_S
         if agent.wishes.asked:

@@ -140,7 +140,9 @@ def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     parts = {item.key.removeprefix(f"{FOLDER}/"): item for item in store.list(FOLDER)}
     if "recipe.json" not in parts or "id" not in parts:
         raise RunError(
-            f"{url} has no run that could go on here", hint="the url of checkpoint.store, and the name of the run"
+            f"there is no run at {url}",
+            hint="the url of checkpoint.store, and the name of the run; runs whose machines see a common folder put "
+            "checkpoints there, and no records",
         )
     identity = store.get(f"{FOLDER}/id").decode(errors="replace").strip()
     if run.path.exists() and run.id_file.exists() and run.id_file.read_text().strip() != identity:
@@ -148,7 +150,7 @@ def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     try:
         for folder in (run.events, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        ends = _read_marks(run)
+        ends, replaced = _read_marks(run), set[str]()
         had = _read_brought(run, identity, ends)
         for name, item in sorted(parts.items()):
             path = place_of_part(run, name)
@@ -159,10 +161,16 @@ def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
         first = min((key for key in records if key not in had), default="~")
         for key in records:
             if key >= first:  # no object of records is ever changed; one that came late goes below those after it
-                _lay_out(run, store.get(key), store.name(key), ends)
+                replaced |= _lay_out(run, store.get(key), store.name(key), ends)
                 had[key] = []
         write_json(run.path / _MARKS, ends)
         write_json(run.path / _BROUGHT, {"id": identity, "objects": had})
+        if replaced:
+            print(
+                f"note: what {', '.join(sorted(replaced))} had here and the store had not was replaced by the store's",
+                file=sys.stderr,
+                flush=True,
+            )
     except OSError as error:
         raise RunError(
             f"cannot make the run's folder {run.path}: {error.strerror}", hint="another one with --runs"
@@ -189,8 +197,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -> None:
-    """One object of records, each piece to where it belongs."""
+def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -> set[str]:
+    """One object of records, each piece to where it belongs; which files lost what they had beyond the store's."""
+    replaced = set[str]()
     head, _, body = content.partition(b"\n")
     try:
         files = [
@@ -207,10 +216,12 @@ def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -
         try:
             if offset + size > ends.get(name, 0) < os.fstat(descriptor).st_size:
                 os.ftruncate(descriptor, ends.get(name, 0))  # of a life that was lost here, whose number another has
+                replaced.add(name)
             os.pwrite(descriptor, piece, offset)
         finally:
             os.close(descriptor)
         ends[name] = max(ends.get(name, 0), offset + size)
+    return replaced
 
 
 def _fetch(store: Store, key: str, path: Path, size: int) -> None:

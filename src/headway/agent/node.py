@@ -36,6 +36,7 @@ from headway.agent.outcome import Outcome, how_it_ended
 from headway.agent.shelf import Shelf
 from headway.agent.visiting import Visit
 from headway.agent.watch import process_state
+from headway.agent.wishes import Wishes
 from headway.agent.zygote import Zygote
 from headway.errors import HeadwayError
 from headway.recipe import Assignment
@@ -92,7 +93,7 @@ class Node:
     """The process that leads, where it is this node's."""
     _key: str = ""
     _warned: bool = False
-    _asked_to_go: int = 0
+    _asked_to_go: Wishes = field(default_factory=Wishes)
     _lease: int = 0
     """The lease under which the agent led that this node heard last."""
     _silent_s: float = 5.0
@@ -136,9 +137,14 @@ class Node:
                             self.leading.wait(CALL_S)
                     return status
                 except _Taken as taken:
-                    refused = refused or time.monotonic()
-                    if time.monotonic() - refused > TAKEN * self._silent_s:
-                        self._print(f"this node is in the run already: process {taken} on its machine")
+                    wait_s = TAKEN * self._silent_s
+                    if not refused:
+                        refused = time.monotonic()
+                        self._print(
+                            f"this rank is taken, by {taken}; waiting {wait_s:.0f} s, for it may be about to go"
+                        )
+                    elif time.monotonic() - refused > wait_s:
+                        self._print(f"this node is in the run already: {taken}")
                         return 1
                     time.sleep(1.0)
                 except LineClosed:
@@ -156,16 +162,14 @@ class Node:
             host=shelf.host, port=shelf.port, pid=os.getpid(), free_bytes=free_memory(), files=shelf.steps(),
             apart=self.visit is not None,
         )  # fmt: skip
-        assert self._called is not None, "there is a line to it"
-        lease = f"under lease {self._called.number} of {self._called.lead}, " if self._called.number else ""
-        self._print(f"joined, {lease}at {self._called.host}:{self._called.port}")
 
     def _warn(self, number: int, _frame: object) -> None:
         """A batch system says that it will take this machine away: the run is to save and stop. Who is asked twice to
         go, and not only warned, goes."""
         self._warned = True
-        self._asked_to_go += number != signal.SIGUSR1
-        if self._asked_to_go > 1:
+        if number != signal.SIGUSR1:
+            self._asked_to_go.hear(number, time.monotonic())
+        if self._asked_to_go.asked > 1:
             if self.leading is not None:
                 self.leading.kill()
             sys.exit(1)
@@ -308,13 +312,16 @@ class Node:
         """What another agent would need to lead."""
         if message.kind == "taken":
             self._silent_s = message.fields["silent_s"]
-            raise _Taken(message.fields["pid"])
+            raise _Taken(f"process {message.fields['pid']} on {message.fields.get('machine', 'its machine')}")
         if message.kind == "keep":
             self._things[message.fields["name"]] = message.fields["fields"]
         elif message.kind == "lease":
             self._lease = message.fields["number"]
         elif message.kind == "welcome":
             self._lease, self._silent_s = message.fields["lease"], message.fields["silent_s"]
+            assert self._called is not None, "there is a line to it"
+            lease = f"under lease {self._called.number} of {self._called.lead}, " if self._called.number else ""
+            self._print(f"joined, {lease}at {self._called.host}:{self._called.port}")
 
     def _obey(self, message: Message, shelf: Shelf, crew: Crew) -> None:
         fields = message.fields

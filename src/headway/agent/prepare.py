@@ -35,6 +35,7 @@ from headway.track import (
     holder,
     next_attempt,
     parse_ref,
+    read_ends,
     read_plan,
     read_recipe,
     read_run,
@@ -42,7 +43,7 @@ from headway.track import (
     write_plan,
 )
 
-__all__ = ["new_run", "recipe_behind", "resolve", "resume_run", "stated_recipe"]
+__all__ = ["new_run", "nodes_before", "recipe_behind", "resolve", "resume_run", "stated_recipe"]
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -72,8 +73,7 @@ def new_run(
     count = count_workers(recipe, workers, default_workers(found))
     check_workers(recipe, count, found)
     check_mesh(recipe, count)
-    if count < nodes:
-        raise UsageError(f"--nodes {nodes}, and {count} worker{'s' * (count > 1)}", hint=f"--workers {nodes} or more")
+    _check_nodes(nodes, count)
     checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
@@ -98,7 +98,7 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = [*store_notes, *planned.notes]
+    notes = [*store_notes, *planned.notes, *idle_settings(recipe, found, count)]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("headway check tells whether model.layout is right: a wrong one may train in silence")
@@ -113,14 +113,16 @@ def resume_run(
     workers: int | None = None,
     mesh: Parallel | None = None,
     on: Devices | None = None,
+    nodes: int | None = 1,
+    spares: int | None = 0,
 ) -> Attempt:
     """The attempt that continues a run from its newest checkpoint, with the settings that may change; `on` as in
-    `new_run`."""
+    `new_run`. Where `nodes` or `spares` is None, as many are emulated as were before."""
     pid = holder(run)
     if pid is not None:
         raise RunError(
             f"run {run.name} is in use by process {pid}",
-            hint=f"headway stop {run.name} ends it; headway runs shows what is running",
+            hint=f"headway stop {run.name} ends it; headway ps shows its processes; left alone, it goes on by itself",
         )
     old = read_recipe(run)
     if NO_DATA in old.data.parts:
@@ -151,12 +153,13 @@ def resume_run(
     count = count_workers(stated, workers, before or default_workers(found))
     check_workers(stated, count, found)
     check_mesh(stated, count)
+    _check_nodes(nodes or 1, count)
     planned = plan_again(new, found, count, old=old_plan, before=before)
     changed = changes(old, planned.recipe)
     if changed:
         write_json(run.recipe_file, planned.recipe.model_dump())
     renew_plan(run, planned, step)
-    notes = [*passed_over, *planned.notes]
+    notes = [*passed_over, *planned.notes, *idle_settings(new, found, count)]
     if manifest:
         meshes = [stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)]
         if meshes[0] != meshes[1]:
@@ -165,7 +168,31 @@ def resume_run(
                 "the steps after it are not promised bit for bit"
             )
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
-    return attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+    had = emulated_nodes(starts[-1] if starts else {})
+    update = {"nodes": nodes or min(had[0], count), "spares": had[1] if spares is None else spares}
+    attempt = attempt_of(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+    return attempt.model_copy(update=update)
+
+
+def emulated_nodes(start: dict[str, Any]) -> tuple[int, int]:
+    """Nodes and spares that an attempt emulated on one machine, by the event of its start; none where they were
+    machines of their own."""
+    return (start.get("nodes", 1), start.get("spares", 0)) if start.get("emulated") else (1, 0)
+
+
+def nodes_before(run: RunFolder) -> int | None:
+    """Machines that the workers of a run's last attempt were on; None before the first."""
+    records = sorted(run.events.glob("*-agent.jsonl"))
+    events = read_ends(records[-1]).events if records else []
+    return next((event.get("nodes", 1) for event in events if event["kind"] == "attempt"), None)
+
+
+def _check_nodes(nodes: int, workers: int) -> None:
+    """Each has a worker."""
+    if workers < nodes:
+        raise UsageError(
+            f"--nodes {nodes}, and {workers} worker{'s' * (workers > 1)}", hint=f"--workers {nodes} or more"
+        )
 
 
 def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
@@ -181,6 +208,14 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
             store.list("headway-asks-whether-you-are-there")
     except StateError as error:
         return [f"the object store does not answer yet: {error.message}"]
+    return []
+
+
+def idle_settings(recipe: Recipe, found: Devices, workers: int) -> list[str]:
+    """What a recipe asks for that does nothing on these devices."""
+    if recipe.train.cuda_graphs and (found.kind != "cuda" or workers > 1):
+        where = "on CPUs" if found.kind != "cuda" else f"with {workers} workers"
+        return [f"train.cuda_graphs has no effect {where}: it is for one worker on a GPU"]
     return []
 
 

@@ -1,6 +1,7 @@
 """The runs that are alive on this machine, found by their processes: nothing is written down that could be stale."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +12,19 @@ from headway.track import RunFolder
 __all__ = ["Alive", "alive", "run_of"]
 
 _AGENT = ("-m", "headway.agent")
+_ZYGOTE = ("-m", "headway.train.zygote")
 
 
 @dataclass(frozen=True)
 class Alive:
-    """A run and its processes."""
+    """A run and its processes on this machine."""
 
     run: RunFolder
     agent: int
+    """The one that leads; else the first of those that work for one elsewhere."""
     keeper: int | None
-    """None when it is gone, and the run about to save and stop."""
+    """None when it is gone, and the run about to save and stop; also of a run that is led elsewhere."""
+    led_here: bool
     workers: tuple[int, ...]
     spares: int
     memory_bytes: int
@@ -30,19 +34,29 @@ class Alive:
     user: str
 
 
+@dataclass(frozen=True)
+class _Found:
+    """An agent with the processes that are its own."""
+
+    agent: psutil.Process
+    run: Path
+    own: tuple[psutil.Process, ...]
+
+
 def alive() -> list[Alive]:
     """All runs on this machine whose processes may be seen, the oldest first."""
-    return sorted(_all(), key=lambda one: one.started)
-
-
-def _all() -> Iterator[Alive]:
-    for process in psutil.process_iter():
-        try:
-            run = run_of(process.cmdline())
-            if run is not None:
-                yield _describe(process, Path(process.cwd(), run))
-        except psutil.Error:
-            continue  # it ended meanwhile, or may not be looked at
+    leaders, nodes = _found()
+    groups = [(leader, [node for node in nodes if _same(leader.run, node.run)]) for leader in leaders]
+    elsewhere = [node for node in nodes if not any(_same(leader.run, node.run) for leader in leaders)]
+    while elsewhere:
+        mine = [node for node in elsewhere if _same(elsewhere[0].run, node.run)]
+        elsewhere = [node for node in elsewhere if node not in mine]
+        groups.append((mine[0], mine))
+    found = list[Alive]()
+    for first, others in groups:
+        with suppress(psutil.Error):
+            found.append(_describe(first, others, led_here=first in leaders))
+    return sorted(found, key=lambda one: one.started)
 
 
 def run_of(command: Sequence[str]) -> str | None:
@@ -50,18 +64,60 @@ def run_of(command: Sequence[str]) -> str | None:
     return command[4] if len(command) == 5 and tuple(command[1:3]) == _AGENT else None
 
 
-def _describe(agent: psutil.Process, run: Path) -> Alive:
-    children = agent.children(recursive=True)
-    names = {child: _name(child) for child in children}
-    parent = agent.parent()
-    kept = parent is not None and parent.pid != 1
+def _found() -> tuple[list[_Found], list[_Found]]:
+    """Agents that lead a run, and those that have a zygote for one."""
+    leaders, nodes = list[_Found](), list[_Found]()
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            run = run_of(command)
+            if run is not None:
+                leaders.append(_Found(process, Path(process.cwd(), run).resolve(), (process, *_below(process))))
+            elif tuple(command[1:3]) == _ZYGOTE and not process.name().startswith("hw"):
+                parent, of = process.parent(), _prints_for(process)
+                if parent is not None and parent.pid != 1 and of is not None:
+                    nodes.append(_Found(parent, of, (parent, process, *_below(process))))
+        except psutil.Error:
+            continue  # it ended meanwhile, or may not be looked at
+    return leaders, nodes
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    return list(process.children(recursive=True))
+
+
+def _prints_for(process: psutil.Process) -> Path | None:
+    """The run's folder whose log a process prints into."""
+    try:
+        log = Path(f"/proc/{process.pid}/fd/1").readlink()
+    except OSError:
+        return None
+    return log.parent.parent if log.parent.name == "logs" else None
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two folders are of one run: that of a machine which does not see the other's has the same id."""
+    if one == other:
+        return True
+    try:
+        return RunFolder(one).id_file.read_text() == RunFolder(other).id_file.read_text()
+    except OSError:
+        return False
+
+
+def _describe(first: _Found, others: Sequence[_Found], led_here: bool) -> Alive:
+    own = dict.fromkeys(process for one in (first, *others) for process in one.own)
+    names = {process: _name(process) for process in own}
+    agent, parent = first.agent, first.agent.parent()
+    kept = led_here and parent is not None and parent.pid != 1
     return Alive(
-        run=RunFolder(run),
+        run=RunFolder(first.run),
         agent=agent.pid,
         keeper=parent.pid if parent is not None and kept else None,
-        workers=tuple(sorted(child.pid for child, name in names.items() if name.startswith("hw "))),
+        led_here=led_here,
+        workers=tuple(sorted(process.pid for process, name in names.items() if name.startswith("hw "))),
         spares=sum(name == "hw-spare" for name in names.values()),
-        memory_bytes=sum(_memory(process) for process in (agent, *children)),
+        memory_bytes=sum(map(_memory, own)),
         started=agent.create_time(),
         user=agent.username(),
     )

@@ -45,7 +45,7 @@ def supervise(
 ) -> Outcome:
     """Run to the end, over as many attempts as it takes; `on_tick` is called a few times a second for a live view.
 
-    The first SIGINT or SIGTERM has the workers save and stop, the second stops them at once. Workers are forked
+    The first SIGINT or SIGTERM has the workers save and stop, a later one stops them at once. Workers are forked
     from `warm` if there is such a zygote, which is left running; else from one of the run's own. `kept` is what an
     agent that died has left with its keeper.
     """

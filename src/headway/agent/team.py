@@ -130,7 +130,7 @@ class Team:
             member = self._new.get()
             if (old := self.members.get(member.name)) is not None:
                 if old.pid != member.pid and time.monotonic() - old.heard < self._lost_s:
-                    self.send(member, "taken", pid=old.pid, silent_s=self._lost_s)
+                    self.send(member, "taken", pid=old.pid, machine=old.machine, silent_s=self._lost_s)
                     member.line.close()
                     continue
                 self._lose(old, "called again")

@@ -1,17 +1,21 @@
 """What people and schedulers ask of a running agent, by signals.
 
 SIGINT, SIGTERM and SIGHUP (a terminal that closes): the first has the run save and stop, the second stops it at once.
+The same one again within a second is the same wish: `timeout` tells the command and then its whole group.
 SIGUSR1 (a batch system that will take the machine away): save and stop; however often it comes, it never hurries.
 """
 
 import contextlib
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 __all__ = ["STOPS", "Wishes", "listen"]
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONCE_S = 1.0
+"""A signal that comes again so soon is one wish."""
 
 
 @dataclass
@@ -20,10 +24,15 @@ class Wishes:
 
     asked: int = 0
     """0: nobody; 1: save and stop; 2 or more: stop at once."""
+    _counted: dict[int, float] = field(default_factory=dict)
 
-    def hear(self, number: int) -> None:
-        """Take a signal in."""
-        self.asked = self.asked + 1 if number in STOPS else max(self.asked, 1)
+    def hear(self, number: int, now: float) -> None:
+        """Take a signal in, at a time in seconds."""
+        if number not in STOPS:
+            self.asked = max(self.asked, 1)
+        elif number not in self._counted or now - self._counted[number] > ONCE_S:
+            self._counted[number] = now
+            self.asked += 1
 
 
 @contextlib.contextmanager
@@ -31,9 +40,13 @@ def listen() -> Iterator[Wishes]:
     """Count signals instead of dying of them."""
     wishes = Wishes()
     numbers = (*STOPS, signal.SIGUSR1)
-    before = {number: signal.signal(number, lambda received, _: wishes.hear(received)) for number in numbers}
+    before = {number: signal.signal(number, _hear(wishes)) for number in numbers}
     try:
         yield wishes
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _hear(wishes: Wishes) -> Callable[[int, object], None]:
+    return lambda received, _frame: wishes.hear(received, time.monotonic())

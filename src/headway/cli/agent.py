@@ -89,7 +89,9 @@ def agent(
     75 when it has saved and is worth starting again.
     """
     from headway.agent import resume_run
+    from headway.agent.leading import is_led
     from headway.agent.node import Node
+    from headway.agent.prepare import nodes_before
     from headway.agent.states import need_store
     from headway.cli.from_store import folder_of, own_root
     from headway.cli.launch import launch, start_keeper
@@ -98,7 +100,7 @@ def agent(
     from headway.hardware import Devices, devices
     from headway.hardware.network import main_address
     from headway.state.address import is_in_store
-    from headway.track import read_recipe, summarize
+    from headway.track import holder, read_recipe, summarize
 
     if (run is None) == (join is None):
         what = "an agent needs" if run is None else "an agent has one of"
@@ -132,11 +134,21 @@ def agent(
     # Without a common folder whoever began last leads, by the store: nobody here takes that back.
     start_lead = None if apart else _lead_instead
     node = Node(f"{socket.gethostname()}-{rank}", folder, slots, _machine(rank), start_lead=start_lead)
-    if rank == 0:
+    if rank == 0 and (pid := holder(folder)) is not None and is_led(folder):
+        # Its machine's command is gone, or it began elsewhere: what is left of it needs workers more than another end.
+        print(
+            f"process {pid} leads run {folder.name} already: joining it (headway logs {folder.name} --follow shows "
+            f"what it says, headway stop {folder.name} ends it)",
+            file=sys.stderr,
+            flush=True,
+        )
+    elif rank == 0:
         everywhere = Devices(found.kind, found.count * nodes, found.name)
         attempt = resume_run(folder, [], workers=workers, on=everywhere)
         if attempt.workers < nodes:
             raise UsageError(f"--nodes {nodes}, and {attempt.workers} workers", hint="fewer machines, or more workers")
+        before = nodes_before(folder)
+        changed = [] if before in (None, nodes) else [f"on {nodes} nodes now, and on {before} before"]
         here = -(-attempt.workers // nodes)  # cores were shared out as if all workers were on this machine
         update = {
             "nodes": nodes,
@@ -146,6 +158,7 @@ def agent(
             "apart": apart,
             "threads": max(1, len(os.sched_getaffinity(0)) // here),
             "lead": node.name,
+            "notes": [*attempt.notes, *changed],
         }
         node.leading = start_keeper(attempt.model_copy(update=update), shown=True)
     status = node.live()

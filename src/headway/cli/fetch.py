@@ -1,12 +1,19 @@
 """`headway fetch`: a run that other machines train, as its object store knows it."""
 
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli.options import Json, Runs
 
+if TYPE_CHECKING:
+    from headway.track import RunFolder, RunSummary
+
 __all__ = ["fetch"]
+
+QUIET_S = 180.0
+"""Records come to the store every minute: a run of which nothing is newer than that is trained by nobody."""
 
 
 def fetch(
@@ -28,9 +35,40 @@ def fetch(
     if not is_in_store(run):
         there = find_run(root, run)
         run = need_store(read_recipe(there), there.name)
-    found = summarize(bring(run, root))
+    folder = bring(run, root)
+    found = summarize(folder)
+    how, over = _how_it_stands(folder, found, time.time())
     if json:
-        print_json({"run": found.name, "step": found.step, "attempts": found.attempts, "loss": found.loss})
+        told = {"run": found.name, "step": found.step, "attempts": found.attempts, "loss": found.loss}
+        print_json(told | {"state": "running" if how == TRAINS else found.state})
         return
-    print(f"{found.name}: step {found.step}, {found.attempts} attempt{'s' * (found.attempts != 1)}")
-    print(f"next: headway report {found.name}, headway logs {found.name}, headway resume {found.name}")
+    print(f"{found.name}: step {found.step}, {found.attempts} attempt{'s' * (found.attempts != 1)}, {how}")
+    more = f"headway resume {found.name}" if over else f"headway fetch {found.name}"
+    print(f"next: headway report {found.name}, headway logs {found.name}{'' if how == 'finished' else ', ' + more}")
+
+
+TRAINS = "training"
+
+
+def _how_it_stands(run: "RunFolder", found: "RunSummary", now: float) -> tuple[str, bool]:
+    """In a few words, and whether it is worth resuming: nobody works for it any more, and it has not finished."""
+    from headway.agent.outcome import how_it_ended
+    from headway.cli.logs import is_alive
+    from headway.cli.text import duration
+
+    if how_it_ended(run) is not None:
+        return found.state, found.state != "finished" and not is_alive(run)
+    quiet_s = now - _heard(run)
+    if found.attempts == 0:
+        return "not begun", False
+    if is_alive(run) or quiet_s < QUIET_S:
+        return TRAINS, False
+    return f"nothing heard of it for {duration(quiet_s)}", True
+
+
+def _heard(run: "RunFolder") -> float:
+    """When whoever leads it last wrote something, in Unix seconds, by its own clock."""
+    from headway.track import read_ends
+
+    ends = [read_ends(path) for path in sorted(run.events.glob("*-agent.jsonl"))[-1:]]
+    return max((one.header.wall + event.get("t", 0) / 1e9 for one in ends for event in one.events), default=0.0)

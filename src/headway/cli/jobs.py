@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from headway.cli.options import Json, Runs
+from headway.cli.text import print_json, shortened
 
 if TYPE_CHECKING:
     from headway.cluster.submit import Standing
@@ -15,7 +16,6 @@ WIDTH = 80
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
     """List the jobs of all runs that were submitted, the most recently active first."""
-    from headway.cli.text import print_json
     from headway.cluster.submit import standings
     from headway.track import runs_root
 
@@ -32,21 +32,36 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
 
 
 def _table(found: "list[Standing]") -> list[str]:
+    """A line a job, its run first; the run on a line of its own where they are too wide."""
     width = max(len("run"), *(len(one.run.name) for one in found))
     jobs = max(10, *(len(one.submission.job) for one in found))
-    head = f"{'run':{width}}  {'state':10}  {'engine':7}  {'job':{jobs}}  {'on':12}  {'starts':>6}  submitted"
-    return [head, *(line for one in found for line in _rows(one, width, jobs))]
+    heads = ("state", "engine", "job", "on", "starts", "submitted")
+    rest = [_cells(heads, jobs), *(_cells(_words(one), jobs) for one in found)]
+    wide = width + 2 + max(map(len, rest)) > WIDTH
+    lines = list[str]()
+    for name, cells, under in zip(
+        ("run", *(one.run.name for one in found)), rest, ("", *(_under(one) for one in found)), strict=True
+    ):
+        lines += [name, shortened(f"  {cells}", WIDTH)] if wide else [f"{name:{width}}  {cells}"]
+        lines += [shortened(f"  {under}", WIDTH)] if under else []
+    return lines
 
 
-def _rows(one: "Standing", width: int, jobs: int) -> list[str]:
+def _cells(words: tuple[str, ...], jobs: int) -> str:
+    state, engine, job, on, starts, submitted = words
+    return f"{state:10}  {engine:7}  {job:{jobs}}  {on:12}  {starts:>6}  {submitted:11}".rstrip()
+
+
+def _words(one: "Standing") -> tuple[str, ...]:
     status, given = one.status, one.submission
     submitted = time.strftime("%m-%d %H:%M", time.localtime(given.time))
-    row = f"{one.run.name:{width}}  {status.state:10}  {given.engine:7}  {given.job:{jobs}}  {given.on:12}"
-    machines = f"on {', '.join(status.machines)}" if status.machines else ""
-    more = "; ".join(filter(None, (machines, status.reason)))
-    under = f"  {more}"
-    rows = [f"{row}  {status.starts:>6}  {submitted:11}"]
-    return [*rows, under if len(under) <= WIDTH else under[: WIDTH - 3] + "..."] if more else rows
+    return status.state, given.engine, given.job, given.on, str(status.starts), submitted
+
+
+def _under(one: "Standing") -> str:
+    """Where it is, and why it stands so."""
+    machines = f"on {', '.join(one.status.machines)}" if one.status.machines else ""
+    return "; ".join(filter(None, (machines, one.status.reason)))
 
 
 def as_document(one: "Standing") -> dict[str, object]:

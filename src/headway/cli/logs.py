@@ -1,22 +1,26 @@
 """`headway logs RUN`: what the processes of a run printed."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
+    from headway.errors import RunError
     from headway.track import RunFolder
 
-__all__ = ["logs"]
+__all__ = ["is_alive", "logs"]
 
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
 """Between questions to an engine, which others ask too."""
+MANY = 8
+"""Names of runs that are told at a time."""
 
 
 def logs(
@@ -29,11 +33,17 @@ def logs(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print what a run's processes printed, its engine's job included. With --json one object a line: file, line."""
+    """Print what a run's processes printed, its engine's job included. With --json one object a line: file, line.
+
+    What an agent said on somebody's terminal is in no log: then its record tells.
+    """
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
-    folder = find_run(runs_root(runs), run)
+    root = runs_root(runs)
+    if not (root / run).exists() and (root / ".sweeps" / run).is_dir():
+        raise _is_sweep(root, run)
+    folder = find_run(root, run)
     files = _files(folder, rank, attempt)
     if not files and not follow:
         there = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
@@ -43,13 +53,34 @@ def logs(
         show(name, line)
 
 
+def _is_sweep(root: Path, name: str) -> "RunError":
+    """What to ask for instead."""
+    from headway.cluster.sweeps import find_sweep
+    from headway.errors import RunError
+
+    names = [point.run for point in find_sweep(root, name).points]
+    more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+    return RunError(
+        f"{name} is a sweep, and its runs have logs of their own", hint=f"its runs: {', '.join(names[:MANY])}{more}"
+    )
+
+
 def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
     """The logs asked for: of the attempt named, else of the last that has any."""
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
     wanted = attempt or max((_attempt(path) for path in paths), default=0)
     own = sorted(path for path in paths if _attempt(path) == wanted)
-    return [*_of_job(run), *own] if rank is None and attempt is None else own
+    if rank is not None:
+        return own
+    job = _of_job(run) if attempt is None else []
+    told = job or any(path.name.endswith("-keeper.log") for path in own)
+    return [*job, *([] if told else _of_agent(run, attempt)), *own]
+
+
+def _of_agent(run: "RunFolder", attempt: int | None) -> list[Path]:
+    """The records of agents that led, of one attempt or of all: what they said on somebody's terminal is in no log."""
+    return sorted(run.events.glob("*-agent.jsonl" if attempt is None else f"{attempt:04d}-agent.jsonl"))
 
 
 def _of_job(run: "RunFolder") -> list[Path]:
@@ -69,7 +100,7 @@ def _of_job(run: "RunFolder") -> list[Path]:
     return [path for path in found if path.exists() and path.name.startswith(f"{last}-")]
 
 
-def _is_alive(run: "RunFolder") -> bool:
+def is_alive(run: "RunFolder") -> bool:
     """Whether more may come: somebody holds the run, or an engine will have it started."""
     from headway.track import holder
 
@@ -94,17 +125,55 @@ def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool
     from headway.track import holder
 
     offsets: dict[Path, int] = {}
+    told = defaultdict[Path, _Words](_Words)
     while True:
-        alive = follow and _is_alive(run)  # asked before reading, so that the last words are not missed
+        alive = follow and is_alive(run)  # asked before reading, so that the last words are not missed
         for path in _files(run, rank, attempt):
             data = _read_from(path, offsets.get(path, 0))
             whole = data.rfind(b"\n") + 1 if alive else len(data)
             offsets[path] = offsets.get(path, 0) + whole
             for line in data[:whole].splitlines():
-                yield path.name, line.decode(errors="replace")
+                words = told[path].of(line) if path.suffix == ".jsonl" else [line.decode(errors="replace")]
+                yield from ((path.name, one) for one in words)
         if not alive:
             return
         time.sleep(_POLL_S if holder(run) is not None else _POLL_ENGINE_S)
+
+
+class _Words:
+    """What the events of an agent's record say to people, as its view would."""
+
+    def __init__(self) -> None:
+        from headway.cli.view import Standing
+
+        self._standing, self._wall, self._told = Standing(), 0.0, 0
+
+    def of(self, line: bytes) -> list[str]:
+        """Of one event: nothing, or a line or two with the time before."""
+        from pydantic_core import from_json
+
+        try:
+            event = from_json(line)
+            clock = time.strftime("%H:%M:%S", time.localtime(self._wall + event.get("t", 0) / 1e9))
+            return [f"{clock} {text}" for text in self._texts(event)]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return []  # a torn line
+
+    def _texts(self, event: dict[str, Any]) -> list[str]:
+        self._standing.take(event)
+        notices, self._told = self._standing.notices[self._told :], len(self._standing.notices)
+        match event["kind"]:
+            case "open":
+                self._wall = event.get("wall", 0.0)
+            case "attempt":
+                nodes = f", {event['nodes']} nodes" if "nodes" in event else ""
+                again = f", from step {event['from_step']}" if event["from_step"] else ""
+                return [f"{event['workers']} worker{'s' * (event['workers'] != 1)} on {event['device']}{nodes}{again}"]
+            case "end":
+                return [f"{event['outcome']}: {event['reason']}", *notices]
+            case "log" if event.get("message"):
+                return [event["message"]]
+        return notices
 
 
 def _read_from(path: Path, offset: int) -> bytes:

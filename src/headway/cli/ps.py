@@ -41,13 +41,13 @@ def _rows(one: "Alive", summary: "RunSummary", width: int) -> list[str]:
     total = "" if summary.total_steps is None else f"/{summary.total_steps}"
     up = duration(time.time() - one.started)
     memory = f"{one.memory_bytes / 2**20:,.0f} MiB"
-    keeper = "gone" if one.keeper is None else one.keeper
+    keeper = one.keeper or ("gone" if one.led_here else "-")
     row = f"{one.run.name:{width}}  {f'{summary.step}{total}':>11}  {one.agent:>7}  {keeper:>7}"
     spares = f" and {one.spares} spare" + "s" * (one.spares != 1) if one.spares else ""
     pids = ", ".join(map(str, one.workers)) or "none yet"
     return [
         f"{row}  {len(one.workers):>7}  {memory:>8}  {up:>8}",
-        f"  workers {pids}{spares}; user {one.user}",
+        f"  workers {pids}{spares}; user {one.user}{'' if one.led_here else '; led elsewhere'}",
         f"  in {one.run.path.parent}",
     ]
 
@@ -60,6 +60,7 @@ def _document(one: "Alive", summary: "RunSummary") -> dict[str, object]:
         "total_steps": summary.total_steps,
         "agent": one.agent,
         "keeper": one.keeper,
+        "led_here": one.led_here,
         "workers": list(one.workers),
         "spares": one.spares,
         "memory_bytes": one.memory_bytes,

@@ -31,8 +31,8 @@ def stop(
     pid = holder(folder)
     if pid is None:
         raise RunError(f"run {folder.path.name} is not running", hint="headway runs shows what is")
-    for _ in range(2 if now else 1):
-        os.kill(pid, signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):  # the same one twice would be one wish
+        os.kill(pid, number)
         time.sleep(0.2)
     deadline = time.monotonic() + timeout_s
     while holder(folder) == pid:

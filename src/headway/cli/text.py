@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["count", "duration", "print_json", "short_seconds"]
+__all__ = ["count", "duration", "print_json", "short_seconds", "shortened"]
 
 
 def print_json(value: Any) -> None:
@@ -31,3 +31,8 @@ def duration(seconds: float) -> str:
 def short_seconds(seconds: float) -> str:
     """Seconds with three digits: 0.0927 s, 1.23 s, 52.4 s."""
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s"
+
+
+def shortened(text: str, width: int) -> str:
+    """A line no wider than that; dots stand for what was left out."""
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -79,7 +79,7 @@ class Standing:
                 self.recent.clear()
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
-            case "hang" | "woken" | "adopted" | "alone" | "straggler" if event.get("text"):
+            case "hang" | "woken" | "adopted" | "alone" | "straggler" | "waiting" if event.get("text"):
                 self.notices.append(event["text"])
             case "unsaved":
                 what = "uploaded" if event["tier"] == "store" else "saved"

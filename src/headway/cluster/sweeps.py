@@ -164,12 +164,11 @@ def _recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) -> Re
     try:
         return load_recipe(file, [*settings, *(f"{key}={value}" for key, value in point.items())])
     except RecipeError as error:
-        of_grid = [key for key in point if key in error.message or f'"{key.rpartition(".")[2]}"' in error.message]
-        if not of_grid or not error.message.startswith("--set"):
-            raise
+        load_recipe(file, settings)  # what is wrong without the grid is told as such
         message, hint = error.message.replace("--set", "--grid", 1), error.hint
         if "this is no list" in message:
-            hint = f"a list has brackets: --grid '{of_grid[0]}=[1,2],[3,4]'"
+            key = next(key for key in point if key in message)
+            hint = f"a list has brackets: --grid '{key}=[1,2],[3,4]'"
         raise RecipeError(message, hint=hint) from None
 
 

@@ -129,7 +129,7 @@ class Train(Section):
     """Compile each block with torch.compile; by default on GPUs, but for a class of one's own and for zero-bubble."""
     cuda_graphs: bool | None = None
     """Record the passes of a step on one GPU once and replay them, which spares the host most of its work; by default
-    where blocks are compiled and so small that the host would not keep up."""
+    where blocks are compiled and so small that the host would not keep up. Elsewhere it has no effect."""
     plain: tuple[Operation, ...] = ()
     """Operations that plain PyTorch does, and no kernel of their own; `headway kernels` lists them."""
     deterministic: bool = False

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote, urlsplit
 
@@ -121,9 +122,10 @@ class Store:
         import obstore
 
         view = view.cast("B")
-        client, part = (self._once, None) if len(view) <= PART_BYTES else (self._often, _part_bytes(len(view)))
+        sender, part = (self._once, None) if len(view) <= PART_BYTES else (self._often, _part_bytes(len(view)))
 
         def write() -> None:
+            client = _ready(sender, to_write=True)
             if part is None:
                 obstore.put(client, key, view, use_multipart=False)
             else:
@@ -147,7 +149,7 @@ class Store:
             if there is not None:
                 return unsure and there == data
             try:
-                obstore.put(self._once, key, data, mode="create", use_multipart=False)
+                obstore.put(_ready(self._once, to_write=True), key, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 # Status 409 looks the same and means that another request was in the way, which may have failed.
                 look = True
@@ -193,7 +195,7 @@ class Store:
         import obstore
 
         return self._patiently(
-            f"{self.name(key)} could not be read", lambda: int(obstore.head(self._once, key)["size"]), key
+            f"{self.name(key)} could not be read", lambda: int(obstore.head(_ready(self._once), key)["size"]), key
         )
 
     def list(self, prefix: str = "") -> list[Object]:
@@ -201,7 +203,7 @@ class Store:
         import obstore
 
         def read() -> list[Object]:
-            batches = obstore.list(self._often, prefix or None, chunk_size=1000)
+            batches = obstore.list(_ready(self._often), prefix or None, chunk_size=1000)
             return [Object(meta["path"], meta["size"], meta["last_modified"]) for batch in batches for meta in batch]
 
         return sorted(self._patiently(f"{self.name(prefix).rstrip('/')} could not be listed", read))
@@ -212,7 +214,7 @@ class Store:
 
         def remove(some: Sequence[str]) -> None:
             try:
-                obstore.delete(self._once, list(some))
+                obstore.delete(_ready(self._once), list(some))
             except FileNotFoundError:
                 # Some stores stop at the first that is missing: so one by one.
                 for key in some if len(some) > 1 else ():
@@ -227,7 +229,7 @@ class Store:
         import obstore
 
         try:
-            return bytes(obstore.get(self._once, key).bytes())
+            return bytes(obstore.get(_ready(self._once), key).bytes())
         except FileNotFoundError as error:
             if _no_bucket(error):
                 raise
@@ -238,7 +240,7 @@ class Store:
         import obstore
 
         def fill() -> int:
-            data = memoryview(obstore.get_range(self._once, key, start=begin, end=begin + len(out)))
+            data = memoryview(obstore.get_range(_ready(self._once), key, start=begin, end=begin + len(out)))
             out[: len(data)] = data
             return len(data)
 
@@ -282,6 +284,32 @@ class Store:
         raise StateError(f"{failed}: {trouble.reason}{often}", hint=_hint(trouble))
 
 
+class _Folder:
+    """A folder as a store. The first write makes it; until then there is nothing to be read."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError for one that could not be made."""
+        self._path = path
+        self._client: Any = None
+        nearest = next(place for place in (path, *path.parents) if place.exists())
+        if not nearest.is_dir():
+            raise NotADirectoryError(f"{nearest} is no folder")
+        if nearest != path and not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(f"nothing may be made in {nearest}")
+
+    def client(self, to_write: bool) -> Any:
+        from obstore.store import LocalStore, MemoryStore
+
+        if self._client is None and (to_write or self._path.is_dir()):
+            self._client = LocalStore(self._path, mkdir=True, automatic_cleanup=True)
+        return MemoryStore() if self._client is None else self._client
+
+
+def _ready(client: Any, to_write: bool = False) -> Any:
+    """The client that requests are sent with."""
+    return client.client(to_write) if isinstance(client, _Folder) else client
+
+
 def _check_url(url: str) -> None:
     """UsageError for what is no url of a store, or has a secret in it."""
     parts = urlsplit(url)
@@ -304,7 +332,7 @@ def _check_url(url: str) -> None:
 
 def _clients(url: str, patience_s: float, timeout_s: float) -> tuple[Any, Any]:
     """One that sends each request once, and one that retries those it knows to be harmless."""
-    from obstore.store import LocalStore, MemoryStore, from_url
+    from obstore.store import MemoryStore, from_url
 
     scheme = urlsplit(url).scheme
     client: Any
@@ -312,7 +340,7 @@ def _clients(url: str, patience_s: float, timeout_s: float) -> tuple[Any, Any]:
         client = MemoryStore()
         return client, client
     if scheme == "file":
-        client = LocalStore(unquote(urlsplit(url).path), mkdir=True, automatic_cleanup=True)
+        client = _Folder(Path(unquote(urlsplit(url).path)))
         return client, client
     options: Any = {"timeout": timedelta(seconds=timeout_s), **_client_environment(_SCHEMES[scheme])}
     once = from_url(url, client_options=options, retry_config={"max_retries": 0})
