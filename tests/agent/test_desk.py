@@ -29,7 +29,7 @@ FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
 BAD = (
     "../outside", "/etc/passwd", "events/../../x", "events/0001-agent.jsonl", "logs/0001-agent.log", "key", "lock",
     "leases/000001.json", "checkpoints/step-00000001/manifest.json", "events/0001-rank-0.jsonl/x", "", "recipe.json\n",
-    "faults/../key", "logs/.0001-rank-0.log", "initial/../key", "huggingface/a/b/c/d/e", "suspects",
+    "faults/../key", "logs/.0001-rank-0.log", "initial/../key", "huggingface/a/b/c/d/e",
 )  # fmt: skip
 
 

@@ -276,7 +276,8 @@ def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_p
 
 def test_a_run_on_one_machine_leads_by_a_lease_and_stops_when_another_has_the_next(lab, recipe, tmp_path) -> None:
     url = f"file://{tmp_path}/store"
-    settings = {"checkpoint.store": {"url": url}, "checkpoint.every_steps": 4, "train.steps": 1_000_000}
+    store = {"url": url, "every_steps": 40}
+    settings = {"checkpoint.store": store, "checkpoint.every_steps": 40, "train.steps": 1_000_000}
     attempt = new_run(recipe(settings), tmp_path / "runs", workers=1).model_copy(update={"apart": True, "threads": 1})
     run, address = attempt.folder, f"{url}/{attempt.run.name}"
     taken = list[int]()
@@ -292,7 +293,7 @@ def test_a_run_on_one_machine_leads_by_a_lease_and_stops_when_another_has_the_ne
     outcome = supervise(attempt, elsewhere, warm=lab._zygote)
     assert (outcome.state, lease_in_store(address).number) == ("failed", 2)
     assert "another machine's agent leads this run now" in outcome.reason
-    assert max(steps_in(address)) <= taken[0] + 4  # at most what was on its way
+    assert sum(step > taken[0] for step in steps_in(address)) <= 1  # at most what was on its way
     folder, apart = folder_of(attempt.run.name, tmp_path / "runs", alone=True)
     assert (folder.path, apart) == (run.path, True)  # whoever resumes it goes by the store
 

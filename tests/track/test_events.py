@@ -213,6 +213,24 @@ def test_a_full_disk_drops_events_and_tells(tmp_path, monkeypatch, room):
     assert any("events were lost" in event.get("message", "") for event in record.events)
 
 
+def test_wherever_a_full_disk_tears_a_line_what_is_lost_is_counted(tmp_path, monkeypatch):
+    """Each byte of a line in turn; one that lacks its newline alone is whole as soon as there is room."""
+    for room in range(300, 360):
+        disk = FullDisk(room)
+        with monkeypatch.context() as patch:
+            patch.setattr("headway.track.events.os.write", disk)
+            path = tmp_path / str(room) / "0001-rank-0.jsonl"
+            recorder = Recorder(path, attempt=1, process="rank-0", clock=lambda: 0)
+            for step in range(1, 21):
+                recorder.event("step", step=step)
+            drain(recorder)
+            disk.room = 1 << 20
+            recorder.event("step", step=21)
+            recorder.close()
+        kept = [event for event in read_record(path).events if event["kind"] == "step" or "marker" in event]
+        assert recorder.dropped == 23 - len(kept), room
+
+
 def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path):
     (tmp_path / "events").write_text("in the way")
     with pytest.raises(RunError, match="cannot write the run's record"):

@@ -163,20 +163,22 @@ def new_folder(out: Path) -> Iterator[Path]:
     A build that was killed cannot tidy up, so the next one for the same place does: the lock tells whether a
     folder's builder still lives.
     """
+    folder = out.parent / f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.building"
+    lock = None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out)
-        folder = out.parent / f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.building"
-        folder.mkdir()
-    except OSError as error:
-        raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another place") from None
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(out)
+            folder.mkdir()
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another place") from None
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def _remove_abandoned(out: Path) -> None:

@@ -209,7 +209,9 @@ class Recorder:
                 sent += os.write(self._file, data[sent:] if sent else data)
         except OSError as error:
             self.failed = self.failed or f"cannot write {self.path}: {error.strerror}"
-            self.dropped += lines.count(b"\n", max(sent - len(data) + len(lines), 0))
+            first = max(sent - len(data) + len(lines), 0)
+            # One that lacks its newline alone will have it, and is not lost.
+            self.dropped += lines.count(b"\n", first) - (lines[first : first + 1] == b"\n")
             # A newline makes one unreadable line of what is torn; an unwritten header is still owed.
             self._owed = (b"\n" if sent else b"") + (self._owed if sent < len(self._owed) else b"")
         else:

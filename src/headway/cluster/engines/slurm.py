@@ -205,16 +205,18 @@ class Slurm(Engine):
         """
         copies = {job: self._copies(job) for job in jobs}
         flat = {copy.id: copy for of_job in copies.values() for copy in of_job}
+        numbers = {name: copy.number for name, copy in flat.items()}
+        rows = self._rows(set(numbers.values()))
         if any(copy.key for copy in flat.values()):
-            told_by = self._told()
+            told_by = self._told()  # after the rows: of one that is over it says all
             for copy in flat.values():
                 if (copy.key, copy.index) in told_by:
                     copy.note(told_by[copy.key, copy.index])
-        numbers = {name: copy.number for name, copy in flat.items()}
-        rows = self._rows(set(numbers.values()))
         told = {}
         for name, copy in flat.items():
             row, own = rows.get(numbers[name]), copy.own()
+            if copy.key and own.ended is None and row is not None and row.state == "COMPLETED":
+                own = replace(own, ended=0)  # it could not say so: Slurm takes no comment from everybody
             if copy.number != numbers[name]:  # submitted again while we asked
                 row = Row("PENDING", "Dependency")
             told[name] = copy.with_place(standing(row, own))
