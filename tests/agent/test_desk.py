@@ -14,7 +14,7 @@ import pytest
 from headway.agent.bundle import bundle_names, place_of_grown, place_of_part
 from headway.agent.desk import PIECE_BYTES, Desk
 from headway.agent.forward import Forward
-from headway.agent.visiting import Visit, from_its_disk, parse_address, visit
+from headway.agent.visiting import Visit, _lock_file, _only_one, from_its_disk, parse_address, visit
 from headway.cli.main import main
 from headway.errors import DamagedState, DataError, RunError, StateError, UsageError
 from headway.recipe import Assignment
@@ -250,9 +250,12 @@ def test_a_visit_begins_with_what_can_be_told_at_once(run: RunFolder, door: Door
     made = visit(door.address, KEY, root, "b-1", 0.0)
     assert made.run.path == root / "visiting" / "b-1" / "r"
     (made.run.logs / "0001-rank-1.log").write_text("of before")
-    with pytest.raises(UsageError, match="an agent called b-1 is at work in"):
+    with pytest.raises(UsageError, match="an agent called b-1 is at work for run r in"):
         visit(door.address, KEY, root, "b-1", 0.0)
     assert (made.run.logs / "0001-rank-1.log").read_text() == "of before"
+    other = root / "visiting" / "b-1" / "another"
+    os.close(_only_one(other))  # one of the same name may work for another run
+    _lock_file(other).unlink()
     os.close(made.lock)  # as when it dies
     made = visit(door.address, KEY, root, "b-1", 0.0)
     assert (made.run.logs / "0001-rank-1.log").exists()
@@ -268,7 +271,10 @@ def test_a_visit_begins_with_what_can_be_told_at_once(run: RunFolder, door: Door
     ("words", "said"),
     [
         (["--join", "127.0.0.1:9"], "--join, and HEADWAY_KEY has no key"),
-        (["--run", "file:///nowhere/r", "--rank", "1"], "--join, and HEADWAY_KEY has no key"),
+        (
+            ["--run", "file:///nowhere/r", "--nodes", "2", "--rank", "1"],
+            "see no common folder, and HEADWAY_KEY has no key",
+        ),
         (["--join", "nowhere"], "'nowhere' is no address of an agent"),
         ([], "an agent needs --run RUN or --join HOST:PORT"),
         (["--join", "a:1", "--run", "r"], "an agent has one of --run RUN or --join HOST:PORT"),

@@ -22,6 +22,8 @@ from headway.agent.witness import Witness, address_in_lease, lease_in_store
 from headway.agent.zygote import Zygote
 from headway.cli.from_store import folder_of
 from headway.cli.main import main
+from headway.cluster.engines import Request
+from headway.cluster.engines.records import Submission, note_submission
 from headway.errors import RunError, StateError
 from headway.recipe import FaultPlan
 from headway.state import Facts
@@ -251,6 +253,34 @@ def test_fetching_what_is_not_there_says_so_and_makes_nothing(tmp_path: Path, mo
             main()
         assert (exited.value.code, f"there is no run at {url}" in capsys.readouterr().err) == (1, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_kept_an_agent_from_beginning_is_heard_by_who_submitted_it(
+    recipe, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Its data is not on that machine; the job's own log is there too, and nobody sees it."""
+    url = f"file://{tmp_path}/store"
+    made = new_run(recipe({"checkpoint.store": {"url": url}}), tmp_path / "runs", workers=1).folder
+    address = f"{url}/{made.name}"
+    settings = json.loads(made.recipe_file.read_text())
+    settings["data"]["path"] = str(tmp_path / "nowhere")
+    made.recipe_file.write_text(json.dumps(settings))
+    run_id(made)
+    put_folder(made, open_store(address))
+    note_submission(made.path, Submission("slurm", "1", "cpux1", Request("r", ("true",), made.path, shared=False)))
+    said = list[str]()
+    for verb, root in (
+        (["agent", "--run", address], "there"),
+        (["fetch", made.name], "runs"),
+        (["logs", made.name], "runs"),
+    ):
+        monkeypatch.setattr("sys.argv", ["headway", *verb, "--runs", str(tmp_path / root)])
+        with contextlib.suppress(SystemExit):
+            main()
+        told = capsys.readouterr()
+        said.append(told.out + told.err)
+    assert all(f"{tmp_path}/nowhere" in words for words in said), said
+    assert "not begun" in said[1]
 
 
 def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from headway.cli.launch import start_keeper
 from headway.errors import UsageError
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import AGENT
+from headway.state.remote import list_remote
+from headway.state.store import open_store
 from headway.track.runs import RunFolder
 
 SETTINGS = {"train.steps": 10, "train.restarts": 3, "checkpoint.every_steps": 5, "checkpoint.memory_every_steps": 1}
@@ -86,6 +88,17 @@ def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(lab: Lab,
     key = lived.run.key_file
     assert key.stat().st_mode & 0o777 == 0o600
     assert newest_lease(lived.run.leases).number == 2  # one an attempt
+
+
+def test_what_nodes_have_is_uploaded_even_where_no_save_to_disk_is_due(lab: Lab, recipe, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    store = {"url": url, "every_steps": 4, "keep_last": 9}
+    lived = lab.train(recipe(SETTINGS | {"checkpoint.store": store, "checkpoint.every_steps": 100}), workers=2, nodes=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    there = list_remote(open_store(f"{url}/{lived.run.name}"))
+    assert there[-1].step == 10
+    assert {entry.step for entry in there} <= {4, 8, 10}  # one that comes while another is on its way is left out
+    assert max(path.name for path in lived.run.checkpoints.glob("step-*")) == "step-00000010"
 
 
 def test_nodes_that_all_end_as_they_start_end_the_run(lab: Lab, recipe, monkeypatch) -> None:

@@ -34,3 +34,9 @@ def test_spares_are_counted_and_nodes_that_are_this_machine_are_not() -> None:
     assert told is not None
     assert "waiting for rank 3 of 4: headway agent --run r --nodes 3 --spares 1 --rank 3;" in told
     assert waiting(host=None).words([], 104.0) is None
+
+
+def test_machines_without_the_folder_are_told_of_the_store() -> None:
+    one = waiting()
+    one.url = "s3://bucket/r"
+    assert (one.words(["a-0", "a-1"], 104.0) or "").endswith("headway agent --run s3://bucket/r --nodes 3 --rank 2")

@@ -82,6 +82,7 @@ def wait(there: Callable[[], object], patience_s: float = 300) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_machines_that_do_not_see_its_folder(site: Site, lab: Lab) -> None:
     status, out, err = site.type("sweep", "r.toml", *GRID, "--json")
     assert status == 0, err + site.said()

@@ -21,6 +21,7 @@ from headway.agent.mesh import could_run
 from headway.agent.outcome import Outcome, explain_exit, out_of_memory_kills
 from headway.agent.recover import Failure
 from headway.agent.saves import Saves
+from headway.agent.states import need_store
 from headway.agent.team import Team
 from headway.agent.waiting import Waiting
 from headway.agent.wishes import Wishes
@@ -202,7 +203,8 @@ def _gather(attempt: Attempt, agent: Agent, team: Team) -> None:
     deadline, soon, first = began + FIRST_S, began + FIRST_S, True
     # nodes that were all started at once have their places by name, and not by who was first
     all_of_them = attempt.nodes + attempt.spares if attempt.source is None else 0
-    waiting = Waiting(attempt, team.right.host, team.right.port, began)
+    url = need_store(read_recipe(attempt.folder), attempt.run.name) if attempt.apart else ""
+    waiting = Waiting(attempt, team.right.host, team.right.port, began, url)
     while (len(team.able()) < all_of_them and time.monotonic() < soon) or not team.lay_out(attempt.workers):
         team.listen(POLL_S)
         agent.pulse()

@@ -1,6 +1,7 @@
 """A run's small files and records in its object store, so that any machine can go on with it, and know what was before.
 
     folder/...                      recipe, plan, tokenizer and so on (bundle.py), put again when they change
+    said/<rank>                     what kept an agent from beginning, the last time
     records/<lease>-<number>        what records and logs have grown by: a line of JSON that says of which files and
                                     from which offset, then the bytes
 
@@ -27,9 +28,9 @@ from headway.errors import RunError, StateError
 from headway.state.store import Store, open_store
 from headway.track import RunFolder, write_json
 
-__all__ = ["Mirror", "bring", "put_folder"]
+__all__ = ["Mirror", "bring", "put_folder", "said_in", "say"]
 
-FOLDER, RECORDS = "folder", "records"
+FOLDER, RECORDS, SAID = "folder", "records", "said"
 LOOK_S = 2.0
 EVERY_S = 60.0
 MUCH_BYTES = 4 << 20
@@ -40,6 +41,7 @@ LAST_S = 60.0
 """How long the end of a run waits for the store."""
 _MARKS = "mirrored.json"
 _BROUGHT = "brought.json"
+_SAID_KEY = re.compile(rf"{SAID}/\d{{1,7}}")
 _RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
 
 
@@ -133,6 +135,19 @@ def put_folder(
             known[name] = stamp
 
 
+def say(url: str, rank: int, words: str) -> None:
+    """Leave a line in the store of a run that could not begin, if there is such a run."""
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(words.split())}\n"
+    store = open_store(url, patience_s=LAST_S / 2)
+    if store.find(f"{FOLDER}/id") is not None:
+        store.put(f"{SAID}/{rank}", memoryview(line.encode()))
+
+
+def said_in(run: RunFolder) -> list[Path]:
+    """Such lines, as far as they were brought here."""
+    return sorted((run.path / SAID).glob("[0-9]*"))
+
+
 def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     """The folder of a run from what its store has; one that is here already gets what is new."""
     url, store = url.rstrip("/"), open_store(url, patience_s=patience_s)
@@ -157,6 +172,9 @@ def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
             if had.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
                 _fetch(store, item.key, path, item.bytes)
                 had[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
+        for item in store.list(SAID):
+            if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
+                _fetch(store, item.key, run.path / item.key, item.bytes)
         records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
         first = min((key for key in records if key not in had), default="~")
         for key in records:

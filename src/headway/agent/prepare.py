@@ -70,7 +70,7 @@ def new_run(
     recipe = resolve(recipe, root)
     found = on or devices(recipe.train.device)
     check_axes(recipe, workers or default_workers(found))
-    count = count_workers(recipe, workers, default_workers(found))
+    count = count_workers(recipe, workers, max(default_workers(found), nodes))
     check_workers(recipe, count, found)
     check_mesh(recipe, count)
     _check_nodes(nodes, count)

@@ -81,7 +81,7 @@ def need_store(recipe: Recipe, run: str) -> str:
     """Where a run's checkpoints lie in its store; RunError for a recipe without one."""
     if recipe.checkpoint.store is None:
         raise RunError(
-            f"run {run} has no object store, and its machines see no common folder",
+            f"run {run} has no object store, by which machines go that see no common folder",
             hint='the recipe needs [checkpoint.store] with a url, for example "s3://bucket/prefix"',
         )
     return store_url(recipe.checkpoint.store, run)

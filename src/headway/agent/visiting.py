@@ -58,7 +58,7 @@ class Visit:
     find: Callable[[], tuple[str, int] | None] | None = None
     """Finds out who leads now, where another agent may after this one."""
     lock: int = -1
-    """Held as long as an agent of this name is at work here."""
+    """Held as long as an agent of this name is at work here for this run."""
     _asked: float = 0.0
     _stamps: Stamps = field(default_factory=Stamps)
     _forward: Forward | None = None
@@ -130,7 +130,7 @@ class Visit:
             self._forward.close()
         if done:
             shutil.rmtree(self.run.path, ignore_errors=True)
-            _lock_file(self.run.path.parent).unlink(missing_ok=True)
+            _lock_file(self.run.path).unlink(missing_ok=True)
             for folder in (self.run.path.parent, self.run.path.parent.parent):
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # unless others are there
@@ -171,7 +171,7 @@ def visit(
             with _asking(whom, key) as end:
                 told = _bundle(end)
                 with contextlib.ExitStack() as undo:
-                    lock = _only_one(root / "visiting" / name)
+                    lock = _only_one(root / "visiting" / name / told["run"])
                     undo.callback(os.close, lock)
                     made = Visit(whom, key, _make_folder(root, name, told), find, lock)
                     made._take(end, told)
@@ -198,7 +198,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def _only_one(folder: Path) -> int:
-    """See that no other agent of this name is at work here; a lock on it, which goes with this process."""
+    """See that no other agent of this name is at work here for this run; a lock on it, which goes with this process."""
     path = _lock_file(folder)
     while True:
         try:
@@ -213,7 +213,7 @@ def _only_one(folder: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise UsageError(
-                f"an agent called {folder.name} is at work in {folder.parent}",
+                f"an agent called {folder.parent.name} is at work for run {folder.name} in {folder.parent.parent}",
                 hint="each machine has a --rank of its own; two on one machine have a --runs of their own too",
             ) from None
         os.close(lock)  # of one that has just gone

@@ -24,6 +24,8 @@ class Waiting:
     port: int
     """Where the agent that leads listens."""
     began: float
+    url: str = ""
+    """Where machines have the run from that see no common folder."""
     _said: tuple[int, ...] = ()
     _when: float | None = None
 
@@ -38,9 +40,10 @@ class Waiting:
         ranks = f"rank{'s' * many} {', '.join(map(str, missing))}"
         spares = f" --spares {attempt.spares}" if attempt.spares else ""
         each = "I, each on its machine" if many else str(missing[0])
+        other = "" if self.url else f"; without this folder, --join {self.host}:{self.port}"
         return (
-            f"waiting for {ranks} of {attempt.nodes + attempt.spares}: headway agent --run {attempt.run.name} "
-            f"--nodes {attempt.nodes}{spares} --rank {each}; without this folder, --join {self.host}:{self.port}"
+            f"waiting for {ranks} of {attempt.nodes + attempt.spares}: headway agent --run "
+            f"{self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {each}{other}"
         )
 
     def _missing(self, there: Iterable[str]) -> tuple[int, ...]:

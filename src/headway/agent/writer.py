@@ -144,7 +144,7 @@ class Writer:
         while True:
             snapshot = self._jobs.get()
             written: list[Shard] | None = None
-            if "disk" in snapshot.tiers:
+            if "disk" in snapshot.tiers or ("store" in snapshot.tiers and self._is_far(snapshot)):
                 written = self._try(snapshot, "disk", lambda: self._to_disk(snapshot))  # noqa: B023  (run at once)
             if "store" in snapshot.tiers:
                 self._hand_over(snapshot, written)
@@ -161,10 +161,17 @@ class Writer:
             self._results.put(Done(snapshot, "store", 0.0, error=late))
             self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
             return
-        self._waiting.append(size)
         if files is None:
-            self._uploads.put(_Upload(snapshot, self._describe(snapshot), self._files(snapshot), from_memory=True))
+            try:
+                upload = _Upload(snapshot, self._describe(snapshot), self._files(snapshot), from_memory=True)
+            except StateError as error:
+                self._results.put(Done(snapshot, "store", 0.0, error=error))
+                self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
+                return
+            self._waiting.append(size)
+            self._uploads.put(upload)
             return
+        self._waiting.append(size)
         self._handed_over += 1
         self._uploads.put(_Upload(snapshot, written or [], files, from_memory=False))
         self._results.put(Done(snapshot, "memory", 0.0, over=True, finished=True))
@@ -287,12 +294,16 @@ class Writer:
             _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)),
         )
 
+    def _is_far(self, snapshot: Snapshot) -> bool:
+        """Whether some of it is in other nodes' memory: they write it to the disk, from where it is uploaded."""
+        return any(isinstance(self._memory.buffer(snapshot, rank), FarBuffer) for rank in snapshot.buffers)
+
     def _here(self, snapshot: Snapshot) -> list[tuple[int, Buffer]]:
         """The buffers of a snapshot; StateError where they are on other nodes."""
         found = [(rank, self._memory.buffer(snapshot, rank)) for rank in sorted(snapshot.buffers)]
         here = [(rank, buffer) for rank, buffer in found if isinstance(buffer, Buffer)]
         if len(here) < len(found):
-            raise StateError("what other nodes have in memory is uploaded from the disk only", hint="save to disk too")
+            raise StateError("what other nodes have in memory is uploaded from the disk, which did not get it")
         return here
 
     def _describe(self, snapshot: Snapshot) -> list[Shard]:

@@ -14,6 +14,7 @@ from headway.cli.options import Json, Runs
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Iterator
 
     from headway.agent.lease import Lease
     from headway.agent.node import Things
@@ -88,6 +89,55 @@ def agent(
     All machines see the run's folder, or join the one that does. Exits with 0 when the run is done, 1 when it failed,
     75 when it has saved and is worth starting again.
     """
+    from headway.cluster.stored import run_of_copy
+    from headway.errors import UsageError
+    from headway.state.address import is_in_store
+
+    if (run is None) == (join is None):
+        what = "an agent needs" if run is None else "an agent has one of"
+        raise UsageError(f"{what} --run RUN or --join HOST:PORT", hint="--join where the run's folder is not seen")
+    if join is None and rank >= nodes + spares:
+        raise UsageError(
+            f"--rank {rank}, and there are {nodes + spares} machines", hint="ranks begin with 0; --nodes, --spares"
+        )
+    in_store = run is not None and is_in_store(run)
+    if run is not None and in_store:
+        run = run_of_copy(run)  # of an array each copy has a run of its own
+    with _heard_in_store(run or "", rank) if in_store else contextlib.nullcontext():
+        if run is None or (in_store and rank):
+            slots = -(-(workers or nodes) // nodes)
+            sys.exit(_join(join or run or "", rank, slots, runs))
+        _work(run, nodes, spares, rank, workers, host, port, apart=apart, runs=runs, json=json)
+
+
+@contextlib.contextmanager
+def _heard_in_store(address: str, rank: int) -> "Iterator[None]":
+    """Have what goes wrong before a run begins told where somebody looks, who does not see this machine."""
+    from headway.agent.mirror import say
+    from headway.errors import HeadwayError
+
+    try:
+        yield
+    except HeadwayError as error:
+        with contextlib.suppress(HeadwayError):
+            say(address, rank, f"{_machine(rank)}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+        raise
+
+
+def _work(
+    run: str,
+    nodes: int,
+    spares: int,
+    rank: int,
+    workers: int | None,
+    host: str | None,
+    port: int,
+    *,
+    apart: bool,
+    runs: Path | None,
+    json: bool,
+) -> None:
+    """Work for a run whose folder is here, or comes here from its store; the first machine leads."""
     from headway.agent import resume_run
     from headway.agent.leading import is_led
     from headway.agent.node import Node
@@ -95,26 +145,12 @@ def agent(
     from headway.agent.states import need_store
     from headway.cli.from_store import folder_of, own_root
     from headway.cli.launch import launch, start_keeper
-    from headway.cluster.stored import run_of_copy
     from headway.errors import UsageError
     from headway.hardware import Devices, devices
     from headway.hardware.network import main_address
     from headway.state.address import is_in_store
     from headway.track import holder, read_recipe, summarize
 
-    if (run is None) == (join is None):
-        what = "an agent needs" if run is None else "an agent has one of"
-        raise UsageError(f"{what} --run RUN or --join HOST:PORT", hint="--join where the run's folder is not seen")
-    if run is not None and is_in_store(run):
-        run = run_of_copy(run)  # of an array each copy has a run of its own
-    slots = -(-(workers or nodes) // nodes)
-    if join is not None or (run is not None and is_in_store(run) and rank):
-        sys.exit(_join(join or run or "", rank, slots, runs))
-    assert run is not None
-    if rank >= nodes + spares:
-        raise UsageError(
-            f"--rank {rank}, and there are {nodes + spares} machines", hint="ranks begin with 0; --nodes, --spares"
-        )
     root = own_root(runs) if is_in_store(run) else runs
     folder, from_store = folder_of(run, root, alone=nodes + spares == 1)
     apart = apart or from_store
@@ -187,7 +223,8 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     from headway.track import read_recipe
 
     in_store = is_in_store(address)
-    where, key = None if in_store else parse_address(address), _need_key("--join")
+    where = None if in_store else parse_address(address)
+    key = _need_key("machines that see no common folder" if in_store else "--join")
     name = f"{socket.gethostname()}-{rank}"
     find = None
     if in_store:

@@ -25,7 +25,7 @@ def fetch(
 
     For runs whose machines see no common folder; what they recorded is there a minute later.
     """
-    from headway.agent.mirror import bring
+    from headway.agent.mirror import bring, said_in
     from headway.agent.states import need_store
     from headway.cli.text import print_json
     from headway.state.address import is_in_store
@@ -43,6 +43,8 @@ def fetch(
         print_json(told | {"state": "running" if how == TRAINS else found.state})
         return
     print(f"{found.name}: step {found.step}, {found.attempts} attempt{'s' * (found.attempts != 1)}, {how}")
+    for path in [] if how in (TRAINS, "finished") else said_in(folder):
+        print(f"  {path.read_text().strip()}")
     more = f"headway resume {found.name}" if over else f"headway fetch {found.name}"
     print(f"next: headway report {found.name}, headway logs {found.name}{'' if how == 'finished' else ', ' + more}")
 

@@ -1,6 +1,7 @@
 """`headway jobs`: what engines have of the runs that were submitted."""
 
 import time
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from headway.cli.options import Json, Runs
@@ -40,10 +41,10 @@ def _table(found: "list[Standing]") -> list[str]:
     wide = width + 2 + max(map(len, rest)) > WIDTH
     lines = list[str]()
     for name, cells, under in zip(
-        ("run", *(one.run.name for one in found)), rest, ("", *(_under(one) for one in found)), strict=True
+        ("run", *(one.run.name for one in found)), rest, ([], *(_under(one) for one in found)), strict=True
     ):
         lines += [name, shortened(f"  {cells}", WIDTH)] if wide else [f"{name:{width}}  {cells}"]
-        lines += [shortened(f"  {under}", WIDTH)] if under else []
+        lines += under
     return lines
 
 
@@ -58,10 +59,13 @@ def _words(one: "Standing") -> tuple[str, ...]:
     return status.state, given.engine, given.job, given.on, str(status.starts), submitted
 
 
-def _under(one: "Standing") -> str:
-    """Where it is, and why it stands so."""
+def _under(one: "Standing") -> list[str]:
+    """Where it is, and why it stands so: whole, where something is wrong."""
     machines = f"on {', '.join(one.status.machines)}" if one.status.machines else ""
-    return "; ".join(filter(None, (machines, one.status.reason)))
+    text = "; ".join(filter(None, (machines, one.status.reason)))
+    if one.status.state in ("failed", "impossible", "unknown"):
+        return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [shortened(f"  {text}", WIDTH)] if text else []
 
 
 def as_document(one: "Standing") -> dict[str, object]:

@@ -1,5 +1,6 @@
 """`headway logs RUN`: what the processes of a run printed."""
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ __all__ = ["is_alive", "logs"]
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
 """Between questions to an engine, which others ask too."""
+_BRING_S, _PATIENCE_S = 10.0, 10.0
+"""Between looks into a run's store, and how long that may take to answer."""
 MANY = 8
 """Names of runs that are told at a time."""
 
@@ -44,12 +47,14 @@ def logs(
     if not (root / run).exists() and (root / ".sweeps" / run).is_dir():
         raise _is_sweep(root, run)
     folder = find_run(root, run)
+    brought = _Brought(folder)
+    brought.now()
     files = _files(folder, rank, attempt)
     if not files and not follow:
         there = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
         raise RunError(f"run {folder.name} has no such log", hint=f"there are: {there}")
     show = _printer(json, headings=rank is None)
-    for name, line in _lines(folder, rank, attempt, follow):
+    for name, line in _lines(folder, rank, attempt, follow, brought):
         show(name, line)
 
 
@@ -67,13 +72,15 @@ def _is_sweep(root: Path, name: str) -> "RunError":
 
 def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
     """The logs asked for: of the attempt named, else of the last that has any."""
+    from headway.agent.mirror import said_in
+
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
     wanted = attempt or max((_attempt(path) for path in paths), default=0)
     own = sorted(path for path in paths if _attempt(path) == wanted)
     if rank is not None:
         return own
-    job = _of_job(run) if attempt is None else []
+    job = [*_of_job(run), *said_in(run)] if attempt is None else []
     told = job or any(path.name.endswith("-keeper.log") for path in own)
     return [*job, *([] if told else _of_agent(run, attempt)), *own]
 
@@ -120,7 +127,38 @@ def _attempt(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool) -> Iterator[tuple[str, str]]:
+class _Brought:
+    """What machines that see no common folder have put into the store of a run that was submitted."""
+
+    def __init__(self, run: "RunFolder") -> None:
+        self._run, self._url, self._last = run, "", 0.0
+        if not (run.path / "jobs.jsonl").exists():
+            return
+        from headway.agent.states import need_store
+        from headway.cluster.engines.records import last_submission
+        from headway.track import read_recipe
+
+        job = last_submission(run.path)
+        if job is not None and not job.request.shared:
+            self._url = need_store(read_recipe(run), run.name)
+
+    def now(self, at_once: bool = False) -> None:
+        """Bring what is new, unless that was done a moment ago and need not be again `at_once`."""
+        if not self._url or (not at_once and time.monotonic() < self._last + _BRING_S):
+            return
+        from headway.agent.mirror import bring
+        from headway.errors import HeadwayError
+
+        try:
+            bring(self._url, self._run.path.parent, _PATIENCE_S)
+        except HeadwayError as error:
+            print(f"note: what is here may be old: {error.message}", file=sys.stderr, flush=True)
+        self._last = time.monotonic()
+
+
+def _lines(
+    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: _Brought
+) -> Iterator[tuple[str, str]]:
     """Each file's name and lines; when following, new ones as they come until nobody holds the run, or will."""
     from headway.track import holder
 
@@ -128,6 +166,8 @@ def _lines(run: "RunFolder", rank: int | None, attempt: int | None, follow: bool
     told = defaultdict[Path, _Words](_Words)
     while True:
         alive = follow and is_alive(run)  # asked before reading, so that the last words are not missed
+        if follow:
+            brought.now(at_once=not alive)
         for path in _files(run, rank, attempt):
             data = _read_from(path, offsets.get(path, 0))
             whole = data.rfind(b"\n") + 1 if alive else len(data)

@@ -1,5 +1,6 @@
 """Has an engine start a run's agent: what `headway submit` and its companions do, beside printing."""
 
+import os
 import shutil
 import signal
 import time
@@ -9,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.agent.outcome import how_it_ended
 from headway.agent.states import need_store
 from headway.cluster.code import code_for, pack_code
-from headway.cluster.engines.engine import OVER, Request, Status
+from headway.cluster.engines.engine import OVER, REQUEUE, Request, State, Status
 from headway.cluster.engines.records import Submission, last_submission, note_submission
 from headway.cluster.engines.settings import Settings, engine_settings, open_engine
 from headway.cluster.origin import note_origin
 from headway.cluster.stored import put_run, take_run
-from headway.errors import EngineError, RunError, StateError, UsageError
+from headway.errors import EngineError, HeadwayError, RunError, StateError, UsageError
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.trust import KEY_VARIABLE
@@ -31,6 +33,8 @@ __all__ = ["Standing", "cancel", "describe", "made_run", "request_for", "requeue
 CPUS_PER_GPU = 4
 """That a job asks for where nobody says: a worker, its agent's share, and what reads the data."""
 GIB = 2**30
+SOON_S = 10.0
+"""How long a store may take to say how a job ended that its engine has forgotten."""
 
 
 def request_for(
@@ -94,6 +98,7 @@ def submit(
     shared = shared and engine_settings(engine).shared
     if not shared:
         need_store(recipe, name or recipe.name)
+        _need_key(cluster.nodes + spares)
     # It takes long the first time, and a run that is half made should not wait for it.
     pack_code(engine, root.absolute())
     with made_run(recipe, root, cluster, name) as attempt:
@@ -138,8 +143,17 @@ def _in_store(run: RunFolder, recipe: Recipe) -> str:
     return need_store(recipe, run.name)
 
 
-def _secrets(named: tuple[str, ...], alone: bool) -> tuple[str, ...]:
+def _need_key(machines: int) -> None:
     """Machines that see no common folder know each other by a key of whoever submits."""
+    if machines > 1 and KEY_VARIABLE not in os.environ:
+        raise UsageError(
+            f"{machines} machines that see no common folder know each other by a key, and {KEY_VARIABLE} has none",
+            hint=f"export {KEY_VARIABLE}=$(openssl rand -hex 32)",
+        )
+
+
+def _secrets(named: tuple[str, ...], alone: bool) -> tuple[str, ...]:
+    """The key goes with those that need it."""
     return named if alone or KEY_VARIABLE in named else (*named, KEY_VARIABLE)
 
 
@@ -209,12 +223,21 @@ def standings(root: Path, runs: list[RunFolder] | None = None) -> list[Standing]
 
 
 def _by_its_records(run: RunFolder, submission: Submission, status: Status) -> Status:
-    """How a job stands of which its engine knows nothing any more, and which left nothing here but what was fetched."""
+    """How a job stands of which its engine knows nothing any more: as its records in the store say."""
     if status.state != "unknown" or submission.request.shared:
         return status
-    if summarize(run).state == "finished":
-        return replace(status, state="finished", reason="as its records say")
-    return replace(status, reason=f"{status.reason}; headway fetch {run.name} brings its records")
+    from headway.agent.mirror import bring
+
+    try:
+        bring(need_store(read_recipe(run), run.name), run.path.parent, SOON_S)
+    except HeadwayError as error:
+        return replace(status, reason=f"{status.reason}; {error.message}")
+    ended = how_it_ended(run)
+    if ended is None:
+        return replace(status, reason=f"{status.reason}, and its records do not say how it ended")
+    state: State = "failed" if ended else "finished"
+    reason = "it has saved, and was not started again" if ended == REQUEUE else summarize(run).reason
+    return replace(status, state=state, exit_status=ended, reason=f"{reason} (as its records say)")
 
 
 def cancel(root: Path, run: RunFolder) -> Standing:

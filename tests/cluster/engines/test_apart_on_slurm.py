@@ -77,7 +77,7 @@ def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> N
 def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path, monkeypatch) -> None:
     own_roots(tmp_path, monkeypatch)
     monkeypatch.delenv("HEADWAY_KEY", raising=False)
-    with pytest.raises(UsageError, match="takes HEADWAY_KEY from the environment"):
+    with pytest.raises(UsageError, match="2 machines that see no common folder know each other by a key"):
         submit(with_store(recipe, tmp_path), tmp_path / "runs", parse_on("cpux1x2"), "slurm", "told")
     assert list_runs(tmp_path / "runs") == []
     assert left_in_store(tmp_path) == []

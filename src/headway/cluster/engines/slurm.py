@@ -220,6 +220,8 @@ class Slurm(Engine):
             if copy.number != numbers[name]:  # submitted again while we asked
                 row = Row("PENDING", "Dependency")
             told[name] = copy.with_place(standing(row, own))
+            if copy.key and row is None and own.ended is None and not own.cancelled:
+                told[name] = replace(told[name], state="unknown", reason="Slurm has forgotten it")  # when nobody looked
             if row is not None:
                 self._help_on(copy, row, own)
         lost = Status("unknown", "no such job is known here")
