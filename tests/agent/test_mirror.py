@@ -20,7 +20,7 @@ from headway.agent.lease import Right
 from headway.agent.mirror import LOG_BYTES, MUCH_BYTES, Mirror, bring, put_folder
 from headway.agent.witness import Witness, address_in_lease, lease_in_store
 from headway.agent.zygote import Zygote
-from headway.cli.from_store import folder_of
+from headway.cli.from_store import folder_of, own_folder_of, own_root
 from headway.cli.main import main
 from headway.cluster.engines import Request
 from headway.cluster.engines.records import Submission, note_submission
@@ -29,7 +29,7 @@ from headway.recipe import FaultPlan
 from headway.state import Facts
 from headway.state.remote import list_remote, upload
 from headway.state.store import open_store
-from headway.track import RunFolder, create_run, next_attempt, read_run, run_id, summarize
+from headway.track import RunFolder, create_run, hold, next_attempt, read_run, run_id, summarize
 
 sys.path.append(str(Path(__file__).parents[1] / "state"))
 
@@ -281,6 +281,28 @@ def test_what_kept_an_agent_from_beginning_is_heard_by_who_submitted_it(
         said.append(told.out + told.err)
     assert all(f"{tmp_path}/nowhere" in words for words in said), said
     assert "not begun" in said[1]
+
+
+def test_what_another_run_has_left_on_a_machine_is_not_in_the_way(run: RunFolder, tmp_path: Path, monkeypatch) -> None:
+    """In a folder of the machine's own; one that somebody names is left alone, and so is one that is in use."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "machine"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+    (tmp_path / "machine").mkdir()
+    url = f"file://{tmp_path}/store/r"
+    put_folder(run, open_store(url))
+    left = create_run(own_root(None), "r", "r")
+    run_id(left)
+    (left.events / "0001-agent.jsonl").write_text("of another")
+    with hold(left), pytest.raises(RunError, match="there is another run r"):
+        own_folder_of(url, None)
+    found = own_folder_of(url, None)
+    assert (found.path, run_id(found)) == (left.path, run_id(run))
+    assert list(found.events.iterdir()) == []
+    named = create_run(tmp_path / "named", "r", "r")
+    run_id(named)
+    with pytest.raises(RunError, match="there is another run r"):
+        own_folder_of(url, tmp_path / "named")
 
 
 def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A run's small files and records in its object store, so that any machine can go on with it, and know what was before.
 
     folder/...                      recipe, plan, tokenizer and so on (bundle.py), put again when they change
-    said/<rank>                     what kept an agent from beginning, the last time
+    said/rank-<rank>                what kept an agent from beginning, the last time
     records/<lease>-<number>        what records and logs have grown by: a line of JSON that says of which files and
                                     from which offset, then the bytes
 
@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -26,9 +27,9 @@ from queue import SimpleQueue
 from headway.agent.bundle import READ_BYTES, Stamps, bundle_names, place_of_part, place_of_record, record_files
 from headway.errors import RunError, StateError
 from headway.state.store import Store, open_store
-from headway.track import RunFolder, write_json
+from headway.track import RunFolder, holder, write_json
 
-__all__ = ["Mirror", "bring", "put_folder", "said_in", "say"]
+__all__ = ["Mirror", "bring", "make_room", "put_folder", "said_in", "say"]
 
 FOLDER, RECORDS, SAID = "folder", "records", "said"
 LOOK_S = 2.0
@@ -41,7 +42,7 @@ LAST_S = 60.0
 """How long the end of a run waits for the store."""
 _MARKS = "mirrored.json"
 _BROUGHT = "brought.json"
-_SAID_KEY = re.compile(rf"{SAID}/\d{{1,7}}")
+_SAID_KEY = re.compile(rf"{SAID}/rank-\d{{1,7}}")
 _RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
 
 
@@ -140,12 +141,22 @@ def say(url: str, rank: int, words: str) -> None:
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(words.split())}\n"
     store = open_store(url, patience_s=LAST_S / 2)
     if store.find(f"{FOLDER}/id") is not None:
-        store.put(f"{SAID}/{rank}", memoryview(line.encode()))
+        store.put(f"{SAID}/rank-{rank}", memoryview(line.encode()))
 
 
 def said_in(run: RunFolder) -> list[Path]:
     """Such lines, as far as they were brought here."""
-    return sorted((run.path / SAID).glob("[0-9]*"))
+    return sorted((run.path / SAID).glob("rank-*"))
+
+
+def make_room(url: str, root: Path) -> None:
+    """Remove what another run of the same name has left in a folder of this machine's own, unless somebody uses it:
+    that run's store has all of it."""
+    run = RunFolder(root / url.rstrip("/").rpartition("/")[2])
+    if run.path.exists() and holder(run) is None:
+        identity = open_store(url).find(f"{FOLDER}/id")
+        if identity is not None and (not run.id_file.exists() or run.id_file.read_bytes().strip() != identity.strip()):
+            shutil.rmtree(run.path)
 
 
 def bring(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:

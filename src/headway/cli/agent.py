@@ -143,7 +143,7 @@ def _work(
     from headway.agent.node import Node
     from headway.agent.prepare import nodes_before
     from headway.agent.states import need_store
-    from headway.cli.from_store import folder_of, own_root
+    from headway.cli.from_store import folder_of, own_folder_of
     from headway.cli.launch import launch, start_keeper
     from headway.errors import UsageError
     from headway.hardware import Devices, devices
@@ -151,9 +151,11 @@ def _work(
     from headway.state.address import is_in_store
     from headway.track import holder, read_recipe, summarize
 
-    root = own_root(runs) if is_in_store(run) else runs
-    folder, from_store = folder_of(run, root, alone=nodes + spares == 1)
-    apart = apart or from_store
+    if is_in_store(run):
+        folder, apart = own_folder_of(run, runs), True
+    else:
+        folder, from_store = folder_of(run, runs, alone=nodes + spares == 1)
+        apart = apart or from_store
     if summarize(folder).state == "finished":
         print(f"run {folder.name} has finished already", file=sys.stderr)
         return

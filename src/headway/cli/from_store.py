@@ -9,7 +9,7 @@ from headway.errors import RunError, StateError
 from headway.state.address import is_in_store
 from headway.track import RunFolder, find_run, read_recipe, runs_root
 
-__all__ = ["folder_of", "own_root"]
+__all__ = ["folder_of", "own_folder_of", "own_root"]
 
 
 def folder_of(run: str, runs: Path | None, *, alone: bool = False) -> tuple[RunFolder, bool]:
@@ -41,6 +41,16 @@ def _led_by_store(folder: RunFolder) -> str | None:
         return None if lease_in_store(url, patience_s=5.0) is None else url
     except StateError:
         return None  # a store that does not answer keeps nobody from going on with what is here
+
+
+def own_folder_of(url: str, runs: Path | None) -> RunFolder:
+    """The folder of a run on a machine that an engine has started, from its store."""
+    from headway.agent.mirror import bring, make_room
+
+    root = own_root(runs)
+    if runs is None and not os.environ.get("HEADWAY_RUNS"):
+        make_room(url, root)
+    return bring(url, root)
 
 
 def own_root(runs: Path | None) -> Path:
