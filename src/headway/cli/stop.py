@@ -35,7 +35,7 @@ def stop(
         os.kill(pid, number)
         time.sleep(0.2)
     deadline = time.monotonic() + timeout_s
-    while holder(folder) == pid:
+    while holder(folder) in (pid, 0):  # 0: it is just letting go
         if time.monotonic() > deadline:
             raise RunError(
                 f"run {folder.path.name} has not ended within {timeout_s:g} s",
