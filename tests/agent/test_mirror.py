@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ sys.path.append(str(Path(__file__).parents[1] / "state"))
 pytest_plugins = ["s3"]
 
 FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No witness looks for leases when its test is over."""
+    made, look_on = list[Witness](), Witness._look_on
+    monkeypatch.setattr(Witness, "_look_on", lambda self: (made.append(self), look_on(self))[1])
+    yield
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(params=["file", "s3"])
