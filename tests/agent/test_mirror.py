@@ -23,8 +23,9 @@ from headway.agent.witness import Witness, address_in_lease, lease_in_store
 from headway.agent.zygote import Zygote
 from headway.cli.from_store import folder_of, own_folder_of, own_root
 from headway.cli.main import main
-from headway.cluster.engines import Request
+from headway.cluster.engines import Request, Status
 from headway.cluster.engines.records import Submission, note_submission
+from headway.cluster.submit import standings
 from headway.errors import RunError, StateError
 from headway.recipe import FaultPlan
 from headway.state import Facts
@@ -292,6 +293,41 @@ def test_what_kept_an_agent_from_beginning_is_heard_by_who_submitted_it(
         said.append(told.out + told.err)
     assert all(f"{tmp_path}/nowhere" in words for words in said), said
     assert "not begun" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "reason"),
+    [
+        ({"outcome": "finished", "reason": "all steps done"}, "finished", "all steps done"),
+        ({"outcome": "failed", "reason": "worker 0 died"}, "failed", "worker 0 died"),
+        ({"outcome": "stopped", "reason": "on request"}, "failed", "it has saved, and was not started again"),
+        ({"outcome": "failed", "reason": "died", "recovery": "from step 3"}, "unknown", "do not say how it ended"),
+        (None, "unknown", "there is no run at"),
+    ],
+)
+def test_a_job_that_its_engine_has_forgotten_stands_as_its_records_say(
+    recipe, tmp_path: Path, monkeypatch, end: dict | None, state: str, reason: str
+) -> None:
+    """They are in the store alone, and are brought; where there are none, nobody knows."""
+    made = new_run(
+        recipe({"checkpoint.store": {"url": f"file://{tmp_path}/store"}}), tmp_path / "runs", workers=1
+    ).folder
+    note_submission(made.path, Submission("slurm", "1", "cpux1", Request("r", ("true",), made.path, shared=False)))
+    run_id(made)
+    if end is not None:
+        elsewhere = RunFolder(tmp_path / "elsewhere" / made.name)
+        shutil.copytree(made.path, elsewhere.path)
+        lines = [{"kind": "open"}, {"kind": "end", "t": 1, **end}]
+        (elsewhere.events / "0001-agent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        mirrored(elsewhere, f"file://{tmp_path}/store/{made.name}")
+
+    class Forgetful:
+        def status(self, jobs: list[str]) -> dict[str, Status]:
+            return {job: Status("unknown", "Slurm has forgotten it") for job in jobs}
+
+    monkeypatch.setattr("headway.cluster.submit.open_engine", lambda *_: Forgetful())
+    (one,) = standings(tmp_path / "runs")
+    assert (one.status.state, reason in one.status.reason) == (state, True), one.status
 
 
 def test_what_another_run_has_left_on_a_machine_is_not_in_the_way(run: RunFolder, tmp_path: Path, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """Tables at 80 columns, whatever the names are."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_long_names_are_told_whole_and_nothing_is_wider_than_a_terminal(run: str
     assert [line for line in lines if not line.startswith(" ")] == ["run", run, "short"]
     assert lines[1].split()[0] == "state"
     assert lines[3].split()[:2] == ["running", engine]
+
+
+def test_why_a_job_failed_is_told_whole() -> None:
+    one = standing("tonight", reason="because " * 20 + "n0:/there/is/its/log")
+    failed = Standing(one.run, one.submission, replace(one.status, state="failed"))
+    lines = _table([failed])
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines[2:]).split()) == "on vm; " + "because " * 20 + "n0:/there/is/its/log"
 
 
 def test_what_is_left_out_is_dots() -> None:

@@ -16,6 +16,7 @@ from headway.cluster.engines import OVER
 from headway.cluster.submit import standings
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
+from small_venv import small_venv
 
 PATIENCE_S = 180
 OWN_MODELS = Path(__file__).parent.parent / "train" / "own_models.py"
@@ -58,18 +59,6 @@ def desk(tmp_path: Path, recipe) -> Iterator[Desk]:
     yield made
     for run in (made.runs / ".local" / "jobs").glob("*"):  # only where a test has failed
         subprocess.run([sys.executable, "-m", "headway.cli.main", "cancel", run.name], cwd=tmp_path, check=False)
-
-
-def small_venv(folder: Path) -> Path:
-    """A virtual environment of its own: headway copied into it, what that needs led to where it is."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (real,) = Path(sys.prefix).glob("lib/python*/site-packages")
-    for entry in real.iterdir():
-        if entry.name not in ("headway", "__pycache__") and entry.suffix != ".pth":
-            (site / entry.name).symlink_to(entry)
-    shutil.copytree(Path(headway.__file__).parent, site / "headway", ignore=shutil.ignore_patterns("__pycache__"))
-    return folder / "bin" / "python"
 
 
 @pytest.mark.slow

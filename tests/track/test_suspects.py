@@ -1,5 +1,9 @@
 """Machines that a run does without."""
 
+import time
+
+from headway.cli.agent import _tell_engine
+from headway.cluster.engines.engine import read_end
 from headway.track.runs import RunFolder
 from headway.track.suspects import note_suspect, read_suspects
 
@@ -15,3 +19,19 @@ def test_they_are_known_for_a_day_and_only_by_names_that_are_names(tmp_path):
     assert list(read_suspects(tmp_path, 1e9 + 90_000)) == ["gpu-18.rack2"]
     run.suspects_file.write_text("half a line\n`x`\t1000000000\ty\ngood\t1000000000\n")
     assert read_suspects(tmp_path, 1e9) == {"good": ""}
+
+
+def test_engines_hear_of_them_with_the_end(tmp_path, monkeypatch):
+    run, end = RunFolder(tmp_path), tmp_path / "0001-0.end"
+    monkeypatch.setenv("HEADWAY_END", str(end))
+    _tell_engine(0, run)
+    assert read_end(end) == (0, ())
+    note_suspect(run, "gpu-17", "twice", time.time())
+    note_suspect(run, "gpu-18", "long ago", time.time() - 2e5)
+    _tell_engine(75, run)
+    assert end.read_text() == "75\ngpu-17\n"
+    assert read_end(end) == (75, ("gpu-17",))
+    end.write_text("75\n$(reboot)\n--exclude=all\ngpu-9.rack\n")
+    assert read_end(end) == (75, ("gpu-9.rack",))
+    end.write_text("perhaps\n")
+    assert read_end(end) is None

@@ -5,8 +5,12 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Detach", "EngineName", "Json", "Run", "Runs", "Settings", "Workers"]
+__all__ = ["Apart", "Detach", "EngineName", "Json", "Run", "Runs", "Settings", "Workers"]
 
+Apart = Annotated[
+    bool,
+    typer.Option("--no-shared-folder", help="Machines do not see the runs' folder: runs go by their object stores."),
+]
 Detach = Annotated[bool, typer.Option("--detach", help="Train in the background; return at once.")]
 EngineName = Annotated[
     str,

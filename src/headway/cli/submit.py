@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import EngineName, Json, Runs, Settings
+from headway.cli.options import Apart, EngineName, Json, Runs, Settings
 
 __all__ = ["submit"]
 
@@ -18,12 +18,7 @@ def submit(
     spares: Annotated[
         int, typer.Option("--spares", min=0, metavar="N", help="Machines to ask for beyond, for when one is lost.")
     ] = 0,
-    apart: Annotated[
-        bool,
-        typer.Option(
-            "--no-shared-folder", help="Machines do not see the runs' folder: the run goes by its object store."
-        ),
-    ] = False,
+    apart: Apart = False,
     runs: Runs = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.options import EngineName, Json, Runs, Settings
+from headway.cli.options import Apart, EngineName, Json, Runs, Settings
 
 if TYPE_CHECKING:
     from headway.cluster.brought import Records
@@ -34,12 +34,7 @@ def sweep(
     at_once: Annotated[
         int | None, typer.Option("--at-once", min=1, metavar="N", help="So many runs at a time, and no more.")
     ] = None,
-    apart: Annotated[
-        bool,
-        typer.Option(
-            "--no-shared-folder", help="Machines do not see the runs' folder: runs go by their object stores."
-        ),
-    ] = False,
+    apart: Apart = False,
     runs: Runs = None,
     settings: Settings = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return at once; the runs go on.")] = False,

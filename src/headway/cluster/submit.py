@@ -60,7 +60,9 @@ def request_for(
         pack=not dry,
     )
     command: tuple[str, ...] = (*code.words, "-m", "headway.cli.main", "agent")
-    command += ("--run", run.name, "--runs", str(run.path.parent)) if shared else ("--run", _in_store(run, recipe))
+    command += (
+        ("--run", run.name, "--runs", str(run.path.parent)) if shared else ("--run", need_store(recipe, run.name))
+    )
     if attempt.nodes + spares > 1:
         command += ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
     if spares:
@@ -136,11 +138,6 @@ def _need_code_there(settings: Settings, copied: Path | None) -> None:
             f"{'code is staged' if staged else 'snapshot is on'}, and machines do not see the runs' folder",
             hint="have it installed at the same path on each machine, or in a container",
         )
-
-
-def _in_store(run: RunFolder, recipe: Recipe) -> str:
-    """Where agents that do not see a run's folder have it from; the same word for all of them."""
-    return need_store(recipe, run.name)
 
 
 def _need_key(machines: int) -> None:

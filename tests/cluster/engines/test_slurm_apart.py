@@ -111,6 +111,23 @@ def test_what_was_seen_is_known_when_slurm_has_forgotten(rig: Rig, monkeypatch: 
     assert rig.engine.status([job]) == {job: Status("failed", seen.reason, seen.machines, 7, 1)}
 
 
+def test_what_nobody_saw_and_slurm_has_forgotten_is_not_known(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not failed: it may have done its work. The records of a run say so (tests/agent/test_mirror.py)."""
+    request = rig.request("echo >up; until [ -e end ]; do sleep 0.05; done")
+    job = rig.engine.launch(request)
+    appears(request.folder / "up")
+    assert rig.until(job, "running").starts == 1
+    with monkeypatch.context() as forgotten:
+        forgotten.setattr(Slurm, "_told", lambda self: {})
+        forgotten.setattr(Slurm, "_rows", lambda self, numbers: {})
+        assert rig.engine.status([job])[job].state == "unknown"
+    (request.folder / "end").touch()
+    with monkeypatch.context() as mute:  # a site where comments are an administrator's
+        mute.setattr(Slurm, "_told", lambda self: {})
+        status = rig.over(job)
+    assert (status.state, status.exit_status) == ("finished", 0)
+
+
 def test_what_slurm_took_is_taken_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that could not be written down must not run, whether its number is known or not."""
     monkeypatch.setattr(Slurm, "_note", lambda *_: (_ for _ in ()).throw(EngineError("no room")))

@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import slurm_cluster
 
-import headway
 from headway.cluster.brought import Records
 from headway.cluster.grid import parse_grid
 from headway.cluster.results import until_over
@@ -18,18 +16,7 @@ from headway.cluster.sweeps import start_sweep, wanted_sweep
 from headway.hardware import parse_on
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
-
-
-def staged_venv(folder: Path) -> Path:
-    """A virtual environment of its own: headway copied into it, what that needs led to where it is."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (real,) = Path(sys.prefix).glob("lib/python*/site-packages")
-    for entry in real.iterdir():
-        if entry.name not in ("headway", "__pycache__") and entry.suffix != ".pth":
-            (site / entry.name).symlink_to(entry)
-    shutil.copytree(Path(headway.__file__).parent, site / "headway", ignore=shutil.ignore_patterns("__pycache__"))
-    return folder / "bin" / "python"
+from small_venv import small_venv
 
 
 @pytest.mark.slow
@@ -38,7 +25,7 @@ def test_a_sweep_is_one_array_of_slurms(tmp_path: Path, recipe) -> None:
     (tmp_path / "engines.toml").write_text(f'[slurm]\ncode = "staged"\nstage_to = "{tmp_path}/node"\n')
     for name in ("slurm", "node"):
         (tmp_path / name).mkdir()
-    python = str(staged_venv(tmp_path / "venv"))
+    python = str(small_venv(tmp_path / "venv"))
     words = ["sweep", "r.toml", "--grid", "seed=1,2,3", "--name", "s", "--engine", "slurm", "--on", "cpux1"]
 
     def type_(*words: str) -> "subprocess.CompletedProcess[str]":
