@@ -103,12 +103,12 @@ def put_run(run: RunFolder) -> None:
     put_folder(run, store)
 
 
-def take_run(url: str, identity: str, patience_s: float = 60.0) -> None:
+def take_run(url: str, identity: str) -> None:
     """Take away all that a run has at its address; what is another's stays."""
     from headway.state.remote import OWNER, owner_of
     from headway.state.store import open_store
 
-    store = open_store(url, patience_s=patience_s)
+    store = open_store(url, patience_s=SOON_S)
     if owner_of(store) == identity:
         store.delete([item.key for item in store.list() if item.key != OWNER])
         store.delete([OWNER])  # the last: whoever dies in between leaves what can be known again
@@ -124,7 +124,7 @@ def put_runs(runs: Sequence[RunFolder], told: Progress) -> None:
 
 def take_away(stored: Mapping[str, str]) -> None:
     """Take away runs by their addresses and identities; StateError if some may be left."""
-    went, wrong = each(lambda url: take_run(url, stored[url], SOON_S), stored, lambda *_: None)
+    went, wrong = each(lambda url: take_run(url, stored[url]), stored, lambda *_: None)
     if len(went) < len(stored):
         reason = next((error.message for error in wrong.values()), "the store does not answer")
         raise StateError(f"{len(stored) - len(went)} runs are left in their stores: {reason}")

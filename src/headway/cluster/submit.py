@@ -17,7 +17,7 @@ from headway.cluster.engines.engine import OVER, REQUEUE, Request, State, Status
 from headway.cluster.engines.records import Submission, last_submission, note_submission
 from headway.cluster.engines.settings import Settings, engine_settings, open_engine
 from headway.cluster.origin import note_origin
-from headway.cluster.stored import put_run, take_run
+from headway.cluster.stored import ask, put_run, take_run
 from headway.errors import EngineError, HeadwayError, RunError, StateError, UsageError
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
@@ -99,8 +99,9 @@ def submit(
     """A new run, and the job that an engine has for it. Whatever goes wrong leaves neither."""
     shared = shared and engine_settings(engine).shared
     if not shared:
-        need_store(recipe, name or recipe.name)
+        url = need_store(recipe, name or recipe.name)
         _need_key(cluster.nodes + spares)
+        ask(url)  # what can be known before anything is there
     # It takes long the first time, and a run that is half made should not wait for it.
     pack_code(engine, root.absolute())
     with made_run(recipe, root, cluster, name) as attempt:

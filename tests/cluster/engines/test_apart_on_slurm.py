@@ -3,6 +3,7 @@ who leads."""
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from slurm_cluster import slurm_cluster
 
 from conftest import Lab, Lived
 from headway.agent.mirror import bring
+from headway.cluster import stored
 from headway.cluster.engines import OVER
 from headway.cluster.engines.slurm_script import slurm_task
 from headway.cluster.submit import made_run, request_for, standings, submit
-from headway.errors import RunError, UsageError
+from headway.errors import RunError, StateError, UsageError
 from headway.hardware import parse_on
 from headway.recipe import Recipe
 from headway.track import RunFolder, list_runs
@@ -81,6 +83,25 @@ def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path,
         submit(with_store(recipe, tmp_path), tmp_path / "runs", parse_on("cpux1x2"), "slurm", "told")
     assert list_runs(tmp_path / "runs") == []
     assert left_in_store(tmp_path) == []
+
+
+def test_a_store_that_does_not_answer_is_told_soon_and_nothing_is_made(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    with socket.socket() as nobody:  # listens to no one
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for name, value in {"ENDPOINT": endpoint, "ALLOW_HTTP": "true"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"AWS_{name}", "of-the-tests")
+        monkeypatch.setattr(stored, "SOON_S", 0.2)
+        monkeypatch.setattr("headway.cluster.submit.made_run", None)  # it does not come to that
+        small = recipe({"checkpoint.store": {"url": "s3://nowhere/runs", "every_steps": 20}})
+        with pytest.raises(StateError, match="could not be read: no connection could be made") as told:
+            submit(small, tmp_path / "runs", parse_on("cpux1x2"), "local", "told")
+    assert "can be reached" in str(told.value.hint)
+    assert list_runs(tmp_path / "runs") == []
 
 
 @pytest.mark.slow
