@@ -295,6 +295,47 @@ def test_what_kept_an_agent_from_beginning_is_heard_by_who_submitted_it(
     assert "not begun" in said[1]
 
 
+def submitted_elsewhere(recipe, tmp_path: Path) -> RunFolder:
+    """A run that machines have which do not see its folder."""
+    stored = recipe({"checkpoint.store": {"url": f"file://{tmp_path}/store"}})
+    made = new_run(stored, tmp_path / "runs", workers=1).folder
+    note_submission(made.path, Submission("slurm", "1", "cpux1", Request("r", ("true",), made.path, shared=False)))
+    run_id(made)
+    return made
+
+
+def told_elsewhere(made: RunFolder, tmp_path: Path, *events: dict[str, object]) -> None:
+    """What its agent has recorded there, put into its store."""
+    there = RunFolder(tmp_path / "elsewhere" / made.name)
+    shutil.copytree(made.path, there.path)
+    lines = [{"kind": "open"}, *events]
+    (there.events / "0001-agent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mirrored(there, f"file://{tmp_path}/store/{made.name}")
+
+
+def test_who_looks_at_a_run_elsewhere_is_told_what_its_store_knows(recipe, tmp_path, capsys, monkeypatch) -> None:
+    made = submitted_elsewhere(recipe, tmp_path)
+    monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path / "runs"))
+
+    def told(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["headway", *words])
+        with contextlib.suppress(SystemExit):
+            main()
+        return capsys.readouterr()
+
+    out, _ = told("runs")
+    assert "submitted" in out
+    assert f"note: {made.name} is elsewhere and may be further on: headway fetch {made.name}" in out
+    _, err = told("report", made.name)
+    assert "note: what is here may be old: there is no run at" in err
+    told_elsewhere(made, tmp_path, {"kind": "end", "t": 1, "outcome": "finished", "reason": "all steps done"})
+    out, err = told("report", made.name, "--json")
+    assert (json.loads(out)["state"], err) == ("finished", "")
+    out, _ = told("runs")
+    assert "finished" in out
+    assert "elsewhere" not in out
+
+
 @pytest.mark.parametrize(
     ("end", "state", "reason"),
     [
@@ -309,17 +350,9 @@ def test_a_job_that_its_engine_has_forgotten_stands_as_its_records_say(
     recipe, tmp_path: Path, monkeypatch, end: dict | None, state: str, reason: str
 ) -> None:
     """They are in the store alone, and are brought; where there are none, nobody knows."""
-    made = new_run(
-        recipe({"checkpoint.store": {"url": f"file://{tmp_path}/store"}}), tmp_path / "runs", workers=1
-    ).folder
-    note_submission(made.path, Submission("slurm", "1", "cpux1", Request("r", ("true",), made.path, shared=False)))
-    run_id(made)
+    made = submitted_elsewhere(recipe, tmp_path)
     if end is not None:
-        elsewhere = RunFolder(tmp_path / "elsewhere" / made.name)
-        shutil.copytree(made.path, elsewhere.path)
-        lines = [{"kind": "open"}, {"kind": "end", "t": 1, **end}]
-        (elsewhere.events / "0001-agent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        mirrored(elsewhere, f"file://{tmp_path}/store/{made.name}")
+        told_elsewhere(made, tmp_path, {"kind": "end", "t": 1, **end})
 
     class Forgetful:
         def status(self, jobs: list[str]) -> dict[str, Status]:

@@ -1,15 +1,20 @@
-"""A run by its name, or by its address in an object store, which has its folder made here."""
+"""A run by its name, or by its address in an object store, which has its folder made here or brought up to date."""
 
 import os
 import stat
+import sys
 import tempfile
+import time
 from pathlib import Path
 
-from headway.errors import RunError, StateError
+from headway.errors import HeadwayError, RunError, StateError
 from headway.state.address import is_in_store
-from headway.track import RunFolder, find_run, read_recipe, runs_root
+from headway.track import RunFolder, find_run, read_recipe, runs_root, summarize
 
-__all__ = ["folder_of", "own_folder_of", "own_root"]
+__all__ = ["Brought", "elsewhere", "find_up_to_date", "folder_of", "own_folder_of", "own_root"]
+
+_BRING_S, _PATIENCE_S = 10.0, 10.0
+"""Between looks into a run's store, and how long that may take to answer."""
 
 
 def folder_of(run: str, runs: Path | None, *, alone: bool = False) -> tuple[RunFolder, bool]:
@@ -67,3 +72,41 @@ def own_root(runs: Path | None) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RunError(f"{root} is not a folder of yours alone", hint="another place with --runs")
     return root / "runs"
+
+
+def elsewhere(run: RunFolder) -> str | None:
+    """The address of a run that was submitted to machines that do not see its folder here."""
+    if not (run.path / "jobs.jsonl").exists():
+        return None
+    from headway.agent.states import need_store
+    from headway.cluster.engines.records import last_submission
+
+    job = last_submission(run.path)
+    return None if job is None or job.request.shared else need_store(read_recipe(run), run.name)
+
+
+class Brought:
+    """What machines that see no common folder have put into the store of a run that was submitted."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self._url, self._last = run, elsewhere(run), 0.0
+
+    def now(self, at_once: bool = False) -> None:
+        """Bring what is new, unless that was done a moment ago and need not be again `at_once`."""
+        if self._url is None or (not at_once and time.monotonic() < self._last + _BRING_S):
+            return
+        from headway.agent.mirror import bring
+
+        try:
+            bring(self._url, self._run.path.parent, _PATIENCE_S)
+        except HeadwayError as error:
+            print(f"note: what is here may be old: {error.message}", file=sys.stderr, flush=True)
+        self._last = time.monotonic()
+
+
+def find_up_to_date(root: Path, name: str) -> RunFolder:
+    """The folder of a run, with what machines elsewhere have recorded of it until now."""
+    run = find_run(root, name)
+    if summarize(run).state != "finished":
+        Brought(run).now()
+    return run

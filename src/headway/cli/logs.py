@@ -1,6 +1,5 @@
 """`headway logs RUN`: what the processes of a run printed."""
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import typer
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
+    from headway.cli.from_store import Brought
     from headway.errors import RunError
     from headway.track import RunFolder
 
@@ -20,8 +20,6 @@ __all__ = ["is_alive", "logs"]
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
 """Between questions to an engine, which others ask too."""
-_BRING_S, _PATIENCE_S = 10.0, 10.0
-"""Between looks into a run's store, and how long that may take to answer."""
 MANY = 8
 """Names of runs that are told at a time."""
 
@@ -40,6 +38,7 @@ def logs(
 
     What an agent said on somebody's terminal is in no log: then its record tells.
     """
+    from headway.cli.from_store import Brought
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
@@ -47,7 +46,7 @@ def logs(
     if not (root / run).exists() and (root / ".sweeps" / run).is_dir():
         raise _is_sweep(root, run)
     folder = find_run(root, run)
-    brought = _Brought(folder)
+    brought = Brought(folder)
     brought.now()
     files = _files(folder, rank, attempt)
     if not files and not follow:
@@ -127,37 +126,8 @@ def _attempt(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-class _Brought:
-    """What machines that see no common folder have put into the store of a run that was submitted."""
-
-    def __init__(self, run: "RunFolder") -> None:
-        self._run, self._url, self._last = run, "", 0.0
-        if not (run.path / "jobs.jsonl").exists():
-            return
-        from headway.agent.states import need_store
-        from headway.cluster.engines.records import last_submission
-        from headway.track import read_recipe
-
-        job = last_submission(run.path)
-        if job is not None and not job.request.shared:
-            self._url = need_store(read_recipe(run), run.name)
-
-    def now(self, at_once: bool = False) -> None:
-        """Bring what is new, unless that was done a moment ago and need not be again `at_once`."""
-        if not self._url or (not at_once and time.monotonic() < self._last + _BRING_S):
-            return
-        from headway.agent.mirror import bring
-        from headway.errors import HeadwayError
-
-        try:
-            bring(self._url, self._run.path.parent, _PATIENCE_S)
-        except HeadwayError as error:
-            print(f"note: what is here may be old: {error.message}", file=sys.stderr, flush=True)
-        self._last = time.monotonic()
-
-
 def _lines(
-    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: _Brought
+    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: "Brought"
 ) -> Iterator[tuple[str, str]]:
     """Each file's name and lines; when following, new ones as they come until nobody holds the run, or will."""
     from headway.track import holder

@@ -20,10 +20,11 @@ def metrics(
     json: Json = False,
 ) -> None:
     """Print a metric: the step and its value, one a line."""
+    from headway.cli.from_store import find_up_to_date
     from headway.cli.text import print_json
-    from headway.track import export_tensorboard, find_run, read_metric, runs_root
+    from headway.track import export_tensorboard, read_metric, runs_root
 
-    folder = find_run(runs_root(runs), run)
+    folder = find_up_to_date(runs_root(runs), run)
     if tensorboard is not None:
         values = export_tensorboard(folder, tensorboard)
         if json:

@@ -18,10 +18,11 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
 
     Every device-second is in one account; then the largest loss, what happened, the chain and digest.
     """
+    from headway.cli.from_store import find_up_to_date
     from headway.cli.text import print_json
-    from headway.track import account, find_run, read_plan, read_run, runs_root, summarize
+    from headway.track import account, read_plan, read_run, runs_root, summarize
 
-    folder = find_run(runs_root(runs), run)
+    folder = find_up_to_date(runs_root(runs), run)
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
     plan = read_plan(folder)

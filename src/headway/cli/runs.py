@@ -19,7 +19,8 @@ def runs(runs: Runs = None, json: Json = False) -> None:
     from headway.track import list_runs, runs_root
 
     root = runs_root(runs)
-    found = [_summary(run) for run in list_runs(root)]
+    there = list_runs(root)
+    found = [_summary(run) for run in there]
     if json:
         print_json([asdict(summary) for summary in found])
     elif not found:
@@ -27,7 +28,18 @@ def runs(runs: Runs = None, json: Json = False) -> None:
         print("next: headway train RECIPE")
     else:
         print("\n".join(_table(found)))
-        print("next: headway report last")
+        print("\n".join([*_old(there, found), "next: headway report last"]))
+
+
+def _old(there: "list[RunFolder]", found: "list[RunSummary]") -> list[str]:
+    """A line where machines that do not see this folder may know more than it says."""
+    from headway.cli.from_store import elsewhere
+
+    names = [run.name for run, how in zip(there, found, strict=True) if how.state != "finished" and elsewhere(run)]
+    if not names:
+        return []
+    what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
+    return [f"note: {what} elsewhere and may be further on: headway fetch {names[0] if len(names) == 1 else 'RUN'}"]
 
 
 def _summary(run: "RunFolder") -> "RunSummary":
