@@ -90,8 +90,8 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     assert desk.type("sweep")[1].splitlines()[1].split()[:3] == ["s", "2", "local"]
     taken = desk.type("sweep", "r.toml", "--grid", "train.lr=1e-2,3e-2", "--name", "s")
     assert (taken[0], "there is a sweep s already, of other settings" in taken[2]) == (1, True)
-    run = desk.type("requeue", "s-lr_1e-2")
-    assert "Traceback" not in run[2]
+    status, _, err = desk.type("requeue", "s")
+    assert (status, "no run of sweep s has failed or was cancelled" in err) == (1, True)
 
 
 @pytest.mark.slow
@@ -127,6 +127,10 @@ def test_whoever_stops_waiting_can_look_again_and_cancel(desk: Desk) -> None:
     status, out, _ = desk.type("sweep", "s")
     assert (status, [line.split()[-1] for line in out.splitlines()[1:3]]) == (0, ["cancelled", "cancelled"])
     assert "no run has finished" in out
+    assert desk.type("requeue", "s")[0] == 0
+    wait(lambda: all(job["state"] == "running" for job in desk.jobs().values()))
+    assert desk.type("cancel", "s")[0] == 0
+    wait(lambda: all(job["state"] == "cancelled" for job in desk.jobs().values()))
 
 
 KILLED = """

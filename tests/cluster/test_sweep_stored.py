@@ -22,7 +22,15 @@ from headway.cluster.engines.records import last_submission
 from headway.cluster.grid import parse_grid
 from headway.cluster.results import results
 from headway.cluster.stored import each, put_run, run_of_copy, take_run
-from headway.cluster.sweeps import Wanted, describe_sweep, find_sweep, is_sweep, start_sweep, wanted_sweep
+from headway.cluster.sweeps import (
+    Wanted,
+    describe_sweep,
+    find_sweep,
+    is_sweep,
+    requeue_sweep,
+    start_sweep,
+    wanted_sweep,
+)
 from headway.errors import EngineError, RunError, StateError, UsageError
 from headway.recipe import Recipe, to_toml
 from headway.state.store import open_store
@@ -130,6 +138,31 @@ def test_each_copy_finds_its_own_run(desk: Desk, monkeypatch) -> None:
     assert len(desk.engine.launched) == 1
     with pytest.raises(RunError, match="of other settings"):
         start_sweep(desk.wanted(shared=True), desk.runs)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_has_not_finished_is_started_again_each_by_itself(desk: Desk, shared: bool) -> None:
+    sweep, _ = start_sweep(desk.wanted("train.lr=1e-2,2e-2,3e-2,4e-2", shared=shared), desk.runs)
+    first, second, third, fourth = (point.run for point in sweep.points)
+    desk.engine.states = {
+        "ab1_0": Status("finished"),
+        "ab1_1": Status("failed"),
+        "ab1_2": Status("cancelled"),
+        "ab1_3": Status("running"),
+    }
+    after = requeue_sweep(desk.runs, sweep, ("bad-node",))
+    assert {run: one.submission.job for run, one in after.items()} == {
+        first: "ab1_0",
+        second: "ab2",
+        third: "ab3",
+        fourth: "ab1_3",
+    }
+    for run, request in zip((second, third), desk.engine.launched[1:], strict=True):
+        assert (request.array, request.avoid) == (None, ("bad-node",))
+        named = request.command[request.command.index("--run") + 1]
+        assert named == (run if shared else f"{desk.url}/{run}")
+    with pytest.raises(RunError, match="no run of sweep s has failed or was cancelled"):
+        requeue_sweep(desk.runs, sweep)
 
 
 def test_a_sweep_that_is_not_whole_trains_nothing(desk: Desk, monkeypatch) -> None:

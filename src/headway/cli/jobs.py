@@ -8,9 +8,13 @@ from headway.cli.options import Json, Runs
 from headway.cli.text import print_json, shortened
 
 if TYPE_CHECKING:
-    from headway.cluster.submit import Standing
+    from collections.abc import Mapping
+    from pathlib import Path
 
-__all__ = ["as_document", "jobs"]
+    from headway.cluster.submit import Standing
+    from headway.cluster.sweeps import Sweep
+
+__all__ = ["as_document", "jobs", "sweep_named", "tell_of_sweep"]
 
 WIDTH = 80
 
@@ -75,3 +79,24 @@ def as_document(one: "Standing") -> dict[str, object]:
     given = one.submission
     fields = {"run": one.run.name, "engine": given.engine, "job": given.job, "on": given.on, "submitted": given.time}
     return fields | asdict(one.status)
+
+
+def sweep_named(root: "Path", name: str) -> "Sweep | None":
+    """The sweep that somebody means who names one where runs are named too; runs come first."""
+    if (root / name).exists() or not (root / ".sweeps" / name).is_dir():
+        return None
+    from headway.cluster.sweeps import find_sweep
+
+    return find_sweep(root, name)
+
+
+def tell_of_sweep(sweep: "Sweep", after: "Mapping[str, Standing | None]", json: bool) -> None:
+    """How the jobs of a sweep stand, after something was asked of them all."""
+    there = [one for one in after.values() if one is not None]
+    if json:
+        print_json([as_document(one) for one in there])
+        return
+    states = [one.status.state for one in there]
+    told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+    print(f"{sweep.name}: job {sweep.job}, {len(there)} runs: {told}")
+    print(f"next: headway sweep {sweep.name}")

@@ -12,6 +12,7 @@ from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
     from headway.cli.from_store import Brought
+    from headway.cluster.sweeps import Sweep
     from headway.errors import RunError
     from headway.track import RunFolder
 
@@ -39,12 +40,14 @@ def logs(
     What an agent said on somebody's terminal is in no log: then its record tells.
     """
     from headway.cli.from_store import Brought
+    from headway.cli.jobs import sweep_named
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
     root = runs_root(runs)
-    if not (root / run).exists() and (root / ".sweeps" / run).is_dir():
-        raise _is_sweep(root, run)
+    sweep = sweep_named(root, run)
+    if sweep is not None:
+        raise _is_sweep(sweep)
     folder = find_run(root, run)
     brought = Brought(folder)
     brought.now()
@@ -57,15 +60,15 @@ def logs(
         show(name, line)
 
 
-def _is_sweep(root: Path, name: str) -> "RunError":
+def _is_sweep(sweep: "Sweep") -> "RunError":
     """What to ask for instead."""
-    from headway.cluster.sweeps import find_sweep
     from headway.errors import RunError
 
-    names = [point.run for point in find_sweep(root, name).points]
+    names = [point.run for point in sweep.points]
     more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
     return RunError(
-        f"{name} is a sweep, and its runs have logs of their own", hint=f"its runs: {', '.join(names[:MANY])}{more}"
+        f"{sweep.name} is a sweep, and its runs have logs of their own",
+        hint=f"its runs: {', '.join(names[:MANY])}{more}",
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Apart", "Detach", "EngineName", "Json", "Run", "Runs", "Settings", "Workers"]
+__all__ = ["Apart", "Detach", "EngineName", "Json", "Run", "RunOrSweep", "Runs", "Settings", "Workers"]
 
 Apart = Annotated[
     bool,
@@ -18,6 +18,9 @@ EngineName = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, a unique prefix of it, or `last`.")]
+RunOrSweep = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name, a unique prefix of it, `last`, or a sweep's name.")
+]
 Runs = Annotated[
     Path | None,
     typer.Option("--runs", metavar="DIR", help="Where runs live (default $HEADWAY_RUNS, else ./runs)."),

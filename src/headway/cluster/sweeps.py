@@ -34,7 +34,7 @@ from headway.cluster.engines.records import Submission, note_submission
 from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.cluster.grid import Axis, point_names, points, short_keys
 from headway.cluster.stored import Progress, ask, commit, is_committed, place_of_sweep, put_runs, revoke, take_away
-from headway.cluster.submit import Standing, made_run, request_for, standings
+from headway.cluster.submit import Standing, made_run, request_for, requeue, standings
 from headway.errors import HeadwayError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
 from headway.recipe import Recipe, load_recipe
@@ -50,6 +50,7 @@ __all__ = [
     "folder_of_sweep",
     "is_sweep",
     "list_sweeps",
+    "requeue_sweep",
     "start_sweep",
     "sweep_standings",
     "wanted_sweep",
@@ -470,4 +471,15 @@ def cancel_sweep(root: Path, sweep: Sweep) -> dict[str, Standing | None]:
         {(one.submission.engine, sweep.job if one in own else one.submission.job) for one in live}
     ):
         open_engine(engine, root).cancel(job)
+    return sweep_standings(root, sweep)
+
+
+def requeue_sweep(root: Path, sweep: Sweep, avoid: tuple[str, ...] = ()) -> dict[str, Standing | None]:
+    """Have all runs of a sweep started again that are over and have not finished, each by a job of its own."""
+    over = [one for one in sweep_standings(root, sweep).values() if one and one.status.state in OVER]
+    again = [one for one in over if one.status.state != "finished"]
+    if not again:
+        raise RunError(f"no run of sweep {sweep.name} has failed or was cancelled", hint=f"headway sweep {sweep.name}")
+    for one in again:
+        requeue(root, one.run, avoid)
     return sweep_standings(root, sweep)
