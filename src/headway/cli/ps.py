@@ -43,7 +43,7 @@ def _rows(one: "Alive", summary: "RunSummary", width: int) -> list[str]:
     memory = f"{one.memory_bytes / 2**20:,.0f} MiB"
     keeper = one.keeper or ("gone" if one.led_here else "-")
     row = f"{one.run.name:{width}}  {f'{summary.step}{total}':>11}  {one.agent:>7}  {keeper:>7}"
-    spares = f" and {one.spares} spare" + "s" * (one.spares != 1) if one.spares else ""
+    spares = f" and {one.spares} spare process" + "es" * (one.spares != 1) if one.spares else ""
     pids = ", ".join(map(str, one.workers)) or "none yet"
     return [
         f"{row}  {len(one.workers):>7}  {memory:>8}  {up:>8}",

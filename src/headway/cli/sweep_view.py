@@ -51,7 +51,7 @@ class Progress:
 
     def __init__(self, sweep: "Sweep") -> None:
         self._sweep, self._terminal = sweep, sys.stderr.isatty()
-        self._counts, self._said = Counter[str](), 0.0
+        self._counts, self._said, self._line = Counter[str](), 0.0, ""
         self._counting: Counting | None = None
         self._noted = ""
 
@@ -77,9 +77,9 @@ class Progress:
         line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
         if self._terminal:
             print(f"\r\x1b[K{line[: WIDTH - 1]}", end="", file=sys.stderr, flush=True)
-        elif counts != self._counts or time.monotonic() > self._said + EVERY_S:
+        elif line != self._line and (counts != self._counts or time.monotonic() > self._said + EVERY_S):
             self.say(line[:WIDTH])
-            self._said = time.monotonic()
+            self._said, self._line = time.monotonic(), line
         self._counts = counts
 
     def end(self) -> None:

@@ -297,7 +297,8 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     workers = f"{attempt.workers} worker{'s' if attempt.workers > 1 else ''} on {attempt.device}"
     again = f", attempt {attempt.number}" if attempt.number > 1 else ""
     again += f", from step {attempt.from_step}" if attempt.from_step else ""
-    title = f"{attempt.run.name}  {workers}{again}"
+    nodes = f", {attempt.nodes} nodes" if attempt.nodes > 1 else ""
+    title = f"{attempt.run.name}  {workers}{nodes}{again}"
     for note in attempt.notes:
         tell(f"note: {note}")
     standing = Standing(workers=attempt.workers)
