@@ -88,7 +88,7 @@ class Machines:
                 process.kill()
         self.processes.pop(number).wait()
 
-    def until(self, is_true: Callable[[], object], patience_s: float = 90.0) -> None:
+    def until(self, is_true: Callable[[], object], patience_s: float = 300.0) -> None:
         """Wait for something."""
         deadline = time.monotonic() + patience_s
         while not is_true():
@@ -96,7 +96,7 @@ class Machines:
             assert any(process.poll() is None for process in self.processes.values()), self.said()
             time.sleep(0.02)
 
-    def ends(self, patience_s: float = 200.0) -> dict[int, int]:
+    def ends(self, patience_s: float = 600.0) -> dict[int, int]:
         """What each machine's agent exits with."""
         deadline = time.monotonic() + patience_s
         try:
