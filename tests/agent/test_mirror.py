@@ -334,6 +334,12 @@ def test_who_looks_at_a_run_elsewhere_is_told_what_its_store_knows(recipe, tmp_p
     out, _ = told("runs")
     assert "finished" in out
     assert "elsewhere" not in out
+    (made.path / "jobs.jsonl").write_text("torn\n")
+    assert "finished" in told("runs")[0]
+    made.recipe_file.write_text("{")
+    note_submission(made.path, Submission("slurm", "2", "cpux1", Request("r", ("true",), made.path, shared=False)))
+    (made.events / "0001-agent.jsonl").unlink()
+    assert "elsewhere" in told("runs")[0]  # whatever has become of its recipe
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run by its name, or by its address in an object store, which has its folder made here or brought up to date."""
 
+import math
 import os
 import stat
 import sys
@@ -11,7 +12,7 @@ from headway.errors import HeadwayError, RunError, StateError
 from headway.state.address import is_in_store
 from headway.track import RunFolder, find_run, read_recipe, runs_root, summarize
 
-__all__ = ["Brought", "elsewhere", "find_up_to_date", "folder_of", "own_folder_of", "own_root"]
+__all__ = ["Brought", "find_up_to_date", "folder_of", "is_elsewhere", "own_folder_of", "own_root"]
 
 _BRING_S, _PATIENCE_S = 10.0, 10.0
 """Between looks into a run's store, and how long that may take to answer."""
@@ -74,31 +75,34 @@ def own_root(runs: Path | None) -> Path:
     return root / "runs"
 
 
-def elsewhere(run: RunFolder) -> str | None:
-    """The address of a run that was submitted to machines that do not see its folder here."""
+def is_elsewhere(run: RunFolder) -> bool:
+    """Whether a run was submitted to machines that do not see its folder here."""
     if not (run.path / "jobs.jsonl").exists():
-        return None
-    from headway.agent.states import need_store
+        return False
     from headway.cluster.engines.records import last_submission
 
-    job = last_submission(run.path)
-    return None if job is None or job.request.shared else need_store(read_recipe(run), run.name)
+    try:
+        job = last_submission(run.path)
+    except RunError:  # it says nothing, and `headway jobs` what is wrong with it
+        return False
+    return job is not None and not job.request.shared
 
 
 class Brought:
     """What machines that see no common folder have put into the store of a run that was submitted."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._run, self._url, self._last = run, elsewhere(run), 0.0
+        self._run, self._away, self._last = run, is_elsewhere(run), -math.inf
 
     def now(self, at_once: bool = False) -> None:
         """Bring what is new, unless that was done a moment ago and need not be again `at_once`."""
-        if self._url is None or (not at_once and time.monotonic() < self._last + _BRING_S):
+        if not self._away or (not at_once and time.monotonic() < self._last + _BRING_S):
             return
         from headway.agent.mirror import bring
+        from headway.agent.states import need_store
 
         try:
-            bring(self._url, self._run.path.parent, _PATIENCE_S)
+            bring(need_store(read_recipe(self._run), self._run.name), self._run.path.parent, _PATIENCE_S)
         except HeadwayError as error:
             print(f"note: what is here may be old: {error.message}", file=sys.stderr, flush=True)
         self._last = time.monotonic()
