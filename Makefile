@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
-# Three processes on two cores: many tests wait for processes of their own. In the order of the folders: by number of
+# Four processes on two cores: many tests wait for processes of their own. In the order of the folders: by number of
 # tests, the longest files, which have few, would come last.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	@$(BIN)/python -m pytest -m slow
