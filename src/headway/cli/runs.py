@@ -1,6 +1,7 @@
 """`headway runs`: what runs there are and how each stands."""
 
 import time
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from headway.cli.options import Json, Runs
@@ -39,7 +40,8 @@ def _old(there: "list[RunFolder]", found: "list[RunSummary]") -> list[str]:
     if not names:
         return []
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
-    return [f"note: {what} elsewhere and may be further on: headway fetch {names[0] if len(names) == 1 else 'RUN'}"]
+    which = names[0] if len(names) == 1 else "RUN"
+    return wrap(f"note: {what} elsewhere and may be further on: headway fetch {which}", 80, subsequent_indent="  ")
 
 
 def _summary(run: "RunFolder") -> "RunSummary":
