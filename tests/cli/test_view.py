@@ -6,8 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
+from headway.agent import new_run
 from headway.cli.text import count, duration
-from headway.cli.view import LivePanel, PlainLines, Standing, stopping_line
+from headway.cli.view import LivePanel, PlainLines, Standing, open_view, stopping_line
 
 SECOND = 1_000_000_000
 FACTS = {
@@ -97,6 +98,14 @@ def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixt
     assert err.count("step 3/100") == 1
     assert stopping_line(1) in err
     assert "\x1b" not in err
+
+
+def test_the_title_tells_of_nodes_where_there_are_several(recipe, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt = new_run(recipe(), tmp_path, name="r", workers=2, nodes=2)
+    for nodes, title in ((1, "r  2 workers on cpu"), (2, "r  2 workers on cpu, 2 nodes")):
+        with open_view(attempt.model_copy(update={"nodes": nodes}), quiet=False):
+            pass
+        assert title in capsys.readouterr().err.splitlines()
 
 
 def test_numbers_for_people() -> None:

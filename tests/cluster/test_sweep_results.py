@@ -1,10 +1,12 @@
 """Which run of a sweep is the best, and how the table looks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from headway.cli.sweep_view import document, table
+from headway.cli import sweep_view
+from headway.cli.sweep_view import Progress, document, table
 from headway.cluster.results import Result, best, ranked_by
 from headway.cluster.sweeps import Point, Sweep
 
@@ -35,6 +37,19 @@ def swept(rows: list[Result], keys: dict[str, str] | None = None) -> Sweep:
 def test_the_best_is_of_those_that_finished(rows: list[Result], want: str | None, by: str) -> None:
     found = best(rows)
     assert (found and found.run, ranked_by(rows)) == (want, by)
+
+
+def test_a_line_comes_when_it_has_something_to_say(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sweep_view, "EVERY_S", 0.0)
+    waits, runs = [row("a", "waiting")], [row("a", "running")]
+    progress = Progress(swept(waits))
+    for rows in (waits, waits, runs, runs, [replace(runs[0], step=11)]):
+        progress.show(rows)
+    assert capsys.readouterr().err.splitlines() == [
+        "s: 0 of 1 finished, 1 waiting",
+        "s: 0 of 1 finished, 1 running; step 10 of 10",
+        "s: 0 of 1 finished, 1 running; step 11 of 10",
+    ]
 
 
 def test_the_table_marks_it_and_is_narrow() -> None:
