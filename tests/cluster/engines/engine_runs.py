@@ -111,9 +111,9 @@ class EngineRun:
         return "\n".join([str(self.status), *said])
 
     def line_with(self, words: str) -> str:
-        """What the processes of its job printed, that has these words in it."""
+        """What the processes of its job printed, that has these words in it; nothing where nobody said so."""
         said = [path.read_text() for path in sorted((self.folder.path / "jobs").rglob("*-*.log"))]
-        return next(line for text in said for line in text.splitlines() if words in line)
+        return next((line for text in said for line in text.splitlines() if words in line), "")
 
     def lives(self) -> list[str]:
         """Command lines of processes that still work for it."""
