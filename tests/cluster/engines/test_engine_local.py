@@ -65,6 +65,27 @@ def test_a_killed_owner_is_followed_by_one_that_knows(alone: Rig) -> None:
     assert alone.over(waiting).starts == 2
 
 
+def test_one_just_started_hears_a_signal(alone: Rig) -> None:
+    """Who is said to run may have no process yet."""
+    for _ in range(5):
+        request = alone.request("until [ -e told ]; do sleep 0.02; done")
+        job = alone.engine.launch(request)
+        alone.until(job, "running")
+        alone.engine.signal(job, signal.SIGUSR1)
+        (request.folder / "told").touch()
+        status = alone.over(job)
+        assert (status.state, status.starts) == ("finished", 2)
+
+
+def test_a_command_that_runs_can_be_told(alone: Rig) -> None:
+    """Its number is known before it does anything."""
+    job = alone.engine.launch(alone.request('cat ../queue/jobs/*/pid; echo "$$ $PPID"', array=10))
+    assert alone.over(job).state == "finished"
+    said = [text.splitlines() for text in alone.said(job)]
+    assert len(said) == 10
+    assert all(written == true for written, true in said)
+
+
 def test_secrets_die_with_the_owner(alone: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
     first = alone.request("echo >up; until [ -e end ]; do sleep 0.02; done")

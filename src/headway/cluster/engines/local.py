@@ -83,10 +83,12 @@ class Local(Engine):
 
     def signal(self, job: str, number: signal.Signals) -> None:
         """Have the command of a running job hear a signal."""
-        names = self._copies(job)
-        if not self._ask({"do": "signal", "jobs": names, "number": int(number)})["heard"]:
+        names, deadline = self._copies(job), time.monotonic() + START_S
+        while not self._ask({"do": "signal", "jobs": names, "number": int(number)})["heard"]:
             state = self.status([job])[job].state
-            raise EngineError(f"job {job} hears no signal: it is {state}", hint="headway jobs shows what runs")
+            if state not in ("running", "ending") or time.monotonic() > deadline:
+                raise EngineError(f"job {job} hears no signal: it is {state}", hint="headway jobs shows what runs")
+            time.sleep(0.02)  # it has been started, and its process is not there yet
 
     def logs(self, job: str) -> list[Path]:
         """What its processes print, a file for each start."""

@@ -39,17 +39,18 @@ def start_script(task: Path, log: Path, own: Path) -> str:
     """What the local engine starts: the task, and beside it somebody who writes down how it ended, whoever else dies.
 
     `set -m` gives the task a process group of its own, and the signals that a background process would not have. File
-    9 is a lock: held as long as this script lives, and not by what it starts. The traps come after the task, which
-    would have them until it is bash itself, and lose what it heard before.
+    9 is a lock: held as long as this script lives, and not by what it starts. The task writes down its own number
+    first, so that whatever a command has done, it can be told of. The traps come after the task, which would have them
+    until it is bash itself, and lose what it heard before.
     """
+    quoted = shlex.quote(str(task))
     lines = [
         "#!/bin/bash",
         "set -m",
         f"cd -- {shlex.quote(str(own))} || exit 1",
-        f"bash {shlex.quote(str(task))} >>{shlex.quote(str(log))} 2>&1 </dev/null 9>&- &",
+        f'{{ echo "$BASHPID $$" >pid; exec bash {quoted}; }} >>{shlex.quote(str(log))} 2>&1 </dev/null 9>&- &',
         "task=$!",
         "trap heard=1 HUP INT TERM USR1 USR2",
-        'echo "$task $$" >pid.partial && mv pid.partial pid',
         "heard=1",
         'while [ "$heard" = 1 ]; do heard=0; wait "$task"; status=$?; done',
         'echo "$status" >exit.partial && mv exit.partial exit',
