@@ -49,11 +49,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "135M 2048x32": {"model": SMOLLM2_135M, "seq": 2048, "batch": 32, "train": LOW},
     "350M 2048x4": {"model": LLAMA_350M, "seq": 2048, "batch": 4, "train": LOW},
     "350M 2048x16": {"model": LLAMA_350M, "seq": 2048, "batch": 16, "train": LOW},
+    "3B 4096x2": {"model": LLAMA_3B, "seq": 4096, "batch": 2, "train": LOW},
     "4B 4096x4": {"model": QWEN_4B, "seq": 4096, "batch": 4, "train": LOW},
     "1B 4096x4 float32": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": {"dtype": "bfloat16"}},
     "3B 4096x2 float32": {"model": LLAMA_3B, "seq": 4096, "batch": 2, "train": {"dtype": "bfloat16"}},
     "1B 4096x4 masters": {
         "model": LLAMA_1B, "seq": 4096, "batch": 4,
+        "train": {"dtype": "bfloat16", "weights": "bfloat16", "master": True},
+    },
+    "3B 4096x2 masters": {
+        "model": LLAMA_3B, "seq": 4096, "batch": 2,
         "train": {"dtype": "bfloat16", "weights": "bfloat16", "master": True},
     },
 }  # fmt: skip

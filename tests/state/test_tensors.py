@@ -357,6 +357,8 @@ def test_an_open_checkpoint_serves_too(tmp_path):
 def test_a_gpu_and_the_cpu_save_and_load_each_other(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr("headway.state.tensors._STAGING_BYTES", 100)
     torch.manual_seed(0)
+    name = str(dtype).removeprefix("torch.")
+    train = Train(dtype=name, weights=name, moments=name)
     model = Net(dtype).cuda()
     optimizer = ADAMW["fused"](model.parameters())
     for parameter in model.parameters():
@@ -364,14 +366,14 @@ def test_a_gpu_and_the_cpu_save_and_load_each_other(tmp_path, monkeypatch, dtype
     optimizer.step()
     path = save(tmp_path / "gpu", named_state(model, optimizer))
     cpu = Net(dtype)
-    cpu_optimizer = build_optimizer(cpu, Train())
+    cpu_optimizer = build_optimizer(cpu, train)
     load_state(path, cpu, cpu_optimizer)
     on_gpu = named_state(model, optimizer)
     assert equal(named_state(cpu, cpu_optimizer), {name: tensor.cpu() for name, tensor in on_gpu.items()})
     again = save(tmp_path / "cpu", named_state(cpu, cpu_optimizer))
     assert open_checkpoint(again).manifest.digest == open_checkpoint(path).manifest.digest
     fresh = Net(dtype).cuda()
-    fresh_optimizer = build_optimizer(fresh, Train())
+    fresh_optimizer = build_optimizer(fresh, train)
     load_state(again, fresh, fresh_optimizer)
     assert equal(named_state(fresh, fresh_optimizer), on_gpu)
     assert all(value.is_cuda for state in fresh_optimizer.state.values() for value in state.values())
