@@ -19,7 +19,7 @@ from headway.agent.kept import Kept
 from headway.agent.leading import is_led
 from headway.agent.lease import Right
 from headway.agent.team import Team
-from headway.state import Line
+from headway.state import Line, Message
 from headway.state.far import read_line
 from headway.state.trust import admit, call
 from headway.track import RunFolder, create_run, hold
@@ -56,12 +56,20 @@ def joined(team: Team, name: str, pid: int = 1) -> Line:
     return line
 
 
+def told(team: Team, line: Line) -> list[Message]:
+    """What a node hears first."""
+    while not (heard := line.receive(0.05)):
+        team.attend()
+    return heard
+
+
 def test_whose_a_rank_is_that_another_asks_for(team: Team) -> None:
-    with contextlib.closing(joined(team, "n1", 4711)), contextlib.closing(joined(team, "n1", 4712)) as second:
-        while not (told := second.receive(0.05)):
-            team.attend()
-        assert [message.kind for message in told] == ["taken"]
-        assert (told[0].fields["pid"], told[0].fields["machine"]) == (4711, "the-first")
+    with contextlib.closing(joined(team, "n1", 4711)) as first:
+        assert told(team, first)[0].kind == "welcome"
+        with contextlib.closing(joined(team, "n1", 4712)) as second:
+            (refused,) = told(team, second)
+            assert refused.kind == "taken"
+            assert (refused.fields["pid"], refused.fields["machine"]) == (4711, "the-first")
 
 
 @contextlib.contextmanager
