@@ -57,9 +57,10 @@ class Bench:
             assert not self.writer.idle
         return self.wait()
 
-    def wait(self):
+    def wait(self, until=lambda _found: False):
+        """What there is to tell until nothing is left to do, or until enough has been told."""
         found, deadline = [], time.monotonic() + PATIENCE_S
-        while not self.writer.idle:
+        while not self.writer.idle and not until(found):
             found += self.writer.results()
             assert time.monotonic() < deadline, "the writer did not come through"
             time.sleep(0.002)
@@ -259,12 +260,18 @@ def test_a_slow_store_keeps_neither_memory_nor_the_disk_waiting(tmp_path, monkey
     monkeypatch.setattr("headway.agent.writer.SMALL_BYTES", 0)
     (tmp_path / "store").mkdir()
     rules = Rules(keep_last=1, store=Store(url=f"file://{tmp_path}/store", keep_last=9))
-    bench = Bench(tmp_path / "checkpoints", rules, FaultPlan().stall("upload", 1, 1.0, rank=AGENT))
-    everywhere = ("memory", "disk", "store")
-    found = bench.save(bench.filled(1, tiers=everywhere), bench.filled(2, tiers=everywhere), bench.filled(3))
-    found += bench.save(bench.filled(4, last=True, tiers=everywhere))
-    told = [(done.snapshot.step, done.tier) for done in found]
-    assert told.index((3, "disk")) < told.index((1, "store")), "the disk did not wait for the store"
+    bench, everywhere, open_again = (
+        Bench(tmp_path / "checkpoints", rules),
+        ("memory", "disk", "store"),
+        threading.Event(),
+    )
+    bench.writer.before_upload = lambda: open_again.wait(PATIENCE_S)
+    for snapshot in (bench.filled(1, tiers=everywhere), bench.filled(2, tiers=everywhere), bench.filled(3)):
+        bench.writer.write(snapshot)
+    found = bench.wait(until=lambda found: any((done.snapshot.step, done.tier) == (3, "disk") for done in found))
+    assert all(done.error for done in found if done.tier == "store"), "the disk did not wait for the store"
+    open_again.set()
+    found += bench.wait() + bench.save(bench.filled(4, last=True, tiers=everywhere))
     late = {done.snapshot.step: done.error for done in found if done.tier == "store"}
     assert late[1] is None
     assert late[4] is None
