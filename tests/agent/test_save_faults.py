@@ -143,7 +143,7 @@ def test_a_slow_disk_holds_up_saves_and_not_training(lab, recipe, unharmed, work
     (memory,) = unharmed[workers].events("memory", "agent")
     room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
     settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
-    lived = lab.train(recipe(settings), workers, FaultPlan().stall("write", 1, 1.5, rank=AGENT))
+    lived = lab.train(recipe(settings), workers, FaultPlan().stall("write", 1, 3.0, rank=AGENT))
     assert_same(lived, unharmed[workers])
     kept, skipped, written = (
         [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
