@@ -260,11 +260,8 @@ def test_a_slow_store_keeps_neither_memory_nor_the_disk_waiting(tmp_path, monkey
     monkeypatch.setattr("headway.agent.writer.SMALL_BYTES", 0)
     (tmp_path / "store").mkdir()
     rules = Rules(keep_last=1, store=Store(url=f"file://{tmp_path}/store", keep_last=9))
-    bench, everywhere, open_again = (
-        Bench(tmp_path / "checkpoints", rules),
-        ("memory", "disk", "store"),
-        threading.Event(),
-    )
+    bench, everywhere = Bench(tmp_path / "checkpoints", rules), ("memory", "disk", "store")
+    open_again = threading.Event()
     bench.writer.before_upload = lambda: open_again.wait(PATIENCE_S)
     for snapshot in (bench.filled(1, tiers=everywhere), bench.filled(2, tiers=everywhere), bench.filled(3)):
         bench.writer.write(snapshot)

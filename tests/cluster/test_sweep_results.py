@@ -41,14 +41,14 @@ def test_the_best_is_of_those_that_finished(rows: list[Result], want: str | None
 
 def test_a_line_comes_when_it_has_something_to_say(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sweep_view, "EVERY_S", 0.0)
-    waits, runs = [row("a", "waiting")], [row("a", "running")]
+    waits, runs = [row("a", "waiting")], [replace(row("a", "running"), step=4)]
     progress = Progress(swept(waits))
-    for rows in (waits, waits, runs, runs, [replace(runs[0], step=11)]):
+    for rows in (waits, waits, runs, runs, [replace(runs[0], step=5)]):
         progress.show(rows)
     assert capsys.readouterr().err.splitlines() == [
         "s: 0 of 1 finished, 1 waiting",
-        "s: 0 of 1 finished, 1 running; step 10 of 10",
-        "s: 0 of 1 finished, 1 running; step 11 of 10",
+        "s: 0 of 1 finished, 1 running; step 4 of 10",
+        "s: 0 of 1 finished, 1 running; step 5 of 10",
     ]
 
 

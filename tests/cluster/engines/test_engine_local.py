@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine_suite import Rig, appears
 from headway.cluster.engines import Request
 from headway.cluster.engines.local import Local
 from headway.cluster.engines.local_jobs import Job, Room, startable
+from headway.cluster.engines.scripts import start_script
 from headway.errors import EngineError, UsageError
 
 OWNER = "headway.cluster.engines.local_owner"
@@ -77,13 +79,15 @@ def test_one_just_started_hears_a_signal(alone: Rig) -> None:
         assert (status.state, status.starts) == ("finished", 2)
 
 
-def test_a_command_that_runs_can_be_told(alone: Rig) -> None:
-    """Its number is known before it does anything."""
-    job = alone.engine.launch(alone.request('cat ../queue/jobs/*/pid; echo "$$ $PPID"', array=10))
-    assert alone.over(job).state == "finished"
-    said = [text.splitlines() for text in alone.said(job)]
-    assert len(said) == 10
-    assert all(written == true for written, true in said)
+def test_a_command_that_runs_can_be_told(tmp_path: Path) -> None:
+    """Its number is written before it does anything, however slow the script is that started it."""
+    slow, task, start, log = (tmp_path / name for name in ("slow.sh", "task.sh", "start.sh", "log"))
+    slow.write_text("unset BASH_ENV; trap 'sleep 0.2' DEBUG\n")
+    task.write_text('cat pid; echo "$$ $PPID"\n')
+    start.write_text(start_script(task, log, tmp_path))
+    subprocess.run(["bash", start], env={**os.environ, "BASH_ENV": str(slow)}, check=True)
+    written, true = log.read_text().splitlines()
+    assert written == true
 
 
 def test_secrets_die_with_the_owner(alone: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
