@@ -3,20 +3,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RESULTS := .test-results
 INSTALLED := $(VENV)/.installed
+# Tests start some thousand short Python processes: without compiled modules each would compile Headway again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu lint bench bench-state bench-agent chaos clean
+.PHONY: demo test test-all test-gpu lint bench bench-state bench-agent chaos clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
-# Four processes on two cores: many tests wait for processes of their own. In the order of the folders: by number of
-# tests, the longest files, which have few, would come last.
+# Two test processes per core, many tests wait for processes of their own; more than sixteen gain nothing. In the order
+# of the folders: by number of tests, the longest files, which have few, would come last.
+TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, 2 * os.cpu_count()))')
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --cpu-record $(RESULTS)/test.json
 
-test-slow: $(INSTALLED)
-	@$(BIN)/python -m pytest -m slow
+# Everything that runs without a GPU, however long it takes; what has passed on the same sources is not run again.
+test-all: $(INSTALLED)
+	@$(BIN)/python tests/run_all.py --testers $(TESTERS) $(PACKAGE)
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -m gpu
@@ -25,6 +30,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tests/check_budget.py $(RESULTS)/test.json
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/loader.py
@@ -60,4 +66,4 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(RESULTS) runs data .pytest_cache .mypy_cache .ruff_cache

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 # How long a machine takes says nothing about what it computes.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+pytest_plugins = ["cpu_time"]
 pytest.register_assert_rewrite("engine_suite")  # which is imported by the files of the engines' tests
 # Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
 if shutil.which("nvidia-smi") is None:
@@ -40,6 +41,8 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def pytest_configure() -> None:
+    # Shells have what they start in the background ignore Ctrl-C, and programs that tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # what is imported and collected stays, so that looking for garbage in it is waste
 
 
