@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # Tests start some thousand short Python processes: without compiled modules each would compile Headway again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-gpu lint bench bench-state bench-agent chaos clean
+.PHONY: demo test test-all mutants test-gpu lint bench bench-state bench-agent chaos clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 # Everything that runs without a GPU, however long it takes; what has passed on the same sources is not run again.
 test-all: $(INSTALLED)
 	@$(BIN)/python tests/run_all.py --testers $(TESTERS) $(PACKAGE)
+
+# Ten and more one-line bugs, one after the other: does the default suite catch each?
+mutants: $(INSTALLED)
+	@$(BIN)/python tests/mutants.py
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -m gpu

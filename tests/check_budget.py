@@ -1,6 +1,6 @@
 """Compare the CPU-seconds of the last `make test` with tests/budget.toml; `make lint` ends with it.
 
-    python tests/check_budget.py .test-results/test.json
+python tests/check_budget.py .test-results/test.json
 """
 
 import json

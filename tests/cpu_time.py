@@ -139,7 +139,9 @@ def package_of(test: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu-record", metavar="FILE", type=Path, help="measure CPU-seconds per test, and write them here")
+    parser.addoption(
+        "--cpu-record", metavar="FILE", type=Path, help="measure CPU-seconds per test, and write them here"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

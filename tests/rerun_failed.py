@@ -2,8 +2,8 @@
 
     python tests/rerun_failed.py .test-results/test.json
 
-A test that passes alone is printed as FLAKY, with what it failed with the first time. More than two of them, or one that
-fails again, fail the run.
+A test that passes alone is printed as FLAKY, with what it failed with the first time. More than two of them fail the
+run, and so does one that fails again.
 """
 
 import json
@@ -42,7 +42,10 @@ def main(record: Path) -> int:
 
 
 def _passes(test: str) -> bool:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], check=False).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], check=False).returncode
+        == 0
+    )
 
 
 if __name__ == "__main__":
