@@ -1,7 +1,11 @@
 """Stories told by several processes that form a group: for tests of what only ranks together can do."""
 
+import ctypes
+import json
 import multiprocessing
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ from safetensors.torch import load_file, save_file
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.parallel", "headway.state.tensors", "pytest"]
 """Building an optimizer imports dynamo, and finding a story imports its test file."""
 PATIENCE_S = 480
+PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(folder: Path, world: int, story: Callable[..., Any], *args: Any) -> list[dict[str, torch.Tensor]]:
@@ -22,21 +27,38 @@ def run_ranks(folder: Path, world: int, story: Callable[..., Any], *args: Any) -
     context.set_forkserver_preload(PRELOAD)
     place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     place.mkdir(parents=True)
-    processes = [context.Process(target=_rank, args=(rank, world, place, story, args)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE_S)
-    stuck = [process for process in processes if process.is_alive()]
-    for process in stuck:
-        process.kill()
-        process.join()
+    group = context.Process(target=_group, args=(world, place, story, args))
+    group.start()
+    group.join(PATIENCE_S)
+    stuck = group.is_alive()
+    if stuck:
+        group.kill()
+        group.join()
     failures = [path.read_text() for path in sorted(place.glob("failed-*"))]
     assert not failures, "\n".join(failures)
-    assert not stuck, f"{len(stuck)} of {world} processes did not end"
-    codes = [process.exitcode for process in processes]
+    assert not stuck, f"the {world} processes did not end within {PATIENCE_S} s"
+    codes = json.loads((place / "codes").read_text())
     assert codes == [0] * world, f"exit statuses {codes}"
     return [load_file(place / f"{rank}.safetensors") for rank in range(world)]
+
+
+def _group(world: int, place: Path, story: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Fork the ranks from one process, which has imported the story's file for all of them."""
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if sys.platform == "linux":
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a group that is killed takes all along
+                _rank(rank, world, place, story, args)
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    (place / "codes").write_text(json.dumps(codes))
 
 
 def _rank(rank: int, world: int, place: Path, story: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -3,8 +3,8 @@
 import importlib.util
 import re
 import shlex
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,13 +21,21 @@ VERB = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*headway (.*)$")
 SHELL = re.compile(r"\s(?:\||>|2>|&&|;|#).*$")
 
 
-def load_generator() -> ModuleType:
+@cache
+def reference() -> dict[str, str]:
+    """The pages of the reference, made anew."""
     spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    pages: dict[str, str] = module.pages()
+    return pages
+
+
+@cache
+def program() -> Any:
+    return typer.main.get_command(app)
 
 
 def page_id(page: Path) -> str:
@@ -46,7 +54,7 @@ def commands(text: str) -> list[list[str]]:
 
 def check(words: list[str]) -> None:
     """Parse a command as the program would, without running it; Typer raises for what does not exist."""
-    command: Any = typer.main.get_command(app)
+    command = program()
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"there is no verb {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
@@ -55,13 +63,13 @@ def check(words: list[str]) -> None:
 
 
 def test_the_reference_is_what_the_code_says_now() -> None:
-    for name, text in load_generator().pages().items():
+    for name, text in reference().items():
         committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
         assert committed == text, f"docs/reference/{name} is stale: python docs/generate.py"
 
 
 def test_the_reference_names_every_verb_and_key() -> None:
-    pages = load_generator().pages()
+    pages = reference()
     for verb in ("train", "resume", "checkpoint export", "data build", "recipe show"):
         assert f"## headway {verb}\n" in pages["cli.md"]
     for key in ("seed", "model.kv_heads", "data.holdout", "train.lr", "eval.windows", "checkpoint.keep_last"):

@@ -1,16 +1,21 @@
 """Every example runs as it stands, in an empty folder."""
 
 import ast
+import importlib
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headway.data import BuildOptions, build
+from headway.recipe import load_recipe
+from headway.state import Facts, Piece, begin, commit, shard_name, write_shard
 from headway.track import RunFolder, read_metric
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -37,18 +42,48 @@ def test_every_example_is_tried() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "demo.py"}  # `make demo` tries the demo
 
 
-LONG = ("jsonl_with_prompts.py", "mixture.py", "survive_a_kill.py")
-"""What they show is tested in seconds elsewhere: in test_gradients.py, test_data_mixtures.py and test_exact.py."""
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_what_an_example_imports_of_headway_is_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "headway":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{path.name}: {node.module} has no {alias.name}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in sorted(EXPECTED)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    """What they show is tested in seconds: here, or in test_gradients.py, test_data_mixtures.py and test_exact.py."""
     assert EXPECTED[name] in run(name, tmp_path)
     assert (tmp_path / "runs").is_dir() == (name != "plan_from_python.py")  # a plan runs nothing
 
 
+def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "plan_from_python.py"), run_name="__main__")
+    assert EXPECTED["plan_from_python.py"] in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_two_workers_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    weight, moment = np.arange(12, dtype="<f4").reshape(4, 3), np.ones(5, "<f4")
+    save = begin(tmp_path / "checkpoints", 3)
+    shards = [
+        write_shard(save.partial, shard_name(rank), [
+            Piece("model/w", "float32", (4, 3), (2 * rank, 0), (2, 3), np.ascontiguousarray(weight[2 * rank :][:2])),
+            Piece("optimizer/w/exp_avg", "float32", (5,), (3 * rank,), (3 - rank,), moment[: 3 - rank].copy()),
+        ])
+        for rank in range(2)
+    ]  # fmt: skip
+    folder = commit(save, Facts(cursor=0, chain="c", data_version="v", recipe={}), shards, workers=2)
+    monkeypatch.setattr(sys, "argv", ["read_checkpoint.py", str(folder)])
+    made = runpy.run_path(str(EXAMPLES / "read_checkpoint.py"), run_name="__main__")
+    assert "1 weights, 1 tensors of the optimizer" in capsys.readouterr().out
+    tensors = made["read_checkpoint"](folder)
+    assert np.array_equal(tensors["model/w"], weight)
+    assert np.array_equal(tensors["optimizer/w/exp_avg"], moment)
+
+
+@pytest.mark.slow
 def test_a_class_of_ones_own_is_trained_from_a_package_beside_its_recipe(tmp_path: Path) -> None:
     folder = EXAMPLES / "own_model"
     build(tmp_path / "data" / "json-package", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=512))
@@ -67,6 +102,21 @@ def test_a_class_of_ones_own_is_trained_from_a_package_beside_its_recipe(tmp_pat
     losses = read_metric(RunFolder(tmp_path / "runs" / "own"), "loss")[1]
     assert abs(losses[0] - math.log(512)) < 0.1, "a fresh model knows nothing: its loss is the vocabulary's"
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_class_of_ones_own_is_built_from_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training one is tested with `own_models` of tests/train."""
+    import torch
+
+    from headway.models.own import build_own
+
+    monkeypatch.syspath_prepend(str(EXAMPLES / "own_model"))
+    model = load_recipe(EXAMPLES / "own_model" / "recipe.toml").model
+    torch.manual_seed(0)
+    made = build_own(model, "cpu")
+    tokens = torch.randint(512, (4, 65))
+    loss = torch.nn.functional.cross_entropy(made(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(float(loss.detach()) - math.log(512)) < 0.1, "a fresh model knows nothing: its loss is the vocabulary's"
 
 
 def test_the_example_of_a_class_knows_nothing_of_headway() -> None:

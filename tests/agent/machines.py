@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from conftest import Lived
+from eventually import CEILING_S, eventually
 from headway.agent import new_run
 from headway.recipe import Recipe
 from headway.track.runs import RunFolder
@@ -88,21 +88,25 @@ class Machines:
                 process.kill()
         self.processes.pop(number).wait()
 
-    def until(self, is_true: Callable[[], object], patience_s: float = 300.0) -> None:
-        """Wait for something."""
-        deadline = time.monotonic() + patience_s
-        while not is_true():
-            assert time.monotonic() < deadline, self.said()
-            assert any(process.poll() is None for process in self.processes.values()), self.said()
-            time.sleep(0.02)
+    def until(self, is_true: Callable[[], object]) -> None:
+        """Wait for something, as long as a machine is left that could bring it about."""
 
-    def ends(self, patience_s: float = 600.0) -> dict[int, int]:
+        def happened() -> bool:
+            if is_true():
+                return True
+            assert any(process.poll() is None for process in self.processes.values()), self.said()
+            return False
+
+        eventually(happened, self.said)
+
+    def ends(self) -> dict[int, int]:
         """What each machine's agent exits with."""
-        deadline = time.monotonic() + patience_s
-        try:
-            return {n: one.wait(max(0.1, deadline - time.monotonic())) for n, one in self.processes.items()}
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.said()) from None
+
+        def all_ended() -> bool:
+            return all(process.poll() is not None for process in self.processes.values())
+
+        eventually(all_ended, self.said, ceiling_s=2 * CEILING_S)
+        return {number: process.returncode for number, process in self.processes.items()}
 
     def said(self) -> str:
         """What all of them have printed, and the agents' own logs."""

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eventually import CEILING_S, eventually
 from headway.agent.chaos import ROWS, Row, choose, offspring
 from headway.agent.chaos.beside import ANSWERS, PeerTry, judge
 from headway.agent.chaos.chance import KINDS, kinds, length, plan
@@ -336,9 +336,7 @@ def test_orphans_are_found_and_ended_and_nobody_else(tmp_path: Path) -> None:
         with offspring() as family:
             parent = subprocess.Popen([sys.executable, "-c", PARENT], start_new_session=True)
             family.own(parent.pid)
-            deadline = time.monotonic() + 80
-            while list(family.living().values()) != ["sleep: sleep 300"] and time.monotonic() < deadline:
-                time.sleep(0.02)
+            eventually(lambda: list(family.living().values()) == ["sleep: sleep 300"], family.living)
             (orphan,) = family.living()
             assert parent.wait() == 7, "its end was left to whoever waits for it"
             assert family.wait(0.1) == {orphan: "sleep: sleep 300"}
@@ -348,7 +346,7 @@ def test_orphans_are_found_and_ended_and_nobody_else(tmp_path: Path) -> None:
                 os.kill(orphan, 0)
             another = subprocess.Popen(["sleep", "300"])
             family.own(another.pid)
-        assert another.wait(10) == -signal.SIGKILL, "what is left on the way out is ended"
+        assert another.wait(CEILING_S) == -signal.SIGKILL, "what is left on the way out is ended"
         assert elder.poll() is None, "who was there before is nobody's offspring"
     finally:
         elder.kill()
@@ -356,15 +354,13 @@ def test_orphans_are_found_and_ended_and_nobody_else(tmp_path: Path) -> None:
 
 
 def test_belongings_count_descriptors_and_shared_memory(tmp_path: Path) -> None:
-    before = belongings()
+    before = belongings(tmp_path)
     memory = os.memfd_create("headway-test")
-    name = Path("/dev/shm") / f"headway-test-{os.getpid()}"
-    name.touch()
+    (tmp_path / "segment").touch()
     try:
-        now = belongings()
+        now = belongings(tmp_path)
         assert now.descriptors == before.descriptors + 1
-        assert name.name in now.shared - before.shared
+        assert now.shared - before.shared == {"segment"}
     finally:
         os.close(memory)
-        name.unlink()
     assert belongings().descriptors == before.descriptors

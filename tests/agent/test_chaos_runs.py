@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from headway.agent import Attempt
-from headway.agent.chaos import Matrix, Result, Stage, chaos, choose, drive, offspring
+from headway.agent.chaos import Matrix, Result, Stage, chaos, choose, offspring
 from headway.agent.chaos.drive import Lived, live
 from headway.cli.chaos_view import matrix_lines
 from headway.cli.launch import start_keeper
@@ -124,25 +124,25 @@ def test_it_tells_how_far_it_is_and_shows_it_in_80_columns(struck: Struck) -> No
 
 
 @pytest.fixture
-def pretend(
-    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], Lived]]:
-    """Has a run live whose keeper is a line of shell."""
-    monkeypatch.setattr(drive, "LEAVE_S", 0.5)
+def pretend(recipe: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[[str], Lived]]:
+    """Has a run live whose keeper is a line of shell, on a machine where nobody else has shared memory."""
+    (tmp_path / "shared").mkdir()
     with offspring() as family:
 
         def pretend(shell: str, patience_s: float = 60.0) -> Lived:
             def start(_: Attempt) -> "subprocess.Popen[bytes]":
                 return subprocess.Popen(["sh", "-c", shell], start_new_session=True)
 
-            return live(Stage(tmp_path, 1, start, family, patience_s), recipe(SETTINGS), "pretends")
+            shared = tmp_path / "shared"
+            stage = Stage(tmp_path / "runs", 1, start, family, patience_s, leave_s=0.2, shared_memory=shared)
+            return live(stage, recipe(SETTINGS), "pretends")
 
         yield pretend
         assert family.living() == {}, "whatever was left has been ended"
 
 
 def test_a_run_that_leaves_a_process_behind_is_told_of(pretend: Callable[[str], Lived]) -> None:
-    lived = pretend("sleep 300 & exit 0")
+    lived = pretend("sleep 300 & until grep -q sleep /proc/$!/comm; do :; done; exit 0")
     assert lived.statuses == [0]
     (left,) = lived.left
     assert left.startswith("process ")
@@ -156,11 +156,7 @@ def test_a_run_that_does_not_end_is_given_up(pretend: Callable[..., Lived]) -> N
 
 
 def test_a_run_that_leaves_shared_memory_behind_is_told_of(pretend: Callable[[str], Lived], tmp_path: Path) -> None:
-    segment = Path("/dev/shm") / f"headway-{tmp_path.parent.name}-{tmp_path.name}"
-    try:
-        assert f"shared memory {segment.name}" in pretend(f"touch {segment}").left
-    finally:
-        segment.unlink()
+    assert pretend(f"touch {tmp_path}/shared/segment").left == ["shared memory segment"]
 
 
 def test_a_fault_that_never_strikes_proves_nothing(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import send, when
+from eventually import CEILING_S
 from headway.agent.check import Checked, Stored, check, describe, read_trial
 from headway.agent.zygote import Zygote
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
@@ -22,6 +22,7 @@ from headway.models import empty_decoder, init_weights
 from headway.recipe import Parallel, Recipe
 
 Check = Callable[..., Checked]
+DESCENT = {"train.lr": 0.1, "model.vocab_size": 320, "model.tie_embeddings": False}
 
 
 @pytest.fixture
@@ -96,15 +97,19 @@ class Bare:
         return {name: p.detach().clone().numpy() for name, p in self.model.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def kept(recipe: Callable[..., Recipe], zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trials of a check, kept: one process, and two shards."""
+    folder = tmp_path_factory.mktemp("kept") / "kept"
+    check(recipe(DESCENT), [mesh(shard=2)], folder.parent / "runs", steps=2, keep=folder, warm=zygote)
+    return folder
+
+
 @pytest.mark.parametrize("trial", ["single", "mesh-1"])
-def test_a_trial_is_plain_descent_on_the_runs_own_data(
-    run_check: Check, recipe: Callable[..., Recipe], tmp_path: Path, trial: str
-) -> None:
+def test_a_trial_is_plain_descent_on_the_runs_own_data(recipe: Callable[..., Recipe], kept: Path, trial: str) -> None:
     """A loop of bare PyTorch, from the same weights on the same windows, has the same numbers."""
-    wanted = recipe({"train.lr": 0.1, "model.vocab_size": 320, "model.tie_embeddings": False})
-    run_check(wanted, mesh(shard=2), keep=tmp_path / "kept")
-    tried = read_trial(tmp_path / "kept" / trial / "trial")
-    bare = Bare(wanted)
+    tried = read_trial(kept / trial / "trial")
+    bare = Bare(recipe(DESCENT))
     assert list(tried.order) == [name for name, _ in bare.model.named_parameters()]
     for step in (1, 2):
         loss, gradients = bare.gradients(step)
@@ -149,7 +154,10 @@ def test_bfloat16_is_held_to_what_it_can_do(run_check: Check, recipe: Callable[.
 # -- mistakes made on purpose
 
 
-@pytest.mark.parametrize("mutation", ["no-gradient-reduction", "whole-norm"])
+@pytest.mark.parametrize(
+    "mutation",
+    ["no-gradient-reduction", pytest.param("whole-norm", marks=pytest.mark.slow)],  # which test_check_verb.py has too
+)
 def test_norms_whose_gradients_are_not_added_up_are_named(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, mutation: str
 ) -> None:
@@ -220,17 +228,17 @@ def test_a_trial_that_fails_is_told_and_the_others_go_on(
 
 
 def test_a_stop_ends_it_with_a_sentence_and_nothing_left(
-    run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stall = {"action": "stall", "point": "start", "step": 2, "seconds": 1.0}
-    monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [stall]}))
-
-    def stop_soon(text: str) -> None:
-        if text.startswith("shard 2"):
-            threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT))).start()
-
+    """Worker 1 never gets through step 2: a second stop ends it where it is."""
+    hang = {"action": "hang", "point": "start", "step": 2, "rank": 1}
+    monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [hang]}))
+    when(
+        lambda: any(tmp_path.glob("temporary/*/*/faults/*.json")), send(signal.SIGINT), send(signal.SIGTERM),
+        patience_s=CEILING_S,
+    )  # fmt: skip
     with pytest.raises(WorkerError, match="stopped on request after 0 of 1 meshes") as stopped:
-        run_check(recipe(), mesh(shard=2), steps=3, tell=stop_soon)
+        run_check(recipe(), mesh(shard=2), steps=2)
     assert stopped.value.exit_status == 1
 
 
@@ -242,17 +250,17 @@ def test_a_stop_between_trials_counts_too(run_check: Check, recipe: Callable[...
 
 
 def test_what_is_kept_stays_and_is_never_overwritten(
-    run_check: Check, recipe: Callable[..., Recipe], tmp_path: Path
+    run_check: Check, recipe: Callable[..., Recipe], kept: Path
 ) -> None:
-    keep = tmp_path / "kept"
-    run_check(recipe(), mesh(shard=2), steps=1, keep=keep)
-    assert (keep / "mesh-1" / "logs" / "0001-rank-1.log").exists()
-    gradients = Stored(keep / "mesh-1" / "trial" / "gradients" / "step-00000001", "gradient/")
-    assert len(gradients) == len(list(gradients)) == 20
+    assert (kept / "mesh-1" / "logs" / "0001-rank-1.log").exists()
+    gradients = Stored(kept / "mesh-1" / "trial" / "gradients" / "step-00000001", "gradient/")
+    assert len(gradients) == len(list(gradients)) == 21
     with pytest.raises(KeyError):
         gradients["nothing"]
+    before = sorted(kept.rglob("*"))
     with pytest.raises(UsageError, match="there is something already"):
-        run_check(recipe(), mesh(shard=2), steps=1, keep=keep)
+        run_check(recipe(), mesh(shard=2), steps=1, keep=kept)
+    assert sorted(kept.rglob("*")) == before
 
 
 def test_meshes_in_words() -> None:

@@ -10,15 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.agent.crew import Crew, Exit
 from headway.agent.kept import Kept
 from headway.agent.zygote import Zygote
@@ -26,7 +26,6 @@ from headway.errors import WorkerError
 from headway.recipe import Assignment
 from headway.state import Line, LineClosed
 
-PATIENCE_S = 120
 ZYGOTE = """
 import os, signal, stat, sys, time, types
 from headway.state import LineClosed
@@ -86,7 +85,7 @@ def a_zygote(folder: Path) -> Iterator[Zygote]:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=log, stderr=log)
     process.returncode = 0
     made = Zygote(ours, process.pid, folder / "log")
-    wait_until(lambda: made.ready(1.0))
+    eventually(lambda: made.ready(1.0))
     yield made
     made.close()
     assert (folder / "log").read_text() == ""
@@ -103,7 +102,7 @@ def zygote(shared: Zygote) -> Zygote:
     """Without any child of the test before, if that left some."""
     for pid in children(shared):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not shared.messages(0.0) and not children(shared))
+    eventually(lambda: not shared.messages(0.0) and not children(shared))
     return shared
 
 
@@ -119,14 +118,6 @@ def crew(zygote: Zygote) -> Iterator[Crew]:
     made = Crew(zygote, Kept())
     yield made
     made.close()
-
-
-def wait_until(there: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := there()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -145,26 +136,34 @@ def children(zygote: Zygote) -> set[int]:
     return {child.pid for child in psutil.Process(zygote.pid).children()}
 
 
+def living(zygote: Zygote) -> int:
+    """How many processes it has, once it has done all that it was asked for; what else it tells is lost."""
+    zygote.ask()
+    told = list[int]()
+    eventually(lambda: told.extend(m.fields["living"] for m in zygote.messages(1.0) if m.kind == "listed") or told)
+    return told[0]
+
+
 def spares(crew: Crew, zygote: Zygote, count: int) -> set[int]:
     """Have so many spares, and wait until they are there; those that are new."""
     before = children(zygote)
     crew.fork(count)
-    wait_until(lambda: len(children(zygote)) == len(crew._processes))
+    eventually(lambda: len(children(zygote)) == len(crew._processes))
     born = children(zygote) - before
     # forked is not yet there: one that is stopped before its first line does not die with its zygote
-    wait_until(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "there\n" for pid in born))
+    eventually(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "there\n" for pid in born))
     return born
 
 
 def hear_from(line: Line, count: int = 1) -> list[Any]:
     found = list[Any]()
-    wait_until(lambda: found.extend(line.receive(1.0)) or len(found) >= count)
+    eventually(lambda: found.extend(line.receive(1.0)) or len(found) >= count)
     return found
 
 
 def exits(crew: Crew, count: int) -> list[Exit]:
     found = list[Exit]()
-    wait_until(lambda: found.extend(crew.hear()) or len(found) >= count)
+    eventually(lambda: found.extend(crew.hear()) or len(found) >= count)
     return found
 
 
@@ -181,7 +180,7 @@ def test_places_go_to_spares_with_what_belongs_to_them(crew: Crew, zygote: Zygot
     os.kill(zygote.pid, signal.SIGSTOP)  # so that it has all requests at once
     crew.fork(3)
     os.kill(zygote.pid, signal.SIGCONT)
-    wait_until(lambda: len(children(zygote)) == 3)
+    eventually(lambda: len(children(zygote)) == 3)
     there = children(zygote)
     assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
     for rank in (0, 1, 2):
@@ -193,7 +192,7 @@ def test_places_go_to_spares_with_what_belongs_to_them(crew: Crew, zygote: Zygot
         assert (message.kind, message.fields["rank"], message.fields["more"]) == ("here", rank, [rank])
         assert message.fields["content"] == [f"of {rank}"]
         assert message.fields["sockets"] == 1, "its own line, and nobody else's"
-        wait_until(lambda rank=rank: crew.hear() == [] and rank in crew.pids())
+        eventually(lambda rank=rank: crew.hear() == [] and rank in crew.pids())
         assert crew.pids()[rank] == message.fields["pid"]
         assert crew.lines()[rank] is line
     assert set(crew.pids().values()) == there
@@ -206,9 +205,7 @@ def test_there_are_as_many_spares_as_asked_for_and_no_more(crew: Crew, zygote: Z
     crew.fork(1)
     crew.assign(place(0), [], more=0)
     crew.fork(2)  # one is at work now
-    wait_until(lambda: len(children(zygote)) == 3)
-    time.sleep(0.05)
-    assert len(children(zygote)) == 3
+    assert living(zygote) == len(children(zygote)) == 3
     assert first < children(zygote)
 
 
@@ -222,7 +219,7 @@ def test_ends_are_told_and_last_words_heard(crew: Crew, zygote: Zygote, deed: st
     kinds = [message.kind for message in hear_from(line, 1 + deed.startswith("exit"))]
     assert kinds == ["here", "last words"][: len(kinds)]
     with pytest.raises(LineClosed):
-        line.receive(PATIENCE_S)
+        line.receive(CEILING_S)
     hear_from(other)
     assert said_back(other, "unmoved")
 
@@ -232,14 +229,14 @@ def test_a_spare_that_died_gets_no_place(crew: Crew, zygote: Zygote, heard: bool
     """Whether the agent knows of it or not; another is forked instead, and its end is nobody's."""
     victim = min(spares(crew, zygote, 2))
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: not is_alive(victim))
+    eventually(lambda: not is_alive(victim))
     if heard:
-        wait_until(lambda: crew.hear() == [] and not psutil.pid_exists(victim))
-        wait_until(lambda: crew.hear() == [])
+        eventually(lambda: crew.hear() == [] and not psutil.pid_exists(victim))
+        eventually(lambda: crew.hear() == [])
     crew.fork(2)
     lines = [crew.assign(place(rank), [], more=0) for rank in (0, 1)]
     assert [hear_from(line)[0].fields["rank"] for line in lines] == [0, 1]
-    wait_until(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
     assert victim not in crew.pids().values()
 
 
@@ -247,7 +244,7 @@ def test_signals_reach_workers_and_not_spares(crew: Crew, zygote: Zygote) -> Non
     spares(crew, zygote, 3)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    wait_until(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
     crew.signal(signal.SIGKILL, [1])
     assert [(one.rank, one.code) for one in exits(crew, 1)] == [(1, -9)]
     crew.signal(signal.SIGKILL)
@@ -260,12 +257,12 @@ def test_spares_stay_when_workers_are_dismissed(crew: Crew, zygote: Zygote) -> N
     """Also those that the zygote has not told of yet: they are what makes a restart short."""
     spares(crew, zygote, 2)
     workers = [hear_from(crew.assign(place(rank), [], more=0))[0].fields["pid"] for rank in (0, 1)]
-    wait_until(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
     os.kill(workers[0], signal.SIGSTOP)
     ahead = spares(crew, zygote, 2)
     crew.dismiss()
     assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
-    wait_until(lambda: crew.hear() == [] and children(zygote) == ahead)
+    eventually(lambda: crew.hear() == [] and children(zygote) == ahead)
     crew.fork(2)
     again = [hear_from(crew.assign(place(rank), [], more=0))[0].fields["pid"] for rank in (0, 1)]
     assert set(again) == ahead == children(zygote)
@@ -287,7 +284,7 @@ def test_all_go_in_the_end(crew: Crew, zygote: Zygote) -> None:
     before = descriptors()
     there = spares(crew, zygote, 3)
     hear_from(crew.assign(place(0), [], more=0))
-    wait_until(lambda: crew.hear() == [] and crew.pids())
+    eventually(lambda: crew.hear() == [] and crew.pids())
     there |= spares(crew, zygote, 4)  # of two of which it has not heard
     for pid in there:
         os.kill(pid, signal.SIGSTOP)
@@ -299,8 +296,8 @@ def test_all_go_in_the_end(crew: Crew, zygote: Zygote) -> None:
     following.fork(1)
     again = following.assign(place(0), [], more=0)
     (message,) = hear_from(again)
-    wait_until(lambda: following.hear() == [] and following.pids() == {0: message.fields["pid"]})
-    wait_until(lambda: following.hear() == [] and children(zygote) == {message.fields["pid"]})
+    eventually(lambda: following.hear() == [] and following.pids() == {0: message.fields["pid"]})
+    eventually(lambda: following.hear() == [] and children(zygote) == {message.fields["pid"]})
     assert said_back(again, "alone")
     following.close()
     assert children(zygote) == set()
@@ -336,7 +333,7 @@ def test_workers_go_on_under_the_next_agent(crew: Crew, zygote: Zygote) -> None:
     spares(crew, zygote, 2)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    wait_until(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
     pids = crew.pids()
     spares(crew, zygote, 2)
     crew.keep()
@@ -348,12 +345,12 @@ def test_workers_go_on_under_the_next_agent(crew: Crew, zygote: Zygote) -> None:
     lines = following.lines()
     assert said_back(lines[0], "hello")
     assert hear_from(lines[1])[0].fields == {"said": "heard by the next"}
-    wait_until(lambda: following.hear() == [] and children(zygote) == set(pids.values()))
+    eventually(lambda: following.hear() == [] and children(zygote) == set(pids.values()))
     spares(following, zygote, 1)
     third = following.assign(place(2), [], more=0)
     assert hear_from(third)[0].fields["rank"] == 2
     following.signal(signal.SIGKILL)
-    wait_until(lambda: following.hear() == [] or True)
+    eventually(lambda: following.hear() == [] or True)
     end(following, its_zygote)
 
 
@@ -363,18 +360,20 @@ def test_a_worker_that_ended_meanwhile_is_told_to_the_next_agent(crew: Crew, zyg
     spares(crew, zygote, 2)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    wait_until(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
     crew.keep()
     pids = crew.pids()
     os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(pids[1]))
+    eventually(lambda: not psutil.pid_exists(pids[1]))
     if told:
         assert [one.rank for one in exits(crew, 1)] == [1]
     following, its_zygote = succeed(crew, zygote)
     assert exits(following, 1) == [Exit(1, pids[1], -9)]
     assert following.pids() == {0: pids[0]}
-    time.sleep(0.05)
-    assert following.hear() == [], "once"
+    following.fork(1)  # of which it tells after all that it has to say of the others
+    told = list[Exit]()
+    eventually(lambda: told.extend(following.hear()) or all(one.pid for one in following._processes.values()))
+    assert told == [], "once"
     end(following, its_zygote)
 
 
@@ -386,7 +385,7 @@ def test_workers_that_nobody_kept_are_ended_by_the_next_agent(crew: Crew, zygote
     os.kill(max(children(zygote)), signal.SIGSTOP)
     following, its_zygote = succeed(crew, zygote)
     assert following.empty
-    wait_until(lambda: following.hear() == [] and not children(zygote))
+    eventually(lambda: following.hear() == [] and not children(zygote))
     end(following, its_zygote)
 
 
@@ -401,8 +400,8 @@ def test_a_zygote_that_died_is_told_with_its_last_words(mortal: Zygote, tmp_path
     (tmp_path / "log").write_text("what happened\n")
     os.kill(mortal.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"ended with status -9: what happened"):
-        wait_until(lambda: crew.hear() and False)
-    wait_until(lambda: not any(is_alive(pid) for pid in there))
+        eventually(lambda: crew.hear() and False)
+    eventually(lambda: not any(is_alive(pid) for pid in there))
     crew.close()
     (tmp_path / "log").write_text("")
 
@@ -415,10 +414,10 @@ def test_all_go_when_nobody_holds_the_zygotes_line(mortal: Zygote) -> None:
     hear_from(line)
     keepers = os.dup(mortal.fileno())
     mortal._line.close()
-    time.sleep(0.2)
-    assert all(is_alive(pid) for pid in there)
+    with contextlib.closing(Line(socket.socket(fileno=os.dup(keepers)))) as keepers_line:
+        assert living(Zygote(keepers_line, mortal.pid, Path(), ready=True)) == 2
     assert said_back(line, "still here")
     os.close(keepers)
-    wait_until(lambda: not any(is_alive(pid) for pid in (*there, mortal.pid)))
+    eventually(lambda: not any(is_alive(pid) for pid in (*there, mortal.pid)))
     for process in list(crew._processes.values()):
         process.line.close()

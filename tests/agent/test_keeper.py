@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.agent import Attempt, keeper
 
-PATIENCE_S = 240
 SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys, time
 
@@ -47,6 +47,17 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for(name):
+    while not os.path.exists(f"{{run}}/{{name}}"):
+        time.sleep(0.01)
+
+
+def pass_time(seconds):
+    note("pass", seconds)
+    while os.path.exists(f"{{run}}/pass"):
+        time.sleep(0.01)
+
+
 note(f"life-{{life}}", os.getpid())
 {body}
 """
@@ -65,11 +76,21 @@ class Kept:
 
     def wait_for(self, name: str) -> None:
         """Until some agent makes a file of this name."""
-        wait_until((self.run / name).exists)
+        eventually((self.run / name).exists)
+
+    def go(self) -> None:
+        """Let agents go on that wait for it."""
+        (self.run / "go").touch()
+
+    def sync(self) -> None:
+        """Until it has done everything that was asked of it so far."""
+        (self.run / "making-pass").write_text("0")
+        (self.run / "making-pass").rename(self.run / "pass")
+        eventually(lambda: not (self.run / "pass").exists())
 
     def end(self) -> dict[str, Any]:
         """What it comes to."""
-        wait_until(lambda: not is_alive(self.pid))
+        eventually(lambda: not is_alive(self.pid))
         found: dict[str, Any] = json.loads((self.run / "ended").read_text())
         return found
 
@@ -79,24 +100,36 @@ class Kept:
         return len(list(self.run.glob("life-*")))
 
 
+class Clock:
+    """A keeper's clock: whoever leaves a file `pass` in the run's folder has it go on by so many seconds."""
+
+    def __init__(self, run: Path) -> None:
+        self._passed_s, self._asked, self._seen = 0.0, run / "pass", False
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._passed_s
+
+    def tick(self, _stops_asked: int) -> None:
+        """The first time that the file is seen, what was said or sent before it may not have been heard yet."""
+        if self._seen:
+            self._passed_s += float(self._asked.read_text())
+            self._asked.unlink()
+        self._seen = self._asked.exists()
+
+
 def keep_alone(attempt: Attempt, script: Path, settings: dict[str, float]) -> None:
     """What a process does that is a keeper and nothing else."""
-    for name, value in settings.items():
+    for name, value in ({"POLL_S": 0.02, "LAST_S": CEILING_S} | settings).items():
         setattr(keeper, name, value)
     sys.executable = str(script)
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  (a Path would keep one open)
-    outcome = keeper.keep(attempt)
+    clock = Clock(attempt.run)
+    outcome = keeper.keep(attempt, clock.tick, clock=clock)
+    children = keeper._has_children()
     gc.collect()
     left = set(os.listdir("/proc/self/fd")) - before  # noqa: PTH208
-    told = {"outcome": asdict(outcome), "status": outcome.exit_status, "left": len(left)}
+    told = {"outcome": asdict(outcome), "status": outcome.exit_status, "left": len(left), "children": children}
     (attempt.run / "ended").write_text(json.dumps(told))
-
-
-def wait_until(there: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -131,7 +164,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
         kept.signal(signal.SIGKILL)
         os.waitpid(kept.pid, 0)
         pids = [int(path.read_text()) for path in kept.run.glob("life-*")]
-        wait_until(lambda pids=pids: not any(is_alive(pid) for pid in pids))
+        eventually(lambda pids=pids: not any(is_alive(pid) for pid in pids))
 
 
 # -- an agent that dies
@@ -209,7 +242,11 @@ if life == 1:
     for _ in range(3):
         pid = os.fork()
         if not pid:
-            time.sleep(0.7)
+            wait_for("life-2")
+            with open(f"{run}/life-2") as file:
+                next_agent = file.read()
+            while os.path.exists(f"/proc/{next_agent}"):
+                time.sleep(0.01)
             os._exit(0)
         note(f"child-{pid}", pid)
     die()
@@ -218,9 +255,13 @@ say()
 
 
 def test_what_a_dead_agent_leaves_behind_is_waited_for(keep) -> None:
-    """Its children become the keeper's, and none is a zombie or left when that is gone."""
+    """Its children become the keeper's, and none is a zombie or left when that is gone.
+
+    They outlive the next agent, which is the last.
+    """
     one = keep(ORPHANS)
-    assert (one.end()["status"], one.lives) == (0, 2)
+    ended = one.end()
+    assert (ended["status"], one.lives, ended["children"]) == (0, 2, False)
     children = [int(path.read_text()) for path in one.run.glob("child-*")]
     assert len(children) == 3
     assert not any(psutil.pid_exists(pid) for pid in children)
@@ -230,14 +271,25 @@ def test_what_a_dead_agent_leaves_behind_is_waited_for(keep) -> None:
 
 
 def test_a_stopped_agent_is_woken(keep) -> None:
-    one = keep("tell('alive'); os.kill(os.getpid(), signal.SIGSTOP); say()")
+    one = keep("tell('alive'); pass_time(3); os.kill(os.getpid(), signal.SIGSTOP); say()")
     assert (one.end()["status"], one.lives) == (0, 1)
 
 
 def test_an_agent_that_hangs_is_followed_by_another(keep) -> None:
-    one = keep("tell('alive')\nif life < 3: time.sleep(600)\nsay()", SILENT_S=1.0)
+    one = keep("tell('alive')\nif life < 3: pass_time(121); time.sleep(600)\nsay()")
     ended = one.end()
     assert (ended["status"], one.lives, ended["left"]) == (0, 3, 0)
+
+
+def test_an_agent_that_is_silent_for_a_while_is_left_alone(keep) -> None:
+    one = keep("tell('alive'); pass_time(110); pass_time(0); say()")
+    assert (one.end()["status"], one.lives) == (0, 1)
+
+
+def test_agents_that_die_after_a_while_are_not_given_up(keep) -> None:
+    """However many there are; only five in a row that die as they begin are too many."""
+    one = keep("tell('alive')\nif life < 7: pass_time(11); die()\nsay()")
+    assert (one.end()["status"], one.lives) == (0, 7)
 
 
 # -- what is asked of it
@@ -253,7 +305,7 @@ while not asked:
     time.sleep(0.01)
     tell("alive")
 note("asked")
-time.sleep(0.5)
+wait_for("go")
 say("stopped", f"asked {len(asked)}")
 """
 
@@ -275,16 +327,22 @@ def test_stops_travel(keep, numbers: list[signal.Signals], asked: int) -> None:
     for number in numbers:
         one.signal(number)
         one.wait_for("asked")
+        one.sync()
+    one.go()
     ended = one.end()
     assert (ended["outcome"]["reason"], ended["status"], one.lives) == (f"asked {asked}", 75, 1)
 
 
-@pytest.mark.parametrize("early", ["", "time.sleep(0.5)"], ids=["at once", "slowly"])
-def test_a_stop_that_comes_before_the_agent_listens_waits_for_it(keep, early: str) -> None:
+@pytest.mark.parametrize("slowly", [False, True], ids=["at once", "slowly"])
+def test_a_stop_that_comes_before_the_agent_listens_waits_for_it(keep, slowly: bool) -> None:
     """It would die of the signal, and the next one too."""
+    early = "wait_for('go')" if slowly else ""
     one = keep(f"note('starts')\n{early}\n{LISTENER}")
     one.wait_for("starts")
     one.signal(signal.SIGTERM)
+    if slowly:
+        one.sync()
+    one.go()
     ended = one.end()
     assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 1)
 
@@ -292,17 +350,20 @@ def test_a_stop_that_comes_before_the_agent_listens_waits_for_it(keep, early: st
 def test_a_stop_that_the_dead_agent_heard_is_told_to_the_next(keep) -> None:
     one = keep(LISTENER.replace('note("asked")', "if life < 3: die()"))
     one.wait_for("listens-1")
+    one.go()
     one.signal(signal.SIGTERM)
     ended = one.end()
     assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 3)
 
 
 def test_two_stops_end_a_run_whose_agent_dies(keep) -> None:
-    one = keep(LISTENER.replace('note("asked")', 'note("asked"); time.sleep(0.5); die()'))
+    one = keep(LISTENER.replace('note("asked")', 'note("asked"); wait_for("go"); die()'))
     one.wait_for("listens-1")
     one.signal(signal.SIGTERM)
     one.wait_for("asked")
     one.signal(signal.SIGINT)
+    one.sync()
+    one.go()
     ended = one.end()
     assert (ended["outcome"]["state"], ended["status"], one.lives) == ("stopped", 75, 1)
     assert "at once" in ended["outcome"]["reason"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Lab, Lived
+from eventually import eventually
 from headway.agent import new_run, resume_run, supervise
 from headway.agent.bundle import bundle_names, place_of_record
 from headway.agent.lease import Right
@@ -50,7 +51,11 @@ def nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.close()
 
 
-@pytest.fixture(params=["file", "s3"])
+ON_BOTH = pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
+"""For what rests on how a store creates and lists objects; the rest does by default with a folder."""
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where the run lies in a store."""
     if request.param == "s3":
@@ -78,6 +83,7 @@ def mirrored(run: RunFolder, url: str, number: int = 1) -> None:
     Mirror(run, url, number, lambda: True).close()
 
 
+@ON_BOTH
 def test_of_agents_that_begin_at_once_one_leads(run: RunFolder, url: str) -> None:
     led, refused = list[int](), list[str]()
     witnesses = [Witness(run, url) for _ in range(4)]
@@ -105,6 +111,7 @@ def test_of_agents_that_begin_at_once_one_leads(run: RunFolder, url: str) -> Non
         one.close()
 
 
+@ON_BOTH
 def test_who_was_overtaken_commits_nothing_there(run: RunFolder, url: str, monkeypatch) -> None:
     monkeypatch.setattr("headway.agent.witness.LOOK_S", 0.05)
     first, second = Witness(run, url), Witness(run, url)
@@ -119,11 +126,7 @@ def test_who_was_overtaken_commits_nothing_there(run: RunFolder, url: str, monke
     with pytest.raises(StateError, match=r"step 2 was not committed .* another agent leads the run"):
         upload(store, 2, FACTS, [], 1, "w1", allowed=right.holds_in_store)
     assert [entry.step for entry in list_remote(store)] == [1]
-    for _ in range(200):
-        if right.lost():
-            break
-        threading.Event().wait(0.05)
-    assert right.lost()
+    eventually(right.lost)
     with contextlib.closing(Mirror(run, url, first.number, first.holds)):
         pass
     assert store.list("records") == store.list("folder") == []
@@ -136,6 +139,7 @@ def test_a_place_of_another_run_is_left_alone(run: RunFolder, url: str, tmp_path
         Witness(other, url).begin("b", "h", 2)
 
 
+@ON_BOTH
 def test_what_is_in_the_store_makes_the_folder_again(run: RunFolder, url: str, tmp_path: Path) -> None:
     (run.events / "0001-agent.jsonl").write_text('{"kind":"open"}\n')
     (run.events / "0001-rank-0.jsonl").write_bytes(b"x" * (MUCH_BYTES + 5))

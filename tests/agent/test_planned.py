@@ -18,6 +18,7 @@ from headway.plan.trainer import default_microbatch
 from headway.recipe import Layout, Model, Parallel, Recipe, load_recipe, with_settings
 from headway.track import read_plan, read_recipe
 
+SLOW = pytest.mark.slow
 RECIPES = Path(__file__).parents[2] / "recipes"
 H100 = "NVIDIA H100 80GB HBM3"
 SMALL = ["model.layers=12", "model.dim=768", "model.heads=12", "model.kv_heads=12", "model.hidden=2048"]
@@ -69,8 +70,18 @@ def test_the_figures_of_a_plan_agree_with_each_other_by_hand() -> None:
     assert made.mfu == pytest.approx(made.tokens_s / 8 * flops / peak, rel=1e-3)
 
 
-@pytest.mark.parametrize("settings", [SMALL, [*SMALL, "train.batch=4096"], [*SMALL, "train.dtype=bfloat16"], []])
-@pytest.mark.parametrize("workers", [1, 4, 8])
+PLAIN_WAYS = {"small": SMALL, "large batch": [*SMALL, "train.batch=4096"], "bf16": [*SMALL, "train.dtype=bfloat16"]}
+PLAIN_WAYS |= {"8B": []}
+BY_DEFAULT = {("small", 1), ("large batch", 8), ("bf16", 4), ("8B", 1), ("8B", 8)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        pytest.param(settings, workers, id=f"{name}-{workers}", marks=() if (name, workers) in BY_DEFAULT else SLOW)
+        for (name, settings), workers in product(PLAIN_WAYS.items(), (1, 4, 8))
+    ],
+)
 def test_the_plain_way_is_left_only_where_it_does_not_fit_or_is_slower_by_more(
     settings: list[str], workers: int
 ) -> None:

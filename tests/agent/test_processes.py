@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from eventually import eventually
 from headway.agent.processes import Alive, alive
 from headway.track import RunFolder, create_run, run_id
 
@@ -58,13 +58,6 @@ def of(run: RunFolder) -> Alive | None:
     return next((one for one in alive() if one.run.path == run.path), None)
 
 
-def until(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def below(pid: int) -> list[int]:
     found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*found, *(deeper for child in found for deeper in below(child))]
@@ -84,9 +77,9 @@ def test_agents_of_all_nodes_that_are_here_count(start, tmp_path: Path) -> None:
     nodes = [start("node.py", str(log)) for log in logs]
     far = start("node.py", str(other.logs / "0001-vm-1-zygote.log"))
     everybody = (*nodes, far)
-    until(lambda: sum(len(called("hw-spare", below(node.pid))) for node in everybody) == 3)
-    until(lambda: sum(len(called("hw two rank-0", below(node.pid))) for node in everybody) == 3)
-    until(lambda: of(two) is not None)
+    eventually(lambda: sum(len(called("hw-spare", below(node.pid))) for node in everybody) == 3)
+    eventually(lambda: sum(len(called("hw two rank-0", below(node.pid))) for node in everybody) == 3)
+    eventually(lambda: of(two) is not None)
 
     found, led_elsewhere = of(two), of(other)
     assert found is not None

@@ -3,14 +3,16 @@
 Truth is a run of the same recipe that nothing happened to: the chain stands for every loss, the digest for the state.
 """
 
+import json
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
-from conftest import Lived, send, when
+from conftest import Lab, Lived, send, when
 from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT
 from headway.state import verify
@@ -30,20 +32,27 @@ RECORDED = ("evaluation", "save", "saved")
 """Points that come after the step was recorded: it is done again."""
 
 
+class Unharmed(dict[int, Lived]):
+    """Runs that nothing happened to, by their number of workers, each made when a test first asks for it."""
+
+    def __init__(self, train: Callable[[int], Lived]) -> None:
+        super().__init__()
+        self._train = train
+
+    def __missing__(self, workers: int) -> Lived:
+        self[workers] = lived = self._train(workers)
+        assert lived.outcome.state == "finished", lived.outcome
+        return lived
+
+
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
-    """Runs of one and of two workers that nothing happened to."""
-    settings = SETTINGS | {"checkpoint.every_steps": 4}
-    found = {}
-    for workers in (1, 2):
-        found[workers] = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(settings), workers=workers)
-        assert found[workers].outcome.state == "finished", found[workers].outcome
-    return found
+def unharmed(tmp_path_factory, make_lab, recipe) -> Unharmed:
+    lab, settings = make_lab(tmp_path_factory.mktemp("unharmed")), SETTINGS | {"checkpoint.every_steps": 4}
+    return Unharmed(lambda workers: lab.train(recipe(settings), workers=workers))
 
 
 def killed(step: int, rank: int | None = None, point: str = "start", attempt: int = 1) -> FaultPlan:
-    """A kill, after a moment in which what was recorded before reaches the disk."""
-    return FaultPlan().stall(point, step, 0.1, rank, attempt).kill(step, rank, point, attempt)
+    return FaultPlan().kill(step, rank, point, attempt)
 
 
 def together(*plans: FaultPlan) -> FaultPlan:
@@ -86,7 +95,7 @@ def saved_steps(lived: Lived) -> list[int]:
     return [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
     """Three restarts are allowed in a row, and six are needed: steps that are new give them back."""
     ranks = [0 if point in RECORDED else workers - 1 for point in POINTS]
@@ -100,7 +109,9 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     assert resumed(lived) == [0, *whole]
     assert {event["step"] for event in lived.events("step")} == set(range(1, STEPS + 1))
     whys = [f"worker {rank} was killed by signal 9 (SIGKILL)" for rank in ranks]
-    assert lived.ways_on == [f"{why}; back to step {step}, from memory" for why, step in zip(whys, whole, strict=True)]
+    # A worker that is killed before its last step is recorded seems to have got no further: then there is a pause.
+    ways_on = [way.partition(", after ")[0] for way in lived.ways_on]
+    assert ways_on == [f"{why}; back to step {step}, from memory" for why, step in zip(whys, whole, strict=True)]
     assert psutil.Process().children() == children
     assert not list(lived.run.logs.glob("*zygote*"))
     agents = [record.header for record in read_run(lived.run, "agent")]
@@ -111,7 +122,7 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     lost = [max(0, end - step) for end, step in zip(ends, whole, strict=False)]
     assert (ledger.steps, ledger.lost_steps) == (STEPS, sum(lost))
     assert ledger.accounts["restart"] > 0
-    assert ledger.accounts["rework"] > 0
+    assert (ledger.accounts["rework"] > 0) == any(lost), "a worker that is killed may not have recorded its last step"
     texts = [(incident.attempt, incident.text) for incident in ledger.incidents]
     for number, (rank, step, again) in enumerate(zip(ranks, whole, lost, strict=True), start=1):
         own = recorded(lived, rank)[number - 1][-1]["step"]
@@ -137,16 +148,18 @@ def test_every_mesh_goes_on_from_memory(lab, recipe, mesh: dict[str, int]) -> No
     assert lived.outcome.state == "finished", lived.outcome
     assert resumed(lived) == [0, 2]
     assert_done_twice(lived, {1: {3, 4}})
+    assert balanced(lived).accounts["rework"] > 0
 
 
-def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe, unharmed) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe, unharmed, workers: int) -> None:
     """Struck is the first save that is not left out, which comes when the one before it is on disk."""
-    (memory,) = unharmed[2].events("memory", "agent")
+    (memory,) = unharmed[workers].events("memory", "agent")
     one_state = memory["bytes"] / memory["buffers"] / 1e9
     settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": 1.5 * one_state}
     faults = together(*[killed(step, 0, "saved") for step in range(2, STEPS + 1)])
-    lived = lab.train(recipe(settings), workers=2, faults=faults)
-    assert_same(lived, unharmed[2])
+    lived = lab.train(recipe(settings), workers=workers, faults=faults)
+    assert_same(lived, unharmed[workers])
     assert [event["buffers"] for event in lived.events("memory", "agent")] == [1, 1]
     (first, *_) = read_run(lived.run, "agent")
     durable = max(event["step"] for event in first.events if event["kind"] == "checkpoint")
@@ -197,17 +210,17 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(
 
 def test_an_error_that_does_not_come_again_is_overcome(lab, recipe, unharmed) -> None:
     """And one at another step is not the same."""
-    faults = FaultPlan().fail(4, 1).fail(5, 0, "compute", attempt=2).fail(6, 1, attempt=3)
-    lived = lab.train(recipe(SETTINGS), workers=2, faults=faults)
-    assert_same(lived, unharmed[2])
+    faults = FaultPlan().fail(4).fail(5, 0, "compute", attempt=2).fail(6, attempt=3)
+    lived = lab.train(recipe(SETTINGS), faults=faults)
+    assert_same(lived, unharmed[1])
     assert resumed(lived) == [0, 3, 4, 5]
 
 
 def test_an_error_before_the_first_step_is_not_tried_again(lab, recipe) -> None:
     """It is a mistake in what was asked for, as a rule."""
-    failed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().fail(1, 1, "restore"))
+    failed = lab.train(recipe(SETTINGS), faults=FaultPlan().fail(1, 0, "restore"))
     assert failed.outcome.state == "failed"
-    what = "worker 1 failed: RuntimeError: injected at restore of step 1"
+    what = "worker 0 failed: RuntimeError: injected at restore of step 1"
     assert failed.outcome.reason == what
     assert len(failed.events("attempt", "agent")) == 1
 
@@ -272,29 +285,55 @@ def test_a_stop_while_a_save_is_written_leaves_everything_durable(lab, recipe) -
     assert [event["step"] for event in lived.events("checkpoint", "agent")] == kept
 
 
-AUTO = {"checkpoint.every_steps": "auto", "checkpoint.hours_between_failures": 1e-4, "checkpoint.keep_last": 99}
+AUTO = {
+    "train.steps": 100_000,
+    "checkpoint.every_steps": "auto",
+    "checkpoint.hours_between_failures": 1e-4,
+    "checkpoint.keep_last": 1000,
+}
+SLOWLY = FaultPlan().add("slow", point="compute", step=1, seconds=0.05, attempt=None)
+"""Steps that mostly wait, for there is no telling how many it takes until the agent asks."""
 
 
-def test_the_agent_decides_when_to_save(lab, recipe, unharmed) -> None:
-    """A step that takes long enough for it to ask is followed by a save on disk, beside those in memory."""
-    faults = FaultPlan().stall("compute", 2, 0.25).stall("compute", 5, 0.25)
-    lived = lab.train(recipe(SETTINGS | AUTO), faults=faults)
-    assert_same(lived, unharmed[1])
+def events_so_far(lab: Lab, kind: str, attempt: int = 1) -> list[dict[str, Any]]:
+    """What an agent has recorded of a run under way; the last line may not be whole yet."""
+    content = b"".join(path.read_bytes() for path in lab.root.glob(f"*/events/{attempt:04d}-agent.jsonl"))
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [event for event in map(json.loads, lines) if event.get("kind") == kind]
+
+
+def test_the_agent_decides_when_to_save(lab, recipe) -> None:
+    """A step after which it asks is followed by a save on disk, beside those in memory."""
+    when(lambda: len(events_so_far(lab, "checkpoint")) >= 3, send(signal.SIGTERM))
+    lived = lab.train(recipe(SETTINGS | AUTO), faults=SLOWLY)
+    assert lived.outcome.state == "stopped", lived.outcome
+    last = lived.events("step")[-1]["step"]
     steps = saved_steps(lived)
     assert len(steps) >= 3
-    assert steps[-1] == STEPS
+    assert steps[-1] == last
     assert [event["step"] for event in lived.events("checkpoint", "agent")] == steps
-    assert [event["step"] for event in lived.events("kept", "agent")] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in lived.events("kept", "agent")] == list(range(1, last + 1))
 
 
-def test_the_agent_goes_on_deciding_after_a_restart(lab, recipe, unharmed) -> None:
+def test_the_agent_goes_on_deciding_after_a_restart(lab, recipe) -> None:
     """It may ask while the new workers still start, and must not be forgotten; all workers save the same steps."""
+
+    def kill_worker_1() -> None:
+        (worker,) = [event for event in events_so_far(lab, "worker") if event["rank"] == 1]
+        os.kill(worker["pid"], signal.SIGKILL)
+
+    when(lambda: events_so_far(lab, "checkpoint"), kill_worker_1)
+    when(lambda: len(events_so_far(lab, "checkpoint", attempt=2)) >= 2, send(signal.SIGTERM))
     settings = SETTINGS | AUTO | {"checkpoint.memory_every_steps": 0}
-    slow = FaultPlan().stall("compute", 2, 0.25, rank=0).stall("compute", 6, 0.25, rank=0, attempt=2)
-    lived = lab.train(recipe(settings), workers=2, faults=together(slow, killed(5)))
-    assert_same(lived, unharmed[2])
+    lived = lab.train(recipe(settings), workers=2, faults=SLOWLY)
+    assert lived.outcome.state == "stopped", lived.outcome
     first, second = read_run(lived.run, "agent")
-    assert resumed(lived) == [0, max(event["step"] for event in first.events if event["kind"] == "kept")]
+    before = max(event["step"] for event in first.events if event["kind"] == "kept")
+    assert resumed(lived) == [0, before]
     again = [event["step"] for event in second.events if event["kind"] == "checkpoint"]
-    assert [step for step in again if 4 < step < STEPS]
-    assert saved_steps(lived)[-1] == STEPS
+    last = lived.events("step")[-1]["step"]
+    assert [step for step in again if before < step < last]
+    assert saved_steps(lived)[-1] == last
+    earlier, later = ({event["step"]: event["chain"] for event in events} for events in recorded(lived))
+    twice = earlier.keys() & later.keys()
+    assert {step: earlier[step] for step in twice} == {step: later[step] for step in twice}

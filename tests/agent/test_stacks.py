@@ -5,39 +5,46 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.agent import stacks
 from headway.agent.stacks import Frame, Seen, collect, its_collective, its_line, shortened
+from headway.agent.watch import process_state
 
-PATIENCE_S = 240
+ANSWERS_S = 60.0
+"""How long a worker may take that can answer; who cannot is waited for as long as a test says."""
+SIGNALLED_S = 2.0
+"""Half of it for one that cannot answer, half for the handler of the signal."""
 WORKER = """
-import os, re, sys, threading, time
+import itertools, os, re, sys, threading, time
 from pathlib import Path
 from headway.train.stacks import listen
 
+said = []
+ENDLESS = re.compile("(a+)+$")
+
 def nap():
-    time.sleep(600)  # sleeps here
+    said.append(os.write(1, b"ready\\n")); time.sleep(600)  # sleeps here
 
 def outer():
     nap()  # naps here
 
 def spin():
-    while True:
+    for _ in itertools.chain([os.write(1, b"ready\\n")], itertools.repeat(None)):
         sum([1, 2, 3])  # spins here
 
 def grip():
     "A regular expression that takes for ever, and the interpreter's lock with it."
-    re.compile("(a+)+$").match("a" * 60 + "b")  # holds here
+    os.write(1, b"ready\\n"); ENDLESS.match("a" * 60 + "b")  # holds here
 
 def deep(calls):
-    deep(calls - 1) if calls else time.sleep(600)
+    deep(calls - 1) if calls else nap()
 
 def deeper():
     deep(300)
@@ -48,13 +55,19 @@ def mute():
 if sys.argv[1] != "mute":
     listen(Path(sys.argv[2]), 1, int(sys.argv[3]))
 threading.Thread(target=nap, name="helper", daemon=True).start()
-print("ready", flush=True)
+while not said:
+    time.sleep(0.01)
 globals()[sys.argv[1]]()
 """
 
 
 def line_of(mark: str) -> int:
     return next(number for number, line in enumerate(WORKER.splitlines(), start=1) if line.endswith(f"# {mark}"))
+
+
+def cpu_s(pid: int) -> float:
+    used = psutil.Process(pid).cpu_times()
+    return used.user + used.system
 
 
 class Workers:
@@ -71,9 +84,13 @@ class Workers:
         for rank, story in enumerate(stories):
             command = [sys.executable, str(self.script), story, str(self.folder), str(rank)]
             self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        for process in self.processes:
-            assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
+        for process, story in zip(self.processes, stories, strict=True):
+            assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2  # of both its threads
+            if story == "grip":
+                has_used = cpu_s(process.pid)
+                eventually(lambda pid=process.pid, before=has_used: cpu_s(pid) > before + 0.02)
+            elif story != "spin":
+                eventually(lambda pid=process.pid: process_state(pid) == "S")
         return {rank: process.pid for rank, process in enumerate(self.processes)}
 
     def end(self) -> None:
@@ -94,7 +111,7 @@ def workers(tmp_path, monkeypatch):
 
 def test_a_sleeping_worker_shows_where_it_sleeps(workers):
     pids = workers.start("outer")
-    (seen,) = collect(pids, workers.folder, 1).seen
+    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
     assert (seen.rank, seen.pid, seen.state, seen.threads) == (0, pids[0], "S", 3)
     assert [(frame.function, frame.line) for frame in seen.frames[:2]] == [
         ("nap", line_of("sleeps here")),
@@ -107,7 +124,7 @@ def test_a_sleeping_worker_shows_where_it_sleeps(workers):
 
 def test_what_is_seen_is_written_down_for_people_under_a_new_number(workers):
     pids = workers.start("outer")
-    first, second = (collect(pids, workers.folder, 1).path for _ in range(2))
+    first, second = (collect(pids, workers.folder, 1, ANSWERS_S).path for _ in range(2))
     assert (first.name, second.name) == ("0001-1.txt", "0001-2.txt")
     text = first.read_text()
     assert f"rank 0, process {pids[0]}: sleeping" in text
@@ -121,7 +138,7 @@ def test_a_worker_that_can_hear_is_never_signalled(workers):
     pids = workers.start("spin")
     before = (workers.folder / "0001-rank-0.txt").read_bytes()
     for _ in range(10):
-        (seen,) = collect(pids, workers.folder, 1, wait_s=30).seen
+        (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
         assert seen.frames[0].function == "spin"
         assert seen.frames[0].line in (line_of("spins here") - 1, line_of("spins here"))
     assert (workers.folder / "0001-rank-0.txt").read_bytes() == before
@@ -131,7 +148,7 @@ def test_a_worker_that_can_hear_is_never_signalled(workers):
 def test_a_worker_that_never_lets_go_of_the_interpreter(workers):
     pids = workers.start("grip")
     for _ in range(2):  # the newest answer counts
-        (seen,) = collect(pids, workers.folder, 1).seen
+        (seen,) = collect(pids, workers.folder, 1, SIGNALLED_S).seen
         assert seen.state == "R"
         assert (seen.frames[0].function, seen.frames[0].line) == ("grip", line_of("holds here"))
         assert "no collectives: something holds the worker's interpreter, through which it is asked" in seen.missing
@@ -140,33 +157,40 @@ def test_a_worker_that_never_lets_go_of_the_interpreter(workers):
 
 def test_a_stack_that_is_cut_short_is_still_an_answer(workers):
     pids = workers.start("deeper")
-    (seen,) = collect(pids, workers.folder, 1).seen
-    assert [frame.function for frame in seen.frames] == ["deep"] * 100, "as many as faulthandler shows"
+    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
+    functions = [frame.function for frame in seen.frames]
+    assert functions == ["nap", *["deep"] * 99], "as many as faulthandler shows"
 
 
 def test_some_that_answer_and_some_that_cannot(workers):
     pids = workers.start("outer", "grip", "outer", "mute")
     os.kill(pids[2], signal.SIGSTOP)
-    while Path(f"/proc/{pids[2]}/stat").read_text().split()[2] != "T":
-        time.sleep(0.01)
-    there, held, stopped, mute = collect(pids, workers.folder, 1).seen
+    eventually(lambda: process_state(pids[2]) == "T")
+    there, held, stopped, mute = collect(pids, workers.folder, 1, SIGNALLED_S).seen
     assert (there.frames[0].function, held.frames[0].function) == ("nap", "grip")
     assert (stopped.state, stopped.frames) == ("T", ())
     assert "no Python stack: the process is stopped and takes no signal" in stopped.missing
     assert "no collectives: the process is stopped and takes no signal" in stopped.missing
     assert "no Python stack: the process does not listen yet" in mute.missing
     os.kill(pids[2], signal.SIGCONT)
-    time.sleep(0.1)
+    (woken,) = collect({2: pids[2]}, workers.folder, 1, ANSWERS_S).seen
+    assert woken.frames[0].function == "nap"
     assert [process.poll() for process in workers.processes] == [None] * 4, "asking ends nobody, ready or not"
     assert "most recent call first" not in (workers.folder / "0001-rank-2.txt").read_text().partition("listen\n")[2]
 
 
-def test_a_worker_that_dies_meanwhile_and_one_that_is_long_gone(workers):
+def test_a_worker_that_dies_meanwhile_and_one_that_is_long_gone(workers, monkeypatch):
     pids = workers.start("grip", "outer")
-    threading.Timer(0.2, workers.processes[0].kill).start()
     workers.processes[1].kill()
     workers.processes[1].wait()
-    killed, gone = collect(pids, workers.folder, 1).seen
+    wait = stacks._wait
+
+    def killed_while_it_is_waited_for(*waiting) -> None:
+        os.kill(pids[0], signal.SIGKILL)
+        wait(*waiting)
+
+    monkeypatch.setattr(stacks, "_wait", killed_while_it_is_waited_for)
+    killed, gone = collect(pids, workers.folder, 1, ANSWERS_S).seen
     assert (killed.state, gone.state) == ("Z", "gone")
     assert its_line(gone) == ""
     for seen in (killed, gone):
@@ -178,7 +202,7 @@ def test_another_life_of_the_same_rank_is_asked_through_its_own_pipe(workers):
     workers.end()
     workers.processes.clear()
     pids = workers.start("outer")
-    (seen,) = collect(pids, workers.folder, 1).seen
+    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
     assert seen.frames[0].function == "nap"
 
 
@@ -326,7 +350,7 @@ def pretend_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, nativ
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(stacks, "LOOK_S", 0.5)
+    monkeypatch.setattr(stacks, "LOOK_S", 0.5 if "sleep" in native else ANSWERS_S)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +358,7 @@ def pretend_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, nativ
     [
         ("cat dump", "cat dump", None),
         ("cat dump", REFUSES, "no native stack: py-spy says: Can't get native stack traces"),
-        ("cat dump", "exec sleep 30", "no native stack: py-spy did not finish within 0.5 s"),
+        ("cat dump", "exec sleep 600", "no native stack: py-spy did not finish within 0.5 s"),
         ("echo Error: Permission Denied >&2; exit 1", "exit 1", "no native stack: py-spy may not look: "),
     ],
     ids=["all", "no-native", "hangs", "forbidden"],
@@ -355,8 +379,7 @@ def test_a_stopped_worker_is_seen_by_py_spy_where_there_is_one(workers, monkeypa
     monkeypatch.undo()
     pids = workers.start("outer")
     os.kill(pids[0], signal.SIGSTOP)
-    while Path(f"/proc/{pids[0]}/stat").read_text().split()[2] != "T":
-        time.sleep(0.01)
+    eventually(lambda: process_state(pids[0]) == "T")
     (seen,) = collect(pids, workers.folder, 1).seen
     reasons = [line for line in seen.missing if line.startswith("no native stack: ")]
     assert len(reasons) == 1
@@ -382,7 +405,7 @@ def rank(number):
     listen(folder / "stacks", 1, number)
     if number < 2:
         store = dist.FileStore(str(folder / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=300))
         for _ in range(3):
             dist.all_reduce(torch.ones(2))
     (folder / f"ready-{number}").touch()
@@ -412,13 +435,7 @@ for child in children:
 """
 
 
-def wait_for(*files: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
+@pytest.mark.slow
 def test_which_collective_each_rank_is_in(tmp_path):
     """Rank 0 waits in the fourth, rank 1 has not begun it, rank 2 never had any; then all goes on as if not asked."""
     (tmp_path / "ranks.py").write_text(RANKS)
@@ -426,12 +443,16 @@ def test_which_collective_each_rank_is_in(tmp_path):
     command = [sys.executable, str(tmp_path / "ranks.py"), str(tmp_path)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        wait_for(tmp_path / "pids", *(tmp_path / f"ready-{rank}" for rank in range(3)))
+        told = [tmp_path / "pids", *(tmp_path / f"ready-{rank}" for rank in range(3))]
+        eventually(lambda: all(file.exists() for file in told))
         pids = dict(enumerate(map(int, (tmp_path / "pids").read_text().split())))
-        deadline, waits = time.monotonic() + PATIENCE_S, None
-        while waits is None or its_collective(waits) != "gloo:all_reduce, number 4 of group 0 default_pg, not ended":
-            assert time.monotonic() < deadline, waits
-            waits, stalls, alone = collect(pids, tmp_path / "stacks", 1, wait_s=20, native=False).seen
+        waiting = "gloo:all_reduce, number 4 of group 0 default_pg, not ended"
+
+        def once_rank_0_waits() -> list[Seen]:
+            seen = collect(pids, tmp_path / "stacks", 1, ANSWERS_S, native=False).seen
+            return seen if its_collective(seen[0]) == waiting else []
+
+        waits, stalls, alone = eventually(once_rank_0_waits)
         assert its_collective(stalls).startswith("gloo:all_reduce, number 3 of group 0 default_pg, ")
         assert waits.collectives["fr"]["pg_status"]["0"]["last_enqueued_collective"] == "4"
         assert alone.collectives is None
@@ -446,5 +467,5 @@ def test_which_collective_each_rank_is_in(tmp_path):
         for pid in map(int, (tmp_path / "pids").read_text().split()) if (tmp_path / "pids").exists() else ():
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
-        process.wait(PATIENCE_S)
+        process.wait(CEILING_S)
         process.stdout.close()

@@ -1,7 +1,8 @@
-"""Runs with an object store: a real S3 server behind a road that can be made bad, and runs that go on from there.
+"""Runs with an object store, and runs that go on from there.
 
-Workers ask the store themselves, with the environment that their zygote was started with: so these have one of their
-own, started when the environment leads to the server.
+By default the store is a folder, or a road that leads nowhere; what an S3 server adds is slow, as the tests of
+headway.state hold the store itself against one. Workers ask the store themselves, with the environment that their
+zygote was started with: where that is a server, they have one of their own.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Lab, Lived, assert_same, left_alone
+from conftest import Lab, Lived, assert_same
 from headway.agent import new_run, resume_run
 from headway.agent.zygote import Zygote
 from headway.errors import RunError, StateError, UsageError
@@ -36,16 +37,17 @@ pytest_plugins = ["s3"]
 STEPS = 8
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
 BUCKET = "runs-of-tests"
-RULES = {"url": f"s3://{BUCKET}/all", "every_steps": 2, "keep_last": 1, "keep_every_steps": 4}
+S3_URL = f"s3://{BUCKET}/all"
 
 
-@pytest.fixture(scope="module")
-def road(s3_port: int) -> Iterator[s3.Proxy]:
-    """The way to the server, which the environment of this module's tests leads over."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=20)) as server:
-        server.request("PUT", f"/{BUCKET}")
-        assert server.getresponse().status == 200
-    with s3.running_proxy(s3_port) as proxy, pytest.MonkeyPatch.context() as patch:
+def rules(url: str) -> dict[str, Any]:
+    return {"url": url, "every_steps": 2, "keep_last": 1, "keep_every_steps": 4}
+
+
+@contextlib.contextmanager
+def road_to(port: int) -> Iterator[s3.Proxy]:
+    """A way to a server, which the environment leads over."""
+    with s3.running_proxy(port) as proxy, pytest.MonkeyPatch.context() as patch:
         for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:
             patch.delenv(variable)
         patch.setenv("NO_PROXY", "127.0.0.1")
@@ -59,6 +61,23 @@ def road(s3_port: int) -> Iterator[s3.Proxy]:
 
 
 @pytest.fixture(scope="module")
+def road(s3_port: int) -> Iterator[s3.Proxy]:
+    """The way to the server."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=20)) as server:
+        server.request("PUT", f"/{BUCKET}")
+        assert server.getresponse().status == 200
+    with road_to(s3_port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    """A store that is a folder."""
+    (tmp_path / "store").mkdir()
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture(scope="module")
 def own_zygote(road: s3.Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Forks workers that find the way; it imports torch while the first tests run."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
@@ -68,27 +87,30 @@ def own_zygote(road: s3.Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def near(lab: Lab, own_zygote: Zygote, road: s3.Proxy) -> Lab:
-    """A place to run recipes whose agent reaches the store; its workers need not."""
-    road.calm()
-    return lab
-
-
-@pytest.fixture
 def far(tmp_path: Path, own_zygote: Zygote, road: s3.Proxy) -> Lab:
-    """A place to run recipes whose workers reach the store."""
+    """A place to run recipes whose workers reach the server."""
     road.calm()
     return Lab(tmp_path / "runs", own_zygote)
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
-    """Runs of one and of two workers without a store."""
-    return left_alone(tmp_path_factory.mktemp("unharmed"), make_lab, recipe(SETTINGS))
+def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
+    """A run of one worker without a store."""
+    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS))
+    assert lived.outcome.state == "finished", lived.outcome
+    return lived
 
 
-def store_of(lived: Lived) -> Store:
-    return open_store(f"{RULES['url']}/{lived.run.name}", patience_s=20)
+@pytest.fixture(scope="module")
+def unharmed_pair(tmp_path_factory, make_lab, recipe) -> Lived:
+    """A run of two workers without a store."""
+    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    return lived
+
+
+def store_of(lived: Lived, url: str) -> Store:
+    return open_store(f"{url}/{lived.run.name}", patience_s=20)
 
 
 def steps_in(store: Store) -> list[int]:
@@ -100,32 +122,35 @@ def digests(lived: Lived, kind: str) -> dict[int, str]:
     return {event["step"]: event["digest"] for event in lived.events(kind, "agent")}
 
 
-def lost(lab: Lab, recipe: Callable[..., Any], workers: int) -> Lived:
+def lost(lab: Lab, recipe: Callable[..., Any], workers: int, url: str) -> Lived:
     """A run that got to step 6, and whose machine is no more."""
-    lived = lab.train(recipe(SETTINGS | {"checkpoint.store": RULES}), workers, faults=FaultPlan().kill(7))
+    lived = lab.train(recipe(SETTINGS | {"checkpoint.store": rules(url)}), workers, faults=FaultPlan().kill(7))
     assert lived.outcome.state == "failed"
     shutil.rmtree(lived.run.checkpoints)
     return lived
 
 
-def test_a_store_that_fails_half_of_its_requests_gets_everything(near: Lab, road: s3.Proxy, recipe, unharmed) -> None:
+@pytest.mark.slow
+def test_a_store_that_fails_half_of_its_requests_gets_everything(lab: Lab, road: s3.Proxy, recipe, unharmed) -> None:
+    road.calm()
     harms = itertools.cycle([s3.UNAVAILABLE, None, s3.RESET, None, s3.DROPPED, None, s3.CUT, None])
     road.harm = lambda _: next(harms)
-    lived = near.train(recipe(SETTINGS | {"checkpoint.store": RULES}))
+    lived = lab.train(recipe(SETTINGS | {"checkpoint.store": rules(S3_URL)}))
     assert len(road.harmed) >= len(road.seen) // 2
     road.calm()
-    assert_same(lived, unharmed[1])
+    assert_same(lived, unharmed)
     assert lived.events("unsaved", "agent") == []
-    assert digests(lived, "upload") == digests(lived, "checkpoint") == digests(unharmed[1], "checkpoint")
-    assert steps_in(store_of(lived)) == [4, 8]
+    assert digests(lived, "upload") == digests(lived, "checkpoint") == digests(unharmed, "checkpoint")
+    assert steps_in(store_of(lived, S3_URL)) == [4, 8]
 
 
-def test_a_store_that_is_down_costs_nothing_but_its_copies(near, road, recipe, unharmed, monkeypatch) -> None:
-    road.harm = lambda _: s3.RESET
+def test_a_store_that_is_down_costs_nothing_but_its_copies(lab, recipe, unharmed, monkeypatch) -> None:
     monkeypatch.setattr(store_module, "open_store", functools.partial(open_store, patience_s=0.1))
-    lived = near.train(recipe(SETTINGS | {"checkpoint.store": RULES}))
-    road.calm()
-    assert_same(lived, unharmed[1])
+    with road_to(0) as road:
+        road.harm = lambda _: s3.RESET
+        lived = lab.train(recipe(SETTINGS | {"checkpoint.store": rules(S3_URL)}))
+    assert road.harmed == road.seen != []
+    assert_same(lived, unharmed)
     assert lived.outcome.exit_status == 0
     told = lived.events("unsaved", "agent")
     assert [(event["step"], event["tier"]) for event in told] == [(step, "store") for step in (2, 4, 6, 8)]
@@ -134,13 +159,12 @@ def test_a_store_that_is_down_costs_nothing_but_its_copies(near, road, recipe, u
         assert "can be reached" in event["hint"]
         assert not any(secret in str(event) for secret in s3.SECRETS)
     assert [verify(path).step for path in sorted(lived.run.checkpoints.iterdir())] == [2, 4, 6, 8]
-    assert digests(lived, "checkpoint") == digests(unharmed[1], "checkpoint")
-    assert steps_in(store_of(lived)) == []
+    assert digests(lived, "checkpoint") == digests(unharmed, "checkpoint")
 
 
-def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(near: Lab, recipe) -> None:
-    killed = lost(near, recipe, workers=1)
-    store = store_of(killed)
+def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(lab: Lab, recipe, folder_url: str) -> None:
+    killed = lost(lab, recipe, 1, folder_url)
+    store = store_of(killed, folder_url)
     (shard,) = [item.key for item in store.list() if "00000006" in item.key and "rank-" in item.key]
     content = store.get(shard)
     store.put(shard, memoryview(content[:-1]))
@@ -149,12 +173,13 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(near: Lab, rec
     assert any("step 6" in note and "passed over" in note and shard in note for note in attempt.notes)
 
 
-def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unharmed, monkeypatch) -> None:
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unharmed_pair, monkeypatch) -> None:
     """Answers that are cut short are asked for again; where all of them are, nothing is made up."""
-    killed = lost(far, recipe, workers=2)
-    store = store_of(killed)
+    killed = lost(far, recipe, 2, S3_URL)
+    store = store_of(killed, S3_URL)
     assert steps_in(store) == [4, 6]
-    saved = digests(unharmed[2], "checkpoint")
+    saved = digests(unharmed_pair, "checkpoint")
     assert digests(killed, "upload") == {step: saved[step] for step in (2, 4, 6)}
 
     road.harm = lambda request: s3.CUT if request.method == "GET" else None
@@ -171,16 +196,18 @@ def test_a_run_goes_on_from_the_store_on_another_machine(far, road, recipe, unha
     road.calm()
     assert any(path.endswith(".safetensors") for path in cut)
     assert [event["step"] for event in lived.events("resumed")] == [0, 6]
-    assert_same(lived, unharmed[2])
+    assert_same(lived, unharmed_pair)
     assert steps_in(store) == [4, 8]
-    assert digests(lived, "upload")[8] == unharmed[2].digest
+    assert digests(lived, "upload")[8] == unharmed_pair.digest
 
 
-def test_a_run_from_the_store_that_dies_at_once_goes_back_there(far: Lab, recipe, unharmed) -> None:
-    killed = lost(far, recipe, workers=1)
-    lived = far.resume(killed.run, "train.restarts=1", faults=FaultPlan().kill(7, 0, attempt=2))
+def test_a_run_from_the_store_that_dies_at_once_goes_back_there(lab: Lab, recipe, unharmed, folder_url: str) -> None:
+    killed = lost(lab, recipe, 1, folder_url)
+    assert digests(killed, "upload") == {step: digests(unharmed, "checkpoint")[step] for step in (2, 4, 6)}
+    lived = lab.resume(killed.run, "train.restarts=1", faults=FaultPlan().kill(7, 0, attempt=2))
     assert [event["from_step"] for event in lived.events("attempt", "agent")] == [0, 6, 6]
-    assert_same(lived, unharmed[1])
+    assert_same(lived, unharmed)
+    assert steps_in(store_of(killed, folder_url)) == [4, 8]
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "s3://me:secret@bucket/x", "s3://bucket/x?key=secret", "file://relative"])

@@ -34,58 +34,67 @@ def done(two_steps, lab) -> RunFolder:
     return copied(two_steps, lab)
 
 
+SIX_STEPS = {"train.steps": 6, "checkpoint.every_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, make_lab, recipe) -> Lived:
+    """A run that two workers have finished, with a checkpoint of every other step."""
+    before = descendants()
+    lived = make_lab(tmp_path_factory.mktemp("finished")).train(recipe(SIX_STEPS), workers=2)
+    assert descendants() == before
+    return lived
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """A run whose workers were killed in step 5, with checkpoints of steps 2 and 4."""
-    recipe = recipe({"checkpoint.every_steps": 2})
-    return make_lab(tmp_path_factory.mktemp("killed")).train(recipe, workers=2, faults=FaultPlan().kill(5))
+    """A run of two workers, one of which was killed in step 5, with checkpoints of steps 2 and 4."""
+    before = descendants()
+    lab, faults = make_lab(tmp_path_factory.mktemp("killed")), FaultPlan().kill(5, rank=1)
+    lived = lab.train(recipe(SIX_STEPS), workers=2, faults=faults)
+    assert descendants() == before
+    return lived
 
 
 def copied(lived: Lived, lab: Lab) -> RunFolder:
     return RunFolder(shutil.copytree(lived.run.path, lab.root / lived.run.name, symlinks=True))
 
 
-def test_a_finished_run_leaves_its_record_and_nothing_running(lab, recipe) -> None:
-    before = descendants()
-    lived = lab.train(recipe(), workers=2)
-    assert lived.outcome.state == "finished"
-    assert [event["step"] for event in lived.events("step")] == list(range(1, 9))
-    assert lived.events("end", "agent")[0]["outcome"] == "finished"
-    assert len(lived.events("step", "rank-1")) == 8
-    assert descendants() == before
+def test_a_finished_run_leaves_its_record_and_nothing_running(finished) -> None:
+    assert finished.outcome.state == "finished"
+    for rank in (0, 1):
+        assert [event["step"] for event in finished.events("step", f"rank-{rank}")] == list(range(1, 7))
+    assert finished.events("end", "agent")[0]["outcome"] == "finished"
     for name in ("recipe.json", "environment.json", "tokenizer.json"):
-        assert (lived.run.path / name).is_file()
-    assert not lived.run.rendezvous.exists()
+        assert (finished.run.path / name).is_file()
+    assert not finished.run.rendezvous.exists()
 
 
-def test_a_worker_that_dies_fails_the_run_with_rank_and_code(lab, recipe) -> None:
-    before = descendants()
-    lived = lab.train(recipe(), workers=2, faults=FaultPlan().kill(3, rank=1))
-    assert lived.outcome.state == "failed"
-    assert "worker 1 was killed by signal 9 (SIGKILL)" in lived.outcome.reason
-    assert "resume" in lived.outcome.hint
-    assert descendants() == before
-    codes = {event["rank"]: event["code"] for event in lived.events("exit", "agent")}
+def test_a_worker_that_dies_fails_the_run_with_rank_and_code(killed) -> None:
+    assert killed.outcome.state == "failed"
+    assert "worker 1 was killed by signal 9 (SIGKILL)" in killed.outcome.reason
+    assert "resume" in killed.outcome.hint
+    codes = {event["rank"]: event["code"] for event in killed.events("exit", "agent")}
     assert codes[1] == -9
     assert codes[0] != 0
 
 
 def test_a_worker_that_raises_is_quoted(lab, recipe) -> None:
-    lived = lab.train(recipe(), workers=2, faults=FaultPlan().fail(2, rank=0))
+    lived = lab.train(recipe(), faults=FaultPlan().fail(2, rank=0))
     assert lived.outcome.reason == "worker 0 failed: RuntimeError: injected at start of step 2"
     log = (lived.run.logs / "0001-rank-0.log").read_text()
     assert "Traceback" in log
 
 
 def test_out_of_memory_is_one_sentence_with_the_setting_to_change(lab, recipe) -> None:
-    lived = lab.train(recipe({"train.microbatch": 4}), workers=2, faults=FaultPlan().out_of_memory(2, rank=1))
-    assert lived.outcome.reason == "worker 1 failed: out of memory"
+    lived = lab.train(recipe({"train.microbatch": 4}), faults=FaultPlan().out_of_memory(2, rank=0))
+    assert lived.outcome.reason == "worker 0 failed: out of memory"
     assert "train.microbatch (now 4)" in lived.outcome.hint
 
 
 def test_a_full_disk_loses_a_save_but_not_the_run(lab, recipe) -> None:
     settings = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
-    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(4, rank=AGENT))
+    lived = lab.train(recipe(settings), faults=FaultPlan().full_disk(4, rank=AGENT))
     assert lived.outcome.state == "finished"
     (unsaved,) = lived.events("unsaved", "agent")
     assert (unsaved["step"], unsaved["tier"]) == (4, "disk")
@@ -99,22 +108,22 @@ def test_a_full_disk_loses_a_save_but_not_the_run(lab, recipe) -> None:
 
 
 def test_a_last_state_that_cannot_be_saved_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe) -> None:
-    settings = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1}
-    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().full_disk(8, rank=AGENT, point="commit"))
+    settings = SIX_STEPS | {"checkpoint.keep_last": 1}
+    lived = lab.train(recipe(settings), faults=FaultPlan().full_disk(6, rank=AGENT, point="commit"))
     assert lived.outcome.state == "failed"
     assert "the last state could not be saved" in lived.outcome.reason
     assert "No space left on device" in lived.outcome.reason
-    assert [path.name for path in lived.run.checkpoints.iterdir()] == ["step-00000006"]
-    verify(lived.run.checkpoints / "step-00000006")
+    assert [path.name for path in lived.run.checkpoints.iterdir()] == ["step-00000004"]
+    verify(lived.run.checkpoints / "step-00000004")
     resumed = lab.resume(lived.run)
     assert resumed.outcome.state == "finished"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals, workers: int) -> None:
     settings = {"train.steps": 10_000}
     when(lambda: recorded(lab.root, "step", 2), send(number))
-    lived = lab.train(recipe(settings), workers=2)
+    lived = lab.train(recipe(settings), workers=workers)
     assert lived.outcome.state == "stopped"
     assert lived.outcome.exit_status == 75
     last = lived.events("step")[-1]["step"]
@@ -128,7 +137,7 @@ def test_one_signal_saves_and_stops(lab, recipe, number: signal.Signals) -> None
 def test_two_signals_stop_at_once(lab, recipe) -> None:
     faults = FaultPlan().stall("compute", step=3, seconds=600)
     when(lambda: recorded(lab.root, "step", 2), send(signal.SIGINT), send(signal.SIGTERM))  # one kind may come once
-    lived = lab.train(recipe(), workers=2, faults=faults)
+    lived = lab.train(recipe(), faults=faults)
     assert lived.outcome.state == "stopped"
     assert "at once" in lived.outcome.reason
     assert lived.events("checkpoint", "agent") == []
@@ -203,11 +212,10 @@ def test_a_shape_that_contradicts_where_it_starts_from_is_refused(lab, recipe, d
         lab.train(recipe({"model": {"init": done.name, "dim": 64}}))
 
 
-def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, recipe) -> None:
-    killed = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2, faults=FaultPlan().kill(4, rank=1))
-    resumed = lab.resume(killed.run, workers=1)
+def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, killed) -> None:
+    resumed = lab.resume(copied(killed, lab), workers=1)
     assert resumed.outcome.state == "finished"
-    told = [incident.text for incident in account(read_run(killed.run)).incidents]
+    told = [incident.text for incident in account(read_run(resumed.run)).incidents]
     assert any("worker 1 was killed by signal 9" in text for text in told)
     assert any("not promised bit for bit: workers" in text for text in told)
     assert not any("gloo" in text or "connection" in text for text in told)
@@ -228,15 +236,14 @@ def test_a_damaged_environment_file_does_not_stop_a_run(lab, done) -> None:
     assert lab.resume(done, "train.steps=4").outcome.state == "finished"
 
 
-def test_workers_are_as_before_even_when_the_record_is_lost(lab, recipe) -> None:
-    run = lab.train(recipe({"train.steps": 2}), workers=2).run
+def test_workers_are_as_before_even_when_the_record_is_lost(lab, finished) -> None:
+    run = copied(finished, lab)
     (run.events / "0001-agent.jsonl").unlink()
-    resumed = lab.resume(run, "train.steps=4")
+    resumed = lab.resume(run, "train.steps=7")
     assert resumed.events("attempt", "agent")[-1]["workers"] == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, recipe, killed) -> None:
-    whole = lab.train(recipe({"checkpoint.every_steps": 2}), workers=2)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, finished, killed) -> None:
     run = copied(killed, lab)
     shard = run.checkpoints / "step-00000004" / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -244,7 +251,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, recipe, kil
     shard.write_bytes(bytes(content))
     resumed = lab.resume(run)
     assert resumed.outcome.state == "finished"
-    assert (resumed.chain, resumed.digest) == (whole.chain, whole.digest)
+    assert (resumed.chain, resumed.digest) == (finished.chain, finished.digest)
     told = [incident.text for incident in account(read_run(run)).incidents]
     assert any("rank-00001.safetensors is damaged" in text for text in told)
     (back,) = [text for text in told if text.startswith("resumed")]
@@ -275,7 +282,7 @@ def test_a_full_disk_under_the_record_ends_the_run_with_its_name(lab, recipe, tm
     try:
         lab.root = disk / "runs"
         when(lambda: recorded(lab.root, "step", 2), lambda: fill(disk / "filler", 3 << 20))
-        lived = lab.train(recipe({"train.steps": 100_000, "data.holdout": 0}), workers=2)
+        lived = lab.train(recipe({"train.steps": 100_000, "data.holdout": 0}))
         assert lived.outcome.state == "failed"
         assert "could not write the run's record" in lived.outcome.reason
         assert "resume" in lived.outcome.hint

@@ -9,6 +9,7 @@ import pytest
 from machines import machines
 
 from conftest import Lived
+from eventually import CEILING_S
 from headway.agent.lease import newest_lease
 from headway.track.suspects import read_suspects
 
@@ -145,7 +146,7 @@ def test_a_second_agent_of_a_machine_is_refused_and_harms_nobody(recipe, tmp_pat
         there.until(lambda: there.copied() > 5)
         first = there.processes.pop(1)
         there.start(1)
-        assert there.processes.pop(1).wait(120) == (1 if first.poll() is None else 0), there.said()
+        assert there.processes.pop(1).wait(CEILING_S) == (1 if first.poll() is None else 0), there.said()
         there.processes[1] = first
         assert there.ends() == {0: 0, 1: 0}, there.said()
         there.assert_same_end(unharmed)

@@ -4,14 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.agent import watch
+from eventually import eventually
+from headway.agent import Attempt
+from headway.agent.kept import Kept
+from headway.agent.lookout import Lookout
+from headway.agent.stacks import Frame, Seen, Stacks
 from headway.agent.watch import Sight, Stall, Watcher, limit_s, process_state, stalled
+from headway.recipe import FaultPlan
+from headway.track import RunFolder
 from headway.track import pulse as pulse_module
 from headway.track.pulse import PHASES, Beat, Pulse, Pulses
 
@@ -115,7 +122,7 @@ pulses_seen = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(pulses_seen, st.floats(0, 700)), min_size=1, max_size=5),
     st.dictionaries(st.sampled_from(PHASES), st.integers(1, seconds(200))),
@@ -162,7 +169,7 @@ class Stage:
     def __init__(self, workers: int, clock: Clock) -> None:
         self.clock, self.pulses = clock, Pulses(workers)
         self.beats = [Beat(self.pulses.page(rank)) for rank in range(workers)]
-        self.watcher = Watcher(CEILING_S)
+        self.watcher = Watcher(CEILING_S, clock.monotonic)
         self.watcher.begin()
 
     def pass_time(self, duration: float, working: tuple[int, ...] = (), glance: float = 0.1) -> Stall | None:
@@ -198,7 +205,6 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch):
     clock, made = Clock(), []
-    monkeypatch.setattr(watch, "time", clock)
     monkeypatch.setattr(pulse_module, "time", clock)
 
     def make(workers: int) -> Stage:
@@ -234,9 +240,9 @@ def test_a_worker_that_makes_no_mark_is_named_and_then_given_up(stage):
 def test_a_worker_that_marks_is_never_named(stage):
     two = stage(2)
     two.steps(1, 5)
-    assert two.pass_time(500, working=(0, 1)) is None
+    assert two.pass_time(500, working=(0, 1), glance=0.5) is None
     two.beats[1].step(5)
-    assert two.pass_time(500, working=(0,)) is None, "the one that is behind works"
+    assert two.pass_time(500, working=(0,), glance=0.5) is None, "the one that is behind works"
 
 
 def test_an_agent_that_was_frozen_accuses_nobody(stage):
@@ -259,22 +265,22 @@ def test_what_has_not_ended_yet_has_all_the_time_in_the_world(stage):
     two = stage(2)
     for beat in two.beats:
         beat.enter("join")
-    assert two.pass_time(599) is None
+    assert two.pass_time(599, glance=0.5) is None
     for beat in two.beats:
         beat.enter("build")
         beat.step(1)
         beat.ready()
     two.pass_time(1.0, working=(0, 1))  # blocks, quickly one after the other
-    assert two.pass_time(100) is None, "the backward pass loads what it has never needed before"
+    assert two.pass_time(100, glance=0.5) is None, "the backward pass loads what it has never needed before"
     two.pass_time(1.0, working=(0, 1))
     for beat in two.beats:
         beat.enter("optimizer")
         beat.step(2)
         beat.ready()
-    assert two.pass_time(499) is None, "which took 100 s the first time"
+    assert two.pass_time(499, glance=0.5) is None, "which took 100 s the first time"
     for beat in two.beats:
         beat.enter("evaluate")
-    assert two.pass_time(599) is None
+    assert two.pass_time(599, glance=0.5) is None
     assert two.pass_time(2).phase == "evaluate"
 
 
@@ -304,7 +310,7 @@ def test_another_attempt_knows_what_the_one_before_has_seen(stage):
     two.beats = [Beat(two.pulses.page(rank)) for rank in range(2)]
     for beat in two.beats:
         beat.enter("join")
-    assert two.pass_time(100) is None
+    assert two.pass_time(100, glance=0.5) is None
     for beat in two.beats:
         beat.step(1)
     assert two.pass_time(9.9) is None
@@ -326,9 +332,130 @@ def test_one_that_never_makes_a_mark_is_seen(stage):
     two.pulses.clear()
     two.beats[0] = Beat(two.pulses.page(0))
     two.beats[0].enter("join")
-    assert two.pass_time(599) is None
+    assert two.pass_time(599, glance=0.5) is None
     stall = two.pass_time(2)
     assert (stall.rank, stall.where) == (1, "before its first step, in start")
+
+
+# -- what is done about it
+
+
+class Watched(Stage):
+    """Two workers of a run that is looked at as the agent does it; what they are told and what is recorded."""
+
+    def __init__(self, run: Path, clock: Clock) -> None:
+        recipe = SimpleNamespace(train=SimpleNamespace(timeout_s=CEILING_S), parallel=None)
+        self.lookout = Lookout(RunFolder(run), recipe, 2, FaultPlan(), Kept(), clock.monotonic)
+        self.clock, self.pulses = clock, self.lookout.pulses
+        self.beats = [Beat(self.pulses.page(rank)) for rank in range(2)]
+        self.attempt = Attempt(run=run, number=1, workers=2, device="cpu", threads=1)
+        self.states, self.events, self.signals, self.taken = ["S", "S"], [], [], []
+        self.lookout.begin()
+        for rank in range(2):
+            self.beats[rank] = Beat(self.pulses.page(rank))
+
+    def look(self):
+        return self.lookout.look(self.attempt, self, self)
+
+    def told(self, kind: str) -> list[dict]:
+        return [fields for name, fields in self.events if name == kind]
+
+    def hold_up(self, rank: int) -> None:
+        """All begin step 5, and this one does not come out of its data."""
+        self.steps(1, 5)
+        for beat in self.beats:
+            beat.step(5)
+        self.beats[1 - rank].ready()
+        self.look()
+
+    # -- as workers
+
+    def pids(self) -> dict[int, int]:
+        return {0: 100, 1: 101}
+
+    def state(self, rank: int) -> str:
+        return self.states[rank]
+
+    def signal(self, number: signal.Signals, ranks: list[int]) -> None:
+        self.signals.append((number, ranks))
+        for rank in ranks:
+            self.states[rank] = "S"
+
+    def stacks(self, _folder: Path, _attempt: int, native: bool = True) -> Stacks:
+        self.taken.append(native)
+        frames = (Frame("read", "/x/src/headway/data/loader.py", 88),)
+        return Stacks(None, [Seen(rank, pid, self.states[rank], frames=frames) for rank, pid in self.pids().items()])
+
+    # -- as recorder
+
+    def event(self, kind: str, **fields) -> None:
+        self.events.append((kind, fields))
+
+
+@pytest.fixture
+def watched(stage, monkeypatch, tmp_path):
+    clock = Clock()
+    monkeypatch.setattr(pulse_module, "time", clock)
+    made = Watched(tmp_path, clock)
+    yield made
+    made.lookout.close()
+
+
+def test_who_hangs_is_named_with_its_line_and_given_up_later(watched):
+    watched.hold_up(1)
+    assert watched.pass_time(2.4) is None
+    assert watched.events == []
+    assert watched.pass_time(0.4) is None, "it is named first, and may still come back"
+    (named,) = watched.told("hang")
+    line = "headway/data/loader.py:88 in read"
+    assert (named["rank"], named["step"], named["phase"], named["ends"]) == (1, 5, "data", False)
+    assert (named["line"], named["text"]) == (line, f"worker 1 hangs in step 5, data (sleeping): {line}")
+    assert watched.pass_time(2.1) is None
+    lost = next(filter(None, (watched.pass_time(0.1) for _ in range(3))))
+    assert (lost.stall.rank, lost.text) == (1, named["text"])
+    assert [event["ends"] for event in watched.told("hang")] == [False, True]
+    assert watched.taken == [False, True], "what lies below Python is looked at in the end"
+    assert watched.signals == []
+
+
+def test_who_was_named_and_comes_back_is_left_alone(watched):
+    watched.hold_up(1)
+    watched.pass_time(3.0)
+    for beat in watched.beats:
+        beat.mark()
+    assert watched.pass_time(1.0, working=(0, 1)) is None
+    (named,) = watched.told("hang")
+    (woken,) = watched.told("woken")
+    assert (named["ends"], woken["rank"]) == (False, 1)
+    assert watched.signals == []
+
+
+@pytest.mark.parametrize("state", ["t", "Z", ""], ids=["debugged", "dead", "gone"])
+def test_who_does_not_work_is_not_named(watched, state):
+    watched.hold_up(1)
+    watched.states[1] = state
+    assert watched.pass_time(60) is None
+    assert watched.events == []
+
+
+def test_who_was_stopped_is_woken_three_times_and_then_given_up(watched):
+    watched.hold_up(1)
+    for count in (1, 2, 3):
+        watched.states[1] = "T"
+        assert watched.pass_time(2.4) is None
+        assert len(watched.signals) == count - 1
+        assert watched.pass_time(0.3) is None
+        assert watched.signals == [(signal.SIGCONT, [1])] * count
+        assert watched.pass_time(2.0) is None, "it has as long as any other from here on"
+        assert watched.told("hang") == []
+        watched.beats[1].mark()
+        watched.look()
+    text = "worker 1 was stopped by a signal in step 5, data; woken"
+    assert [(event["rank"], event["text"]) for event in watched.told("woken")] == [(1, text)] * 3
+    watched.states[1] = "T"
+    lost = watched.pass_time(5.2)
+    assert lost.text.startswith("worker 1 hangs in step 5, data (stopped by a signal)")
+    assert len(watched.signals) == 3
 
 
 # -- what the kernel says
@@ -341,10 +468,7 @@ def test_the_state_of_a_process():
     process.stdout.read(1)
 
     def becomes(state: str) -> bool:
-        deadline = time.monotonic() + 40
-        while process_state(process.pid) != state and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return process_state(process.pid) == state
+        return eventually(lambda: process_state(process.pid) == state)
 
     assert becomes("S")
     os.kill(process.pid, signal.SIGSTOP)

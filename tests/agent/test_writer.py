@@ -1,9 +1,9 @@
 import threading
-import time
 
 import numpy as np
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.agent import writer as writer_module
 from headway.agent.inject import Injector
 from headway.agent.memory import Memory, Snapshot
@@ -17,7 +17,6 @@ from headway.state.address import address_in_store, open_address, store_url
 
 FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2}, recipe={"name": "x"})
 SHAPE = (3000, 2)
-PATIENCE_S = 120
 
 
 def value(step):
@@ -59,11 +58,13 @@ class Bench:
 
     def wait(self, until=lambda _found: False):
         """What there is to tell until nothing is left to do, or until enough has been told."""
-        found, deadline = [], time.monotonic() + PATIENCE_S
-        while not self.writer.idle and not until(found):
-            found += self.writer.results()
-            assert time.monotonic() < deadline, "the writer did not come through"
-            time.sleep(0.002)
+        found = []
+
+        def came_through():
+            found.extend(self.writer.results())
+            return self.writer.idle or until(found)
+
+        eventually(came_through, poll_s=0.001)
         return found
 
     def steps(self):
@@ -164,14 +165,11 @@ def test_the_last_state_is_tried_until_the_trouble_goes_away(tmp_path, monkeypat
     monkeypatch.setattr(writer_module, "RETRY_AFTER_S", 0.02)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
-    bench = Bench(folder, Rules(retry_s=PATIENCE_S))
+    bench = Bench(folder, Rules(retry_s=CEILING_S))
     seen = []
 
     def mend():
-        deadline = time.monotonic() + PATIENCE_S
-        while bench.writer.trouble is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        seen.append(bench.writer.trouble)
+        seen.append(eventually(lambda: bench.writer.trouble))
         folder.unlink()
 
     mender = threading.Thread(target=mend)
@@ -262,7 +260,7 @@ def test_a_slow_store_keeps_neither_memory_nor_the_disk_waiting(tmp_path, monkey
     rules = Rules(keep_last=1, store=Store(url=f"file://{tmp_path}/store", keep_last=9))
     bench, everywhere = Bench(tmp_path / "checkpoints", rules), ("memory", "disk", "store")
     open_again = threading.Event()
-    bench.writer.before_upload = lambda: open_again.wait(PATIENCE_S)
+    bench.writer.before_upload = lambda: open_again.wait(CEILING_S)
     for snapshot in (bench.filled(1, tiers=everywhere), bench.filled(2, tiers=everywhere), bench.filled(3)):
         bench.writer.write(snapshot)
     found = bench.wait(until=lambda found: any((done.snapshot.step, done.tier) == (3, "disk") for done in found))

@@ -1,5 +1,6 @@
 """`headway chaos` as a person types it, and what it prints."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from eventually import CEILING_S, eventually
+from headway.agent import Attempt
 from headway.agent.chaos import Long, Matrix, Peer, PeerTry, Result, Try
 from headway.agent.chaos.chance import plan
 from headway.agent.chaos.measure import Figures
@@ -80,18 +82,55 @@ def test_bad_input_is_one_sentence_and_a_hint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_was_started_and_removes_its_folder(desk: Path, number, monkeypatch, capsys) -> None:
+    """With a keeper that is a line of shell, and sends the signal itself."""
+    started, folders = list["subprocess.Popen[bytes]"](), list[Path]()
+    shell = f"until [ -e started ]; do sleep 0.01; done; kill -{int(number)} {os.getpid()}; exec sleep 600"
+
+    def start_keeper(attempt: Attempt) -> "subprocess.Popen[bytes]":
+        folders.append(attempt.run.parent)
+        started.append(subprocess.Popen(["sh", "-c", shell], start_new_session=True))
+        Path("started").touch()
+        return started[0]
+
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(tempfile, "tempdir", str(desk / "temporary"))
+    monkeypatch.setattr("headway.cli.launch.start_keeper", start_keeper)
+    monkeypatch.setattr(sys, "argv", ["headway", "chaos", "tiny.toml", "--faults", "kill-worker"])
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capsys.readouterr().out == ""
+    assert started[0].wait() == -signal.SIGKILL
+    assert folders[0].parent == desk / "temporary"
+    assert list((desk / "temporary").iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """What a process was started with; nothing of one that has ended meanwhile."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_what_was_started_and_removes_its_folder(desk: Path, number: signal.Signals) -> None:
     process = start(desk, "tiny.toml", "--faults", "kill-worker")
-    family = list[psutil.Process]()
-    deadline = time.monotonic() + 60
-    while not any("headway.agent" in one.cmdline() for one in family) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        family = [one for one in psutil.Process(process.pid).children(recursive=True) if one.is_running()]
+    family = set[psutil.Process]()
+
+    def agent_is_there() -> bool:
+        family.update(psutil.Process(process.pid).children(recursive=True))
+        return any("headway.agent" in command_of(one) for one in family)
+
+    eventually(agent_is_there)
     assert list((desk / "temporary").glob("headway-chaos-*"))
     process.send_signal(number)
-    process.communicate(timeout=240)
+    process.communicate(timeout=CEILING_S)
     assert process.returncode == 130
-    assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    assert [command for one in family if (command := command_of(one))] == []
     assert list((desk / "temporary").glob("headway-chaos-*")) == []
 
 

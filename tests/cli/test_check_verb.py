@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.agent.check import Checked, Compared
 from headway.agent.check import check as run_check
 from headway.agent.compare import KINDS, TOLERANCES, Finding, Verdict
@@ -107,7 +107,7 @@ class Desk:
 
     def type(self, *words: str, status: int = 0) -> tuple[str, str]:
         process = self.start(*words)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=CEILING_S)
         assert process.returncode == status, (process.returncode, out, err)
         assert self.left_behind() == []
         return out, err
@@ -156,15 +156,12 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(desk) -> None:
     process = desk.start("r.toml", "--mesh", "shard=2")
     assert process.stderr is not None
     assert process.stderr.readline() == "running one process\n"
-    deadline = time.monotonic() + 120
-    while not (children := psutil.Process(process.pid).children(recursive=True)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    children = eventually(lambda: psutil.Process(process.pid).children(recursive=True))
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=CEILING_S)
     assert process.returncode == 1, (out, err)
     assert "error: stopped on request after 0 of 1 meshes" in err
-    assert psutil.wait_procs(children, timeout=40)[1] == []
+    assert psutil.wait_procs(children, timeout=CEILING_S)[1] == []
     assert desk.left_behind() == []
 
 

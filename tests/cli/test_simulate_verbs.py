@@ -1,12 +1,15 @@
 """`headway simulate`, `replay`, `why` and `trace import` as a user types them."""
 
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from headway.cli.main import main
 from headway.cli.simulate import _told
 
 LOG = "job_id,submit_s,duration_s,num_gpus,vc\n" + "".join(
@@ -15,9 +18,24 @@ LOG = "job_id,submit_s,duration_s,num_gpus,vc\n" + "".join(
 )
 
 
-def headway(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    program = "from headway.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", program, *map(str, words)], cwd=folder, capture_output=True, text=True)
+class Done(NamedTuple):
+    """What a command printed, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def headway(*words: object, folder: Path) -> Done:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["headway", *map(str, words)])
+        patch.chdir(folder)
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return Done(status, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

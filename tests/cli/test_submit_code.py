@@ -5,20 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import headway
+from eventually import eventually
 from headway.cluster.engines import OVER
 from headway.cluster.submit import standings
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
 from small_venv import small_venv
 
-PATIENCE_S = 180
 OWN_MODELS = Path(__file__).parent.parent / "train" / "own_models.py"
 
 
@@ -42,10 +41,9 @@ class Desk:
 
     def ends(self, name: str) -> RunFolder:
         """The run, once its job is over."""
-        run, deadline = RunFolder(self.runs / name), time.monotonic() + PATIENCE_S
-        while (status := standings(self.runs, [run])[0].status).state not in OVER:
-            assert time.monotonic() < deadline, status
-            time.sleep(0.2)
+        run = RunFolder(self.runs / name)
+        eventually(lambda: standings(self.runs, [run])[0].status.state in OVER, poll_s=0.2)
+        status = standings(self.runs, [run])[0].status
         said = "".join(path.read_text() for path in run.path.glob("jobs/*/*.log"))
         assert status.state == "finished", f"{status}\n{said}"
         assert summarize(run).state == "finished"

@@ -2,13 +2,13 @@
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eventually import eventually
 from headway.cli.main import main
 from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.errors import UsageError
@@ -52,11 +52,8 @@ def desk(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch, capsys) -> Ite
         wait(lambda job=folder.name: engine.status([job])[job].state in ("cancelled", "finished", "failed"))
 
 
-def wait(there: Callable[[], bool], patience_s: float = 180) -> None:
-    deadline = time.monotonic() + patience_s
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def wait(there: Callable[[], object]) -> None:
+    eventually(there, poll_s=0.2)
 
 
 def steps(run: Path) -> int:
@@ -82,6 +79,7 @@ def test_a_run_from_submit_to_its_end(desk, tmp_path: Path) -> None:
     assert desk("cancel", "a", "--json").json["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_saved_and_started_again_and_cancelled(desk, tmp_path: Path) -> None:
     desk("submit", "r.toml", "--on", "cpux1", "--name", "b")
     run = tmp_path / "runs" / "b"
@@ -108,6 +106,13 @@ def test_a_run_that_waits_is_submitted_and_nothing_more(desk, tmp_path: Path) ->
     assert {run["name"]: run["state"] for run in desk("runs", "--json").json}["d"] == "submitted"
     assert "already" in desk("requeue", "d").err
     assert desk("cancel", "d", "--json").json["state"] == "cancelled"
+    first = {job["run"]: job["job"] for job in desk("jobs", "--json").json}["d"]
+    assert desk("requeue", "d", "--json").json["job"] != first
+    assert {job["run"]: job["state"] for job in desk("jobs", "--json").json}["d"] == "waiting"
+    again = desk("requeue", "d", "--avoid", "elsewhere")
+    assert (again.status, "already" in again.err) == (1, True)
+    assert len((tmp_path / "runs" / "d" / "jobs.jsonl").read_text().splitlines()) == 2
+    assert desk("cancel", "c", "--json").json["state"] in ("ending", "cancelled")
 
 
 def test_a_dry_run_leaves_nothing(desk, tmp_path: Path) -> None:

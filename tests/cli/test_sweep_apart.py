@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Lab, Lived
+from eventually import eventually
 from headway.cluster.engines.settings import open_engine
 from headway.recipe import Recipe, to_toml
 from headway.track import RunFolder, summarize
@@ -75,11 +75,8 @@ def site(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
         wait(lambda job=folder.name: engine.status([job])[job].state in ("cancelled", "finished", "failed"))
 
 
-def wait(there: Callable[[], object], patience_s: float = 300) -> None:
-    deadline = time.monotonic() + patience_s
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def wait(there: Callable[[], object]) -> None:
+    eventually(there, poll_s=0.2)
 
 
 @pytest.mark.slow

@@ -1,17 +1,17 @@
 """`headway sweep` as a person types it, on this machine's own queue: real runs, real agents, and makers that die."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eventually import CEILING_S, eventually
+from headway.cli.main import main
 from headway.cluster.engines.settings import open_engine
 from headway.recipe import to_toml
 from headway.track import RunFolder, read_recipe, summarize
@@ -22,20 +22,24 @@ GRID = ("--grid", "train.lr=1e-2,2e-2", "--name", "s")
 class Desk:
     """A folder with a recipe in it, and a way to type commands there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.runs = folder, folder / "runs"
+        self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def start(self, *words: str, code: str = "from headway.cli.main import main; main()") -> "subprocess.Popen[str]":
-        environment = os.environ | {"XDG_CONFIG_HOME": str(self.folder / "config")}
-        return subprocess.Popen(
-            [sys.executable, "-c", code, *words], cwd=self.folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        """A command in a process of its own: one that is interrupted, or dies."""
+        program = [sys.executable, "-c", code, *words]
+        return subprocess.Popen(program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def type(self, *words: str, code: str = "from headway.cli.main import main; main()") -> tuple[int, str, str]:
-        with self.start(*words, code=code) as process:
-            out, err = process.communicate(timeout=220)
-        return process.returncode, out, err
+    def type(self, *words: str) -> tuple[int, str, str]:
+        """How a command ended, and what it printed."""
+        self._monkeypatch.setattr(sys, "argv", ["headway", *words])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *self._capsys.readouterr()
 
     def names(self) -> list[str]:
         """All that lies among the runs but for the queue's own."""
@@ -47,23 +51,22 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch, capsys) -> Iterator[Desk]:
     settings = {"name": "tiny", "train.steps": 4, "eval.every_steps": 2, "eval.windows": 2}
     (tmp_path / "r.toml").write_text(to_toml(recipe(settings)))
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)
     monkeypatch.delenv("HEADWAY_ENGINES", raising=False)
-    yield Desk(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    yield Desk(tmp_path, monkeypatch, capsys)
     engine = open_engine("local", tmp_path / "runs")
     for folder in (tmp_path / "runs" / ".local" / "jobs").glob("*"):
         engine.cancel(folder.name)
         wait(lambda job=folder.name: engine.status([job])[job].state in ("cancelled", "finished", "failed"))
 
 
-def wait(there: Callable[[], object], patience_s: float = 180) -> None:
-    deadline = time.monotonic() + patience_s
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def wait(there: Callable[[], object]) -> None:
+    eventually(there, poll_s=0.2)
 
 
 def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
@@ -115,7 +118,7 @@ def test_whoever_stops_waiting_can_look_again_and_cancel(desk: Desk) -> None:
         wait(lambda: (desk.runs / ".sweeps" / "s" / "sweep.json").exists())
         wait(lambda: summarize(RunFolder(desk.runs / "s-lr_1e-2")).step > 5)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=240)
+        _, err = process.communicate(timeout=CEILING_S)
     assert process.returncode == 130
     assert "next: headway sweep s, headway cancel s" in err
     assert {job["state"] for job in desk.jobs().values()} <= {"running", "waiting"}
@@ -154,12 +157,15 @@ main()
         pytest.param("made_run", "words[3].endswith('2e-2')", marks=pytest.mark.slow),
         pytest.param("request_for", "words[0].run.name.endswith('2e-2')", marks=pytest.mark.slow),
         pytest.param("note_submission", "words[0].name.endswith('2e-2')", marks=pytest.mark.slow),
-        ("write_json", "words[0].parent.name == 's' and words[0].name == 'sweep.json'"),
+        pytest.param(
+            "write_json", "words[0].parent.name == 's' and words[0].name == 'sweep.json'", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_maker_that_dies_leaves_nothing_that_trains(desk: Desk, what: str, when: str) -> None:
-    status, _, err = desk.type("sweep", "r.toml", *GRID, code=KILLED.format(what=what, when=when))
-    assert status == -signal.SIGKILL, err
+    with desk.start("sweep", "r.toml", *GRID, code=KILLED.format(what=what, when=when)) as process:
+        _, err = process.communicate(timeout=CEILING_S)
+    assert process.returncode == -signal.SIGKILL, err
     assert not list(desk.runs.glob("*/events/*"))
     status, out, err = desk.type("sweep", "r.toml", *GRID, "--json")
     assert status == 0, err

@@ -5,13 +5,17 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
 
+from conftest import recorded, send, when
+from eventually import CEILING_S, eventually
+from headway.agent import Attempt, Outcome, supervise
+from headway.agent.zygote import Zygote
 from headway.cli.main import main
 from headway.recipe import to_toml
 from headway.track import RunFolder, holder, read_run
@@ -55,24 +59,34 @@ class Desk:
         return RunFolder(self.folder / "runs" / name)
 
     def wait_for_step(self, name: str, step: int) -> None:
-        deadline = time.monotonic() + 150
-        while time.monotonic() < deadline:
+        def reached() -> bool:
             records = read_run(self.run(name), "rank-0") if self.run(name).events.is_dir() else []
-            if any(event.get("step", 0) >= step for record in records for event in record.events):
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{name} never reached step {step}")
+            return any(event.get("step", 0) >= step for record in records for event in record.events)
+
+        eventually(reached, lambda: f"{name} never reached step {step}", poll_s=0.05)
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, zygote: Zygote, tmp_path: Path) -> None:
+    """Has what is said in this process be supervised here too, with workers forked from the tests' zygote."""
+
+    def keep(attempt: Attempt, on_tick: Callable[[int], None]) -> Outcome:
+        return supervise(attempt.model_copy(update={"threads": 1}), on_tick, warm=zygote)
+
+    monkeypatch.setattr("headway.cli.launch.keep", keep)
+    monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path / "runs"))  # the zygote stands elsewhere
+
+
+@pytest.mark.usefixtures("warm")
 def test_train_then_resume_then_look(desk) -> None:
-    out, err = desk.type("train", "r.toml", "--workers", "2", "--name", "one")
+    out, err = desk.say("train", "r.toml", "--workers", "2", "--name", "one")
     assert "one: finished at step 8 of 8" in out
     assert "next: headway report one" in out
     assert "plan: shard 2, microbatch 4, no recomputation\n" in err
     assert "a step, " not in err, "a CPU's speed is not predicted"
     assert "step 8/8" in err
     assert "\x1b" not in out + err, "no colours or cursor movements when it is not a terminal"
-    out, _ = desk.type("resume", "one", "--set", "train.steps=12", "--json")
+    out, _ = desk.say("resume", "one", "--set", "train.steps=12", "--json")
     result = json.loads(out)
     assert result["step"] == 12
     assert result["plan"] == json.loads(desk.run("one").plan_file.read_text())
@@ -83,6 +97,7 @@ def test_train_then_resume_then_look(desk) -> None:
     assert "equal" in out
 
 
+@pytest.mark.slow
 def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None:
     out, err = desk.type("train", "r.toml", "--mesh", "shard=2", "--name", "m", "--detach", "--json")
     result = json.loads(out)
@@ -92,17 +107,27 @@ def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None
     starts = [event for record in read_run(desk.run("m"), "agent") for event in record.events]
     assert starts[0]["workers"] == 2
     assert json.loads(desk.run("m").recipe_file.read_text())["parallel"]["shard"] == 2
-    deadline = time.monotonic() + 120
-    while holder(desk.run("m")) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: holder(desk.run("m")) is None)
 
 
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_saves_and_exits_75(desk) -> None:
+    when(lambda: recorded(desk.folder / "runs", "step", 3), send(signal.SIGINT), patience_s=CEILING_S)
+    out, _ = desk.say("train", "r.toml", "--name", "long", "--set", "train.steps=100000", status=75)
+    assert_stopped(desk, out)
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_an_agent_of_its_own_process(desk) -> None:
     process = desk.start("train", "r.toml", "--name", "long", "--set", "train.steps=100000")
     desk.wait_for_step("long", 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 75, (out, err)
+    assert_stopped(desk, out)
+
+
+def assert_stopped(desk: Desk, out: str) -> None:
     assert "stopped" in out
     assert "headway resume long" in out
     saved = [event for record in read_run(desk.run("long")) for event in record.events if event["kind"] == "checkpoint"]
@@ -121,7 +146,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
 
 
 def test_errors_are_json_too_when_asked(desk) -> None:
-    out, err = desk.type("train", "r.toml", "--set", "train.lr=50", "--json", status=2)
+    out, err = desk.say("train", "r.toml", "--set", "train.lr=50", "--json", status=2)
     assert json.loads(out)["error"] in err
     assert err.startswith("error: ")
     assert "Traceback" not in err
@@ -132,10 +157,7 @@ def test_errors_are_json_too_when_asked(desk) -> None:
 def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk) -> None:
     """And a terminal that closes saves and stops what was resumed."""
     process = desk.start("train", "r.toml", "--name", "early")
-    deadline = time.monotonic() + 120
-    while holder(desk.run("early")) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: holder(desk.run("early")) is not None)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -157,25 +179,32 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     assert resumed["step"] == 0
 
 
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_detached_runs_are_stopped_by_name(desk) -> None:
-    out, _ = desk.type("train", "r.toml", "--name", "bg", "--set", "train.steps=100000", "--detach")
+    out, err = desk.type(
+        "train", "r.toml", "--name", "bg", "--set", "train.steps=100000", "--mesh", "shard=2", "--detach"
+    )
     assert out.strip() == "bg"
+    assert "plan: shard 2, " in err
+    assert json.loads(desk.run("bg").recipe_file.read_text())["parallel"]["shard"] == 2
     pid = holder(desk.run("bg"))
     assert pid is not None
     desk.wait_for_step("bg", 2)
     _, err = desk.say("resume", "bg", status=1)
     assert f"run bg is in use by process {pid}" in err
     assert "hint:" in err
-    out, _ = desk.type("stop", "bg")
+    out, _ = desk.say("stop", "bg")
     assert "bg: stopped at step" in out
     assert "state saved" in out
-    if psutil.pid_exists(pid):
-        psutil.wait_procs([psutil.Process(pid)], timeout=40)
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    deadline = time.monotonic() + 60  # its keeper, who wrote the log, outlives it by a moment
-    while "stopped: stopped on request" not in (said := desk.say("logs", "bg")[0]):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
+    eventually(lambda: not alive(pid))
+    # its keeper, who wrote the log, outlives it by a moment
+    eventually(lambda: "stopped: stopped on request" in desk.say("logs", "bg")[0], lambda: desk.say("logs", "bg"))
     _, err = desk.say("stop", "bg", status=1)
     assert "is not running" in err
 

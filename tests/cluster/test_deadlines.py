@@ -49,7 +49,7 @@ def ends(trace: Trace) -> list[float]:
 FREE = Setup("a100", 1, 1, preemptible=1.0, save_every_s=STEP_S, restart_s=0.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_earliest_deadline_first_is_what_the_textbook_says(seed: int) -> None:
     """Where stopping costs nothing; and then it misses none if that can be."""
     trace = log(seed)
@@ -112,7 +112,7 @@ def test_who_missed_its_deadline_is_first_after_four_weeks_and_not_after_one() -
     assert first(snapshot, LATE_DUE_S + 1) == "late"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))])
 def test_levels_of_a_job_only_rise_until_it_is_due(seed: int) -> None:
     """Whether it waits or runs: what keeps jobs from stopping each other in turn."""
     random = Random(seed)

@@ -38,7 +38,7 @@ def concave(random: Random) -> tuple[tuple[int, float], ...]:
     return tuple((least + number, speed) for number, speed in enumerate(speeds))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 40))])
 def test_step_by_step_is_the_best_there_is_for_concave_curves(seed: int) -> None:
     """Beside all ways to share out the GPUs."""
     random = Random(seed)
@@ -119,7 +119,7 @@ def test_what_is_given_back_loses_least_and_no_more_than_is_needed() -> None:
     assert act(snapshot, 1000.0) == ["resize b 4", "start new 3"]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
 def test_nobody_is_stopped_where_giving_back_would_do_and_a_resize_loses_less_than_a_stop(seed: int) -> None:
     random, snapshot = Random(seed), cluster(3, 4)
     for number in range(5):
@@ -165,7 +165,7 @@ def watched(snapshot: Snapshot, now: float) -> Any:
 SETUP = Setup("a100", 8, 2, preemptible=0.0, elastic=0.6, restart_s=100.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 3))])
 def test_work_follows_the_curve(seed: int, tmp_path: Path) -> None:
     """Where nobody is stopped, the seconds at each size times its speed, less restarts, add up to a job's work."""
     trace, path = log(seed, 60_000), tmp_path / "kept.jsonl.gz"

@@ -47,7 +47,7 @@ def completions(trace: Trace) -> float:
     return total
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))])
 def test_the_oracle_reaches_the_least_sum_of_completions(seed: int) -> None:
     """On one GPU, where stopping costs nothing, shortest remaining time first is the best there is."""
     trace = log(seed)
@@ -59,7 +59,7 @@ def test_the_oracle_reaches_the_least_sum_of_completions(seed: int) -> None:
     assert found["srtf"].stops["preemption"] > 0 or found["sjf"].completion_s.sum() == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 20))])
 def test_nobody_runs_who_has_had_more_than_one_that_waits(seed: int) -> None:
     """After a cycle: among jobs of one GPU, by doublings of the GPU-hours they have had. Those that were just stopped,
     as they lost least by it, may wait for the next."""

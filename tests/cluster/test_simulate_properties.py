@@ -103,7 +103,7 @@ def test_of_every_log(name, jobs):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 3))])
 def test_of_longer_logs(name, seed):
     outcome = hold(name, many(seed))
     stops = name not in (*STOPS_NOBODY, "edf")  # there are no deadlines
@@ -143,7 +143,7 @@ def test_gpu_seconds_are_work_or_lost(name, restart_s, jobs):
     assert outcome.used_gpu_s == pytest.approx(work + lost(outcome), rel=1e-9, abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 3))])
 def test_gpu_seconds_of_longer_logs_are_work_or_lost(seed):
     trace = trace_of(many(seed))
     outcome = simulate(trace, replace(SETUP, preemptible=1.0), POLICIES["headway"])
@@ -188,7 +188,7 @@ WEAK = Setup("a100", 4, 3, node_days=0.2, repair_s=3600.0, spares=1, restart_s=0
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 2))])
 def test_of_logs_with_failures(name, seed):
     trace = trace_of(many(seed))
     outcome = simulate(trace, replace(WEAK, seed=seed), watched(POLICIES[name]))
@@ -239,7 +239,7 @@ def test_fifo_is_first_come_first_served(jobs):
     assert outcome.first_start_s.tolist() == first_come_first_served(jobs, 8)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_fifo_is_first_come_first_served_in_longer_logs(seed):
     jobs = many(seed, step_s=CYCLE_S)
     outcome = simulate(trace_of(jobs), Setup("a100", 8, 1), POLICIES["fifo"])

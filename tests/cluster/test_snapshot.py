@@ -213,11 +213,18 @@ class Lives(RuleBasedStateMachine):
         assert read.to_json() == text
 
 
-test_a_snapshot_is_right_after_anything_that_happens = Lives.TestCase
+class MoreLives(Lives):
+    """The same, many times."""
+
+
 # Not made smaller when it fails: that takes minutes.
-test_a_snapshot_is_right_after_anything_that_happens.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+AS_FOUND = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
+test_a_snapshot_is_right_after_anything_that_happens = Lives.TestCase
+test_a_snapshot_is_right_after_anything_that_happens.settings = AS_FOUND
+test_a_snapshot_is_right_after_much_that_happens = pytest.mark.slow(MoreLives.TestCase)
+test_a_snapshot_is_right_after_much_that_happens.settings = settings(AS_FOUND, max_examples=200)
 
 
 # -- one at a time

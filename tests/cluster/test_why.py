@@ -68,7 +68,7 @@ def by_trying(snapshot: Snapshot, policy: str, name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("policy", ["headway", "kueue", "fifo"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 3))])
 def test_all_changes_that_start_a_job_are_told_and_no_others(policy: str, seed: int) -> None:
     snapshot, count = crowded(seed), 0
     before = snapshot.to_json()

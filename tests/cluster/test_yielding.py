@@ -50,7 +50,7 @@ cases = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases)
 def test_room_is_made_where_it_can_be_and_for_single_nodes_at_the_least_loss(case) -> None:
     nodes, jobs, gpus = case
@@ -129,7 +129,7 @@ def test_nobody_is_stopped_for_gpus_of_a_node_that_is_drained(gpus: int) -> None
     carry_out(snapshot, decisions)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))])
 def test_what_a_tenant_does_not_lend_is_there_whoever_yields(seed: int) -> None:
     """Every job was started by the policy itself, some are stopped for others, and tenants lend little or nothing."""
     random, snapshot = Random(seed), Snapshot()
@@ -157,7 +157,7 @@ def test_what_a_tenant_does_not_lend_is_there_whoever_yields(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["headway", "las", "edf", "srtf"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))])
 def test_nobody_may_stop_more_than_is_within_reach(name: str, seed: int) -> None:
     """The quick answer for all who wait, beside the exact one for each of them."""
     random, snapshot, stops, asked = Random(seed), Snapshot(), POLICIES[name].stops, 0

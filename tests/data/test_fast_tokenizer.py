@@ -99,7 +99,7 @@ snippets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(parts=st.lists(snippets, max_size=12))
 def test_the_same_tokens_for_any_text(both, parts):
     slow, fast = both

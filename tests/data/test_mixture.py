@@ -36,7 +36,7 @@ weights = st.lists(
 ).filter(any)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(weights)
 def test_after_every_number_of_samples_each_data_set_has_had_its_share_rounded_down_or_up(weights):
     mixture = mixture_of([(0, weights)])
@@ -84,7 +84,7 @@ def test_every_phase_keeps_its_own_shares_from_its_first_sample_on():
             assert all(math.floor(x) <= h <= math.ceil(x) for h, x in zip(had.tolist(), exact, strict=True))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(first=st.integers(0, 5000), offsets=st.lists(st.integers(0, 3000), min_size=1, max_size=20))
 def test_any_sample_is_found_without_those_before(first, offsets):
     mixture = mixture_of(PHASED)
@@ -173,7 +173,7 @@ def runs(draw):
     return batches, skips
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(runs())
 def test_a_steps_first_sample_is_where_the_loop_would_come_to(run):
     batches, skips = run

@@ -20,7 +20,7 @@ zstandard = pytest.importorskip("zstandard")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-a_folder = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+a_folder = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def packed(content, level=3):
@@ -192,6 +192,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, positions == 
 """
 
 
+@pytest.mark.slow
 def test_a_big_row_group_streams(tmp_path):
     """120 MB of text in one row group of 12 MB on disk; memory of Arrow's own counts too, so a process is watched."""
     rng = random.Random(0)

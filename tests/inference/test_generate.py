@@ -15,10 +15,6 @@ from headway.inference import choose, generate, text_pieces
 from headway.models import Decoder, empty_decoder, init_weights, write_folder
 from headway.recipe import Model
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-
 MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
 
 
@@ -36,6 +32,10 @@ def tokenizer() -> TextTokenizer:
 
 
 def test_greedy_equals_transformers(decoder: Decoder, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
     write_folder(tmp_path / "model", decoder.model, dict(decoder.named_parameters()), seq=128)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     prompt = [5, 17, 300, 2]

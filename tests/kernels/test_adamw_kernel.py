@@ -17,6 +17,7 @@ from headway.train.optim.adamw import adamw_states, eightbit_states
 from headway.train.optim.eightbit import blocks, codebook, decode, encode
 from headway.train.optim.kept import trained
 from headway.train.optim.rounding import Dice, to_bfloat16
+from thinned import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
 """By the dtype of gradients, of what is kept in float32: as a share, or of one."""
@@ -80,8 +81,7 @@ def assert_near(part: Part, truth: tuple[Tensor, Tensor, Tensor], tolerance: flo
 # -- the formula
 
 
-@pytest.mark.parametrize("gradient", TOLERANCE)
-@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize(("gradient", "factor"), thinned(TOLERANCE, [None, 0.25]))
 def test_it_is_the_papers_for_many_tensors_at_once(gradient: torch.dtype, factor: float | None) -> None:
     parts = [part_of(shape, gradient=gradient, seed=i) for i, shape in enumerate(SHAPES)]
     plain = [copied(part) for part in parts]
@@ -95,8 +95,7 @@ def test_it_is_the_papers_for_many_tensors_at_once(gradient: torch.dtype, factor
         assert_near(other, truth, TOLERANCE[gradient])
 
 
-@pytest.mark.parametrize("step", [1, 2, 1000, 300000])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0), (0.95, 0.99999)])
+@pytest.mark.parametrize(("step", "betas"), thinned([1, 2, 1000, 300000], [(0.9, 0.999), (0.0, 0.0), (0.95, 0.99999)]))
 def test_moments_are_corrected_by_the_count_of_steps(step: int, betas: tuple[float, float]) -> None:
     parts = [replace(part_of((33,), seed=i), step=torch.tensor(float(step + i))) for i in range(3)]
     truths = [paper(part, betas=betas) for part in parts]
@@ -149,8 +148,9 @@ HALF = torch.bfloat16
 ROUNDED = {"all": (HALF, HALF), "weights": (HALF, torch.float32), "moments": (torch.float32, HALF)}
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
-@pytest.mark.parametrize("shape", [(1,), (1500,), (4, 7), (10, 512), (3, 1000), (20, 130), (2, 9, 16)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), thinned(ROUNDED, [(1,), (1500,), (4, 7), (10, 512), (3, 1000), (20, 130), (2, 9, 16)])
+)
 def test_what_is_rounded_has_the_bits_of_the_dice(kind: str, shape: tuple[int, ...]) -> None:
     """Of what the same kernel makes in float32."""
     weight, moment = ROUNDED[kind]
@@ -299,8 +299,10 @@ def fine(part: Part) -> Part:
     return replace(copied(part), mean=decode(part.mean, part.scales[0], True), square=square, scales=None)
 
 
-@pytest.mark.parametrize("weight", [torch.float32, HALF])
-@pytest.mark.parametrize("shape", [(1,), (300,), (3, 7), (5, 256), (9, 512), (2, 1300), (2, 2, 528)])
+@pytest.mark.parametrize(
+    ("weight", "shape"),
+    thinned([torch.float32, HALF], [(1,), (300,), (3, 7), (5, 256), (9, 512), (2, 1300), (2, 2, 528)]),
+)
 def test_codes_are_those_of_the_moments_in_float32(shape: tuple[int, ...], weight: torch.dtype) -> None:
     """To the code, of what the kernel of float32 makes of decoded moments."""
     part = coarse(part_of(shape, weight, weight))

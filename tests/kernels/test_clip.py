@@ -16,6 +16,7 @@ from headway.kernels.clip import (
     sum_of_squares,
     table_of,
 )
+from thinned import thinned
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 """Of the norm, as a share of it: numbers of all types are added up in float32."""
@@ -54,8 +55,9 @@ def test_nothing_has_no_norm() -> None:
     assert float(reference([])) == 0.0
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [0, 5000, 2 * BLOCK * LOOPS + 15])
+@pytest.mark.parametrize(
+    ("wrong", "place"), thinned([torch.nan, torch.inf, -torch.inf], [0, 5000, 2 * BLOCK * LOOPS + 15])
+)
 def test_what_is_no_number_shows(wrong: float, place: int) -> None:
     tensors = some(torch.float32)
     tensors[7][place] = wrong
@@ -77,8 +79,7 @@ def test_sums_over_workers_add_up() -> None:
     assert float(apart) == pytest.approx(float(sum_of_squares(table_of(tensors))), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("clip", [0.5, 1e9])
+@pytest.mark.parametrize(("dtype", "clip"), thinned(TOLERANCE, [0.5, 1e9]))
 def test_scaling_is_that_of_torch(dtype: torch.dtype, clip: float) -> None:
     tensors, others = some(dtype), some(dtype)
     table = table_of(tensors)

@@ -17,6 +17,7 @@ from headway.kernels.linear_cross_entropy import (
 )
 from headway.kernels.logits import new_logits, slopes_, statistics
 from headway.models import loss as plain
+from thinned import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16 say so once
 
@@ -75,12 +76,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOGITS_BYTES", 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (None, 1e-2), (3.0, 1e-2)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "terms", "dtype"),
+    thinned(SHAPES, [(None, 0.0), (None, 1e-2), (3.0, 1e-2)], [torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_the_loss_and_its_gradients_are_those_of_all_logits(
-    shape: tuple[int, int, int], softcap: float | None, z_loss: float, dtype: torch.dtype
+    shape: tuple[int, int, int], terms: tuple[float | None, float], dtype: torch.dtype
 ) -> None:
+    softcap, z_loss = terms
     x, weight, labels = inputs(*shape, dtype)
     x64, weight64 = doubles(x, weight)
     loss = summed_cross_entropy(x, weight, labels, softcap, z_loss)
@@ -95,9 +98,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(
     assert_near(weight.grad, weight64.grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "softcap", "dtype"), thinned(SHAPES, [None, 3.0], [torch.float32, torch.float16]))
 def test_log_probabilities_and_entropies_are_those_of_all_logits(
     shape: tuple[int, int, int], softcap: float | None, dtype: torch.dtype
 ) -> None:
@@ -114,7 +115,13 @@ def test_log_probabilities_and_entropies_are_those_of_all_logits(
     assert_near(weight.grad, weight64.grad, dtype)
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(40001, torch.float32), (70001, torch.float16)])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (40001, torch.float32),
+        pytest.param(70001, torch.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_of_many_blocks(vocabulary: int, dtype: torch.dtype) -> None:
     x, weight, labels = inputs(3, 4, vocabulary, dtype)
     labels[-1] = vocabulary - 1
@@ -252,7 +259,7 @@ def test_gradients_can_be_had_twice() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("label", [-1, 129, 2**40])
+@pytest.mark.parametrize("label", [-1, 129, pytest.param(2**40, marks=pytest.mark.slow)])
 def test_a_label_that_is_none_shows(label: int) -> None:
     x, weight, labels = inputs(6, 16, 129)
     labels[0] = label

@@ -12,6 +12,7 @@ from headway.kernels.newton_schulz import (
     symmetric,
     worth,
 )
+from thinned import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the largest element: results are rounded to their type once, after a sum in float32."""
@@ -29,8 +30,7 @@ def assert_near(made: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(made.double(), truth, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [torch.float32, torch.float16]))
 def test_products_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = matrices(shape, dtype)
     wide = x.double()

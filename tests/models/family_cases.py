@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from lazily import transformers
 from torch import Tensor
 
 from headway.models import Decoder, empty_cache, empty_decoder, load_into, write_folder
@@ -91,9 +91,12 @@ class Difference:
     gradients: float = 0.0
 
 
-def differences(case: Case, folder: Path) -> Iterator[Difference]:
-    """Every comparison of one family: plain, padded, packed, far from the first position."""
-    theirs = make(case, folder)
+def differences(case: Case, folder: Path, theirs: Any = None) -> Iterator[Difference]:
+    """Every comparison of one family: plain, padded, packed, far from the first position.
+
+    `theirs`, here and below, is what `make` has saved in the folder, where it has.
+    """
+    theirs = theirs or make(case, folder)
     ours = load(folder)
     assert ours.model.family == case.family
     yield _plain(case, ours, theirs)
@@ -177,16 +180,16 @@ def _long(case: Case, ours: Decoder, theirs: Any) -> Difference:
         return Difference("long", _apart(ours(ids), theirs(ids, **case.extra).logits))
 
 
-def assert_equal(case: Case, folder: Path) -> None:
+def assert_equal(case: Case, folder: Path, theirs: Any = None) -> None:
     """Logits within 1e-4, gradients within 1e-3 by norm; the plan's count of parameters is the module's and theirs."""
-    for difference in differences(case, folder):
+    for difference in differences(case, folder, theirs):
         assert difference.logits < 1e-4, difference
         assert difference.gradients < 1e-3, difference
 
 
-def assert_counts(case: Case, folder: Path) -> None:
+def assert_counts(case: Case, folder: Path, theirs: Any = None) -> None:
     """What the recipe says of tensors, and the plan of parameters, is what the module has."""
-    theirs = make(case, folder)
+    theirs = theirs or make(case, folder)
     model = read_model(folder)
     module = empty_decoder(model, "meta")
     assert {name: tuple(p.shape) for name, p in module.named_parameters()} == model.tensors()
@@ -200,12 +203,15 @@ def assert_counts(case: Case, folder: Path) -> None:
 
 def assert_round_trip(case: Case, folder: Path, **save: Any) -> None:
     """Theirs to ours to a folder that they read back: the same tensors bit for bit, the same model, the same logits."""
-    theirs = make(case, folder / "theirs", **save)
-    ours = load(folder / "theirs")
+    assert_comes_back(case, folder / "theirs", make(case, folder / "theirs", **save), folder / "ours")
+
+
+def assert_comes_back(case: Case, source: Path, theirs: Any, target: Path) -> None:
+    ours = load(source)
     tensors = {name: tensor.detach() for name, tensor in ours.state_dict().items()}
-    write_folder(folder / "ours", ours.model, tensors, seq=case.settings.get("max_position_embeddings", 2048))
+    write_folder(target, ours.model, tensors, seq=case.settings.get("max_position_embeddings", 2048))
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "ours", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+        target, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
     assert not report["missing_keys"], report
     assert not report["unexpected_keys"], report
@@ -214,16 +220,17 @@ def assert_round_trip(case: Case, folder: Path, **save: Any) -> None:
         assert torch.equal(tensor, state[name]), name
     with torch.no_grad():
         assert torch.equal(back(tokens(), **case.extra).logits, theirs(tokens(), **case.extra).logits)
-    assert read_model(folder / "ours") == ours.model
+    assert read_model(target) == ours.model
 
 
-def assert_cache(case: Case, folder: Path) -> None:
-    """A token at a time gives the logits of all at once."""
-    make(case, folder)
+def assert_cache(case: Case, folder: Path, theirs: Any = None) -> None:
+    """A token at a time, over the end of a window and far from it: the logits of all at once."""
+    theirs or make(case, folder)
     ours = load(folder)
     ids = tokens(rows=1)
     with torch.no_grad():
-        cache = empty_cache(ours, capacity=40)
-        got = [ours.logits(ours.hidden(ids[:, :5], cache=cache))]
-        got += [ours.logits(ours.hidden(ids[:, i : i + 1], cache=cache)) for i in range(5, 40)]
-        torch.testing.assert_close(torch.cat(got, dim=1), ours(ids), rtol=1e-4, atol=1e-4)
+        wanted = ours(ids)
+        for ends in ((0, 5, *range(6, 15)), (0, 37, 38, 39, 40)):
+            cache = empty_cache(ours, capacity=40)
+            found = [ours.logits(ours.hidden(ids[:, low:high], cache=cache)) for low, high in pairwise(ends)]
+            torch.testing.assert_close(torch.cat(found, dim=1), wanted[:, : ends[-1]], rtol=1e-4, atol=1e-4)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from headway.kernels.table import Choice
 from headway.models.experts import (
@@ -196,6 +195,8 @@ def test_only_shapes_on_the_meta_device() -> None:
 
 
 def test_the_auxiliary_loss_is_transformers_s_of_one_layer() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     logits = stream(23, 6) * 2
     _, chosen = softmax_top_k(logits, 2)
     torch.testing.assert_close(uneven(logits, chosen), load_balancing_loss_func((logits,), 6, 2))

@@ -1,39 +1,63 @@
 """Every family against `transformers`: what all of them are held to. What is one's own is in its own file."""
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from family_cases import Case, assert_cache, assert_counts, assert_equal, assert_round_trip
+from family_cases import Case, assert_cache, assert_comes_back, assert_counts, assert_equal, make
 
 from headway.models.families import DECODERS
 from headway.recipe.families import FAMILIES, MODEL_TYPES
 
 FILES = sorted(Path(__file__).parent.glob("test_family_*.py"))
 CASES: list[Case] = [case for file in FILES for case in importlib.import_module(file.stem).CASES]
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+VARIANTS = {
+    "DeepSeek-V3, plain", "GPT-NeoX, YaRN", "Gemma 2, no caps", "Gemma, untied", "Mixtral, window", "OLMo 2, tied",
+    "Qwen2.5, YaRN", "Qwen3-MoE, dense layers", "SmolLM2", "gpt-oss, plain positions",
+}  # fmt: skip
+"""Slow: each of their features is another case's too."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model of theirs, and the folder that it is saved in."""
+
+    case: Case
+    folder: Path
+    theirs: Any
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in VARIANTS else ()) for case in CASES
+    ],
+)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("theirs")
+    return Saved(request.param, folder, make(request.param, folder))
 
 
 def test_every_family_has_a_module_and_a_case() -> None:
     assert FAMILIES.keys() == DECODERS.keys() == {case.family for case in CASES}
+    assert {case.name for case in CASES} >= VARIANTS
     assert {kind.model_fields["family"].default for kind in MODEL_TYPES.values()} <= FAMILIES.keys()
 
 
-@every
-def test_logits_and_gradients(case: Case, tmp_path: Path) -> None:
-    assert_equal(case, tmp_path)
+def test_logits_and_gradients(saved: Saved) -> None:
+    assert_equal(saved.case, saved.folder, saved.theirs)
 
 
-@every
-def test_counts(case: Case, tmp_path: Path) -> None:
-    assert_counts(case, tmp_path)
+def test_counts(saved: Saved) -> None:
+    assert_counts(saved.case, saved.folder, saved.theirs)
 
 
-@every
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    assert_round_trip(case, tmp_path)
+def test_there_and_back(saved: Saved, tmp_path: Path) -> None:
+    assert_comes_back(saved.case, saved.folder, saved.theirs, tmp_path / "ours")
 
 
-@every
-def test_a_token_at_a_time(case: Case, tmp_path: Path) -> None:
-    assert_cache(case, tmp_path)
+def test_a_token_at_a_time(saved: Saved) -> None:
+    assert_cache(saved.case, saved.folder, saved.theirs)

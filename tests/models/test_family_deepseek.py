@@ -1,13 +1,14 @@
 """DeepSeek-V3 against `transformers`, its cache of narrow vectors, and its choice of experts by hand."""
 
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from family_cases import SIZES, Case, load, make, tokens
+from lazily import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,7 +128,10 @@ def test_fresh_biases_are_zero() -> None:
     assert decoder.model.initial("layers.1.mlp.balance.bias") == (0.0, 0.0)
 
 
-CONFIG: dict[str, Any] = transformers.DeepseekV3Config(**SHAPE).to_dict()
+@cache
+def config() -> dict[str, Any]:
+    found: dict[str, Any] = transformers.DeepseekV3Config(**SHAPE).to_dict()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -149,9 +153,9 @@ CONFIG: dict[str, Any] = transformers.DeepseekV3Config(**SHAPE).to_dict()
     ],
 )
 def test_what_would_be_another_function_is_refused(change: dict[str, Any], says: str) -> None:
-    assert model_from_config(CONFIG).family == "deepseek_v3"
+    assert model_from_config(config()).family == "deepseek_v3"
     with pytest.raises(ModelError, match=says):
-        model_from_config(CONFIG | change)
+        model_from_config(config() | change)
 
 
 def test_deepseek_v2_is_refused_and_the_nearest_family_named() -> None:

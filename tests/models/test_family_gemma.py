@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from family_cases import SIZES, Case
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from lazily import transformers
 
 from headway.errors import ModelError
 from headway.models import empty_decoder, init_weights
@@ -49,6 +48,8 @@ def test_a_norm_multiplies_by_one_more_than_its_weight() -> None:
 
 
 def test_a_norm_in_bfloat16_is_theirs_bit_for_bit() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
     theirs, ours = Gemma3RMSNorm(48, 1e-6).bfloat16(), Norm(48, 1e-6).bfloat16()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from family_cases import SIZES, Case
+from lazily import transformers
 
 from headway.errors import ModelError
 from headway.models.gpt_oss import clamped_swiglu

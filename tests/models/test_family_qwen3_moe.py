@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import pytest
-import transformers
 from family_cases import SIZES, Case
+from lazily import transformers
 
 from headway.errors import ModelError
 from headway.plan.flops import active_parameters

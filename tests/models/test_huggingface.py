@@ -1,12 +1,12 @@
 """Weights in and out against `transformers`: the same logits and the same loss from the same folder."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lazily import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -22,10 +22,6 @@ from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state.tensors import load_weights
 from headway.track import RunFolder
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
 
 SHAPE = {
     "vocab_size": 131,
@@ -53,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder: Path, **save: Any) -> transformers.PreTrainedModel:
+def make(name: str, folder: Path, **save: Any) -> Any:
     """A random model of a family, every tensor of it random (fresh norms and biases would hide mistakes)."""
     family, settings = FAMILIES[name]
     torch.manual_seed(0)
@@ -173,7 +169,7 @@ def checkpoint_verb(*args: str | Path, runs: Path) -> None:
     assert result.exception is None, result.exception
 
 
-def imported(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[transformers.PreTrainedModel, Tokenizer]:
+def imported(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Tokenizer]:
     """A model of theirs with a tokenizer in tmp_path/theirs, and the run `m` that was made of it."""
     (tmp_path / "theirs").mkdir()
     tokenizer = train_tokenizer(tmp_path / "theirs/tokenizer.json")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from lazily import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -284,6 +284,7 @@ def big_folder(folder: Path) -> None:
                 left -= len(block)
 
 
+@pytest.mark.slow
 def test_export_and_import_need_little_memory(tmp_path: Path) -> None:
     big_folder(tmp_path / "in")
     size = (tmp_path / "in/model.safetensors").stat().st_size

@@ -22,7 +22,7 @@ from headway.recipe.load import parse_recipe
 from processes import run_ranks
 
 SEQ, BATCH = 32, 4
-MODEL = {"layers": 4, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab_size": 256}
+MODEL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab_size": 256}
 OPERATIONS = {"all_gather": 0, "allgather": 0, "reduce_scatter": 1, "allreduce": 0, "send": 0}
 """Which argument of an operation is the whole tensor."""
 
@@ -36,7 +36,10 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "tensor 2, recomputed": {"parallel": {"tensor": 2, "shard": 1}, "train": {"recompute": "full"}},
     "pipeline 2": {"parallel": {"pipeline": 2, "shard": 1}},
     "pipeline 2, untied": {"parallel": {"pipeline": 2, "shard": 1}, "model": {"tie_embeddings": False}},
-    "pipeline 2 interleaved": {"parallel": {"pipeline": 2, "shard": 1, "schedule": "interleaved"}},
+    "pipeline 2 interleaved": {
+        "parallel": {"pipeline": 2, "shard": 1, "schedule": "interleaved"},
+        "model": {"layers": 4},
+    },
     "shard 2 tensor 2": {"parallel": {"shard": 2, "tensor": 2}},
     "shard 2 pipeline 2": {"parallel": {"shard": 2, "pipeline": 2}},
     "tensor 2 pipeline 2": {"parallel": {"tensor": 2, "pipeline": 2, "shard": 1}},

@@ -20,8 +20,8 @@ from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
 from processes import run_ranks
 
-ROWS, SEQ, VOCABULARY, STEPS, RATE = 8, 16, 99, 2, 0.5
-DECODER = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab_size": VOCABULARY}
+SEQ, VOCABULARY, STEPS, RATE = 16, 99, 2, 0.5
+DECODER = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab_size": VOCABULARY}
 MISTRAL = {"family": "mistral", "window": 5}
 EVERYTHING = {"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
@@ -29,41 +29,41 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     # name: mesh, model, train
     "shard 2": ({"shard": 2}, {}, {}),
     "shard 2, weights kept": ({"shard": 2, "keep_weights": True}, EVERYTHING, {}),
-    "shard 4, reduced each": ({"shard": 4, "reduce_each": True}, {}, {"microbatch": 1}),
-    "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}),
+    "replicate 2": ({"replicate": 2, "shard": 1}, {}, {"microbatch": 2}),
     "tensor 2": ({"tensor": 2, "shard": 1}, EVERYTHING, {}),
-    "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
-    "pipeline 3, 5 layers": ({"pipeline": 3, "shard": 1}, {"layers": 5}, {}),
-    "pipeline 2, stages of 3 and 1": ({"pipeline": 2, "shard": 1, "stages": (3, 1)}, EVERYTHING, {}),
-    "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {}, {}),
-    "replicate 2 shard 2, reduced each": (
-        {"replicate": 2, "shard": 2, "reduce_each": True},
-        EVERYTHING,
-        {"microbatch": 1},
-    ),
+    "tensor 2, 1 key head": ({"tensor": 2, "shard": 1}, {"kv_heads": 1}, {}),
+    "pipeline 2, 3 layers": ({"pipeline": 2, "shard": 1}, {"layers": 3}, {}),
+    "pipeline 2, stages of 2 and 1": ({"pipeline": 2, "shard": 1, "stages": (2, 1)}, EVERYTHING | {"layers": 3}, {}),
+    "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {"layers": 4}, {}),
+    "replicate 2 shard 2, reduced each": ({"replicate": 2, "shard": 2, "reduce_each": True}, EVERYTHING, {"batch": 8}),
     "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
     "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
     "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
     "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
 }
+FOUR = {"layers": 4}
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "shard 4, reduced each": ({"shard": 4, "reduce_each": True}, FOUR, {"batch": 8}),
+    "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
     "tensor 4, 1 key head": ({"tensor": 4, "shard": 1}, EVERYTHING | {"kv_heads": 1}, {}),
     "pipeline 2": ({"pipeline": 2, "shard": 1}, {}, {}),
-    "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
+    "pipeline 2, stages of 3 and 1": ({"pipeline": 2, "shard": 1, "stages": (3, 1)}, EVERYTHING | FOUR, {}),
+    "pipeline 2 zero-bubble": ({"pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, FOUR, {}),
+    "pipeline 3, 5 layers": ({"pipeline": 3, "shard": 1}, {"layers": 5}, {}),
     "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {}),
-    "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING, {}),
+    "replicate 2 pipeline 2": ({"replicate": 2, "shard": 1, "pipeline": 2}, EVERYTHING | FOUR, {}),
     "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, EVERYTHING, {}),
-    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, MISTRAL, {}),
-    "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {}),
-    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, MISTRAL, {"recompute": "selective"}),
-    "shard 2 tensor 2 pipeline 2": ({"shard": 2, "tensor": 2, "pipeline": 2}, EVERYTHING, {}),
-    "replicate 2 tensor 2 pipeline 2": ({"replicate": 2, "shard": 1, "tensor": 2, "pipeline": 2}, {}, {}),
+    "shard 2 pipeline 2": ({"shard": 2, "pipeline": 2}, MISTRAL | FOUR, {}),
+    "shard 2 pipeline 2 interleaved": ({"shard": 2, "pipeline": 2, "schedule": "interleaved"}, FOUR, {"batch": 8}),
+    "tensor 2 pipeline 2": ({"tensor": 2, "pipeline": 2, "shard": 1}, MISTRAL | FOUR, {"recompute": "selective"}),
+    "shard 2 tensor 2 pipeline 2": ({"shard": 2, "tensor": 2, "pipeline": 2}, EVERYTHING | FOUR, {}),
+    "replicate 2 tensor 2 pipeline 2": ({"replicate": 2, "shard": 1, "tensor": 2, "pipeline": 2}, FOUR, {}),
     "replicate 2 shard 2 tensor 2": ({"replicate": 2, "shard": 2, "tensor": 2}, {}, {}),
     "replicate 2 shard 2 pipeline 2 interleaved": (
-        {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "interleaved"}, {}, {},
+        {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "interleaved"}, FOUR, {"batch": 8},
     ),
     "shard 2 tensor 2 pipeline 2 zero-bubble": (
-        {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zero-bubble"}, {}, {"recompute": "full"},
+        {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zero-bubble"}, FOUR, {"recompute": "full"},
     ),
 }  # fmt: skip
 
@@ -76,20 +76,20 @@ def make_recipe(mesh: dict[str, Any], model: dict[str, Any], train: dict[str, An
     values = {
         "model": DECODER | model,
         "data": {"path": "nowhere", "seq": SEQ},
-        "train": {"batch": ROWS, "microbatch": 1 if mesh.get("pipeline") else 2} | train,
+        "train": {"batch": 4, "microbatch": 1} | train,
         "parallel": mesh,
     }
     return parse_recipe(values, {}, "test")
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows with masked labels here and there, so that rows count for different numbers of tokens; most are packed of
     several documents."""
-    tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, VOCABULARY, (rows, SEQ + 1), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].clone()
-    labels[torch.arange(ROWS), torch.arange(ROWS)] = -100
+    labels[torch.arange(rows), torch.arange(rows)] = -100
     labels[0, 4:] = -100
-    ends = torch.rand((ROWS, SEQ), generator=torch.Generator().manual_seed(2)) < 0.15
+    ends = torch.rand((rows, SEQ), generator=torch.Generator().manual_seed(2)) < 0.15
     documents = ends.int().cumsum(dim=1).int()
     documents[3] = 0
     return tokens[:, :-1], labels, documents
@@ -99,7 +99,7 @@ def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Plain PyTorch."""
     model = empty_decoder(recipe.model)
     init_weights(model, seed=0)
-    inputs, labels, documents = batch()
+    inputs, labels, documents = batch(recipe.train.batch)
     found = {}
     for step in range(STEPS):
         logits = model(inputs, documents=documents).flatten(0, 1)
@@ -121,9 +121,9 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
-    inputs, labels, documents = batch()
+    inputs, labels, documents = batch(recipe.train.batch)
     trained = int((labels != -100).sum())
-    data, each = world.data, ROWS // world.data.size
+    data, each = world.data, recipe.train.batch // world.data.size
     mine = slice(each * data.rank, each * (data.rank + 1))
     found = {}
     for step in range(STEPS):

@@ -61,6 +61,7 @@ def test_shares_stay_shares() -> None:
     assert max(found.near, found.far, found.hidden) <= 1.0
 
 
+@pytest.mark.slow
 def test_a_calibration_learns_what_neighbours_have_in_common() -> None:
     """Half of the layer shapes are slower by a fifth than anything the parameters can say; their other runs gain."""
     runs = [read_iteration(row, line) for row, line in enumerate(lines("a100_iterations.csv", slice(0, 200)))]

@@ -1,7 +1,10 @@
-"""The measuring program on this machine's CPU, as the command starts it, collectives between two processes included."""
+"""The measuring program on this machine's CPU: in this process, and (slow) as the command starts it, which has it
+measure collectives between two processes."""
 
+import contextlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from typer.testing import CliRunner
 
 from headway.cli import hardware
 from headway.errors import RunError
-from headway.hardware import read_ceilings
+from headway.hardware import Ceilings, read_ceilings
+from headway.hardware.ceilings import Collective
 from headway.profile.collectives import collectives
 from headway.profile.measure import CPU_QUICK, GPU, _sustained, main, measure
 from headway.profile.operations import LAYOUTS, Pool, layer_shapes, product
@@ -20,13 +24,36 @@ from headway.profile.timing import Timer
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def pretend(kind: str, ranks: int, sizes: Sequence[int]) -> list[Collective]:
+    """Collectives that nobody has measured."""
+    one = {"ranks": ranks, "backend": "gloo", "bytes": tuple(sizes), "microseconds": (10.0,) * len(sizes)}
+    return [Collective.model_validate({"operation": operation, **one}) for operation in TOGETHER]
+
+
+def serve_here(request: dict[str, Any]) -> Ceilings:
+    """What the command has another process do: the program reads a request, and the command follows what it writes."""
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
+        patch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+        patch.setattr("headway.profile.measure.collectives", pretend)
+        assert main() == 0
+    answer = hardware._follow(told.getvalue().splitlines())
+    assert answer is not None
+    return Ceilings.model_validate(answer["ceilings"])
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("processes", marks=pytest.mark.slow)])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """A quick measurement through the command: its file, and what it printed."""
     file = tmp_path_factory.mktemp("measured") / "here.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        if request.param == "here":
+            patch.setattr(hardware, "_run_measure", serve_here)
         arguments = ["measure", "--quick", "--device", "cpu", "--ranks", "2", "--out", str(file)]
         done = CliRunner().invoke(hardware.app, arguments)
     assert done.exit_code == 0, done.output
@@ -46,8 +73,7 @@ def test_everything_asked_for_is_measured(measured: tuple[Path, str, str]) -> No
     assert {"copy", "add", "silu_mul", "rms_norm", "rotary", "adamw", "quantize"} <= operations
     assert [host.mode for host in ceilings.host] == ["plain"]
     together = {(curve.operation, curve.ranks, curve.backend) for curve in ceilings.collectives}
-    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-    assert together == {(name, 2, "gloo") for name in names}
+    assert together == {(name, 2, "gloo") for name in TOGETHER}
     best = max(ceilings.gemm_efficiency(m, n, k, "fp32") for m in sizes for n in sizes for k in sizes)
     assert best == pytest.approx(1.0)  # a CPU's peak is the best that was measured
 
@@ -106,7 +132,17 @@ def test_a_sustained_product_lasts_and_counts() -> None:
     assert run.clock_mhz is None
 
 
-def test_a_rank_that_fails_is_named() -> None:
+def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text("#!/bin/sh\ncat > /dev/null\necho no such device >&2\nexit 1\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(stand_in))
+    with pytest.raises(RunError, match="measuring collectives failed on device 0: no such device"):
+        collectives("cpu", 2, [1024])
+
+
+@pytest.mark.slow
+def test_a_rank_that_torch_fails_is_named() -> None:
     with pytest.raises(RunError, match="measuring collectives failed on device 0"):
         collectives("no such device", 1, ["not a size"])  # type: ignore[list-item]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import RecipeError
@@ -220,6 +220,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(key
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
 
+@settings(max_examples=40)
 @given(args=st.dictionaries(names, values))
 def test_arguments_of_any_shape_round_trip(tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]) -> None:
     recipe = Recipe(model=Model(class_="a.b:C", args=args), data=Data(path="d"))

@@ -18,12 +18,13 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from eventually import eventually
 
 UNAVAILABLE = "503, and the server has not seen it"
 FORBIDDEN = "403, and the server has not seen it"
@@ -171,17 +172,14 @@ def moto_server(log: Path) -> Iterator[int]:
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not _answers(port):
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, "moto's server did not start"
-                time.sleep(0.05)
+            eventually(lambda: _answers(port, process, log), log.read_text)
             yield port
         finally:
             process.kill()
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, process: "subprocess.Popen[bytes]", log: Path) -> bool:
+    assert process.poll() is None, log.read_text()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False

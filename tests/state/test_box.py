@@ -25,7 +25,7 @@ def painted(shape, boxes):
     return counts
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(shape_and_boxes((2, 2)))
 def test_overlap_is_what_both_paint(case):
     shape, (a, b) = case
@@ -34,7 +34,7 @@ def test_overlap_is_what_both_paint(case):
     assert np.array_equal(painted(shape, [common] if common else []), both)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(shape_and_boxes((0, 6)))
 def test_tiling_fault_is_none_exactly_when_every_element_is_painted_once(case):
     shape, boxes = case

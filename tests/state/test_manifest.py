@@ -191,7 +191,7 @@ def test_a_checksum_is_taken_of_every_chunk(size, chunk):
 # -- what is refused
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_changed_byte_is_refused(whole, data):
     content = bytearray((whole / "manifest.json").read_bytes())
@@ -201,7 +201,7 @@ def test_any_changed_byte_is_refused(whole, data):
         parse_manifest(bytes(content), "over there")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_part_and_any_addition_is_refused(whole, data):
     content = (whole / "manifest.json").read_bytes()

@@ -44,7 +44,9 @@ def saved(
     """What each mesh has trained and its agent has saved."""
     lab, found = make_lab(tmp_path_factory.mktemp("reshard")), []
     for number, mesh in enumerate(MESHES):
-        recipe = with_settings(reshards.recipe_on(mesh, dataset, number), ["model.layers=2"])
+        recipe = with_settings(
+            reshards.recipe_on(mesh, dataset, number), ["model.layers=2", "train.steps=2", "train.warmup_steps=0"]
+        )
         lived = lab.train(recipe, workers=None)
         assert lived.outcome.state == "finished", lived.outcome
         found.append((read_recipe(lived.run), find_checkpoint(lived.run.checkpoints)))

@@ -592,7 +592,7 @@ class Life:
 
 
 @given(st.lists(attempts_, min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_millisecond_is_where_the_oracle_says(plans):
     lives: list[Life] = []
     for number, plan in enumerate(plans, 1):
@@ -671,7 +671,7 @@ streams = st.lists(st.builds(Record, headers, st.lists(events_, max_size=12)), m
 
 
 @given(streams)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_stream_balances(records):
     ledger = account(records)
     check_balance(ledger)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -85,8 +86,8 @@ def make_run(root: Path, name: str, *, loss: float = 4.0, attempts: int = 1, pea
 
 def test_runs_lists_the_newest_first(tmp_path):
     assert "no runs in" in call(tmp_path, "runs").output
-    make_run(tmp_path, "one")
-    time.sleep(0.02)
+    for record in make_run(tmp_path, "one").events.glob("*.jsonl"):
+        os.utime(record, ns=(0, 0))
     run = make_run(tmp_path, "two", loss=1.23456, attempts=2)
     with hold(run):
         lines = call(tmp_path, "runs").output.splitlines()

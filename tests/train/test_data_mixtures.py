@@ -50,14 +50,15 @@ def unharmed(tmp_path_factory, make_lab, mixed):
     return lived
 
 
-def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, unharmed):
-    lived = lab.train(mixed(), workers=2, faults=FaultPlan().kill(2, 1, "data"))
-    for number, step in enumerate((5, 8), start=2):
+@pytest.mark.parametrize("kills", [(5, 8), pytest.param((2, 5, 8), marks=pytest.mark.slow)])
+def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, unharmed, kills):
+    lived = lab.train(mixed(), workers=2, faults=FaultPlan().kill(kills[0], 1, "data"))
+    for number, step in enumerate(kills[1:], start=2):
         assert lived.outcome.state == "failed"
         lived = lab.resume(lived.run, faults=FaultPlan().kill(step, 1, "data", attempt=number))
     assert lived.outcome.state == "failed"
     lived = lab.resume(lived.run)
-    assert [event["step"] for event in lived.events("resumed")] == [0, 0, 3, 6]
+    assert [event["step"] for event in lived.events("resumed")] == [0, *(3 * ((step - 1) // 3) for step in kills)]
     assert_same(lived, unharmed)
 
 

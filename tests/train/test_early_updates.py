@@ -69,7 +69,8 @@ def test_one_blocks_gradients_at_a_time_and_the_same_weights() -> None:
     "settings",
     [
         {},
-        {"train.recompute": "full", "train.optimizer": "muon", "train.freeze": ["layers.0.**"], "train.ema": 0.9},
+        pytest.param({"train.recompute": "full", "train.optimizer": "muon", "train.freeze": ["layers.0.**"],
+                      "train.ema": 0.9}, marks=pytest.mark.slow),
         pytest.param({"train.dtype": "bfloat16", "train.weights": "bfloat16", "train.moments": "bfloat16",
                       "data.seq": 8}, marks=pytest.mark.slow),
     ],

@@ -9,13 +9,15 @@ from headway.recipe import FaultPlan
 from headway.state import verify
 from headway.track import compare, read_run
 
-STEPS = 12
-SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 4, "eval.every_steps": 6, "eval.windows": 4}
+STEPS = 8
+SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 3, "eval.every_steps": 4, "eval.windows": 4}
 CHANCE = random.Random(7)
 KILLS = [
     (step, CHANCE.choice([0, 1, None]), CHANCE.choice(["start", "data", "compute"]))
-    for step in CHANCE.sample(range(1, STEPS + 1), 10)
+    for step in CHANCE.sample(range(1, STEPS + 1), STEPS)
 ]
+FEW = [(2, 1, "data"), (5, 0, "compute"), (8, None, "start")]
+"""Before there is a checkpoint, between two, and at the last step; each worker, and both; each point of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +47,12 @@ def assert_equal(lived: Lived, unharmed: Lived) -> None:
     assert comparison.equal, comparison.sentence
 
 
-def test_killed_at_random_steps_and_resumed_each_time(lab, recipe, unharmed) -> None:
+@pytest.mark.parametrize("kills", [FEW, pytest.param(sorted(KILLS), marks=pytest.mark.slow)], ids=["three", "many"])
+def test_killed_at_random_steps_and_resumed_each_time(lab, recipe, unharmed, kills) -> None:
     """Every attempt does the steps that it has in common with the run that was left alone as that one did."""
-    lived = killed_and_resumed(lab, recipe, sorted(KILLS[:6], key=lambda kill: kill[0]))
-    assert [event["step"] for event in lived.events("resumed")] == [0, 0, 0, 0, 4, 4, 8]
+    lived = killed_and_resumed(lab, recipe, kills)
+    saved = [3 * ((step - 1) // 3) for step, _, _ in kills]
+    assert [event["step"] for event in lived.events("resumed")] == [0, *saved]
     truth = {event["step"]: event["chain"] for event in unharmed.events("step")}
     for record in read_run(lived.run, "rank-0"):
         chains = {event["step"]: event["chain"] for event in record.events if event["kind"] == "step"}
@@ -65,42 +69,49 @@ def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, r
 
 def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed) -> None:
     """As a save begins, and in the next attempt as it ends."""
-    lived = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(8, 0, "save"))
-    for after in (FaultPlan().kill(8, 0, "saved", attempt=2), None):
+    lived = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(6, 0, "save"))
+    for after in (FaultPlan().kill(6, 0, "saved", attempt=2), None):
         assert lived.outcome.state == "failed"
         steps = sorted(path.name for path in lived.run.checkpoints.glob("step-*"))
-        assert steps == ["step-00000004"]
+        assert steps == ["step-00000003"]
         verify(lived.run.checkpoints / steps[0])
         lived = lab.resume(lived.run, faults=after)
     assert lived.digest == unharmed.digest
 
 
-def test_the_same_recipe_twice_is_equal_and_another_seed_is_not(lab, recipe, unharmed) -> None:
-    again = lab.train(recipe(SETTINGS), workers=2)
-    assert compare(again.run, unharmed.run).equal
-    other = lab.train(recipe(SETTINGS | {"seed": 5}), workers=2)
+@pytest.mark.slow
+def test_the_same_recipe_twice_is_equal(lab, recipe, unharmed) -> None:
+    assert_equal(lab.train(recipe(SETTINGS), workers=2), unharmed)
+
+
+def test_another_seed_is_not_equal(lab, recipe, unharmed) -> None:
+    other = lab.train(recipe(SETTINGS | {"seed": 5, "train.steps": 2}), workers=2)
     comparison = compare(other.run, unharmed.run)
     assert not comparison.equal
     assert comparison.step == 1
 
 
+@pytest.mark.slow
 def test_when_it_is_saved_changes_nothing(lab, recipe, unharmed) -> None:
     lived = lab.train(recipe(SETTINGS | {"checkpoint.every_steps": 5, "eval.every_steps": 0}), workers=2)
     assert lived.chain == unharmed.chain
     assert lived.digest == unharmed.digest
 
 
-def test_other_workers_take_over_a_state_exactly_and_then_go_on_closely(lab, recipe, unharmed) -> None:
-    killed = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(9))
-    resumed = lab.resume(killed.run, workers=4)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_other_workers_take_over_a_state_exactly_and_then_go_on_closely(
+    lab, recipe, unharmed, before: int, after: int
+) -> None:
+    killed = lab.train(recipe(SETTINGS), workers=before, faults=FaultPlan().kill(7))
+    resumed = lab.resume(killed.run, workers=after)
     assert resumed.outcome.state == "finished", resumed.outcome
-    assert [event["step"] for event in resumed.events("resumed")] == [0, 8]
+    assert [event["step"] for event in resumed.events("resumed")] == [0, 6]
     ours = {event["step"]: event["loss"] for event in resumed.events("step")}
     assert ours == pytest.approx({event["step"]: event["loss"] for event in unharmed.events("step")}, rel=1e-4)
 
 
 def test_a_branch_from_a_step_repeats_the_run_it_left(make_lab, recipe, unharmed) -> None:
-    branch = make_lab(unharmed.run.path.parent).train(recipe(SETTINGS), workers=2, origin=f"{unharmed.run.name}@8")
+    branch = make_lab(unharmed.run.path.parent).train(recipe(SETTINGS), workers=2, origin=f"{unharmed.run.name}@6")
     assert branch.outcome.state == "finished", branch.outcome
-    assert branch.events("resumed")[0]["step"] == 8
+    assert branch.events("resumed")[0]["step"] == 6
     assert branch.digest == unharmed.digest

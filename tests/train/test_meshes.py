@@ -1,6 +1,8 @@
 """Whole runs on meshes: the same losses as one worker, and states that any mesh takes over from any other."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conftest import Lived
 from headway.models import empty_decoder
 from headway.parallel import apply, make_mesh
 from headway.recipe import Recipe, with_settings
@@ -28,15 +31,18 @@ from headway.track import read_recipe
 from headway.train.build import build_optimizer
 from processes import run_ranks
 
-MODEL = {"model.layers": 4, "model.heads": 4, "model.kv_heads": 2, "train.batch": 8, "eval.every_steps": 3}
+MODEL = {"model.heads": 4, "model.kv_heads": 2, "train.batch": 8, "train.steps": 3, "eval.every_steps": 2}
 MESHES: dict[str, dict[str, Any]] = {
     "shard 2": {"shard": 2},
     "replicate 2": {"replicate": 2, "shard": 1},
     "tensor 2": {"tensor": 2, "shard": 1},
-    "pipeline 2 interleaved": {"pipeline": 2, "shard": 1, "schedule": "interleaved"},
+    "pipeline 2": {"pipeline": 2, "shard": 1},
+    "replicate 2 shard 2": {"replicate": 2, "shard": 2},
     "shard 2 tensor 2": {"shard": 2, "tensor": 2},
     "tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2, "shard": 1},
+    "pipeline 2 interleaved": {"pipeline": 2, "shard": 1, "schedule": "interleaved"},
 }
+SLOW = pytest.mark.slow
 
 
 def on(mesh: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -48,19 +54,23 @@ def losses(lived) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, make_lab, recipe):
-    """Six steps of one worker, with an evaluation after the third and the last."""
-    lived = make_lab(tmp_path_factory.mktemp("alone")).train(recipe(MODEL | {"train.steps": 6}))
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+def run_once(tmp_path_factory, make_lab, recipe) -> Callable[..., Lived]:
+    """Runs a mesh for three steps, with an evaluation after the second and the last; or what it did, the next time."""
+
+    @cache
+    def run(name: str | None, layers: int = 2) -> Lived:
+        settings = on(MESHES[name] if name else {}, **{"model.layers": layers})
+        lived = make_lab(tmp_path_factory.mktemp("once")).train(recipe(settings), workers=None if name else 1)
+        assert lived.outcome.state == "finished", lived.outcome
+        return lived
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "2 pipeline" in name else name for name in MESHES]
-)
-def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, alone, name: str) -> None:
-    lived = lab.train(recipe(on(MESHES[name], **{"train.steps": 6})), workers=None)
-    assert lived.outcome.state == "finished", lived.outcome
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if " 2 " in name else name for name in MESHES])
+def test_a_run_on_a_mesh_has_the_losses_of_one_worker(run_once, name: str) -> None:
+    layers = 4 if "interleaved" in name else 2
+    lived, alone = run_once(name, layers), run_once(None, layers)
     assert losses(lived) == pytest.approx(losses(alone), rel=1e-4)
     norms = [[event["grad_norm"] for event in run.events("step")] for run in (lived, alone)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
@@ -69,41 +79,61 @@ def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, alone, name: 
     assert len(evaluations[0]) == 2
 
 
-def test_a_state_goes_from_mesh_to_mesh_and_the_loss_goes_on(lab, recipe, alone) -> None:
-    """Two steps on each of three meshes, then one worker: each takes the state over bit for bit, as digests say."""
-    path = [MESHES["shard 2 tensor 2"], MESHES["pipeline 2 interleaved"], {"tensor": 2, "shard": 1}]
-    lived = lab.train(recipe(on(path[0], **{"train.steps": 2, "train.schedule": "constant"})), workers=None)
-    for steps, mesh in ((4, path[1]), (6, path[2])):
+@pytest.mark.parametrize(
+    ("path", "layers"),
+    [
+        (("shard 2", "pipeline 2", "tensor 2"), 2),
+        pytest.param(("shard 2 tensor 2", "pipeline 2 interleaved", "tensor 2"), 4, marks=SLOW),
+    ],
+    ids=["two workers", "four workers"],
+)
+def test_a_state_goes_from_mesh_to_mesh_and_the_loss_goes_on(lab, recipe, path: tuple[str, ...], layers: int) -> None:
+    """Each takes over the state of the one before; the first begins, the others do one and two steps more."""
+    settings = {"train.schedule": "constant", "eval.every_steps": 0, "model.layers": layers}
+    first = on(MESHES[path[0]], **settings, **{"train.steps": 2})
+    lived = lab.train(recipe(first), workers=None)
+    for steps, name in ((3, path[1]), (5, path[2])):
         assert lived.outcome.state == "finished", lived.outcome
         before = open_checkpoint(find_checkpoint(lived.run.checkpoints)).manifest
         plain = {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, "schedule": "1f1b", "chunks": "", "stages": ""}
-        settings = [f"parallel.{key}={value}" for key, value in (plain | mesh).items()]
-        lived = lab.resume(lived.run, f"train.steps={steps}", "checkpoint.every_steps=1", *settings)
+        changes = [f"parallel.{key}={value}" for key, value in (plain | MESHES[name]).items()]
+        lived = lab.resume(lived.run, f"train.steps={steps}", *changes)
         taken = lived.events("resumed")[-1]
         assert taken["step"] == before.step
     assert lived.outcome.state == "finished", lived.outcome
-    assert losses(lived) == pytest.approx(constant(lab, recipe), rel=1e-4)
+    alone = lab.train(recipe(MODEL | settings | {"train.steps": 5}))
+    assert losses(lived) == pytest.approx(losses(alone), rel=1e-4)
 
 
-def constant(lab, recipe) -> list[float]:
-    return losses(lab.train(recipe(MODEL | {"train.steps": 6, "train.schedule": "constant"})))
-
-
-@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["shard 2 tensor 2", "tensor 2 pipeline 2", "replicate 2"])
-def test_a_mesh_writes_the_very_state_it_read(alone, name: str, offload: bool, tmp_path) -> None:
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(
+    "names",
+    [("shard 2 tensor 2", "replicate 2 shard 2"), pytest.param(("tensor 2 pipeline 2",), marks=SLOW)],
+    ids=" and ".join,
+)
+def test_a_mesh_writes_the_very_state_it_read(run_once, names: tuple[str, ...], offload: bool, tmp_path) -> None:
     """One worker's last state, weights and moments, loaded by a mesh and written again: the digests are the same."""
-    settings = {"train.offload_optimizer": offload} | {f"parallel.{key}": value for key, value in MESHES[name].items()}
-    recipe = with_settings(read_recipe(alone.run), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    alone = run_once(None)
+    recipes = {}
+    for name in names:
+        settings = {"train.offload_optimizer": offload, **{f"parallel.{key}": v for key, v in MESHES[name].items()}}
+        changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        recipes[name] = with_settings(read_recipe(alone.run), changes)
     source = find_checkpoint(alone.run.checkpoints)
-    workers = 2 if name == "replicate 2" else 4
-    run_ranks(tmp_path, workers, load_and_save, recipe, source, tmp_path / "written")
-    written = open_checkpoint(find_checkpoint(tmp_path / "written")).manifest
-    assert written.digest == open_checkpoint(source).manifest.digest
-    assert any(name.startswith("optimizer/") for name in written.tensors)
+    run_ranks(tmp_path, 4, load_and_save, recipes, source, tmp_path)
+    for name in names:
+        written = open_checkpoint(find_checkpoint(tmp_path / name)).manifest
+        assert written.digest == open_checkpoint(source).manifest.digest
+        assert any(tensor.startswith("optimizer/") for tensor in written.tensors)
+        assert len(written.files) == 4 or name == "replicate 2 shard 2"
 
 
-def load_and_save(rank: int, workers: int, recipe: Recipe, source: Path, folder: Path) -> None:
+def load_and_save(rank: int, workers: int, recipes: dict[str, Recipe], source: Path, folder: Path) -> None:
+    for name, recipe in recipes.items():
+        load_and_save_by(rank, workers, recipe, source, folder / name)
+
+
+def load_and_save_by(rank: int, workers: int, recipe: Recipe, source: Path, folder: Path) -> None:
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
     spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
     held = Held(world.rank, world.stage, spread.borrowed, spread.names)
@@ -120,10 +150,8 @@ def load_and_save(rank: int, workers: int, recipe: Recipe, source: Path, folder:
     dist.barrier()
 
 
-def test_moments_in_the_hosts_memory_give_the_same_bits(lab, recipe) -> None:
-    kept, offloaded = (
-        lab.train(recipe(MODEL | {"train.steps": 4, "train.offload_optimizer": offload}), workers=2)
-        for offload in (False, True)
-    )
+def test_moments_in_the_hosts_memory_give_the_same_bits(lab, recipe, run_once) -> None:
+    kept = run_once("shard 2")
+    offloaded = lab.train(recipe(on(MESHES["shard 2"], **{"train.offload_optimizer": True})), workers=None)
     assert offloaded.outcome.state == "finished", offloaded.outcome
     assert (offloaded.chain, offloaded.digest) == (kept.chain, kept.digest)

@@ -25,6 +25,7 @@ def numbers(lived, key: str) -> list[float]:
     return [event[key] for event in lived.events("step")]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(lab, recipe, unharmed) -> None:
     killed = lab.train(recipe(SETTINGS), faults=FaultPlan().kill(5, None, "compute"))
     assert killed.outcome.state == "failed"

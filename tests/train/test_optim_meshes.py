@@ -1,5 +1,7 @@
 """Optimizers on meshes: the update of one worker, and states that any mesh takes over from any other, bit for bit."""
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "muon in bfloat16": HALF | {"optimizer": "muon", "moments": "bfloat16"},
     "adafactor": {"optimizer": "adafactor"},
 }
+USUAL = ("adamw", "adamw with masters", "adamw-8bit in bfloat16", "muon in bfloat16", "adafactor")
+"""Every rule, and every kind of weights and moments, once; the others are slow."""
+PARAMETERS = [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 MESHES = {2: {"replicate": 1, "shard": 2, "tensor": 1}, 4: {"replicate": 1, "shard": 2, "tensor": 2}}
 CUTS = {"wide": Shard(1), "tall": Shard(0), "embed.weight": Shard(0), "head": Shard(0)}
 """What a tensor axis does to them; all others are copies there."""
@@ -91,10 +96,10 @@ def save(rank: int, workers: int, folder: Path, state: dict[str, torch.Tensor], 
     dist.barrier()
 
 
-def story(rank: int, workers: int, folder: Path) -> dict[str, torch.Tensor]:
-    """All ways of training: go on from a state of another mesh, or begin; two steps, saved between them."""
+def story(rank: int, workers: int, folder: Path, ways: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These ways of training: go on from a state of another mesh, or begin; two steps, saved between them."""
     found = {}
-    for way in WAYS:
+    for way in ways:
         train = train_of(way)
         net, optimizer, average, held = parts_of(rank, workers, train)
         source = folder / f"{way}-{workers // 2}" / "step-00000001"
@@ -111,16 +116,22 @@ def story(rank: int, workers: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Path, dict[int, dict[str, torch.Tensor]]]]:
     """Three steps of one worker; the last two again by two and by four, which took its state over."""
-    folder = tmp_path_factory.mktemp("ways")
-    return folder, {workers: run_ranks(folder, workers, story, folder)[0] for workers in (1, 2, 4)}
+
+    @cache
+    def run(usual: bool) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+        folder = tmp_path_factory.mktemp("ways")
+        ways = [way for way in WAYS if (way in USUAL) == usual]
+        return folder, {workers: run_ranks(folder, workers, story, folder, ways)[0] for workers in (1, 2, 4)}
+
+    return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PARAMETERS)
 @pytest.mark.parametrize("workers", [2, 4])
-def test_a_mesh_makes_the_updates_of_one_worker(lived, way: str, workers: int) -> None:
-    _, found = lived
+def test_a_mesh_makes_the_updates_of_one_worker(live, way: str, workers: int) -> None:
+    _, found = live(way in USUAL)
     alone = {name: tensor for name, tensor in found[1].items() if name.startswith(f"{way}/")}
     assert any("/ema/" in name for name in alone)
     for name, tensor in alone.items():
@@ -130,9 +141,9 @@ def test_a_mesh_makes_the_updates_of_one_worker(lived, way: str, workers: int) -
             assert torch.equal(found[workers][name], tensor), name
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_states_go_from_mesh_to_mesh_bit_for_bit(lived, way: str) -> None:
-    folder, _ = lived
+@pytest.mark.parametrize("way", PARAMETERS)
+def test_states_go_from_mesh_to_mesh_bit_for_bit(live, way: str) -> None:
+    folder, _ = live(way in USUAL)
     manifests = [open_checkpoint(folder / f"{way}-{workers}" / "step-00000001").manifest for workers in (1, 2, 4)]
     assert len({manifest.digest for manifest in manifests}) == 1
     assert len(manifests[2].files) == 4

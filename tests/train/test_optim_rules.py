@@ -7,7 +7,6 @@ import pytest
 import torch
 from small_net import Net, gradients
 from torch import nn
-from transformers.optimization import Adafactor
 
 from headway.models import empty_decoder
 from headway.recipe import Model, Train
@@ -140,6 +139,8 @@ def test_muon_is_close_to_torchs_own_which_works_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_adafactor_is_transformers_in_float64(steps: int) -> None:
+    from transformers.optimization import Adafactor  # importing it takes seconds: only where it is needed
+
     net, other = Net(), Net().double()
     run(net, Train(lr=RATE, optimizer="adafactor"), steps)
     matrices = [p for name, p in other.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]

@@ -16,7 +16,12 @@ from headway.track import read_recipe
 
 SLOW = pytest.mark.slow
 SHORT = {"train.steps": 4, "checkpoint.every_steps": 2, "train.clip": 0.5}
-HALF = {"train.dtype": "bfloat16", "train.weights": "bfloat16", "data.seq": 8}  # which few CPUs multiply fast
+HALF = {
+    "train.dtype": "bfloat16",
+    "train.weights": "bfloat16",
+    "data.seq": 8,
+    "model.layers": 1,
+}  # which few CPUs multiply fast
 WAYS: dict[str, dict[str, Any]] = {
     "muon, an average, groups": {
         "train.optimizer": "muon",
@@ -24,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "train.groups": [{"match": ["embed.*"], "rate": 0.5}],
     },
     "bfloat16, a ramp, wsd": HALF
-    | {"train.moments": "bfloat16", "train.batch_ramp": [[2, 4], [3, 12]], "train.schedule": "wsd"},
+    | {"train.moments": "bfloat16", "train.batch": 2, "train.batch_ramp": [[2, 4], [3, 6]], "train.schedule": "wsd"},
     "eight bits": {"train.optimizer": "adamw-8bit", "model.hidden": 256},
 }
 
@@ -34,12 +39,20 @@ def losses(lived) -> list[float]:
     return [event["loss"] for event in lived.events("step")]
 
 
-@pytest.mark.parametrize("way", [way if way != "eight bits" else pytest.param(way, marks=SLOW) for way in WAYS])
-def test_killed_and_resumed_is_exact_and_other_workers_take_the_state_over(lab, recipe, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [
+        ("muon, an average, groups", 2),
+        ("bfloat16, a ramp, wsd", 1),
+        pytest.param("bfloat16, a ramp, wsd", 2, marks=SLOW),
+        pytest.param("eight bits", 2, marks=SLOW),
+    ],
+)
+def test_killed_and_resumed_is_exact_and_other_workers_take_the_state_over(lab, recipe, way: str, workers: int) -> None:
     made = recipe(SHORT | WAYS[way])
-    unharmed = lab.train(made, workers=2)
+    unharmed = lab.train(made, workers=workers)
     assert losses(unharmed)[-1] < 1.1 * losses(unharmed)[0]
-    killed = lab.train(made, workers=2, faults=FaultPlan().kill(4, 1, "compute"))
+    killed = lab.train(made, workers=workers, faults=FaultPlan().kill(4, workers - 1, "compute"))
     assert killed.outcome.state == "failed"
     resumed = lab.resume(killed.run)
     assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
@@ -49,21 +62,23 @@ def test_killed_and_resumed_is_exact_and_other_workers_take_the_state_over(lab, 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "other"),
+    ("optimizer", "mesh"),
     [
-        ("muon", "tensor"),
-        pytest.param("muon", "replicate", marks=SLOW),
-        pytest.param("muon", "pipeline", marks=SLOW),
-        pytest.param("adafactor", "tensor", marks=SLOW),
+        pytest.param("muon", {"replicate": 2, "shard": 1}, marks=SLOW),
+        pytest.param("muon", {"shard": 2, "tensor": 2}, marks=SLOW),
+        pytest.param("muon", {"shard": 2, "replicate": 2}, marks=SLOW),
+        pytest.param("muon", {"shard": 2, "pipeline": 2}, marks=SLOW),
+        pytest.param("adafactor", {"shard": 2, "tensor": 2}, marks=SLOW),
     ],
+    ids=str,
 )
-def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: str, other: str) -> None:
+def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: str, mesh: dict[str, int]) -> None:
     """Replicas are compared bit for bit after each step."""
     settings = SHORT | {"train.optimizer": optimizer, "model.heads": 4, "model.kv_heads": 2, "train.microbatch": 2}
     alone = losses(lab.train(recipe(settings), workers=1))
     assert alone[-1] < alone[0]
-    mesh = {"parallel.shard": 2, f"parallel.{other}": 2, "health.compare_every_steps": 1}
-    assert losses(lab.train(recipe(settings | mesh), workers=None)) == pytest.approx(alone, rel=1e-3)
+    spread = {f"parallel.{axis}": size for axis, size in mesh.items()} | {"health.compare_every_steps": 1}
+    assert losses(lab.train(recipe(settings | spread), workers=None)) == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

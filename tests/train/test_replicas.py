@@ -203,7 +203,7 @@ def flip_and_mend(
     ("mesh", "whose", "alike"),
     [
         ({"replicate": 2, "shard": 2}, 3, [1, 3]),
-        ({"pipeline": 2, "replicate": 2, "shard": 1}, 2, [2, 3]),
+        pytest.param({"pipeline": 2, "replicate": 2, "shard": 1}, 2, [2, 3], marks=pytest.mark.slow),
         ({"replicate": 2, "shard": 1, "tensor": 2}, 0, [0, 2]),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from headway.state import find_checkpoint, open_checkpoint, read_box, verify
 from headway.track import account, read_run
 from headway.track.replicas import odd_one, odd_value
 
-SAVED = {"train.steps": 6, "checkpoint.every_steps": 1, "checkpoint.keep_last": 99}
+SAVED = {"train.steps": 5, "checkpoint.every_steps": 1, "checkpoint.keep_last": 99}
 COPIES = {"parallel.replicate": 2, "parallel.shard": 1}
 
 
@@ -31,7 +31,11 @@ def cursors(lived: Lived) -> list[int]:
     return [event["cursor"] for event in lived.events("step")]
 
 
-@pytest.mark.parametrize("mesh", [{"parallel.shard": 2}, {"parallel.tensor": 2, "parallel.shard": 1}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"parallel.shard": 2}, pytest.param({"parallel.tensor": 2, "parallel.shard": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_what_is_no_number_stops_all_workers_and_is_not_saved(lab: Lab, recipe, mesh: dict[str, int]) -> None:
     shape = {"model.heads": 4, "model.kv_heads": 2}
     faults = FaultPlan().add("nan", point="collective", step=4, rank=1)
@@ -68,9 +72,9 @@ def passed_over(tmp_path_factory, make_lab, recipe) -> Lived:
 
 
 def test_samples_that_are_passed_over_are_not_seen(lab: Lab, recipe, passed_over: Lived) -> None:
-    assert cursors(passed_over) == [8, 16, 24, 40, 48, 56]
-    straight = lab.train(recipe(SAVED), workers=2)
-    assert cursors(straight) == [8, 16, 24, 32, 40, 48]
+    assert cursors(passed_over) == [8, 16, 24, 40, 48]
+    straight = lab.train(recipe(SAVED | {"checkpoint.every_steps": 0}), workers=2)
+    assert cursors(straight) == [8, 16, 24, 32, 40]
     losses = [event["loss"] for event in straight.events("step")]
     skipping = [event["loss"] for event in passed_over.events("step")]
     assert losses[:3] == skipping[:3]
@@ -79,24 +83,30 @@ def test_samples_that_are_passed_over_are_not_seen(lab: Lab, recipe, passed_over
     assert chains[2] == passed_over.events("step")[2]["chain"]
 
 
+ALWAYS = FaultPlan().add("nan", point="collective", rank=0, always=True, cursor=24)
+
+
+@pytest.mark.slow
+def test_numbers_that_always_go_wrong_are_passed_over_from_the_start(lab: Lab, recipe, passed_over: Lived) -> None:
+    assert_same(lab.train(recipe(SAVED | {"data.skip": [[24, 32]]}), workers=2, faults=ALWAYS), passed_over)
+
+
 def test_numbers_that_always_go_wrong_are_passed_over(lab: Lab, recipe, passed_over: Lived) -> None:
-    """From the start, and by a run that met them and was resumed with the list."""
-    always = FaultPlan().add("nan", point="collective", rank=0, always=True, cursor=24)
-    assert_same(lab.train(recipe(SAVED | {"data.skip": [[24, 32]]}), workers=2, faults=always), passed_over)
-    failed = lab.train(recipe(SAVED), workers=2, faults=always)
+    """By a run that met them and was resumed with the list."""
+    failed = lab.train(recipe(SAVED), workers=2, faults=ALWAYS)
     assert failed.outcome.state == "failed"
     assert errors(failed)[0]["window"] == [24, 32]
-    again = lab.resume(failed.run, faults=always)
+    again = lab.resume(failed.run, faults=ALWAYS)
     assert again.outcome.state == "failed"
     assert errors(again)[1]["step"] == 4
-    lived = lab.resume(failed.run, "data.skip=[[24, 32]]", faults=always)
+    lived = lab.resume(failed.run, "data.skip=[[24, 32]]", faults=ALWAYS)
     assert_same(lived, passed_over)
     assert lived.events("resumed")[-1]["step"] == 3
 
 
 def test_a_loss_that_rises_is_found_where_it_does(lab: Lab, recipe) -> None:
     """The truth is the first rise by more than a thousandth, in a run that nobody watches."""
-    settings = {"train.steps": 30, "train.lr": 1e-4, "health.spike_z": 0}
+    settings = {"train.steps": 20, "train.lr": 1e-4, "health.spike_z": 0}
     losses = [event["loss"] for event in lab.train(recipe(settings)).events("step")]
     first = next(i for i in range(1, len(losses)) if losses[i] > 1.001 * losses[i - 1])
     watched = settings | {"health.spike_z": 0.1, "health.spike_window": 1, "checkpoint.every_steps": 1}
@@ -138,7 +148,10 @@ def saved_value(lived: Lived, step: int, tensor: str, place: int) -> float:
     return float(bits.view(np.float32).ravel()[place])
 
 
-@pytest.mark.parametrize(("every", "saves", "step", "agreed"), [(2, 0, 4, 2), (100, 0, 6, 0), (100, 1, 3, 2)])
+@pytest.mark.parametrize(
+    ("every", "saves", "step", "agreed"),
+    [(2, 0, 4, 2), (100, 1, 3, 2), pytest.param(100, 0, 5, 0, marks=pytest.mark.slow)],
+)
 def test_a_flipped_bit_is_found_before_anything_is_saved(
     lab: Lab, recipe, copied: Lived, every: int, saves: int, step: int, agreed: int
 ) -> None:
@@ -161,7 +174,7 @@ def test_a_flipped_bit_is_found_before_anything_is_saved(
 def test_comparing_changes_nothing(lab: Lab, recipe, copied: Lived) -> None:
     not_compared = lab.train(recipe(SAVED | COPIES | {"health.compare_every_steps": 0}), workers=2)
     assert_same(copied, not_compared)
-    assert [event["step"] for event in copied.events("replicas")] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in copied.events("replicas")] == [1, 2, 3, 4, 5]
     assert not_compared.events("replicas") == []
     assert account(read_run(copied.run)).accounts["detection"] > 0
     assert account(read_run(not_compared.run)).accounts["detection"] == 0

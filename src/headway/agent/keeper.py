@@ -60,16 +60,18 @@ def keep(
     attempt: Attempt,
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
     left: Mapping[str, Thing] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Have an agent run an attempt to the run's end, and another when it dies; `on_tick` as in `supervise`.
 
-    `left` is what an agent elsewhere has left, which the first one goes on with.
+    `left` is what an agent elsewhere has left, which the first one goes on with. `clock` tells how long an agent has
+    been silent and how long it has lived.
     """
     things = dict(left or {})
     with listen() as wishes, _all_children() as reap:
-        agent = _start(attempt, things)
+        agent = _start(attempt, things, clock())
         try:
-            return _keep(attempt, agent, things, wishes, reap, lambda: on_tick(wishes.asked))
+            return _keep(attempt, agent, things, wishes, reap, lambda: on_tick(wishes.asked), clock)
         finally:
             for name in list(things):
                 _drop(things, name)
@@ -82,34 +84,35 @@ def _keep(
     wishes: Wishes,
     reap: Callable[[], dict[int, int]],
     tick: Callable[[], None],
+    clock: Callable[[], float],
 ) -> Outcome:
     passed_on = deaths = 0
     while True:
         # 1 what the agent says, and whether it is there
         select.select([agent.line.fileno()], [], [], POLL_S)
         ends = reap()  # before the last words are heard, which are said before the end
-        alive = _hear(agent, things)
+        alive = _hear(agent, things, clock())
         if agent.outcome is not None and agent.pid in ends:
             agent.line.close()
             tick()
             return agent.outcome
         # 2 another one where it is not
         if agent.outcome is None and (agent.pid in ends or not alive):
-            deaths = 0 if agent.spoke and time.monotonic() - agent.began > WELL_S else deaths + 1
+            deaths = 0 if agent.spoke and clock() - agent.began > WELL_S else deaths + 1
             _end(agent)
             if wishes.asked >= 2 or deaths == LIVES:
                 return _give_up(attempt.folder, reap().get(agent.pid), wishes.asked)
-            agent, passed_on = _start(attempt, things), 0
+            agent, passed_on = _start(attempt, things, clock()), 0
         # 3 pass on what people ask; before it has spoken it would die of the signal
         if wishes.asked > passed_on and agent.spoke:
             # The first wish as SIGUSR1, which never hurries: batch systems tell the agent too, not only its keeper.
             _signal(agent.pid, signal.SIGTERM if passed_on else signal.SIGUSR1)
             passed_on += 1
-        _rouse(agent)
+        _rouse(agent, clock() - agent.heard)
         tick()
 
 
-def _start(attempt: Attempt, things: dict[str, Thing]) -> _Agent:
+def _start(attempt: Attempt, things: dict[str, Thing], now: float) -> _Agent:
     """An agent in a session of its own, with everything that the one before has left."""
     run = attempt.folder
     ours, theirs = Line.pair()
@@ -128,17 +131,17 @@ def _start(attempt: Attempt, things: dict[str, Thing]) -> _Agent:
         for name, thing in things.items():
             send_in_parts(ours, "keep", thing.descriptors, name=name, fields=thing.fields)
         ours.send("go", attempt=attempt.model_dump(mode="json"))
-    return _Agent(process.pid, ours, time.monotonic(), time.monotonic())
+    return _Agent(process.pid, ours, began=now, heard=now)
 
 
-def _hear(agent: _Agent, things: dict[str, Thing]) -> bool:
+def _hear(agent: _Agent, things: dict[str, Thing], now: float) -> bool:
     """Take in what the agent says; False when it has hung up."""
     try:
         messages = agent.line.receive()
     except LineClosed:
         return False
     for message in messages:
-        agent.heard = time.monotonic()
+        agent.heard = now
         if not agent.spoke:
             agent.began, agent.spoke = agent.heard, True
         whole = agent.parts.join(message)
@@ -164,12 +167,11 @@ def _drop(things: dict[str, Thing], name: str) -> None:
         os.close(descriptor)
 
 
-def _rouse(agent: _Agent) -> None:
+def _rouse(agent: _Agent, silent_s: float) -> None:
     """An agent that is silent: wake it if it was stopped, end it if it hangs."""
-    silent = time.monotonic() - agent.heard
-    if silent > STOPPED_S and process_state(agent.pid) == "T":
+    if silent_s > STOPPED_S and process_state(agent.pid) == "T":
         _signal(agent.pid, signal.SIGCONT)
-    elif silent > SILENT_S:
+    elif silent_s > SILENT_S:
         _signal(agent.pid, signal.SIGKILL)
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,9 +40,17 @@ class Lost:
 class Lookout:
     """What the agent sees of its workers beside their exits."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe, workers: int, faults: FaultPlan, kept: Kept) -> None:
-        self._run, self._faults, self._kept = run, Injector(faults, run.faults), kept
-        self._watcher = Watcher(recipe.train.timeout_s)
+    def __init__(
+        self,
+        run: RunFolder,
+        recipe: Recipe,
+        workers: int,
+        faults: FaultPlan,
+        kept: Kept,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._faults, self._kept, self._clock = run, Injector(faults, run.faults), kept, clock
+        self._watcher = Watcher(recipe.train.timeout_s, clock)
         self._stages = recipe.parallel.pipeline if recipe.parallel else 1
         thing = kept.take("pulses")
         self.pulses = Pulses(workers, None if thing is None else thing.descriptors[0])
@@ -51,7 +59,7 @@ class Lookout:
         self._named: Lost | None = None
         self._woken = dict[int, int]()
         self._slow: int | None = None
-        self._straggling = time.monotonic() + STRAGGLERS_EVERY_S
+        self._straggling = clock() + STRAGGLERS_EVERY_S
 
     def begin(self) -> None:
         """Another attempt begins."""
@@ -104,6 +112,7 @@ class Lookout:
             stall = Stall(sight.rank, pulse.step, pulse.phase, pulse.module, sight.silent_s, LEAST_S, alone=True)
             text = f"worker {sight.rank} was stopped by a signal {stall.where}"
             self._go_on("stopped", Lost(stall, text), recorder, crew)
+            self._watcher.restart_silence(sight.rank)
             woken = True
         return woken
 
@@ -142,9 +151,9 @@ class Lookout:
         )  # fmt: skip
 
     def _look_for_stragglers(self, attempt: Attempt, recorder: Recorder) -> None:
-        if attempt.workers < 2 or time.monotonic() < self._straggling:
+        if attempt.workers < 2 or self._clock() < self._straggling:
             return
-        self._straggling = time.monotonic() + STRAGGLERS_EVERY_S
+        self._straggling = self._clock() + STRAGGLERS_EVERY_S
         arrivals = {rank: self.pulses.arrivals(rank) for rank in range(attempt.workers)}
         found = straggler(arrivals, stages=self._stages)
         rank = None if found is None else found.rank

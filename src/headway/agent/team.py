@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -63,7 +63,9 @@ class Team:
         kept: Kept,
         desk: Desk,
         silent_s: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
         self._key, self._listener, self._environment = key, listener, dict(environment)
         self.right, self._kept, self._desk, self._signed = right, kept, desk, 0.0
         kept.on_put = self._tell_heirs
@@ -129,12 +131,13 @@ class Team:
         while not self._new.empty():
             member = self._new.get()
             if (old := self.members.get(member.name)) is not None:
-                if old.pid != member.pid and time.monotonic() - old.heard < self._lost_s:
+                if old.pid != member.pid and self._now() - old.heard < self._lost_s:
                     self.send(member, "taken", pid=old.pid, machine=old.machine, silent_s=self._lost_s)
                     member.line.close()
                     continue
                 self._lose(old, "called again")
             self.members[member.name] = member
+            member.heard = self._now()
             member.copies = {name: list(steps) for name, steps in member.files.items()}
             self.send(
                 member,
@@ -151,15 +154,15 @@ class Team:
         for member in list(self.members.values()):
             try:
                 for message in member.line.receive():
-                    member.heard = time.monotonic()
+                    member.heard = self._now()
                     self._take(member, message)
             except LineClosed:
                 self._lose(member, "its agent is gone")
                 continue
-            if time.monotonic() - member.heard > self._lost_s:
+            if self._now() - member.heard > self._lost_s:
                 self._lose(member, f"it has said nothing for {self._lost_s:g} s")
-        if time.monotonic() - self._signed > SIGN_S:
-            self._signed = time.monotonic()
+        if self._now() - self._signed > SIGN_S:
+            self._signed = self._now()
             for member in self.members.values():
                 self.send(member, "alive")
             if self.right.lost():
@@ -278,7 +281,7 @@ class Team:
 
     def look_around(self) -> None:
         """Hear from every node, or lose it: where one was lost for its silence, others may be silent too."""
-        began = time.monotonic()
+        began = self._now()
         while any(member.heard < began for member in self.members.values()):
             time.sleep(AGAIN_S)
             self.attend()
@@ -359,7 +362,7 @@ class Team:
         found = list[Seen]()
         path = None
         for member in self._of_places():
-            if time.monotonic() - member.heard > SIGN_S:
+            if self._now() - member.heard > SIGN_S:
                 continue  # it may be gone, and nobody should wait to find out
             with contextlib.suppress(StateError):
                 told = self.ask(member, "stacks", folder=str(folder), attempt=attempt, native=native)

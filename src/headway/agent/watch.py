@@ -10,7 +10,7 @@ train.timeout_s.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +97,7 @@ class Watcher:
     """Looks at the marks of an attempt's workers again and again; remembers what gaps this run has seen."""
 
     ceiling_s: float
+    clock: Callable[[], float] = time.monotonic
     longest_ns: dict[Phase, int] = field(default_factory=dict)
     """By phase: of the last few hundred steps, or where this attempt has not had it yet, its first time in others."""
     _first_ns: dict[Phase, int] = field(default_factory=dict)
@@ -108,12 +109,12 @@ class Watcher:
 
     def begin(self) -> None:
         """Another attempt begins; its first step is held against other first steps."""
-        self._silent, self._ended, self._looked = {}, set(), time.monotonic()
+        self._silent, self._ended, self._looked = {}, set(), self.clock()
         self.longest_ns = dict(self._first_ns)
 
     def look(self, pulses: Pulses, ranks: Sequence[int]) -> list[Sight]:
         """Every worker, and for how long it has made no mark."""
-        now = time.monotonic()
+        now = self.clock()
         passed, self._looked = min(now - self._looked, GLANCE_S), now
         found = {rank: pulses.read(rank) or UNSEEN for rank in ranks}
         behind = min((pulse.progress for pulse in found.values()), default=None)
@@ -124,6 +125,10 @@ class Watcher:
         for phase in PHASES:
             self._learn(phase, max((pulse.longest_ns[phase] for pulse in found.values()), default=0))
         return [Sight(rank, pulse, self._silent[rank][1]) for rank, pulse in found.items()]
+
+    def restart_silence(self, rank: int) -> None:
+        """A worker was woken: the time until its next mark counts from here."""
+        self._silent[rank] = self._silent[rank][0], 0.0
 
     def _learn(self, phase: Phase, longest_ns: int) -> None:
         if not longest_ns:

@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import Lived
+from eventually import eventually
 from headway.agent import new_run, supervise
 from headway.cluster import submit as submitting
 from headway.cluster.engines.engine import OVER, Status
@@ -19,7 +19,6 @@ from headway.track import RunFolder
 
 __all__ = ["ONE_CORE", "EngineRun", "demo", "headway", "left_alone", "preempted_and_bereft", "wait_for"]
 
-PATIENCE_S = 150.0
 DEMO = Path(__file__).parents[3] / "recipes/demo.toml"
 ONE_CORE = "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null"
 """For agents to have a core each: as many threads make the same bits."""
@@ -53,10 +52,7 @@ def left_alone(recipe: Recipe, folder: Path, workers: int = 2) -> Lived:
 
 def wait_for(there: Callable[[], object], what: str, more: Callable[[], str] = str) -> None:
     """Until something is so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not there():
-        assert time.monotonic() < deadline, f"never happened: {what}\n{more()}"
-        time.sleep(0.1)
+    eventually(there, lambda: f"never happened: {what}\n{more()}", poll_s=0.1)
 
 
 def headway(*words: str) -> str:

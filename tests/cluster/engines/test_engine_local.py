@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from engine_suite import *  # noqa: F403
 from engine_suite import Rig, appears
 
+from eventually import eventually
 from headway.cluster.engines import Request
 from headway.cluster.engines.local import Local
 from headway.cluster.engines.local_jobs import Job, Room, startable
@@ -36,8 +36,7 @@ def owner_of(place: Path) -> int:
 def kill_owner(place: Path) -> None:
     pid = owner_of(place)
     os.kill(pid, signal.SIGKILL)
-    while psutil.pid_exists(pid):
-        time.sleep(0.01)
+    eventually(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.fixture
@@ -51,17 +50,17 @@ def alone(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_a_killed_owner_is_followed_by_one_that_knows(alone: Rig) -> None:
-    first = alone.request("echo >up; until [ -e end ]; do sleep 0.02; done; exit 4")
+    first = alone.request("echo $$ >up; until [ -e end ]; do sleep 0.02; done; exit 4")
     second = alone.request("[ -e once ] && exit 0; echo >once; exit 75")
     running, waiting = alone.engine.launch(first), alone.engine.launch(second)
-    appears(first.folder / "up")
+    pid = int(appears(first.folder / "up"))
     kill_owner(alone.folder / "queue")
     assert (alone.folder / "queue" / "owner.sock").exists()  # what it left behind is in nobody's way
     assert alone.until(running, "running").starts == 1
     assert alone.until(waiting, "waiting").starts == 0
     kill_owner(alone.folder / "queue")
     (first.folder / "end").touch()
-    time.sleep(0.2)  # it ends while nobody looks
+    eventually(lambda: not psutil.pid_exists(pid))  # it ends while nobody looks
     status = alone.over(running)
     assert (status.state, status.exit_status, status.starts) == ("failed", 4, 1)
     assert alone.over(waiting).starts == 2
@@ -107,10 +106,7 @@ def test_secrets_die_with_the_owner(alone: Rig, monkeypatch: pytest.MonkeyPatch)
 def test_the_owner_goes_when_nothing_is_left(alone: Rig) -> None:
     alone.over(alone.engine.launch(alone.request("true")))
     pid = owner_of(alone.folder / "queue")
-    deadline = time.monotonic() + 80
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: not psutil.pid_exists(pid))
     assert not (alone.folder / "queue" / "owner.sock").exists()
     assert alone.over(alone.engine.launch(alone.request("true"))).state == "finished"
 
@@ -137,10 +133,7 @@ def test_nothing_outlives_its_job(alone: Rig) -> None:
     request = alone.request("sleep 1000 & echo $! >pid")
     assert alone.over(alone.engine.launch(request)).state == "finished"
     pid = int((request.folder / "pid").read_text())
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not psutil.pid_exists(pid)
+    eventually(lambda: not psutil.pid_exists(pid))
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

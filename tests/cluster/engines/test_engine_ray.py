@@ -1,13 +1,14 @@
 """The engine on a real Ray cluster: three nodes with three cores and two GPUs each, by their own account."""
 
+import functools
 import getpass
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import engine_suite
 import pytest
 from engine_suite import *  # noqa: F403
 from engine_suite import SECRET, Rig, appears
@@ -21,6 +22,26 @@ from headway.errors import EngineError, UsageError
 UNTIL_TOLD = (
     'trap "echo >told-$HEADWAY_MACHINE; exit 75" USR1; echo $$ >up-$HEADWAY_MACHINE; while :; do sleep 0.1; done'
 )
+
+
+def slowly(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of the suite, left to make test-all on Ray alone: to start anything there takes long."""
+
+    @functools.wraps(test)
+    def run(*arguments: object, **named: object) -> None:
+        test(*arguments, **named)
+
+    return pytest.mark.slow(run)
+
+
+# What these do on Ray is the same code as on one machine, or is done by other tests below.
+test_another_process_sees_the_same = slowly(engine_suite.test_another_process_sees_the_same)
+test_copies_that_wait_for_their_turn_can_be_cancelled = slowly(
+    engine_suite.test_copies_that_wait_for_their_turn_can_be_cancelled
+)
+test_no_more_of_an_array_at_a_time_than_may_be = slowly(engine_suite.test_no_more_of_an_array_at_a_time_than_may_be)
+test_setup_lines_come_first = slowly(engine_suite.test_setup_lines_come_first)
+test_who_is_told_before_it_listens_comes_back = slowly(engine_suite.test_who_is_told_before_it_listens_comes_back)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +70,14 @@ def test_bundles_side_by_side_on_one_machine(rig: Rig) -> None:
 
 def test_a_cluster_that_grows_may_be_asked_for_more_than_it_has(rig: Rig) -> None:
     job = rig.engine.launch(rig.request("true", machines=9, site={"grows": "yes"}))
-    time.sleep(1)
+    later = rig.engine.launch(rig.request("true"))
+    assert rig.over(later).state == "finished"  # by then the owner has gone through all that wait
     assert rig.engine.status([job])[job].state == "waiting"
     rig.engine.cancel(job)
     assert rig.over(job).state == "cancelled"
 
 
+@pytest.mark.slow
 def test_who_submitted_it_may_go(rig: Rig, cluster: RayCluster) -> None:
     request = rig.request("echo >up; until [ -e end ]; do sleep 0.05; done")
     program = (
@@ -130,8 +153,7 @@ def test_what_a_lost_node_leaves(rig: Rig, cluster: RayCluster) -> None:
     ],
 )
 def test_a_cluster_that_is_not_there_is_told_at_once(address: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'headway[ray]'")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises((EngineError, UsageError), match=error):
@@ -149,6 +171,7 @@ def test_without_ray_it_says_what_to_install() -> None:
     assert done.stdout == "Ray is not installed | pip install 'headway[ray]'\n"
 
 
+@pytest.mark.slow
 def test_a_data_set_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tmp_path: Path) -> None:
     sources = [f"{Path(json.__file__).parent.parent}/[ab]*.py"]
     options = BuildOptions(vocab_size=300, shard_tokens=100_000)

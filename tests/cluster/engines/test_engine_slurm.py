@@ -26,8 +26,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory, cluster: SlurmCluster) -> Rig:
         cluster.lose_node(name)
         return lambda: cluster.start_node(name)
 
-    # Slurm counts limits in minutes, and looks at them every thirty seconds.
-    limits = {"limit_s": 60, "limit_grace_s": 50}
+    # Slurm counts limits in minutes, looks at them every thirty seconds, and tells up to thirty seconds too early: with
+    # this grace, no sooner than 25 seconds after a start.
+    limits = {"limit_s": 60, "limit_grace_s": 5}
     return Rig(lambda: Slurm(folder / "records", cleared_s=3), folder, NODES, CPUS, GPUS, lose=lose, **limits)
 
 

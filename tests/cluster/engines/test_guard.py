@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eventually import CEILING_S, eventually
 from headway.cluster.engines import guard
 
 
@@ -37,13 +37,12 @@ class Guarded:
 
     def lines(self, count: int) -> list[str]:
         """What the command has printed, once that is so many lines."""
-        deadline = time.monotonic() + 80
-        while time.monotonic() < deadline:
+
+        def printed() -> list[str] | None:
             found = self.log.read_text().splitlines() if self.log.exists() else []
-            if len(found) >= count:
-                return found
-            time.sleep(0.01)
-        raise AssertionError(f"{self.log}: fewer than {count} lines")
+            return found if len(found) >= count else None
+
+        return eventually(printed, lambda: f"{self.log}: fewer than {count} lines")
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     assert one.process.stdout is not None
     one.process.stdin.close()
     one.process.stdout.close()
-    one.process.wait(20)
+    one.process.wait(CEILING_S)
 
 
 def is_alive(pid: int) -> bool:
@@ -65,25 +64,22 @@ def is_alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 80
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_alive(pid)
+    return eventually(lambda: not is_alive(pid), lambda: f"process {pid} is still there")
 
 
 @pytest.mark.parametrize(("line", "status"), [("true", 0), ("exit 75", 75), ("kill -KILL $$", 137)])
 def test_its_status_is_the_commands(guarded: Guarded, line: str, status: int) -> None:
-    assert guarded.start("sh", "-c", line).process.wait(20) == status
+    assert guarded.start("sh", "-c", line).process.wait(CEILING_S) == status
 
 
 def test_a_command_that_is_not_there_says_so_in_the_log(guarded: Guarded) -> None:
-    assert guarded.start("no-such-program").process.wait(20) == 127
+    assert guarded.start("no-such-program").process.wait(CEILING_S) == 127
     assert guarded.log.read_text() == "no-such-program: No such file or directory\n"
 
 
 def test_a_log_that_cannot_be_written_is_told_to_who_watches(guarded: Guarded) -> None:
     guarded.start("true", log=str(guarded.folder / "none" / "log"))
-    assert guarded.process.wait(20) == 126
+    assert guarded.process.wait(CEILING_S) == 126
     assert guarded.process.stdout is not None
     assert "none/log: No such file" in guarded.process.stdout.read()
 
@@ -93,7 +89,7 @@ def test_a_signal_goes_to_the_command_alone(guarded: Guarded) -> None:
     guarded.start("sh", "-c", story)
     child = int(guarded.lines(1)[0])
     guarded.tell(f"signal {int(signal.SIGUSR1)}")
-    assert guarded.process.wait(20) == 75
+    assert guarded.process.wait(CEILING_S) == 75
     assert guarded.lines(2)[1] == "heard"
     assert gone(child), "what a command leaves behind ends with it"
 
@@ -108,7 +104,7 @@ def test_when_nobody_watches_any_more_all_of_it_ends_at_once(guarded: Guarded) -
     assert all(map(is_alive, pids))
     assert guarded.process.stdin is not None
     guarded.process.stdin.close()
-    guarded.process.wait(20)
+    guarded.process.wait(CEILING_S)
     assert all(map(gone, pids)), "even one in a session of its own"
 
 
@@ -124,7 +120,7 @@ def test_kill_ends_what_ignores_everything_else(guarded: Guarded) -> None:
     guarded.lines(1)
     guarded.tell(f"signal {int(signal.SIGUSR1)}")
     guarded.tell("kill")
-    assert guarded.process.wait(20) == 137
+    assert guarded.process.wait(CEILING_S) == 137
 
 
 def test_what_is_wished_in_the_same_breath_is_heard(guarded: Guarded) -> None:
@@ -136,4 +132,4 @@ def test_what_is_wished_in_the_same_breath_is_heard(guarded: Guarded) -> None:
     assert guarded.process.stdin is not None
     guarded.process.stdin.write(f'{json.dumps(order)}\n"signal {int(signal.SIGUSR1)}"\n"kill"\n')
     guarded.process.stdin.flush()
-    assert guarded.process.wait(20) in (128 + signal.SIGUSR1, 128 + signal.SIGKILL)
+    assert guarded.process.wait(CEILING_S) in (128 + signal.SIGUSR1, 128 + signal.SIGKILL)

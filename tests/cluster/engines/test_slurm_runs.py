@@ -1,7 +1,6 @@
 """A run on a real Slurm, told to save and started again, against one that was left alone."""
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from slurm_cluster import slurm_cluster
 
 from conftest import Lab
+from eventually import eventually
 from headway.cluster.engines import OVER
 from headway.cluster.engines.slurm import Slurm
 from headway.cluster.submit import standings, submit
@@ -16,16 +16,8 @@ from headway.hardware import parse_on
 from headway.recipe import Recipe
 from headway.track import RunFolder, read_run
 
-PATIENCE_S = 480
 ONE_CORE = '[slurm]\nsetup = ["taskset -pc 0 $$"]\n'
 """As many threads as the workers of other tests have: sums are of the same bits only then."""
-
-
-def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def events(run: RunFolder, kind: str, process: str = "rank-0") -> list[dict[str, object]]:
@@ -44,10 +36,10 @@ def test_a_run_on_slurm_ends_as_one_that_was_left_alone(
     (tmp_path / "slurm").mkdir()
     with slurm_cluster(tmp_path / "slurm"):
         job = submit(small, root, parse_on("cpux1"), "slurm", "told").job
-        until(lambda: len(events(run, "step")) > 20)
+        eventually(lambda: len(events(run, "step")) > 20, poll_s=0.1)
         Slurm(root / ".slurm").signal(job, signal.SIGUSR1)
         alone = lab.train(small)
-        until(lambda: standings(root)[0].status.state in OVER)
+        eventually(lambda: standings(root)[0].status.state in OVER, poll_s=0.1)
         status = standings(root)[0].status
     assert (status.state, status.starts) == ("finished", 2)
     assert "state saved" in next((run.path / "jobs").glob("*/0001-0.log")).read_text()

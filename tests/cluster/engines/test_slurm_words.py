@@ -309,6 +309,99 @@ def test_a_job_that_slurm_has_forgotten(tmp_path: Path, path: Path) -> None:
         engine.status([job])
 
 
+# -- the batch script, with commands that stand for Slurm's
+
+
+class Batch:
+    """A job's folder, and a way to have its script run as job 12 on n0 and n1."""
+
+    def __init__(self, tmp_path: Path, path: Path) -> None:
+        self.bin, self.folder = path, tmp_path / "jobs" / "slurm-1"
+        self.folder.mkdir(parents=True)
+        self.submitted = tmp_path / "submitted"
+        command(path, "sbatch", f'echo "$@" >>{self.submitted}; echo 13')
+        self.scontrol("true")
+        (self.folder / "job.sh").write_text(batch_script(Request("x", ("true",), tmp_path, machines=2), self.folder, 1))
+
+    def scontrol(self, requeue: str) -> None:
+        command(self.bin, "scontrol", f'[ "$1" != show ] || {{ echo n0; echo n1; exit; }}; {requeue}')
+
+    def run(self, srun: str, job: int = 12) -> int:
+        """The script's exit status. It has a process group of its own, as Slurm's signals go to all that it started."""
+        command(self.bin, "srun", srun)
+        environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]"}
+        words = ["bash", self.folder / "job.sh"]
+        return subprocess.run(words, env=environment, start_new_session=True, timeout=50).returncode
+
+    def lines(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def batch(tmp_path: Path, path: Path) -> Batch:
+    return Batch(tmp_path, path)
+
+
+def test_a_job_put_back_is_not_submitted_as_well(batch: Batch) -> None:
+    """Slurm ends the script and its scontrol while scontrol still waits for the answer to the requeue."""
+    batch.scontrol("kill -TERM 0")
+    assert batch.run("exit 75") == 75
+    assert batch.lines("ended") == ["1 75"]
+    assert not batch.submitted.exists()
+
+
+def test_a_job_that_may_not_be_put_back_follows_itself(batch: Batch) -> None:
+    batch.scontrol("echo Requested operation is presently disabled >&2; exit 1")
+    assert batch.run("exit 75") == 75
+    assert batch.submitted.read_text() == f"--parsable --dependency=afterany:12 {batch.folder}/job.sh\n"
+    assert batch.lines("ids") == ["13"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Task launch for StepId=1.0 failed on node n1: Communication connection failure",
+        "Task launch for StepId=1.0 failed on node n1: Socket timed out on send/recv operation",
+        "step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1",
+    ],
+)
+def test_a_machine_that_srun_loses_is_replaced(batch: Batch, words: str) -> None:
+    """Slurm itself may take minutes to miss it, and would give it to the next start."""
+    batch.scontrol("touch requeued")
+    assert batch.run(f'echo "srun: error: {words}" >&2; exit 137') == 75
+    assert (batch.lines("ended"), batch.lines("lost")) == (["1 75"], ["1 n1"])
+    assert "--exclude=n1 " in batch.submitted.read_text()
+    assert batch.lines("ids") == ["13"]
+
+
+def test_a_machine_that_slurm_misses_is_left_to_slurm(batch: Batch) -> None:
+    batch.scontrol("echo Job is pending execution >&2; kill -TERM 0; exit 1")
+    assert batch.run('echo "srun: error: Node failure on n1" >&2; echo 75 >"$HEADWAY_LOG-0.end"; exit 143') == 75
+    assert batch.lines("lost") == ["1 n1"]
+    assert not batch.submitted.exists()
+
+
+@pytest.mark.parametrize("words", ["n0: task 0: Exited with exit code 3", "Task launch failed on node n1: Bad prolog"])
+def test_what_fails_by_itself_is_not_started_again(batch: Batch, words: str) -> None:
+    batch.scontrol(f"touch {batch.submitted}")
+    assert batch.run(f'echo "srun: error: {words}" >&2; exit 3') == 3
+    assert (batch.lines("ended"), batch.lines("lost")) == (["1 3"], [])
+    assert not batch.submitted.exists()
+
+
+def test_a_start_too_many_does_nothing(batch: Batch) -> None:
+    (batch.folder / "starts").write_text("1 n0,n1\n")
+    (batch.folder / "ended").write_text("1 75\n")
+    (batch.folder / "ids").write_text("13\n")
+    assert batch.run("exit 3", job=12) == 0  # another job follows this one
+    assert len(batch.lines("starts")) == 1
+    assert batch.run("exit 0", job=13) == 0
+    assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
+    assert batch.run("exit 3", job=13) == 0  # its work is done
+    assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
+
+
 def test_a_lost_machine_is_told_of() -> None:
     held = Row("PENDING", "BeginTime")
     assert standing(held, Own(1, ("n0", "n1"), 75, lost="n1")).reason.startswith("n1 was lost; Slurm holds it back")

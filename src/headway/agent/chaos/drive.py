@@ -16,7 +16,7 @@ from pathlib import Path
 from signal import Signals
 
 from headway.agent.attempt import Attempt
-from headway.agent.chaos.offspring import Belongings, Offspring, belongings
+from headway.agent.chaos.offspring import SHARED_MEMORY, Belongings, Offspring, belongings
 from headway.agent.prepare import new_run, resume_run
 from headway.agent.zygote import last_lines
 from headway.errors import HeadwayError
@@ -27,8 +27,6 @@ from headway.track import Record, RunFolder, Tail, read_run, record_path, summar
 __all__ = ["Blow", "Lived", "Stage", "Start", "forget", "live"]
 
 POLL_S = 0.01
-LEAVE_S = 10.0
-"""How long processes may take to go once their keeper is gone."""
 
 Start = Callable[[Attempt], "subprocess.Popen[bytes]"]
 """Starts a keeper that has an attempt run to its end."""
@@ -47,6 +45,10 @@ class Stage:
     """How long a run may take before it is given up."""
     keep: bool = True
     """Whether the folders of runs are kept once they have been looked at."""
+    leave_s: float = 10.0
+    """How long processes may take to go once their keeper is gone."""
+    shared_memory: Path = SHARED_MEMORY
+    """Where named segments of memory are that runs could leave behind."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def live(
     resumes: bool = False, nodes: int = 1, spares: int = 0,
 ) -> Lived:  # fmt: skip
     """Have a run of a recipe live through faults to its end, and once more where it has to be resumed."""
-    before, began = belongings(), time.monotonic()
+    before, began = belongings(stage.shared_memory), time.monotonic()
     attempt = new_run(recipe, stage.root, name=name, workers=stage.workers, nodes=nodes, spares=spares)
     lived = Lived(attempt.folder)
     blows = _watch_over(stage, attempt.model_copy(update={"faults": faults or FaultPlan()}), lived, blow)
@@ -103,7 +105,7 @@ def live(
     waits = {number for number, fault in enumerate((faults or FaultPlan()).faults) if fault.action == "stall"}
     hits = [one.at_ns for one in struck(attempt.folder.faults) if one.number not in waits]
     lived.struck = sorted([*blows, *hits])
-    lived.left += [*_still_there(stage), *_left_behind(before)]
+    lived.left += [*_still_there(stage), *_left_behind(stage, before)]
     return lived
 
 
@@ -149,16 +151,16 @@ def _reached(steps: Tail, step: int) -> bool:
 
 def _still_there(stage: Stage) -> list[str]:
     """Processes that do not go by themselves; they are ended."""
-    found = stage.offspring.wait(LEAVE_S)
+    found = stage.offspring.wait(stage.leave_s)
     stage.offspring.end()
     return [f"process {pid} ({command})" for pid, command in found.items()]
 
 
-def _left_behind(before: Belongings) -> list[str]:
+def _left_behind(stage: Stage, before: Belongings) -> list[str]:
     """What this process and this machine have more than before; others may use shared memory for a moment."""
-    deadline = time.monotonic() + LEAVE_S
+    deadline = time.monotonic() + stage.leave_s
     while True:
-        now = belongings()
+        now = belongings(stage.shared_memory)
         more = [f"shared memory {name}" for name in sorted(now.shared - before.shared)]
         if now.descriptors > before.descriptors:
             more.append(f"{now.descriptors - before.descriptors} descriptors")

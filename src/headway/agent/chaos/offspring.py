@@ -18,7 +18,7 @@ import psutil
 
 from headway.errors import UsageError
 
-__all__ = ["Belongings", "Offspring", "belongings", "offspring"]
+__all__ = ["SHARED_MEMORY", "Belongings", "Offspring", "belongings", "offspring"]
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 POLL_S = 0.02
@@ -103,10 +103,10 @@ class Belongings:
     """Named segments of memory of this user."""
 
 
-def belongings() -> Belongings:
+def belongings(shared_memory: Path = SHARED_MEMORY) -> Belongings:
     """What there is now."""
     shared = set[str]()
-    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
+    for path in shared_memory.iterdir() if shared_memory.is_dir() else ():
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid():
                 shared.add(path.name)

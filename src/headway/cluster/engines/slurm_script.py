@@ -37,7 +37,7 @@ _SCRIPT = """\
 # {name}: made by Headway. One command a machine; SIGUSR1 has it save, and {requeue} has it started again.
 {place}
 here="$job${{SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}}"
-heard=1 steps= timer= forced= told= ended= lost= unwanted=
+heard=1 steps= timer= forced= told= ended= lost= missed= unwanted=
 {channel}
 pass_on() {{
   heard=1 told=${{told:-$SECONDS}}
@@ -74,18 +74,30 @@ fi
 for end in {requeue} 0; do
   ! awk 'FNR == 1' "$HEADWAY_LOG"-*.end 2>/dev/null | grep -qx "$end" || status=$end
 done
-lost=$(tail -n "+$before" "$here/script.log" | sed -n 's/^srun: error: Node failure on //p' | sort -u | paste -sd, -)
+said_by_srun() {{ tail -n "+$before" "$here/script.log" | sed -n 's/^srun: error: //p'; }}
+lost=$(said_by_srun | sed -n 's/^Node failure on //p' | sort -u | paste -sd, -)
+# Machines that srun no longer reaches are lost too, often minutes before Slurm itself misses them.
+unreachable=$(said_by_srun | awk -v machines="$HEADWAY_MACHINES" '
+  BEGIN {{ split(machines, name, ",") }}
+  / failed on node .*: (Communication|Message receive|Socket timed out|Zero Bytes)/ {{
+    sub(/.* failed on node /, ""); sub(/:.*/, ""); print
+  }}
+  /(io error|Cannot communicate).* node [0-9]+/ {{ sub(/.* node /, ""); print name[$1 + 1] }}
+' | sort -u | paste -sd, -)
+[ -z "$unreachable" ] || [ "$status" = 0 ] || status={requeue}
+[ -n "$lost" ] && missed=1 || lost=$unreachable
 ended=$status
 note
 
 if [ "$status" = {requeue} ] && ! cancelled; then
   # Machines that the command wants to do without: a job that was put back could have them again.
-  suspects=$(awk 'FNR > 1' "$HEADWAY_LOG"-*.end 2>/dev/null | sort -u | paste -sd, -)
+  suspects=$(awk 'FNR > 1' "$HEADWAY_LOG"-*.end 2>/dev/null)
+  suspects=$(printf '%s\\n' $suspects ${{unreachable//,/ }} | sort -u | paste -sd, -)
   {again}
   unset "${{!SBATCH_@}}"
   follow() {{ sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" \\
     ${{SLURM_ARRAY_TASK_ID:+--array="$SLURM_ARRAY_TASK_ID"}} "$@" "$job/job.sh"; }}
-  next=$(follow ${{suspects:+--exclude="$suspects{avoid}"}} || follow) && followed
+  next=$(trap '' TERM; follow ${{suspects:+--exclude="$suspects{avoid}"}} || follow) && followed
 fi
 ! cancelled || [ "$status" != {requeue} ] || status=143  # where RequeueExit has it, Slurm would start it again
 exit "$status"
@@ -93,13 +105,15 @@ exit "$status"
 
 _REQUEUE = """\
 said=
-  if [ -z "$suspects" ] || [ -n "$lost" ]; then
-    said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && said="pending execution" || echo "$said"
+  if [ -z "$suspects" ] || [ -n "$missed" ] || [ -n "$forced" ]; then
+    # Slurm ends all of this as soon as it has put the job back; a scontrol that died of it would seem to have failed.
+    trap 'forced=1' TERM; trap '' USR1
+    said=$(trap '' TERM; scontrol requeue "$SLURM_JOB_ID" 2>&1) && said="pending execution" || echo "$said"
   fi
   # Where a machine was lost, Slurm has put it back by itself, and a job that follows it would be one too many.
   if [[ $said == *"pending execution"* ]]; then
-    trap : TERM
-    sleep 60  # until Slurm ends us: a word of our own would be taken for one of the next start
+    # Until Slurm ends us: a word of our own would be taken for one of the next start.
+    [ -n "$forced" ] || { sleep 60 & wait $!; kill $! 2>/dev/null; }
     exit "$status"
   fi"""
 
@@ -116,7 +130,12 @@ note() {{
   echo "$start $ended" >>"$here/ended"
 }}
 followed() {{ echo "${{next%%;*}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" >>"$here/ids"; }}""",
-    "count": """start=$(($(cat "$here/starts" 2>/dev/null | wc -l) + 1))""",
+    "count": """\
+start=$(($(cat "$here/starts" 2>/dev/null | wc -l) + 1))
+# One that Slurm has put back although it is done, or although another job follows it, has nothing to do.
+[ "$(tail -n 1 "$here/ended" 2>/dev/null)" != "$((start - 1)) 0" ] || exit 0
+newest=$(tail -n 1 "$here/ids" 2>/dev/null)
+[ "${{newest%_*}}" -le "${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}" ] 2>/dev/null || [ -z "$newest" ] || exit 0""",
     "task": '"$job/task.sh"',
 }
 """A folder that all machines see tells how a job stands, and takes wishes."""

@@ -100,7 +100,8 @@ def opened(kept: Tensor) -> Tensor:
 
 def zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros that lie as a parameter does."""
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    here = torch.zeros_like(local(parameter), dtype=dtype, requires_grad=False)
+    return laid_out(here, tuple(parameter.shape), parameter)
 
 
 def laid_out(here: Tensor, shape: tuple[int, ...], parameter: Tensor, copies: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headway.kernels.adamw import Table
 from headway.kernels.clip import clip_factor
 from headway.kernels.table import fused
+from headway.parallel.local import local
 from headway.parallel.world import World
 from headway.recipe import Layout, Train
 from headway.state.tensors import Held
@@ -50,8 +51,12 @@ def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], n
     """Have the next update see gradients of a norm of at most so much: scaled on their way into it, or here."""
     if isinstance(optimizer, Updates) and optimizer.scales:
         optimizer.factor = clip_factor(norm, most)
-    else:
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return
+    # On local shards: for a list of DTensors, torch derives their sharding first, which takes 0.17 s.
+    with torch.no_grad():
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, clip_factor(norm, most).to(gradients[0].device))
 
 
 class Updates(torch.optim.Optimizer):
