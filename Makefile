@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 # of the folders: by number of tests, the longest files, which have few, would come last.
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, 2 * os.cpu_count()))')
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --cpu-record $(RESULTS)/test.json
+	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --cpu-record=$(RESULTS)/test.json
 
 # Everything that runs without a GPU, however long it takes; what has passed on the same sources is not run again.
 test-all: $(INSTALLED)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ def pytest_configure() -> None:
     # Shells have what they start in the background ignore Ctrl-C, and programs that tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # what is imported and collected stays, so that looking for garbage in it is waste
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that start groups of ranks share one tester: what they are forked from takes six CPU-seconds to import."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if "run_ranks" in _source(config.rootpath / file) else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def _source(path: Path) -> str:
+    return path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)

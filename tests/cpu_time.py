@@ -1,6 +1,6 @@
 """Pytest plugin: CPU-seconds per test and per package, child processes included.
 
-`pytest --cpu-record FILE`, as `make test` calls it, prints the slowest tests and the CPU-seconds of each package, and
+`pytest --cpu-record=FILE`, as `make test` calls it, prints the slowest tests and the CPU-seconds of each package, and
 writes them to FILE, from which `make lint` checks tests/budget.toml and `.ci/run` learns what failed.
 
 A test is charged what its process and all descendants used since the last reading: threads, forked workers, daemons.
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 SLOWEST = 15
-LONG_S = 0.05
+LONG_S = 0.25
 """Phases of less wall time are not worth reading /proc for: the next longer one is charged with them."""
 CALIBRATE_EVERY_S = 15.0
 REFERENCE_LOOP_S = 0.0215
@@ -62,11 +62,14 @@ class Meter:
 
     def __init__(self) -> None:
         self._cpu_s, self._wall_s, self._calibrated_s = 0.0, 0.0, float("-inf")
+        self._collection_cpu_s = 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
         report: Any = yield
         now = time.monotonic()
+        if self._collection_cpu_s:
+            report.collection_cpu_s, self._collection_cpu_s = self._collection_cpu_s, 0.0
         if now - self._wall_s >= LONG_S:
             cpu_s = tree_cpu_s()
             report.cpu_s, self._cpu_s = max(0.0, cpu_s - self._cpu_s), max(cpu_s, self._cpu_s)
@@ -77,8 +80,9 @@ class Meter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
-        if not self._wall_s:  # before the first test: importing and collecting is nobody's
+        if not self._wall_s:  # before the first test: importing and collecting, which is no test's
             self._cpu_s, self._wall_s = tree_cpu_s(), time.monotonic()
+            self._collection_cpu_s = self._cpu_s
 
 
 class Summary:
@@ -90,9 +94,11 @@ class Summary:
         self._tests: Counter[str] = Counter()
         self._loops: list[float] = []
         self._failed: dict[str, str] = {}
+        self._collection_cpu_s = 0.0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._tests[report.nodeid] += getattr(report, "cpu_s", 0.0)
+        self._collection_cpu_s += getattr(report, "collection_cpu_s", 0.0)
         if hasattr(report, "loop_cpu_s"):
             self._loops.append(report.loop_cpu_s)
         if report.failed:
@@ -104,12 +110,10 @@ class Summary:
             self._failed[report.nodeid] = str(report.longrepr)[-2000:]
 
     def pytest_sessionfinish(self) -> None:
-        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        everything_s = sum(part.ru_utime + part.ru_stime for part in usage)
         packages: Counter[str] = Counter()
         for test, cpu_s in self._tests.items():
             packages[package_of(test)] += cpu_s
-        packages["collection"] = max(0.0, everything_s - packages.total())
+        packages["collection"] = self._collection_cpu_s
         self.result = {
             "wall_s": round(time.monotonic() - self._started_s, 1),
             "cpu_s": round(packages.total(), 1),

@@ -395,6 +395,7 @@ def test_what_another_run_has_left_on_a_machine_is_not_in_the_way(run: RunFolder
         own_folder_of(url, tmp_path / "named")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: Zygote, tmp_path: Path) -> None:
     """Its machine is lost with the folder, steps after the last upload with it; the end is that of one left alone."""
     (tmp_path / "store").mkdir()

@@ -100,6 +100,7 @@ def lose_node_of(lab: Lab, rank: int) -> None:
     worker.kill()
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(
     lab: Lab, recipe, tmp_path: Path, unharmed: Lived, monkeypatch
 ) -> None:

@@ -128,8 +128,9 @@ def killed(tmp_path_factory, recipe, request) -> Iterator[dict[str, Future[Kille
 # -- disks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("killed")
-@pytest.mark.parametrize(("workers", "buffers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.parametrize(("workers", "buffers"), [(1, 1), (2, 2)])
 def test_a_slow_disk_holds_up_saves_and_not_training(
     lab, recipe, unharmed, monkeypatch, workers: int, buffers: int
 ) -> None:

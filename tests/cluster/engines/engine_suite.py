@@ -56,9 +56,9 @@ class Rig:
     """Of each machine."""
     gpus: int
     """Of each machine."""
-    limit_s: float = 2.0
-    """The shortest limit that the engine can hold somebody to."""
-    limit_grace_s: float = 1.5
+    limit_s: float = 20.0
+    """The limit of a job that runs into it: long enough that its second start ends well before, on a busy machine too."""
+    limit_grace_s: float = 2.0
     """The grace with which such a job hears of it soon."""
     lose: Callable[[str], Callable[[], None]] | None = None
     """Has a machine be gone at once, and gives something that brings it back; None where there is only one."""
