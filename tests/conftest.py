@@ -3,12 +3,12 @@
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,26 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files that start groups of ranks share one tester: what they are forked from takes six CPU-seconds to import."""
+    """By file, as `--dist loadfile` says, but few testers get those that need a process with everything imported.
+
+    What ranks are forked from takes six CPU-seconds to start, a zygote five. Half of the testers get the whole runs.
+    """
     from xdist.scheduler import LoadFileScheduling
+
+    halves = max(1, (config.getvalue("numprocesses") or 1) // 2)
+    scopes: dict[str, str] = {}
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ranks" if "run_ranks" in _source(config.rootpath / file) else file
+            if file not in scopes:
+                source = (config.rootpath / file).read_text()
+                runs = sum(scope.startswith("runs-") for scope in scopes.values())
+                forks, trains = "run_ranks" in source, re.search(r"\b(make_)?lab\b", source)
+                scopes[file] = "ranks" if forks else f"runs-{runs % halves}" if trains else file
+            return scopes[file]
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
-@cache
-def _source(path: Path) -> str:
-    return path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)

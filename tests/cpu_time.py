@@ -111,14 +111,17 @@ class Summary:
 
     def pytest_sessionfinish(self) -> None:
         packages: Counter[str] = Counter()
+        files: Counter[str] = Counter()
         for test, cpu_s in self._tests.items():
             packages[package_of(test)] += cpu_s
+            files[test.partition("::")[0]] += cpu_s
         packages["collection"] = self._collection_cpu_s
         self.result = {
             "wall_s": round(time.monotonic() - self._started_s, 1),
             "cpu_s": round(packages.total(), 1),
             "speed": round(REFERENCE_LOOP_S / statistics.median(self._loops), 3) if self._loops else 1.0,
             "packages": {name: round(cpu_s, 1) for name, cpu_s in packages.most_common()},
+            "files": {name: round(cpu_s, 1) for name, cpu_s in files.most_common()},
             "slowest": {name: round(cpu_s, 1) for name, cpu_s in self._tests.most_common(100)},
             "failed": self._failed,
         }

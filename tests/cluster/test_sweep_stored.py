@@ -197,6 +197,7 @@ def test_runs_that_are_started_in_different_ways_are_refused(desk: Desk, dataset
 # -- half way
 
 
+@pytest.mark.slow
 def test_on_s3_it_is_the_same(desk: Desk, bucket: str, proxy, monkeypatch) -> None:
     desk.write({"checkpoint.store": {"url": bucket, "every_steps": 2}})
     store = open_store(bucket)

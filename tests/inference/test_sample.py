@@ -150,6 +150,7 @@ def test_the_command_prints_prompt_and_text(run: Fixture, monkeypatch: pytest.Mo
     assert result.stdout == f"{first}\n\n{second}\n"
 
 
+@pytest.mark.slow
 def test_the_command_asks_the_process(run: Fixture) -> None:
     result = command(run, "last", "--prompt", "def", "--max-tokens", "9", "--temperature", "0", "--json")
     samples = [{"prompt": "def", "text": run.greedy(2, "def", 9)}]

@@ -57,7 +57,7 @@ class Rig:
     gpus: int
     """Of each machine."""
     limit_s: float = 20.0
-    """The limit of a job that runs into it: long enough that its second start ends well before, on a busy machine too."""
+    """Of a job that runs into its limit: so long that its second start ends well before it, on a busy machine too."""
     limit_grace_s: float = 2.0
     """The grace with which such a job hears of it soon."""
     lose: Callable[[str], Callable[[], None]] | None = None

@@ -56,7 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Rig:
         cluster.say(f"remove {name}")
         return lambda: None  # nothing below needs it, and a node takes seconds to start
 
-    own = {"limit_s": 40, "limit_grace_s": 4, "essential": (HEAD,)}  # a start takes its time on a busy machine
+    own = {"limit_s": 16, "limit_grace_s": 2, "essential": (HEAD,)}  # a start takes its time on a busy machine
     return Rig(lambda: Ray(cluster.address), tmp_path_factory.mktemp("jobs"), NODES, CPUS, GPUS, lose=lose, **own)
 
 
