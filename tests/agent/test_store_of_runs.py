@@ -63,7 +63,7 @@ def road_to(port: int) -> Iterator[s3.Proxy]:
 @pytest.fixture(scope="module")
 def road(s3_port: int) -> Iterator[s3.Proxy]:
     """The way to the server."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=20)) as server:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=120)) as server:
         server.request("PUT", f"/{BUCKET}")
         assert server.getresponse().status == 200
     with road_to(s3_port) as proxy:
@@ -110,7 +110,7 @@ def unharmed_pair(tmp_path_factory, make_lab, recipe) -> Lived:
 
 
 def store_of(lived: Lived, url: str) -> Store:
-    return open_store(f"{url}/{lived.run.name}", patience_s=20)
+    return open_store(f"{url}/{lived.run.name}", patience_s=120)
 
 
 def steps_in(store: Store) -> list[int]:

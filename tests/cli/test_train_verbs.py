@@ -39,7 +39,7 @@ class Desk:
 
     def type(self, *words: str, status: int = 0) -> tuple[str, str]:
         process = self.start(*words)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == status, (process.returncode, out, err)
         return out, err
 
@@ -122,7 +122,7 @@ def test_ctrl_c_reaches_an_agent_of_its_own_process(desk) -> None:
     process = desk.start("train", "r.toml", "--name", "long", "--set", "train.steps=100000")
     desk.wait_for_step("long", 3)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, (out, err)
     assert_stopped(desk, out)
 
@@ -160,9 +160,9 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     eventually(lambda: holder(desk.run("early")) is not None)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, (out, err)
-    assert psutil.wait_procs(children, timeout=40)[1] == []
+    assert psutil.wait_procs(children, timeout=300)[1] == []
     assert "stopped at step 0 of 8" in out
     report = json.loads(desk.say("report", "early", "--json")[0])
     shares = report["shares"]
@@ -172,7 +172,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk
     process = desk.start("resume", "early", "--set", "train.steps=100000")
     desk.wait_for_step("early", 3)
     process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 75
     assert "state saved" in out
     (resumed,) = [e for record in read_run(desk.run("early")) for e in record.events if e["kind"] == "resumed"]

@@ -154,7 +154,7 @@ def test_both_directions_are_measured(listener: Callable[[str | None, int], tupl
     rates = measure(address, None, 0.2)
     assert isinstance(rates, Rates)
     assert min(rates.there_bytes_s, rates.back_bytes_s) > 1e7
-    assert 0 < rates.round_trip_s < 1
+    assert rates.round_trip_s > 0
 
 
 def test_who_does_not_know_the_token_gets_nothing(listener: Callable[[str | None, int], tuple[str, list[str]]]) -> None:

@@ -128,7 +128,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = pass_on  # noqa: N815
 
     def ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=20)) as there:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=120)) as there:
             there.request(self.command, self.path, body, dict(self.headers))
             answer = there.getresponse()
             headers = {name: value for name, value in answer.getheaders() if name.lower() not in _NOT_PASSED_ON}
@@ -215,7 +215,7 @@ def proxy(s3_port: int) -> Iterator[Proxy]:
 def bucket(s3_port: int, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
     """The url of a new bucket; the environment leads to it through the proxy."""
     name = f"bucket-{next(_numbers)}"
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=20)) as server:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", s3_port, timeout=120)) as server:
         server.request("PUT", f"/{name}")
         assert server.getresponse().status == 200
     for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:

@@ -37,7 +37,7 @@ def store(bucket):
     return opened(bucket)
 
 
-def opened(url, patience_s=20.0, timeout_s=10.0):
+def opened(url, patience_s=120.0, timeout_s=60.0):
     return open_store(url, patience_s=patience_s, timeout_s=timeout_s)
 
 

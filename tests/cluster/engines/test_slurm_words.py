@@ -156,6 +156,8 @@ UNWANTED = Own(1, ("n0",), 75, cancelled=True)
         (Row("PENDING", "QOSMaxWallDurationPerJobLimit"), Own(), "impossible"),
         (Row("PENDING", "AssocMaxGRESPerJob"), Own(), "impossible"),
         (Row("PENDING", "QOSMaxJobsPerUserLimit"), Own(), "waiting"),
+        (Row("PENDING", "Resources"), Own(cancelled=True), "ending"),
+        (Row("PENDING", "BeginTime"), UNWANTED, "ending"),
         (Row("CONFIGURING"), Own(), "waiting"),
         (Row("RUNNING"), RAN, "running"),
         (Row("RUNNING"), SAVED, "waiting"),
@@ -331,7 +333,7 @@ class Batch:
         command(self.bin, "srun", srun)
         environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]"}
         words = ["bash", self.folder / "job.sh"]
-        return subprocess.run(words, env=environment, start_new_session=True, timeout=50).returncode
+        return subprocess.run(words, env=environment, start_new_session=True, timeout=300).returncode
 
     def lines(self, name: str) -> list[str]:
         file = self.folder / name
