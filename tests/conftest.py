@@ -161,7 +161,7 @@ class Lived:
         return str(self.events("step")[-1]["chain"])
 
 
-def when(there: Callable[[], Any], *acts: Callable[[], Any], patience_s: float = 60) -> None:
+def when(there: Callable[[], Any], *acts: Callable[[], Any], patience_s: float = 300) -> None:
     """Do something, from beside, once there is something, or when patience ends."""
 
     def wait() -> None:

@@ -10,6 +10,7 @@ skipped, the failed tests by name, and how long it took.
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".test-results" / "test-all.json"
 SOURCES = ("src", "tests", "recipes", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
+ENVIRONMENT = os.environ | {"HEADWAY_TEST_ALL": "1"}  # more random examples: tests/thinned.py
 TOP = "tests"
 """Stands for the test files that are of no package."""
 
@@ -50,7 +52,9 @@ def run_package(package: str, testers: int) -> dict[str, Any]:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-n", str(testers), "--dist", "loadfile"]
         started = time.monotonic()
-        status = subprocess.run([*command, f"--junit-xml={report}", *places], cwd=ROOT, check=False).returncode
+        status = subprocess.run(
+            [*command, f"--junit-xml={report}", *places], cwd=ROOT, env=ENVIRONMENT, check=False
+        ).returncode
         wall_s = round(time.monotonic() - started, 1)
         if status not in (0, 1) or not report.exists():
             return {"result": f"pytest exited with {status}", "wall_s": wall_s}

@@ -142,6 +142,7 @@ def test_four_workers_with_masked_labels_and_ties(run_check: Check, recipe: Call
     assert checked.meshes[0].mesh == "shard 2 x pipeline 2, stages 1:1"
 
 
+@pytest.mark.slow
 def test_bfloat16_is_held_to_what_it_can_do(run_check: Check, recipe: Callable[..., Recipe]) -> None:
     checked = run_check(recipe({"train.dtype": "bfloat16"}), mesh(shard=2), steps=1)
     (found,) = checked.meshes

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headway.agent.lease import MINORITY_S, Lease, Right, newest_lease, take_lease, turn_s
 from headway.errors import RunError, StateError
 from headway.state import Facts, begin, commit, fence, list_checkpoints
+from thinned import examples
 
 FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
 
@@ -91,7 +92,7 @@ def test_who_looked_before_it_was_overtaken_cannot_commit_after(tmp_path: Path) 
 NAMES = [f"n{number}" for number in range(7)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.sets(st.sampled_from(NAMES), min_size=1), st.data())
 def test_of_two_parts_of_a_network_the_larger_has_the_first_turn(all_of_them: set[str], data: st.DataObject) -> None:
     """However it falls apart, with the machine that led in one part, in the other, or lost."""

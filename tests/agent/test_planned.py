@@ -448,6 +448,7 @@ def test_the_mesh_of_a_recipe_says_how_many_workers(lab, recipe) -> None:
     assert made == read_plan(same.run)
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_as_planned_and_goes_on_as_shards(lab, recipe) -> None:
     """Eight sequences for two stages: four microbatches of two. On another mesh none of that is left."""
     lived = lab.train(recipe({"train.steps": 4, "parallel.pipeline": 2}), workers=None)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.agent.recover import Failure, Places, Recovery, Rules, Situation, States, recover
+from thinned import examples
 
 WHAT = "worker 1 was killed by signal 9 (SIGKILL)"
 NOW = 1000.0
@@ -345,7 +346,7 @@ situations = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(situations, st.floats(0, 100))
 def test_a_restart_is_from_a_state_that_exists_and_from_the_newest(given, later):
     recovery = recover(given, NOW + later)
@@ -364,7 +365,7 @@ def test_a_restart_is_from_a_state_that_exists_and_from_the_newest(given, later)
     assert recover(given, NOW + later) == recovery
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     rules,
     st.builds(States, maybe, maybe, maybe, maybe),
@@ -390,7 +391,7 @@ def test_what_gets_no_further_comes_to_an_end(rules, states, causes, skips):
     assert waited <= 0.5 * 2**rules.restarts
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(rules, maybe, st.sets(steps, max_size=5), st.sets(steps, max_size=5), maybe)
 def test_damage_everywhere_comes_to_an_end(rules, memory, disk, store, start):
     """Each state is found damaged when it is tried: all are tried once, the newest first, then it is over."""

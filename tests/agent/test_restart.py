@@ -312,9 +312,12 @@ def test_the_agent_decides_when_to_save(lab, recipe) -> None:
     assert len(steps) >= 3
     assert steps[-1] == last
     assert [event["step"] for event in lived.events("checkpoint", "agent")] == steps
-    assert [event["step"] for event in lived.events("kept", "agent")] == list(range(1, last + 1))
+    # Where the disk has no core for a while, all buffers are full: such a step is passed over, and recorded as that.
+    in_memory = [event["step"] for kind in ("kept", "skipped") for event in lived.events(kind, "agent")]
+    assert sorted(in_memory) == list(range(1, last + 1))
 
 
+@pytest.mark.slow
 def test_the_agent_goes_on_deciding_after_a_restart(lab, recipe) -> None:
     """It may ask while the new workers still start, and must not be forgotten; all workers save the same steps."""
 

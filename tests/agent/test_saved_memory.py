@@ -18,6 +18,7 @@ from headway.recipe import FaultPlan
 from headway.recipe.load import parse_recipe
 from headway.state import Buffer, Facts, InMemory, Line, PieceShape, map_files, open_checkpoint, plan_buffer, read_box
 from headway.track import RunFolder
+from thinned import examples
 
 FACTS = Facts(cursor=3, chain="c", data_version="v", mesh={"shard": 2})
 NEVER = 2**64 - 1
@@ -52,7 +53,7 @@ def test_how_many_buffers(state_mb, free_gb, bound_gb, want):
     assert count_buffers(state_mb * 1_000_000, int(free_gb * 1e9), bound_gb) == want
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(4096, 10**13), st.floats(1e-6, 1e4))
 def test_a_bound_is_kept_or_the_one_that_is_needed_is_told(state_bytes, bound_gb):
     free_bytes = 10**15
@@ -189,7 +190,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert (None if found is None else found.step) == (None if self.touched else self.newest)
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 
@@ -526,7 +527,7 @@ class Succession(RuleBasedStateMachine):
             self.hands = self.agent = None  # what is mapped has descriptors
 
 
-Succession.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Succession.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestSuccession = Succession.TestCase
 
 

@@ -21,6 +21,7 @@ from headway.recipe import FaultPlan
 from headway.track import RunFolder
 from headway.track import pulse as pulse_module
 from headway.track.pulse import PHASES, Beat, Pulse, Pulses
+from thinned import examples
 
 CEILING_S = 600.0
 
@@ -122,7 +123,7 @@ pulses_seen = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.tuples(pulses_seen, st.floats(0, 700)), min_size=1, max_size=5),
     st.dictionaries(st.sampled_from(PHASES), st.integers(1, seconds(200))),

@@ -278,6 +278,7 @@ def test_a_sweep_speaks_of_bars_where_it_has_any(nodes: str, bars: bool) -> None
 # -- rooflines
 
 
+@pytest.mark.slow
 def test_a_roofline_is_drawn_and_printed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "roof.svg"
@@ -326,6 +327,7 @@ def test_tables_are_printed(few_runs: Path) -> None:
     assert len(shown.partition("farthest off")[2].split("\n\n")[0].splitlines()) == 1 + 1 + 10
 
 
+@pytest.mark.slow
 def test_the_stated_accuracy_is_the_measured_one() -> None:
     groups = document("--against", str(RUNS))["tables"]["groups"]
     for stated, name in (("dense", "unseen: dense, fully specified"), ("other", "unseen: experts or other chips")):
@@ -384,6 +386,7 @@ def test_mistakes_are_sentences(words: tuple[str, ...], sentence: str, hint: str
     assert hint in (found.hint or "")
 
 
+@pytest.mark.slow
 def test_a_calibration_says_how_well_it_went(tmp_path: Path) -> None:
     with RUNS.open(newline="", encoding="utf-8") as stream:
         lines = [line for line in csv.DictReader(stream) if "A100 40GB" in line["source"]][::2]
@@ -410,6 +413,7 @@ def test_sizes_that_nobody_means_end_at_once() -> None:
         assert done.exit_code != 0
 
 
+@pytest.mark.slow
 def test_another_model_is_not_offered_for_training(tmp_path: Path) -> None:
     config = {
         "model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

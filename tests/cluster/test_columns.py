@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.columns import Columns
+from thinned import examples
 
 KINDS = {"size": (np.int32, 7), "late": (np.float64, math.inf), "there": (np.bool_, False)}
 EMPTY = {"size": 7, "late": math.inf, "there": False}
@@ -20,7 +21,7 @@ values = st.fixed_dictionaries(
 steps = st.lists(st.one_of(st.tuples(st.just("add"), values), st.tuples(st.just("drop"), st.integers(0, 99))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps, st.integers(0, 3))
 def test_rows_keep_their_numbers_and_values_while_others_come_and_go(steps, room):
     columns, model, row_of = Columns(KINDS, room), dict[str, dict[str, object]](), dict[str, int]()

@@ -24,6 +24,7 @@ from headway.cluster.policies import POLICIES
 from headway.cluster.policy import Policy
 from headway.cluster.room import Placement, Room
 from headway.cluster.snapshot import Snapshot
+from thinned import examples
 
 NOW = 1000.0
 ALL = "all 99"
@@ -230,7 +231,7 @@ def queue(jobs: list[tuple[int, str, int, int]], size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(nodes=clusters, jobs=queues, random=st.randoms(use_true_random=False))
 def test_the_order_in_which_jobs_are_told_is_irrelevant(policy, nodes, jobs, random):
     lines = queue(jobs, 4 * len(nodes))
@@ -241,7 +242,7 @@ def test_the_order_in_which_jobs_are_told_is_irrelevant(policy, nodes, jobs, ran
 
 
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(nodes=clusters, jobs=queues, random=st.randoms(use_true_random=False))
 def test_the_rows_that_jobs_lie_in_are_irrelevant(policy, nodes, jobs, random):
     case = Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, TEAMS)
@@ -261,7 +262,7 @@ def test_the_rows_that_jobs_lie_in_are_irrelevant(policy, nodes, jobs, random):
 
 
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(nodes=clusters, jobs=queues, borrow=st.integers(2, 6), lend=st.integers(2, 4))
 def test_what_is_decided_can_be_done_and_nothing_more_could_start(policy, nodes, jobs, borrow, lend):
     tenants = f"red {2 * len(nodes)} borrow={borrow} lend={lend}, blue {2 * len(nodes)} lend={lend}"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.room import Placement, Room
+from thinned import examples
 
 
 def rooms(most_nodes: int = 6) -> st.SearchStrategy[tuple[int, list[int]]]:
@@ -41,7 +42,7 @@ def as_dict(place: Placement) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rooms())
 def test_a_gang_finds_a_place_where_there_is_one_and_only_there(case):
     size, free = case
@@ -54,7 +55,7 @@ def test_a_gang_finds_a_place_where_there_is_one_and_only_there(case):
             assert place.total == gpus
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rooms())
 def test_what_does_not_fill_a_node_goes_to_the_fullest_that_has_room(case):
     size, free = case
@@ -67,7 +68,7 @@ def test_what_does_not_fill_a_node_goes_to_the_fullest_that_has_room(case):
             assert free[last] <= min(others, default=size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rooms(), st.randoms(use_true_random=False))
 def test_beside_others_it_goes_where_most_of_them_are_and_of_such_nodes_to_the_fullest(case, random):
     size, free = case
@@ -80,7 +81,7 @@ def test_beside_others_it_goes_where_most_of_them_are_and_of_such_nodes_to_the_f
             assert as_dict(place) == {min(able, key=lambda node: (-beside[node], free[node], node)): gpus}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rooms())
 def test_the_largest_gang_finds_a_place_all_smaller_ones_too_and_no_larger_one(case):
     size, free = case
@@ -89,7 +90,7 @@ def test_the_largest_gang_finds_a_place_all_smaller_ones_too_and_no_larger_one(c
     assert found == list(range(1, largest + 1))
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(rooms(12), st.lists(st.integers(1, 24), max_size=12), st.randoms(use_true_random=False))
 def test_what_is_taken_and_given_back_in_any_order_leaves_the_room_as_it_was(case, gangs, random):
     size, free = case
@@ -135,7 +136,7 @@ def span(way: dict[int, int], domains: list[list[int]]) -> int:
     return next((level for level, one in enumerate(together) if one), len(domains))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(nested())
 def test_a_gang_that_must_lie_in_one_domain_finds_a_place_where_there_is_one(case):
     size, free, domains = case
@@ -152,7 +153,7 @@ def test_a_gang_that_must_lie_in_one_domain_finds_a_place_where_there_is_one(cas
         assert found == list(range(1, room.largest(within) + 1)), "all smaller ones, and none larger"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(nested())
 def test_a_gang_lies_as_close_as_there_is_room(case):
     size, free, domains = case
@@ -172,7 +173,7 @@ def test_of_two_domains_the_one_with_least_to_spare():
     assert place.nodes.tolist() == [3, 4]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(nested(), st.data())
 def test_a_copy_has_no_more_than_it_may_and_is_its_own(case, data):
     size, free, domains = case

@@ -15,6 +15,7 @@ from headway.cluster.policy import Policy
 from headway.cluster.simulate import Outcome, Setup, Trace, simulate, summary
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
+from thinned import examples
 
 STOPS_NOBODY = ["fifo", "kueue", "slurm", "sjf"]
 ALL = [*STOPS_NOBODY, "headway"]
@@ -96,7 +97,7 @@ def many(seed: int, most_s: float = 20_000.0, step_s: float = 1.0) -> list[tuple
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(jobs=st.one_of(some, crowded))
 def test_of_every_log(name, jobs):
     hold(name, jobs)
@@ -134,7 +135,7 @@ def hold(name: str, jobs: list[tuple[float, float, int, str]]) -> Outcome:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("restart_s", [0.0, 120.0])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(jobs=crowded)
 def test_gpu_seconds_are_work_or_lost(name, restart_s, jobs):
     trace = trace_of(jobs)
@@ -159,7 +160,7 @@ def test_a_job_that_is_stopped_before_it_has_restarted_loses_only_what_it_held()
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(7), deadline=None)
 @given(jobs=some, seed=st.integers(0, 3))
 def test_the_same_input_gives_the_same_arrays(name, jobs, seed):
     one, other = (simulate(trace_of(jobs), replace(SETUP, seed=seed), POLICIES[name]) for _ in range(2))
@@ -232,7 +233,7 @@ def first_come_first_served(jobs: list[tuple[float, float, int, str]], gpus: int
 grid = st.integers(0, 40).map(lambda number: CYCLE_S * number)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(logs(grid, grid.filter(bool)))
 def test_fifo_is_first_come_first_served(jobs):
     outcome = simulate(trace_of(jobs), Setup("a100", 8, 1), POLICIES["fifo"])
@@ -246,7 +247,7 @@ def test_fifo_is_first_come_first_served_in_longer_logs(seed):
     assert outcome.first_start_s.tolist() == first_come_first_served(jobs, 8)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(logs(grid, grid.filter(bool)))
 def test_with_exact_limits_and_order_of_arrival_backfill_delays_no_first_job(jobs):
     """The first job that has to wait starts as early as under first come, first served."""
@@ -260,7 +261,7 @@ def test_with_exact_limits_and_order_of_arrival_backfill_delays_no_first_job(job
         assert outcome.first_start_s[late[0]] <= plain[late[0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(jobs=logs(st.floats(0, 1000), st.floats(1, 500)))
 def test_a_job_alone_waits_for_the_next_cycle_at_most(jobs):
     """On a cluster with room for all."""
@@ -301,7 +302,7 @@ def test_a_log_of_jobs_that_take_no_time_has_numbers_too():
     assert finite(summary(outcome))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(jobs=some)
 def test_summaries_are_finite_and_in_their_bounds(jobs):
     outcome = simulate(trace_of([*jobs, (4000.0, 10.0, 1, "red")]), SETUP, POLICIES["kueue"])

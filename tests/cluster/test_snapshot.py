@@ -15,6 +15,7 @@ from headway.cluster.nodes import DRAINING, HEALTHY, QUARANTINED, SPARE
 from headway.cluster.room import Placement
 from headway.cluster.snapshot import Snapshot
 from headway.errors import UsageError
+from thinned import examples
 
 POOLS = {"h100": (4, ["h0", "h1"]), "a100": (2, ["a0", "a1", "a2"])}
 PARENTS = {"org": None, "red": "org", "blue": None}
@@ -219,12 +220,15 @@ class MoreLives(Lives):
 
 # Not made smaller when it fails: that takes minutes.
 AS_FOUND = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=examples(40),
+    stateful_step_count=30,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 test_a_snapshot_is_right_after_anything_that_happens = Lives.TestCase
 test_a_snapshot_is_right_after_anything_that_happens.settings = AS_FOUND
 test_a_snapshot_is_right_after_much_that_happens = pytest.mark.slow(MoreLives.TestCase)
-test_a_snapshot_is_right_after_much_that_happens.settings = settings(AS_FOUND, max_examples=200)
+test_a_snapshot_is_right_after_much_that_happens.settings = settings(AS_FOUND, max_examples=examples(200))
 
 
 # -- one at a time
@@ -239,7 +243,7 @@ def test_a_job_in_the_row_of_one_that_has_ended_waits_once():
     assert names(snapshot, snapshot.queue) == ["new"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=8))
 def test_jobs_that_are_stopped_wait_as_they_came(times, stops):
     """Some came together; those keep the order in which they were told."""

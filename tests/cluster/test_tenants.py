@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.cluster.tenants import HALF_LIFE_S, Tenants
 from headway.errors import UsageError
+from thinned import examples
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def may_take(tree: list[One], free: int, number: int, gpus: int) -> bool:
     return within and gpus + others <= free
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.one_of(trees(flat=True), trees()))
 def test_a_tenant_may_take_what_the_rule_allows_and_no_more(case):
     tree, free = case
@@ -88,7 +89,7 @@ def test_a_tenant_may_take_what_the_rule_allows_and_no_more(case):
     assert room.tolist() == want
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(trees(flat=True), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=12))
 def test_what_a_tenant_keeps_is_there_whatever_others_were_allowed_to_take(case, takes):
     tree, free = case
@@ -104,7 +105,7 @@ def test_what_a_tenant_keeps_is_there_whatever_others_were_allowed_to_take(case,
                 assert tenants.room(free)[other] >= one.guarantee - int(tenants.used[other]) - one.lend
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(trees(lend_below=True), st.data())
 def test_what_is_tried_is_not_counted(case, data):
     """`room` with other numbers of used GPUs is that of a tree where they are used, and leaves this one alone."""
@@ -119,7 +120,7 @@ def test_what_is_tried_is_not_counted(case, data):
     assert tenants.used.tolist() == before.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(trees(lend_below=True))
 def test_what_a_team_uses_its_department_uses_too(case):
     tree, _ = case
@@ -185,7 +186,7 @@ def test_gpus_are_not_left_idle_where_there_are_fewer_than_are_kept():
 # -- guarantees
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(
     st.lists(st.tuples(st.none() | st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 12)
 )
@@ -261,7 +262,7 @@ def closed(pieces: list[tuple[float, int]]) -> float:
     return total
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(1, 30 * 86400), st.integers(0, 1000)), min_size=1, max_size=6),
     st.lists(st.integers(1, 40), min_size=6, max_size=6),
@@ -308,7 +309,7 @@ def test_shares_are_one_where_use_is_as_promised():
     assert tenants.shares() == pytest.approx([1 / 3, 3.0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0, 1e9)), min_size=1, max_size=5))
 def test_shares_weighted_by_guarantees_add_up_to_one(rows):
     tenants = joined(*((f"t{row}", guarantee, None, None, None, 0) for row, (guarantee, _) in enumerate(rows)))

@@ -18,6 +18,7 @@ from headway.cluster.record import carry_out
 from headway.cluster.room import Placement
 from headway.cluster.snapshot import Snapshot
 from headway.cluster.yielding import Yielding
+from thinned import examples
 
 SIZE = 4
 
@@ -50,7 +51,7 @@ cases = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(cases)
 def test_room_is_made_where_it_can_be_and_for_single_nodes_at_the_least_loss(case) -> None:
     nodes, jobs, gpus = case

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.data.writer import ShardWriter, dtype_for, install_folder, new_folder
 from headway.errors import DataError
+from thinned import examples
 
 END = 9
 documents = st.lists(
@@ -29,7 +30,7 @@ def pack(found, shard_tokens):
     return shards
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(found=documents, shard_tokens=st.integers(1, 30), dtype=st.sampled_from(["uint16", "uint32"]))
 def test_shards_hold_the_documents(tmp_path_factory, found, shard_tokens, dtype):
     folder = tmp_path_factory.mktemp("shards")

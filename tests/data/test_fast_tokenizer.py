@@ -15,6 +15,7 @@ from headway.data.fast import Differs, _alphabet, _has_long_run, fast_encoder
 from headway.data.merges import NotProven
 from headway.data.probes import probes
 from headway.errors import DataError
+from thinned import examples
 
 tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
@@ -99,7 +100,7 @@ snippets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(12))
 @given(parts=st.lists(snippets, max_size=12))
 def test_the_same_tokens_for_any_text(both, parts):
     slow, fast = both
@@ -229,6 +230,7 @@ def sources(tmp_path):
     return f"{tmp_path}/*.txt"
 
 
+@pytest.mark.slow
 def test_both_engines_build_the_same_version_and_the_record_says_which(sources, tmp_path, monkeypatch):
     options = BuildOptions(vocab_size=400)
     one = build(tmp_path / "one", [sources], options, engine="tokenizers")

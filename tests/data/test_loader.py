@@ -18,6 +18,7 @@ from headway.data import (
     split_dataset,
     split_windows,
 )
+from thinned import examples
 
 SEQ = 6
 
@@ -69,7 +70,7 @@ documents_strategy = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     documents=documents_strategy,
     shard_tokens=st.integers(20, 200),
@@ -97,7 +98,7 @@ def test_windows_and_masks_are_those_made_by_hand(
     assert reader.masks == (boundaries or any(prompt for prompt, _ in documents))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=8, max_size=60),
     shard_tokens=st.integers(20, 300),

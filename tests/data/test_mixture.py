@@ -11,6 +11,7 @@ from headway.data.mixture import MOST_PLACES, Mixture, Phase, dealt_rows, mixed_
 from headway.data.order import after_skips
 from headway.data.steps import first_sample
 from headway.errors import DataError
+from thinned import examples
 
 
 def mixture_of(phases, windows=None, holdout=0.1):
@@ -36,7 +37,7 @@ weights = st.lists(
 ).filter(any)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples(8))
 @given(weights)
 def test_after_every_number_of_samples_each_data_set_has_had_its_share_rounded_down_or_up(weights):
     mixture = mixture_of([(0, weights)])
@@ -84,7 +85,7 @@ def test_every_phase_keeps_its_own_shares_from_its_first_sample_on():
             assert all(math.floor(x) <= h <= math.ceil(x) for h, x in zip(had.tolist(), exact, strict=True))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(first=st.integers(0, 5000), offsets=st.lists(st.integers(0, 3000), min_size=1, max_size=20))
 def test_any_sample_is_found_without_those_before(first, offsets):
     mixture = mixture_of(PHASED)
@@ -142,7 +143,7 @@ def test_shares_are_weights_as_people_wrote_them():
     assert shares_of([0.1, 0.2, 0.0]) == (Fraction(1, 3), Fraction(2, 3), 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=7))
 def test_shares_that_share_no_small_denominator_are_rounded_and_still_make_one(weights):
     shares = shares_of(weights)
@@ -173,7 +174,7 @@ def runs(draw):
     return batches, skips
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(runs())
 def test_a_steps_first_sample_is_where_the_loop_would_come_to(run):
     batches, skips = run

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headway.data import Split, count_windows, held_out, order, order_at, split_windows
 from headway.data.order import after_skips
 from headway.errors import DataError
+from thinned import examples
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 99, 100, 101, 1000, 1023, 1025, 4097]
 MASK = (1 << 64) - 1
@@ -46,7 +47,7 @@ def scalar_hash(x: int, size: int) -> int:
     return ((x >> 32) * size) >> 32
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     windows=st.integers(1, 2**62),
     fraction=st.sampled_from([0.0, 0.01, 0.3]),
@@ -69,7 +70,7 @@ def test_each_epoch_sees_each_training_window_once(windows, fraction):
         assert sorted([*seen, *aside]) == list(range(windows))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(1, 300), st.integers(0, 10**12), st.lists(st.integers(0, 200), min_size=1, max_size=6))
 def test_chunking_does_not_matter(windows, first, counts):
     split = split_windows(windows, 0.05, "v")

@@ -15,12 +15,15 @@ from headway.data import parquet as parquet_module
 from headway.data.packed import open_plain
 from headway.data.sources import Reading, find_sources, read_blocks
 from headway.errors import DataError
+from thinned import examples
 
 zstandard = pytest.importorskip("zstandard")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-a_folder = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+a_folder = settings(
+    deadline=None, max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def packed(content, level=3):

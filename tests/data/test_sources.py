@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from headway.data import sources as module
 from headway.data.sources import Reading, find_sources, read_blocks
 from headway.errors import DataError
+from thinned import examples
 
 
 def write(path: Path, content: str | bytes = "x") -> Path:
@@ -125,7 +126,7 @@ def documents(path, reading=None, on_skip=None):
     return made
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(min_size=1, max_size=40), packed=st.booleans())
 def test_a_text_file_is_one_document_to_the_letter(tmp_path, monkeypatch, text, packed):
     monkeypatch.setattr(module, "BLOCK_CHARS", 3)
@@ -151,7 +152,7 @@ def test_bytes_that_are_not_utf8(tmp_path):
     assert "latin.txt" in skipped[0]
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.tuples(st.text(max_size=8), st.text(max_size=8)), max_size=6),
     ascii=st.booleans(),

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from headway.data.sources import Block
 from headway.data.tokenizer import cut_blocks, load_tokenizer, train_tokenizer
 from headway.errors import DataError
+from thinned import examples
 
 TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "Ünïcode — 你好, it's 42 o'clock.\r\n" * 20, "x  \n\n\ty z " * 20]
 TRAIN = """
@@ -117,7 +118,7 @@ def as_blocks(text, width):
     return [Block(part, False, part_number == len(parts) - 1, 0) for part_number, part in enumerate(parts)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(text=pieces, size=st.integers(1, 40), width=st.integers(1, 300))
 def test_cut_text_has_the_tokens_of_the_whole(trained, text, size, width):
     made = list(cut_blocks(as_blocks(text, width), trained.separable, size=size, limit=10**9))

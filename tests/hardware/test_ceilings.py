@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headway.errors import UsageError
 from headway.hardware import CHIPS, Ceilings, find_ceilings, find_chip, read_ceilings, write_ceilings
+from thinned import examples
 
 PEAK = 1e15
 SIZES = (64, 256, 1024, 4096)
@@ -67,7 +68,7 @@ def shipped() -> Ceilings:
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_shipped_products_stay_between_their_neighbours(data: st.DataObject) -> None:
     ceilings = shipped()

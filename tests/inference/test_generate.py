@@ -14,6 +14,7 @@ from headway.data.tokenizer import TextTokenizer, train_tokenizer
 from headway.inference import choose, generate, text_pieces
 from headway.models import Decoder, empty_decoder, init_weights, write_folder
 from headway.recipe import Model
+from thinned import examples
 
 MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
 
@@ -89,7 +90,7 @@ def test_no_temperature_takes_the_likeliest(temperature: float) -> None:
     assert {choose(logits, temperature=temperature, top_k=0, generator=draw) for _ in range(20)} == {1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(max_size=60), cut=st.integers(0, 20))
 def test_pieces_add_up_to_the_text(tokenizer: TextTokenizer, text: str, cut: int) -> None:
     ids = [int(i) for i in tokenizer.encode(text)]

@@ -336,6 +336,7 @@ def test_the_operations_are_what_they_say() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_caller_gets_the_same() -> None:
     x, weight, labels = inputs(5, 16, 129)

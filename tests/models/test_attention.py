@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.kernels.table import make_plain
 from headway.models.attention import attend, choose, see
+from thinned import examples
 
 
 def by_hand(
@@ -53,7 +54,7 @@ def draw(rows: int, length: int, heads: int, share: int, seed: int, device: str 
     return q, k, v, documents
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 3), st.integers(2, 12), st.sampled_from([(2, 1), (4, 2), (3, 3)]), st.booleans(),
     st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 2.0]), st.booleans(), st.integers(0, 2**31),

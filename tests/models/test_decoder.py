@@ -18,6 +18,7 @@ from headway.models.layers import RMSNorm
 from headway.models.loss import CHUNK_ELEMENTS, summed_cross_entropy
 from headway.models.rotary import rotary_table, rotate
 from headway.recipe import Model
+from thinned import examples
 
 # A CPU without bfloat16 instructions says so, once, and computes all the same.
 no_bfloat16_cpu = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -70,7 +71,7 @@ def test_loss_and_gradients_equal_torch_s(model: Model, elements: int, monkeypat
         torch.testing.assert_close(gradients(ours)[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 23), st.integers(1, 200), st.floats(0.01, 50.0), st.integers(0, 2**32))
 def test_summed_cross_entropy_against_float64(tokens: int, vocab: int, elements: int, scale: float, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

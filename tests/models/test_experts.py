@@ -26,6 +26,7 @@ from headway.models.experts import (
     update_balance,
 )
 from headway.models.layers import Linear
+from thinned import examples
 
 # A CPU without bfloat16 instructions says so, once, and computes all the same.
 no_bfloat16_cpu = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -91,7 +92,7 @@ def test_routers_by_hand() -> None:
 # -- experts
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 13), st.integers(1, 6), st.data(), st.booleans(), st.integers(0, 2**32))
 def test_no_token_is_dropped(tokens: int, count: int, data: st.DataObject, bias: bool, seed: int) -> None:
     """Whoever is chosen, also where many experts have nobody: values and gradients are those of one token at a time."""

@@ -35,14 +35,14 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "pipeline 2, 3 layers": ({"pipeline": 2, "shard": 1}, {"layers": 3}, {}),
     "pipeline 2, stages of 2 and 1": ({"pipeline": 2, "shard": 1, "stages": (2, 1)}, EVERYTHING | {"layers": 3}, {}),
     "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {"layers": 4}, {}),
-    "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
     "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
-    "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
     "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
 }
 FOUR = {"layers": 4}
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "replicate 2 shard 2, reduced each": ({"replicate": 2, "shard": 2, "reduce_each": True}, EVERYTHING, {"batch": 8}),
+    "replicate 2 tensor 2": ({"replicate": 2, "shard": 1, "tensor": 2}, {}, {}),
+    "shard 2 pipeline 2 zero-bubble": ({"shard": 2, "pipeline": 2, "schedule": "zero-bubble"}, EVERYTHING, {}),
     "shard 4, reduced each": ({"shard": 4, "reduce_each": True}, FOUR, {"batch": 8}),
     "tensor 4, 2 key heads": ({"tensor": 4, "shard": 1}, {}, {}),
     "tensor 4, 1 key head": ({"tensor": 4, "shard": 1}, EVERYTHING | {"kv_heads": 1}, {}),

@@ -62,6 +62,7 @@ def test_nothing_that_ran_is_called_too_big(runs: Against) -> None:
     assert [row.row for row in runs.rows if row.fits is False] == []
 
 
+@pytest.mark.slow
 def test_iterations(iterations: Against) -> None:
     rest = iterations.tables["groups"]["calibrated: the rest"]
     assert rest.count == 721 - 72

@@ -19,6 +19,7 @@ from headway.plan import (
 from headway.plan.flops import seen_share
 from headway.recipe import Model
 from headway.recipe.architecture import Architecture
+from thinned import examples
 
 LLAMA3_8B = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)
 LLAMA32_1B = Model(vocab_size=128_256, layers=16, dim=2048, heads=32, kv_heads=8, hidden=8192)
@@ -66,7 +67,7 @@ def small_models(draw: st.DrawFn) -> Model:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(small_models())
 def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
     with torch.device("meta"):
@@ -76,7 +77,7 @@ def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
     assert parameters(architecture_of(model)) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(small_models(), st.integers(1, 3), st.integers(1, 9))
 def test_a_training_step_computes_the_model_s_flops_and_no_more(model: Model, rows: int, length: int) -> None:
     decoder = empty_decoder(model)

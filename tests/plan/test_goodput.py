@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.errors import UsageError
 from headway.plan.goodput import Goodput, daly_interval, goodput, save_interval, save_seconds, stall_seconds
+from thinned import examples
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -178,7 +179,7 @@ def test_intervals_are_whole_steps_within_the_run() -> None:
 seconds = st.floats(0.1, 1e5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seconds, st.floats(50, 1e7), st.floats(0, 100), st.floats(0, 300), st.floats(0.1, 30))
 def test_the_account_balances_and_rarer_failures_never_hurt(
     run_s: float, mtbf_s: float, save_s: float, restart_s: float, step_s: float

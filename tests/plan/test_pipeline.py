@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.errors import UsageError
 from headway.plan.pipeline import SCHEDULES, Stage, check_schedule, simulate
+from thinned import examples
 
 ONE_CHUNK = ("gpipe", "1f1b", "zero-bubble")
 Operation = tuple[str, int, int]  # what it does, microbatch, virtual stage
@@ -114,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[Stage], int, int, float]:
     return random_case(draw(st.integers(0, 2**32)), draw(st.sampled_from([4, 12, 40])))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(case=cases())
 def test_short_steps_take_the_longest_path(case: tuple[str, list[Stage], int, int, float]) -> None:
     assert simulate(*case).seconds == pytest.approx(longest_path(*case), rel=1e-9)
@@ -227,7 +228,7 @@ def test_transfers_cost_a_round_trip_for_each_ranks_microbatches(ranks: int) -> 
     assert (more - few) / 100 == pytest.approx(ranks * 2.9 + 2 * (ranks - 1) * 0.3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=cases())
 def test_no_schedule_beats_its_bounds(case: tuple[str, list[Stage], int, int, float]) -> None:
     _, stages, ranks, microbatches, transfer_s = case
@@ -246,7 +247,7 @@ def test_no_schedule_beats_its_bounds(case: tuple[str, list[Stage], int, int, fl
     assert all(-1e-9 <= share < 1 + 1e-9 for share in timeline.idle_shares)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=cases(), where=st.integers(0, 100), more=st.floats(0.001, 2))
 def test_more_work_or_slower_transfers_never_shorten(
     case: tuple[str, list[Stage], int, int, float], where: int, more: float
@@ -262,7 +263,7 @@ def test_more_work_or_slower_transfers_never_shorten(
         assert simulate(schedule, changed, ranks, microbatches, transfer_s).seconds >= seconds * slack
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     times=st.tuples(*[st.floats(0, 3)] * 3),
     ranks=st.integers(1, 8),

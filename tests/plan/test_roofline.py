@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.errors import UsageError
 from headway.plan.roofline import Point, draw_roofline, place, text_roofline
+from thinned import examples
 
 # A chip with round numbers: 100 TFLOP/s, 1 TB/s, so that the ridge is at 100 FLOP/byte.
 PEAK, BANDWIDTH = 100e12, 1e12
@@ -113,7 +114,7 @@ amounts = st.floats(1e3, 1e18) | st.just(0.0)
 some_points = st.builds(Point, st.text("abc xyz", min_size=1, max_size=90), amounts, amounts, st.floats(1e-6, 10))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(some_points, min_size=1, max_size=20), st.integers(64, 200), st.floats(1e10, 1e16), st.floats(1e9, 1e14)
 )
@@ -164,6 +165,7 @@ def test_a_drawing_has_its_points_on_the_roof(tmp_path: Path) -> None:
     assert gaps[2] == pytest.approx(slope[1] - roof[1][1], abs=0.1)
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_drawings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):

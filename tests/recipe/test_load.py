@@ -23,6 +23,7 @@ from headway.recipe import (
     with_settings,
 )
 from headway.recipe.documentation import recipe_schema
+from thinned import examples
 
 MINIMAL = '[data]\npath = "d"\n'
 
@@ -220,7 +221,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(key
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(args=st.dictionaries(names, values))
 def test_arguments_of_any_shape_round_trip(tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]) -> None:
     recipe = Recipe(model=Model(class_="a.b:C", args=args), data=Data(path="d"))

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.state.box import Box, overlap, tiling_fault
+from thinned import examples
 
 
 @st.composite
@@ -25,7 +26,7 @@ def painted(shape, boxes):
     return counts
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(shape_and_boxes((2, 2)))
 def test_overlap_is_what_both_paint(case):
     shape, (a, b) = case
@@ -34,7 +35,7 @@ def test_overlap_is_what_both_paint(case):
     assert np.array_equal(painted(shape, [common] if common else []), both)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(shape_and_boxes((0, 6)))
 def test_tiling_fault_is_none_exactly_when_every_element_is_painted_once(case):
     shape, boxes = case

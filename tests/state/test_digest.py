@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import headway.state.digest as code
 from headway.state.box import Box
 from headway.state.digest import digest_box, state_digest
+from thinned import examples
 
 M = 2**64
 SIZES = [1, 2, 4, 8]
@@ -108,7 +109,7 @@ def test_bits_may_lie_anywhere_in_memory(itemsize, skipped, small_blocks):
     assert whole(spread) == by_definition(spread.copy())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_tiling_adds_up_to_the_same_digest(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=4)))
@@ -116,7 +117,7 @@ def test_any_tiling_adds_up_to_the_same_digest(data):
     assert digest_of_tiles(array, data.draw(tiling(shape))) == by_definition(array)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_tiling_of_long_rows_adds_up_to_the_same_digest(small_blocks, data):
     shape = data.draw(st.sampled_from([(5, 700), (3, 2, 301), (33, 64), (2, 2048), (16, 256), (2500,), (40, 45)]))
@@ -150,7 +151,7 @@ def test_digest_does_not_depend_on_how_large_arrays_are_cut(shape, itemsize):
     assert (whole(changed) - before - (new - old) * weight(j)) % M == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_a_changed_element_and_a_swap_are_noticed(data):
     itemsize = data.draw(st.sampled_from(SIZES))

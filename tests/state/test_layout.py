@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.state.box import Box
 from headway.state.layout import BoxIndex, Layout, Part, box_at, layout_fault, spread, whole
+from thinned import examples
 
 
 @st.composite
@@ -55,7 +56,7 @@ def chunked(shape, mesh, cuts, place):
     return elements.numpy()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(cut_meshes())
 def test_a_box_is_what_nested_chunks_leave(case):
     shape, mesh, cuts = case
@@ -68,7 +69,7 @@ def test_a_box_is_what_nested_chunks_leave(case):
         assert np.array_equal(elements[box.slices((0,) * len(shape))], want)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(cut_meshes(), st.randoms(use_true_random=False))
 def test_spread_puts_the_tensor_once_on_the_cut_axes_and_copies_on_the_others(case, random):
     shape, mesh, cuts = case
@@ -155,7 +156,7 @@ def test_what_spread_refuses_is_our_own_mistake():
         spread((4, 4), (2,), [(0, 0), (0, 1)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(shapes_and_boxes(6))
 def test_layout_fault_is_none_exactly_when_distinct_boxes_paint_every_element_once(case):
     shape, boxes = case
@@ -177,7 +178,7 @@ def test_layout_fault_says_what_is_wrong():
     assert "outside" in fault((4,), (5, Box((0, 0), (4, 1))))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.data())
 def test_an_index_finds_what_trying_every_box_finds(data):
     shape, boxes = data.draw(shapes_and_boxes(8))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.state import Line, LineClosed
+from thinned import examples
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ WORDS = [{"n": number, "of": {"list": [1, [2]], "text": 'a "}" and a {'}} for nu
 LINES = [json.dumps({"kind": "word", "descriptors": 0, **word}).encode() + b"\n" for word in WORDS]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(at=st.integers(0, len(LINES[1])))
 def test_a_writer_that_dies_in_the_middle_of_a_word_spoils_no_other(at):
     """Another process takes its end over, and says the next thing."""
@@ -196,7 +197,7 @@ def test_a_writer_that_dies_in_the_middle_of_a_word_spoils_no_other(at):
     theirs.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(at=st.integers(0, len(LINES[1])))
 def test_a_reader_that_dies_in_the_middle_of_a_word_spoils_no_other(at):
     """What it has read is lost with it; the process that takes its end over hears everything from the next word on."""

@@ -28,6 +28,7 @@ from headway.state import (
 )
 from headway.state.manifest import chunk_checksums, parse_manifest
 from headway.state.source import Source
+from thinned import examples
 
 OLD = Path(__file__).parent / "format_1"
 A = np.arange(12, dtype="<u4").reshape(3, 4)
@@ -191,7 +192,7 @@ def test_a_checksum_is_taken_of_every_chunk(size, chunk):
 # -- what is refused
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_any_changed_byte_is_refused(whole, data):
     content = bytearray((whole / "manifest.json").read_bytes())
@@ -201,7 +202,7 @@ def test_any_changed_byte_is_refused(whole, data):
         parse_manifest(bytes(content), "over there")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_any_part_and_any_addition_is_refused(whole, data):
     content = (whole / "manifest.json").read_bytes()

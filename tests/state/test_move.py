@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headway.state.box import Box
 from headway.state.layout import Layout, Part, layout_fault, spread, whole
 from headway.state.move import Move, all_moves, moves
+from thinned import examples
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
@@ -88,7 +89,7 @@ def sent(planned):
     return count
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(pairs(), BUSY)
 def test_moves_write_every_element_of_every_part_once(pair, busy):
     src, dst = pair
@@ -97,7 +98,7 @@ def test_moves_write_every_element_of_every_part_once(pair, busy):
     assert_right(src, dst, moves(src, dst, busy))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(pairs())
 def test_there_is_one_move_for_each_part_and_distinct_box_that_overlap(pair):
     src, dst = pair
@@ -106,7 +107,7 @@ def test_there_is_one_move_for_each_part_and_distinct_box_that_overlap(pair):
     assert len(moves(src, dst)) == want
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(pairs(), BUSY)
 def test_the_source_is_the_target_itself_or_the_least_busy_copy(pair, busy):
     src, dst = pair
@@ -121,7 +122,7 @@ def test_the_source_is_the_target_itself_or_the_least_busy_copy(pair, busy):
             load[move.source] += move.box.volume
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(pairs(), st.randoms(use_true_random=False))
 def test_moves_come_part_by_part_and_by_position_however_the_source_is_written_down(pair, random):
     src, dst = pair
@@ -132,7 +133,7 @@ def test_moves_come_part_by_part_and_by_position_however_the_source_is_written_d
     assert moves(Layout(src.shape, tuple(random.sample(src.parts, len(src.parts)))), dst) == planned
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(SHAPES.flatmap(lambda shape: st.one_of(meshed(shape), shattered(shape))))
 def test_from_a_layout_to_itself_every_holder_keeps_what_it_has(layout):
     assert moves(layout, layout) == [
@@ -140,7 +141,7 @@ def test_from_a_layout_to_itself_every_holder_keeps_what_it_has(layout):
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(pairs(), st.data())
 def test_one_part_of_a_layout_gets_what_it_gets_among_all(pair, data):
     src, dst = pair
@@ -150,7 +151,7 @@ def test_one_part_of_a_layout_gets_what_it_gets_among_all(pair, data):
     assert [move.box for move in alone] == [move.box for move in moves(src, dst) if move.target == part.holder]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.data())
 def test_copies_share_the_sending_of_a_whole_state(data):
     copies, shards, tensors = (data.draw(st.integers(1, 4)) for _ in range(3))

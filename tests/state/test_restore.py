@@ -27,6 +27,7 @@ from headway.state import (
 from headway.state import restore as restore_module
 from headway.state.manifest import digest_of, parse_manifest
 from headway.state.source import Source
+from thinned import examples
 
 FACTS = Facts(cursor=8, chain="", data_version="v", rng={"0": "AA=="})
 
@@ -89,7 +90,7 @@ def chunks_needed(tensor, itemsize, chunk, want):
     return needed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_box_reads_from_any_boxes(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))

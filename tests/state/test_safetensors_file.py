@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from headway.errors import StateError
 from headway.state.safetensors_file import DTYPES, bits_dtype, plan_image, read_image, write_file, write_memory
+from thinned import examples
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def whole_file(tmp_path_factory):
     return path
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_broken_headers_never_raise_anything_else(whole_file, data):
     good = whole_file.read_bytes()

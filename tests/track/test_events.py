@@ -30,6 +30,7 @@ from headway.track import (
     read_run,
     record_path,
 )
+from thinned import examples
 
 
 class FakeClock:
@@ -132,7 +133,7 @@ def test_numbers_that_json_lacks_and_foreign_types_do_not_stop_the_record(tmp_pa
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_loss_keeps_its_bits(tmp_path_factory, loss):
     path = tmp_path_factory.mktemp("bits") / "0001-rank-0.jsonl"
     with Recorder(path, attempt=1, process="rank-0") as recorder:
@@ -266,7 +267,7 @@ def test_a_file_without_a_header_gets_one(tmp_path):
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=30), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_file_cut_anywhere_gives_its_complete_lines(tmp_path_factory, steps, data):
     folder = tmp_path_factory.mktemp("cut")
     path = folder / "0002-rank-1.jsonl"
@@ -282,7 +283,7 @@ def test_a_file_cut_anywhere_gives_its_complete_lines(tmp_path_factory, steps, d
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"kind":"log","t":1}')), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_garbage_lines_are_skipped_and_counted(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("garbage") / "0001-agent.jsonl"
     rows = [row.replace(b"\n", b" ") for row in rows]

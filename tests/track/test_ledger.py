@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headway.errors import RunError
 from headway.track import ACCOUNTS, Header, Ledger, Record, account, largest_loss, read_run
+from thinned import examples
 
 S = 1_000_000_000
 
@@ -592,7 +593,7 @@ class Life:
 
 
 @given(st.lists(attempts_, min_size=1, max_size=3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_every_millisecond_is_where_the_oracle_says(plans):
     lives: list[Life] = []
     for number, plan in enumerate(plans, 1):
@@ -671,7 +672,7 @@ streams = st.lists(st.builds(Record, headers, st.lists(events_, max_size=12)), m
 
 
 @given(streams)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_stream_balances(records):
     ledger = account(records)
     check_balance(ledger)
@@ -681,7 +682,7 @@ def test_any_stream_balances(records):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_damaged_files_balance(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     (folder / "events").mkdir()

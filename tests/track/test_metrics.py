@@ -21,6 +21,7 @@ from headway.track import (
     read_metrics,
     record_path,
 )
+from thinned import examples
 
 
 def write(run: RunFolder, attempt: int, process: str, events: list[tuple[str, dict]]) -> None:
@@ -101,7 +102,7 @@ attempts = st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 6)), st.intege
 
 
 @given(attempts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_history_is_what_a_replay_leaves(plan):
     """Replay: each attempt first undoes what lies behind its start, then does its steps one after the other."""
     replayed: dict[int, tuple[int, int]] = {}
@@ -138,7 +139,7 @@ mixed = st.lists(
 
 
 @given(rows=st.one_of(alike, mixed), note=st.one_of(st.none(), awkward))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_is_picked_out_of_lines_is_what_json_reads(tmp_path_factory, rows, note):
     run = create_run(tmp_path_factory.mktemp("runs"), "demo")
     extra = {} if note is None else {"note": note}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headway.track import pulse as pulse_module
 from headway.track.pulse import PHASES, Arrival, Beat, Pulse, Pulses
+from thinned import examples
 
 WINDOW = 128
 TURNS = 64
@@ -231,7 +232,7 @@ class Visit:
 DEEDS = ("mark", "enter", "step", "ready", "forward", "steps")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(DEEDS), st.sampled_from(PHASES), st.integers(0, 1000)), max_size=60),
     st.sampled_from([0, 100, WINDOW - 3, WINDOW - 1, WINDOW, 5 * WINDOW - 2]),

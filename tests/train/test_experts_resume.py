@@ -54,6 +54,7 @@ def test_every_step_moves_a_bias_by_its_rate_or_not_at_all(unharmed) -> None:
     assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_biases_count_tokens_of_all_workers_and_go_on_with_other_workers(lab, recipe, unharmed) -> None:
     # One step, so that no rounding of other sums can have sent a token elsewhere.
     once = SETTINGS | {"train.steps": 1, "train.warmup_steps": 0}

@@ -150,6 +150,7 @@ def load_and_save_by(rank: int, workers: int, recipe: Recipe, source: Path, fold
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_moments_in_the_hosts_memory_give_the_same_bits(lab, recipe, run_once) -> None:
     kept = run_once("shard 2")
     offloaded = lab.train(recipe(on(MESHES["shard 2"], **{"train.offload_optimizer": True})), workers=None)

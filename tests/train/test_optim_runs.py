@@ -140,6 +140,7 @@ def test_the_average_is_the_one_by_hand_and_can_be_exported(lab, recipe, tmp_pat
     assert not torch.equal(exported["model.embed_tokens.weight"], plain["embed.weight"])
 
 
+@pytest.mark.slow
 def test_a_ramp_takes_samples_one_after_the_other(lab, recipe) -> None:
     settings = {"train.steps": 4, "train.batch": 4, "train.batch_ramp": [[2, 8], [4, 12]], "train.microbatch": 2}
     runs = [lab.train(recipe(settings), workers=workers) for workers in (1, 2)]

@@ -129,6 +129,7 @@ def test_a_mesh_computes_what_a_bare_loop_computes(name: str, own: Lab, make: An
     assert ("model/head.weight" in saved) is not tied, "what is tied is saved once"
 
 
+@pytest.mark.slow
 def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
     layout = LAYOUT | {
         "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
@@ -173,6 +174,7 @@ def test_a_killed_run_resumes_bit_for_bit(own: Lab, make: Any, name: str, args: 
     assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
 
 
+@pytest.mark.slow
 def test_another_mesh_and_another_run_take_a_state_over(own: Lab, make: Any, bare: Any) -> None:
     first = own.train(make(train__steps=2), workers=1)
     resumed = own.resume(first.run, f"train.steps={STEPS}", "parallel.tensor=2", workers=2)

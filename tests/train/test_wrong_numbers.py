@@ -71,6 +71,7 @@ def passed_over(tmp_path_factory, make_lab, recipe) -> Lived:
     return make_lab(tmp_path_factory.mktemp("passed-over")).train(recipe(SAVED | {"data.skip": [[24, 32]]}), workers=2)
 
 
+@pytest.mark.slow
 def test_samples_that_are_passed_over_are_not_seen(lab: Lab, recipe, passed_over: Lived) -> None:
     assert cursors(passed_over) == [8, 16, 24, 40, 48]
     straight = lab.train(recipe(SAVED | {"checkpoint.every_steps": 0}), workers=2)
@@ -118,6 +119,7 @@ def test_a_loss_that_rises_is_found_where_it_does(lab: Lab, recipe) -> None:
     assert saved(lived)[-1:] == [first]
 
 
+@pytest.mark.slow
 def test_a_spike_that_comes_again_is_known_again_and_taken_as_it_is(lab: Lab, recipe) -> None:
     """A line between the two steepest rises lets one spike through; an attempt that begins right before it has no
     losses of its own to hold it against."""
