@@ -137,6 +137,7 @@ def test_a_class_from_elsewhere_on_a_mesh_is_equal_and_exits_0(desk, dataset: Pa
     assert "\x1b" not in out + err
 
 
+@pytest.mark.slow
 def test_a_mesh_that_parts_exits_1_and_the_recipes_own_is_the_default(typed, monkeypatch) -> None:
     monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"mutations": ["whole-norm"]}))
     settings = ["--set", "parallel.tensor=2", "--set", "train.microbatch=4"]
