@@ -75,14 +75,14 @@ MUTANTS = [
            "cluster/engines/test_slurm_words.py"),
     Mutant("gradients of a step are added to the next one's", "train/loop.py",
            "optimizer.zero_grad(set_to_none=True)", "None if step % 2 else optimizer.zero_grad(set_to_none=True)",
-           "train/test_gradients.py"),
+           "train/test_early_updates.py"),
     Mutant("warm-up is one step late", "train/schedule.py",
            "return train.lr * step / train.warmup_steps", "return train.lr * (step - 1) / train.warmup_steps",
            "train/test_schedule.py"),
     Mutant("gradients are clipped at half the norm that the recipe says", "train/loop.py",
            "clip(optimizer, parameters.values(), norm, recipe.train.clip)",
            "clip(optimizer, parameters.values(), norm, recipe.train.clip / 2)",
-           "train/test_options.py"),
+           "train/test_own_models.py"),
 ]  # fmt: skip
 
 
