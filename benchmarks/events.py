@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.track import START, Recorder, create_run, extend, read_metric, read_run, record_path
+from headway.track import START, Recorder, create_run, extend_chain, read_metric, read_run, record_path
 from headway.track.ledger import account
 
 PACED_STEPS = 2000
@@ -32,7 +32,7 @@ def numbers(step: int) -> dict[str, float]:
 
 def headway_writer(folder: Path) -> tuple[Record, Callable[[], object]]:
     recorder = Recorder(record_path(folder, 1, "rank-0"), attempt=1, process="rank-0")
-    link = extend(START, 1, 8, 3.0, 1.0)
+    link = extend_chain(START, 1, 8, 3.0, 1.0)
 
     def record(step: int) -> None:
         at = time.monotonic_ns()

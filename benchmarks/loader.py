@@ -26,16 +26,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from headway.data import (
-    Loader,
-    ShardWriter,
-    WindowReader,
-    finish_dataset,
-    open_dataset,
-    split_windows,
-    train_tokenizer,
-)
-from headway.train.feed import Feed
+from headway.data import Loader, ShardWriter, WindowReader, finish_dataset, open_dataset, split_windows, train_tokenizer
+from headway.train.feed import DeviceFeed
 
 END_OF_TEXT = 0
 NUMPY, TENSORS, MASKS, DOCUMENTS, BARE = (
@@ -81,7 +73,7 @@ def headway(
     dataset = open_dataset(folder)
     reader = WindowReader(dataset, seq, mask_boundaries, documents=documents)
     loader = Loader(reader, split_windows(reader.windows, 0.01, dataset.version), seed=0, batch=batch)
-    source = Feed(loader, torch.device("cpu")) if tensors else loader
+    source = DeviceFeed(loader, torch.device("cpu")) if tensors else loader
     cursor = 0
     while True:
         yield source.read(cursor)

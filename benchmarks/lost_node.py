@@ -163,7 +163,7 @@ def is_node(process: psutil.Process, name: str) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return "headway.agent.node" in words and words[words.index("--name") + 1] == name
+    return "headway.agent.nodes.node_agent" in words and words[words.index("--name") + 1] == name
 
 
 def torchrun(folder: Path, agents: int, nodes: str) -> float:
@@ -177,7 +177,7 @@ def torchrun(folder: Path, agents: int, nodes: str) -> float:
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
     words += ["--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     words += ["--rdzv-id", "lost", "--local-addr", "127.0.0.1"]
-    words += ["-m", "headway.train.elastic_peer", str(folder)]
+    words += ["-m", "headway.train.torchrun_baseline", str(folder)]
 
     def notes() -> list[dict]:
         found = [json.loads(line) for path in folder.glob("rank-0.jsonl") for line in path.read_text().splitlines()

@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from headway.models import Decoder, empty_decoder, init_weights, initial_weight
-from headway.parallel import World, apply, finish_gradients, make_mesh, total_norm
+from headway.parallel import World, finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -78,7 +78,7 @@ def rows(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ours(recipe: Recipe, world: World) -> Step:
     """A step as train/loop.py makes it, without its record."""
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
     optimizer = build_optimizer(spread.model, recipe.train)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from headway.models import empty_decoder, init_weights, initial_weight
-from headway.parallel import World, apply, finish_gradients, total_norm
+from headway.parallel import World, finish_gradients, parallelize_model, total_norm
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -40,7 +40,7 @@ def make_recipe(shape: str, compiled: bool) -> Recipe:
 def ours(recipe: Recipe) -> Step:
     """A step as train/loop.py makes it, without data and record."""
     world = World(0, 1, DEVICE)
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
     optimizer = build_optimizer(spread.model, recipe.train)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.cluster.policies import POLICIES
-from headway.cluster.simulate import Setup, compare, read_trace, summary
+from headway.cluster.scheduler.policies import POLICIES
+from headway.cluster.simulate import SimulationSetup, compare_policies, read_trace, summary
 
 NAMES = ("headway", "headway without stops", "slurm", "kueue", "fifo")
 WITH_DEADLINES = ("headway", "headway elastic", "edf", "las", "slurm", "fifo", "srtf")
@@ -26,9 +26,9 @@ def measured(trace, gpus: int, seed: int, names: Sequence[str] = NAMES) -> dict[
     for name in names:
         policy = POLICIES[name.split()[0]]
         share = 0.0 if "without" in name else 0.5
-        setup = Setup("a100", 8, gpus // 8, preemptible=share, elastic=float("elastic" in name), seed=seed)
+        setup = SimulationSetup("a100", 8, gpus // 8, preemptible=share, elastic=float("elastic" in name), seed=seed)
         begin = time.perf_counter()
-        outcome = compare(trace, setup, [policy])[policy.name]
+        outcome = compare_policies(trace, setup, [policy])[policy.name]
         found[name] = summary(outcome) | {"seconds": time.perf_counter() - begin}
     return found
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.cluster.estimates import FUTURES, estimate
-from headway.cluster.record import record_of, retold
-from headway.cluster.simulate import Setup, find_policies, read_trace, simulate
+from headway.cluster.scheduler.decision_log import record_of, replay_until
+from headway.cluster.scheduler.start_estimate import FUTURES, estimate_start
+from headway.cluster.simulate import SimulationSetup, find_policies, read_trace, simulate
 
 POINTS = 0.07
 
@@ -40,7 +40,7 @@ def who_waited(record: Path) -> list[Waited]:
     """Of a record, as they started."""
     new, waits, found = set[str](), dict[str, float](), list[Waited]()
     last = None
-    for snapshot, _, history, decided in retold(record):
+    for snapshot, _, history, decided in replay_until(record):
         if history.came and history.came[-1].job.name != last:
             last = history.came[-1].job.name
             new.add(last)
@@ -60,10 +60,10 @@ def estimated(record: Path, asked: list[Waited], futures: int, part: slice) -> l
     """Of some jobs what was estimated, and what came."""
     todo = sorted(asked, key=lambda one: (one.asked_s, one.name))[part]
     found = []
-    for snapshot, policy, history, decided in retold(record):
+    for snapshot, policy, history, decided in replay_until(record):
         while decided and todo and todo[0].asked_s <= snapshot.now_s:
             one, begin = todo.pop(0), time.perf_counter()
-            told = estimate(snapshot, one.name, snapshot.now_s, policy, history, futures=futures)
+            told = estimate_start(snapshot, one.name, snapshot.now_s, policy, history, futures=futures)
             row = snapshot.jobs.rows[one.name]
             found.append(
                 {
@@ -113,7 +113,7 @@ def main() -> None:
     (policy,) = find_policies(options.policy)
     with tempfile.TemporaryDirectory() as folder:
         record = record_of(Path(folder), policy.name)
-        simulate(read_trace(options.trace), Setup("a100", 8, options.gpus // 8), policy, record=record)
+        simulate(read_trace(options.trace), SimulationSetup("a100", 8, options.gpus // 8), policy, record=record)
         waited = who_waited(record)
         asked = Random(options.seed).sample(waited, min(options.jobs, len(waited)))
         parts = [slice(number, None, options.workers) for number in range(options.workers)]

@@ -41,12 +41,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.agent import new_run, supervise
-from headway.agent.zygote import Zygote
-from headway.data import BuildOptions, build
+from headway.agent import new_run, supervise_run
+from headway.agent.workers.zygote import ZygoteClient
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.state import Box, digest_box, verify
+from headway.state import Box, digest_box, verify_checkpoint
 from headway.state.manifest import chunk_checksums
 from headway.track import Record, RunFolder, read_run
 
@@ -161,14 +161,14 @@ def train_here(job: dict[str, Any]) -> None:
     recipe = make_recipe(job["mb"], {"shard": 2}, Path(job["data"]), steps=job["steps"], save_every=job["every"])
     if job["steps_on"] is not None:
         os.sched_setaffinity(0, {job["steps_on"]})
-    zygote = Zygote.start(Path(job["folder"]) / "zygote.log", os.environ)
+    zygote = ZygoteClient.start(Path(job["folder"]) / "zygote.log", os.environ)
     if job["saves_on"] is not None:
         os.sched_setaffinity(0, {job["saves_on"]})
     with contextlib.closing(zygote):
         while not zygote.ready(timeout_s=1.0):
             pass
         attempt = new_run(recipe, Path(job["folder"]), name="run", workers=2)
-        outcome = supervise(attempt.model_copy(update={"threads": 1}), warm=zygote)
+        outcome = supervise_run(attempt.model_copy(update={"threads": 1}), warm=zygote)
     if outcome.state != "finished":
         sys.exit(f"{outcome.reason}\n{outcome.hint}")
 
@@ -308,7 +308,7 @@ class Bench:
         self.pinned = (cores[1], cores[0]) if len(cores) > 1 else (None, None)
         self._count = 0
         self.data = folder / "data"
-        build(self.data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=VOCABULARY))
+        build_dataset(self.data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=VOCABULARY))
 
     def ranks(self, workers: int, pinned: Cores, **job: Any) -> list[dict[str, Any]]:
         """Have ranks of state_dcp.py do a job; what each found."""
@@ -346,7 +346,7 @@ class Bench:
         checkpoint = only_last(folder.checkpoints)
         drop_from_cache(checkpoint)
         begun = time.monotonic()
-        size = verify(checkpoint).bytes
+        size = verify_checkpoint(checkpoint).bytes
         told = {"verify_s": time.monotonic() - begun, "bytes": size, "checkpoint": str(checkpoint)}
         return read_ours(folder) | told
 

@@ -37,11 +37,11 @@ from torch.distributed.tensor import DTensor
 
 from headway.errors import StateError
 from headway.models import empty_decoder
-from headway.parallel import Spread, World, apply, finish_gradients, make_mesh, total_norm
-from headway.parallel.local import local
+from headway.parallel import ParallelModel, World, finish_gradients, make_mesh, parallelize_model, total_norm
+from headway.parallel.local_part import to_local
 from headway.recipe import Parallel, Recipe
-from headway.state import Folder, Source, open_checkpoint
-from headway.state.tensors import Held, load_state, named_state
+from headway.state import CheckpointSource, FolderCheckpoint, open_checkpoint
+from headway.state.tensors import ModelShare, load_state, named_state
 from headway.train.build import build_optimizer
 from state import Trained, drop_from_cache, make_recipe
 
@@ -64,16 +64,18 @@ def meet(job: Job, rank: int, recipe: Recipe) -> World:
     return make_mesh(rank, workers, device, (recipe.parallel or Parallel()).sizes(workers))
 
 
-def make_model(recipe: Recipe, world: World) -> tuple[Spread, torch.optim.Optimizer, Held]:
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+def make_model(recipe: Recipe, world: World) -> tuple[ParallelModel, torch.optim.Optimizer, ModelShare]:
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     with torch.no_grad():
         for parameter in spread.model.parameters():  # any numbers will do, and these are drawn for this rank alone
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
-    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
     return spread, build_optimizer(spread.model, recipe.train), held
 
 
-def make_step(recipe: Recipe, world: World, spread: Spread, optimizer: torch.optim.Optimizer) -> Callable[[bool], bool]:
+def make_step(
+    recipe: Recipe, world: World, spread: ParallelModel, optimizer: torch.optim.Optimizer
+) -> Callable[[bool], bool]:
     """A step as train/loop.py makes it; it also finds out whether all ranks say yes."""
     rows, seq = recipe.train.batch // world.data.size, recipe.data.seq
     tokens = torch.randint(0, 256, (rows, seq + 1), generator=torch.Generator().manual_seed(world.rank))
@@ -269,11 +271,11 @@ def timed(way: Callable[[], Any]) -> float:
     return time.monotonic() - begun
 
 
-class Noting(Source):
+class Noting(CheckpointSource):
     """A checkpoint's folder that notes what is read of it."""
 
     def __init__(self, path: Path) -> None:
-        self._folder, self.place = Folder(path), str(path)
+        self._folder, self.place = FolderCheckpoint(path), str(path)
         self.reads: list[tuple[str, int, int]] = []
 
     def manifest(self) -> bytes:
@@ -289,7 +291,7 @@ class Noting(Source):
 
 def held_bytes(state: dict[str, torch.Tensor]) -> int:
     """What a rank holds of a state."""
-    return sum(local(tensor).nbytes for tensor in state.values())
+    return sum(to_local(tensor).nbytes for tensor in state.values())
 
 
 def read_raw(folder: Path, reads: list[tuple[str, int, int]], memory: mmap.mmap) -> None:
@@ -324,7 +326,7 @@ def share_in_cache(folder: Path) -> float:
 # -- damage
 
 
-def flipped(job: Job, spread: Spread, optimizer: torch.optim.Optimizer, held: Held) -> dict[str, str]:
+def flipped(job: Job, spread: ParallelModel, optimizer: torch.optim.Optimizer, held: ModelShare) -> dict[str, str]:
     """What each says of a copy of its checkpoint with one byte changed in the middle of a tensor."""
     state = named_state(spread.model, optimizer, held)
     name = next(name for name, tensor in state.items() if name.startswith("model/layers") and tensor.ndim == 2)

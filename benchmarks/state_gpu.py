@@ -25,10 +25,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from headway.agent.kept import Kept
-from headway.agent.saves import Saves as AgentSaves
+from headway.agent.fd_store import FdStore
+from headway.agent.saving.coordinator import SaveCoordinator as AgentSaves
 from headway.recipe import FaultPlan, Recipe
-from headway.state import Line
+from headway.state import Channel
 from headway.track import Recorder, RunFolder, account, read_metric, read_run
 
 EIGHT = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab_size": 128256}
@@ -42,17 +42,17 @@ SEQ, MICROBATCHES, STEPS = 4096, 2, 20
 # -- memory: the worker's side
 
 
-def work(line: Line, folder: Path, shape: dict) -> None:
+def work(line: Channel, folder: Path, shape: dict) -> None:
     """Train in a bare loop, with and without a save in 20 steps; leaves its times in a file."""
     import torch
 
     from headway.models import empty_decoder
     from headway.parallel import World
     from headway.recipe import Model
-    from headway.state.tensors import Held
-    from headway.track.pulse import Beat
-    from headway.train.inject import Injector
-    from headway.train.save import Saves
+    from headway.state.tensors import ModelShare
+    from headway.track.heartbeat import HeartbeatWriter
+    from headway.train.fault_injector import WorkerFaultInjector
+    from headway.train.save import SaveClient
 
     torch.cuda.set_device(0)
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(0, shape["vocab_size"], (MICROBATCHES, 1, SEQ + 1), device="cuda")
 
-    def step(saves: Saves | None) -> None:
+    def step(saves: SaveClient | None) -> None:
         for part in tokens:
             (decoder(part[:, :-1], part[:, 1:]) / (MICROBATCHES * SEQ)).backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
@@ -76,7 +76,7 @@ def work(line: Line, folder: Path, shape: dict) -> None:
         if saves is not None:
             saves.tick()
 
-    def series(saves: Saves | None, save_at: int = 0, first: int = 0) -> float:
+    def series(saves: SaveClient | None, save_at: int = 0, first: int = 0) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for number in range(1, STEPS + 1):
@@ -94,10 +94,11 @@ def work(line: Line, folder: Path, shape: dict) -> None:
     world = World(rank=0, size=1, device=torch.device("cuda", 0))
     recorder = Recorder(folder / "worker.jsonl", attempt=1, process="rank-0")
     parts = SimpleNamespace(
-        spread=SimpleNamespace(model=decoder), optimizer=optimizer, held=Held(), world=world, recorder=recorder,
-        faults=Injector(FaultPlan(), 0, 1, decoder, folder), beat=Beat(memoryview(bytearray(4096))),
+        spread=SimpleNamespace(model=decoder), optimizer=optimizer, held=ModelShare(), world=world, recorder=recorder,
+        faults=WorkerFaultInjector(FaultPlan(), 0, 1, decoder, folder),
+        beat=HeartbeatWriter(memoryview(bytearray(4096))),
     )  # fmt: skip
-    saves = Saves(line, parts, attempt=1)
+    saves = SaveClient(line, parts, attempt=1)
     opened_s = time.perf_counter() - started
     state = sum(t.nbytes for own in saves._owned for t in [own.tensor])
 
@@ -146,17 +147,17 @@ def memory(folder: Path, shape: dict) -> dict:
     run = RunFolder(folder)
     run.checkpoints.mkdir()
     recipe = Recipe.model_validate({"data": {"path": "-", "seq": 8, "version": "v"}})
-    ours, theirs = Line.pair()
+    ours, theirs = Channel.pair()
     child = os.fork()  # before there are threads
     if child == 0:
         with contextlib.suppress(KeyboardInterrupt):
             (descriptor,) = theirs.receive(None)[0].descriptors
-            work(Line(socket.socket(fileno=descriptor)), folder, shape)
+            work(Channel(socket.socket(fileno=descriptor)), folder, shape)
         os._exit(0)
-    saves = AgentSaves(run, recipe, FaultPlan(), Kept())
+    saves = AgentSaves(run, recipe, FaultPlan(), FdStore())
     recorder = Recorder(folder / "agent.jsonl", attempt=1, process="agent")
     saves.start(1, 1, recorder, recipe)
-    line, end = Line.pair()
+    line, end = Channel.pair()
     saves.listen(0, line)
     with contextlib.closing(end):
         ours.send("line", [end.fileno()])

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.cluster.engines.engine import Engine, Request
+from headway.cluster.engines.engine import Engine, LaunchRequest
 from headway.cluster.engines.settings import open_engine
-from headway.data import BuildOptions, build
+from headway.data import BuildOptions, build_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "cluster" / "engines"))
@@ -104,7 +104,7 @@ def verb(bench: Bench, engine: str) -> float:
 def imports() -> float:
     """A process that imports what `headway submit` imports, and ends."""
     began = time.time()
-    words = "import headway.cli.main, headway.cluster.submit, headway.agent, headway.hardware, typer._adapters"
+    words = "import headway.cli.main, headway.cluster.submit.runs, headway.agent, headway.hardware, typer._adapters"
     subprocess.run([sys.executable, "-c", words], check=True)
     return time.time() - began
 
@@ -114,7 +114,7 @@ def call(bench: Bench, engine: Engine) -> float:
     file, line = bench.mark()
     folder = bench.folder / f"job-{bench.number}"
     folder.mkdir()
-    request = Request("bench", ("bash", bench.script(line)), folder)
+    request = LaunchRequest("bench", ("bash", bench.script(line)), folder)
     began = time.time()
     engine.launch(request)
     return took(file, began)
@@ -229,7 +229,7 @@ def main() -> None:
         for name in options.engines.split(","):
             folder = Path(place) / name
             folder.mkdir()
-            build(folder / "data", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+            build_dataset(folder / "data", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
             text = (ROOT / "recipes" / "demo.toml").read_text()
             (folder / "demo.toml").write_text(text.replace("data/python-stdlib", str(folder / "data")))
             try:

@@ -34,7 +34,7 @@ def documents(files: list[str], megabytes: float) -> list[str]:
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
     """In a process of its own, since the number of native threads is fixed when it first encodes."""
     from headway.data import load_tokenizer, train_tokenizer
-    from headway.data.fast import fast_encoder
+    from headway.data.tiktoken_encoder import fast_encoder
 
     texts = documents(arguments.texts, arguments.megabytes)
     if arguments.tokenizer:

@@ -184,11 +184,11 @@ def host_waits(step: Step) -> str:
 def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> Step:
     """The trainer's own step, but for the data."""
     from headway.models import empty_decoder
-    from headway.parallel import World, apply, total_norm
+    from headway.parallel import World, parallelize_model, total_norm
     from headway.recipe.load import parse_recipe, with_settings
-    from headway.train.early import early_updates
-    from headway.train.graphs import passes_of
+    from headway.train.cuda_graphs import passes_of
     from headway.train.optim import build_optimizer, clip, lower, set_step, widen_gradients
+    from headway.train.optimizer_in_backward import early_updates
 
     train = {"batch": shape["batch"], "lr": 1e-4, **shape["train"]}
     values = {"model": model.model_dump(exclude_defaults=True), "data": {"path": "none", "seq": shape["seq"]}}
@@ -197,7 +197,7 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     plain = empty_decoder(recipe.model, "meta")
     lower(plain, recipe.train)
-    spread = apply(plain, recipe, world)
+    spread = parallelize_model(plain, recipe, world)
     if spread.accumulates:
         widen_gradients(spread.model)
     draw(spread.model)

@@ -24,19 +24,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from headway.data import BuildOptions, build
+from headway.data import BuildOptions, build_dataset
 from headway.models import empty_decoder
-from headway.parallel import Spread, World, apply
+from headway.parallel import ParallelModel, World, parallelize_model
 from headway.recipe import Recipe, load_recipe
 from headway.recipe.schema import Health
-from headway.track.pulse import PAGE, Beat
-from headway.train.marks import mark_blocks
-from headway.train.numbers import Watch
+from headway.track.heartbeat import PAGE, HeartbeatWriter
+from headway.train.heartbeat_hooks import add_heartbeat_hooks
+from headway.train.numerics import NumericsMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Mute(Beat):
+class Mute(HeartbeatWriter):
     """A beat that can be switched off, so that the same step runs with and without marks."""
 
     on = True
@@ -47,11 +47,11 @@ class Mute(Beat):
             super().mark(module)
 
 
-def spread_of(recipe: Recipe) -> Spread:
+def spread_of(recipe: Recipe) -> ParallelModel:
     """The recipe's decoder on one process, with weights of any kind."""
     with torch.device("meta"):
         model = empty_decoder(recipe.model)
-    spread = apply(model, recipe, World(rank=0, size=1, device=torch.device("cpu")))
+    spread = parallelize_model(model, recipe, World(rank=0, size=1, device=torch.device("cpu")))
     for parameter in spread.model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return spread
@@ -61,7 +61,7 @@ def marks(recipe: Recipe, steps: int) -> dict[str, float]:
     """Steps with and without marks, one after the other."""
     torch.set_num_threads(1)
     spread, beat = spread_of(recipe), Mute(memoryview(bytearray(PAGE)))
-    mark_blocks(spread, beat)
+    add_heartbeat_hooks(spread, beat)
     rows, seq = recipe.train.batch, recipe.data.seq
     tokens = torch.randint(0, recipe.model.vocab_size, (rows, seq + 1))
     taken: dict[bool, list[float]] = {True: [], False: []}
@@ -89,7 +89,7 @@ def marks(recipe: Recipe, steps: int) -> dict[str, float]:
 
 def numbers() -> float:
     """Seconds for one look at a step's numbers."""
-    watch, loss = Watch(Health()), torch.randn(20_000).abs().tolist()
+    watch, loss = NumericsMonitor(Health()), torch.randn(20_000).abs().tolist()
     begun = time.perf_counter()
     for step, value in enumerate(loss, start=1):
         watch.look(step, value, 1.0)
@@ -127,7 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data"
-        build(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+        build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
         recipe = load_recipe(ROOT / "recipes/demo.toml", [f"data.path={data}", "model.vocab_size=2048"])
         result = {"marks": marks(recipe, options.steps), "look_s": numbers(), "agent": agent(folder, data)}
     told, look = result["marks"], result["look_s"]

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headway.agent.check import Checked, Compared, check
-from headway.agent.compare import Kind
+from headway.agent.parity import MeshParity, ParityReport, check_parity
+from headway.agent.parity_compare import Kind
 from headway.cli.check_view import check_lines
 from headway.cli.mesh import parse_layout
-from headway.data import BuildOptions, build
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ def main() -> int:
     """Check them all, then write the page."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "json-package"
-        build(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+        build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
         checks = [
             checked(data, "float32", MESHES),
             checked(data, "bfloat16", BFLOAT16),
@@ -67,14 +67,16 @@ def main() -> int:
     return 0
 
 
-def checked(data: Path, dtype: str, meshes: Sequence[str]) -> Checked:
+def checked(data: Path, dtype: str, meshes: Sequence[str]) -> ParityReport:
     """The check's own recipe, in some precision, on meshes."""
     recipe: Recipe = load_recipe(ROOT / "recipes" / "check.toml", [f"data.path={data}", f"train.dtype={dtype}"])
     wanted = [parse_layout(mesh) for mesh in meshes]
-    return check(recipe, wanted, data.parent / "runs", tell=lambda text: print(text, file=sys.stderr, flush=True))
+    return check_parity(
+        recipe, wanted, data.parent / "runs", tell=lambda text: print(text, file=sys.stderr, flush=True)
+    )
 
 
-def section(one: Checked) -> Iterator[str]:
+def section(one: ParityReport) -> Iterator[str]:
     """A table of all meshes of one precision."""
     limits = [f"{one.tolerances.of(kind):.0e}".replace("e-0", "e-") for kind in COLUMNS]
     yield from (f"### {one.dtype}", "")
@@ -84,7 +86,7 @@ def section(one: Checked) -> Iterator[str]:
     yield ""
 
 
-def row(mesh: Compared) -> str:
+def row(mesh: MeshParity) -> str:
     """One mesh's largest differences."""
     assert mesh.verdict is not None, "what failed is not written down"
     found = " | ".join(f"{mesh.verdict.largest[kind].difference:.1e}" for kind in COLUMNS)

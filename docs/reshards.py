@@ -29,17 +29,17 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from headway.agent import new_run, supervise
+from headway.agent import new_run, supervise_run
 from headway.agent.attempt import worker_environment
-from headway.agent.check import describe
-from headway.agent.zygote import Zygote
+from headway.agent.parity import describe
+from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.mesh import parse_layout
-from headway.data import BuildOptions, build
-from headway.parallel import World, apply, make_mesh
+from headway.data import BuildOptions, build_dataset
+from headway.parallel import World, make_mesh, parallelize_model
 from headway.recipe import Parallel, Recipe
 from headway.recipe.load import parse_recipe
 from headway.state import Box, digest_box, find_checkpoint, state_digest
-from headway.state.tensors import Held, load_state, named_state, pieces
+from headway.state.tensors import ModelShare, load_state, named_state, pieces
 from headway.track import read_recipe
 from headway.train.build import build_optimizer, empty_model
 
@@ -65,7 +65,7 @@ MESHES = (
 # ends of a pipeline hold; there are fewer key heads than workers of the largest tensor axis, which hold them whole.
 MODEL = {"layers": 4, "dim": 40, "heads": 4, "kv_heads": 2, "hidden": 56, "vocab_size": 301, "qkv_bias": True}
 TRAIN = {"batch": 12, "microbatch": 2, "lr": 1e-2, "warmup_steps": 1, "device": "cpu"}
-PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.agent.check", "headway.data", "headway.train.build"]
+PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.agent.parity", "headway.data", "headway.train.build"]
 """What every worker imports: done once, in the process that they are forked from."""
 NUMBERS = 1 << 20
 """For the elements of one rank, to see where they lie; float32 tells those of 16 ranks apart."""
@@ -102,7 +102,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         data = root / "json-package"
-        build(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+        build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
         saved = train(data, root)
         assert len({digest_in(one.state) for one in saved}) == len(saved), "one state could be taken for another"
         differences = {one.mesh: loads(one, [other.state for other in saved], root / "loaded") for one in saved}
@@ -145,12 +145,12 @@ def train(data: Path, root: Path) -> list[Saved]:
     """Train and save on every mesh."""
     attempts = [new_run(recipe_on(mesh, data, i), root / "runs", name=f"mesh-{i}") for i, mesh in enumerate(MESHES)]
     attempts = [attempt.model_copy(update={"threads": 1}) for attempt in attempts]
-    zygote = Zygote.start(root / "zygote.log", worker_environment(attempts[0]))
+    zygote = ZygoteClient.start(root / "zygote.log", worker_environment(attempts[0]))
     found = []
     try:
         for mesh, attempt in zip(MESHES, attempts, strict=True):
             tell(f"{words(mesh)}: trains and saves")
-            outcome = supervise(attempt, warm=zygote)
+            outcome = supervise_run(attempt, warm=zygote)
             if outcome.state != "finished":
                 raise SystemExit(f"{words(mesh)}: {outcome.reason}")
             state = find_checkpoint(attempt.folder.checkpoints)
@@ -192,8 +192,8 @@ def load_all(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], pl
     device = torch.device("cpu")
     sizes = (recipe.parallel or Parallel()).sizes(workers)
     world = make_mesh(rank, workers, device, sizes) if workers > 1 else World(rank=0, size=1, device=device)
-    spread = apply(empty_model(recipe.model), recipe, world)
-    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+    spread = parallelize_model(empty_model(recipe.model), recipe, world)
+    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
     optimizer = build_optimizer(spread.model, recipe.train)
     live = named_state(spread.model, optimizer, held)
     places = {name: places_of(tensor, rank) for name, tensor in live.items()}

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from headway.agent import new_run, supervise
-from headway.data import BuildOptions, build
+from headway.agent import new_run, supervise_run
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import Checkpoint, Data, Model, Recipe, Train, to_toml
 from headway.track import account, largest_loss, read_metric, read_run
 
@@ -13,7 +13,7 @@ from headway.track import account, largest_loss, read_metric, read_run
 def main() -> None:
     """Build data, train with two workers, read the record back."""
     text = Path(json.__file__).parent / "*.py"  # a little text that every Python has
-    built = build("data/json-package", [text], BuildOptions(vocab_size=512), force=True)
+    built = build_dataset("data/json-package", [text], BuildOptions(vocab_size=512), force=True)
     print(f"{built.manifest.tokens:,} tokens, version {built.manifest.version}")
 
     recipe = Recipe(
@@ -27,7 +27,7 @@ def main() -> None:
 
     # new_run checks everything and makes the run's folder; supervise runs it to its end in this process.
     attempt = new_run(recipe, Path("runs"), workers=2)
-    outcome = supervise(attempt)
+    outcome = supervise_run(attempt)
     print(f"{attempt.run.name}: {outcome.state}, {outcome.reason}")
     if outcome.state != "finished":
         sys.exit(outcome.exit_status)

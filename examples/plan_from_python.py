@@ -6,7 +6,7 @@ python examples/plan_from_python.py
 from headway.hardware import parse_on
 from headway.plan.plan import plan
 from headway.plan.settings import Mesh
-from headway.plan.task import Choices
+from headway.plan.task import SearchSpace
 from headway.recipe import Data, Model, Recipe, Train
 
 MODEL = Model(vocab_size=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336, tie_embeddings=False)
@@ -28,7 +28,7 @@ def main() -> None:
     for account, seconds in best.step.accounts.items():
         print(f"  {account:<24}{seconds / best.step.seconds:>6.1%}")
 
-    other = plan(RECIPE, parse_on("h100x8x4"), choices=Choices(mesh=Mesh(shard=4, tensor=8))).best.estimate
+    other = plan(RECIPE, parse_on("h100x8x4"), choices=SearchSpace(mesh=Mesh(shard=4, tensor=8))).best.estimate
     print(f"{other.settings.mesh.describe()}: {other.step.seconds / best.step.seconds - 1:.0%} slower")
 
     for nodes in (1, 4, 16):

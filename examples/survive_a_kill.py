@@ -7,16 +7,16 @@ import json
 import shutil
 from pathlib import Path
 
-from headway.agent import new_run, resume_run, supervise
-from headway.data import BuildOptions, build
+from headway.agent import new_run, resume_run, supervise_run
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import Checkpoint, Data, FaultPlan, Model, Recipe, Store, Train
-from headway.track import account, compare, read_run
+from headway.track import account, compare_runs, read_run
 
 
 def main() -> None:
     """Two runs of one recipe: one is left alone, one is not."""
     text = Path(json.__file__).parent / "*.py"  # a little text that every Python has
-    built = build("data/json-package", [text], BuildOptions(vocab_size=512), force=True)
+    built = build_dataset("data/json-package", [text], BuildOptions(vocab_size=512), force=True)
     recipe = Recipe(
         name="survivor",
         model=Model(layers=2, dim=64, heads=4),
@@ -29,19 +29,19 @@ def main() -> None:
         ),
     )
     left_alone = new_run(recipe, Path("runs"), workers=2)
-    assert supervise(left_alone).state == "finished"
+    assert supervise_run(left_alone).state == "finished"
 
     attempt = new_run(recipe, Path("runs"), workers=2)
     killed = attempt.model_copy(update={"faults": FaultPlan().kill(step=15, rank=1, point="compute")})
-    print(f"{attempt.run.name}: {supervise(killed).reason}")
+    print(f"{attempt.run.name}: {supervise_run(killed).reason}")
     for incident in account(read_run(attempt.folder)).incidents:
         print(f"  {incident.text}")
-    print(f"beside the run that was left alone: {compare(attempt.folder, left_alone.folder).sentence}")
+    print(f"beside the run that was left alone: {compare_runs(attempt.folder, left_alone.folder).sentence}")
 
     shutil.rmtree(attempt.folder.checkpoints)
     resumed = resume_run(attempt.folder, ["train.steps=24"])
     print("\n".join(resumed.notes))
-    print(f"{attempt.run.name}: {supervise(resumed).state} at step 24")
+    print(f"{attempt.run.name}: {supervise_run(resumed).state} at step 24")
 
 
 if __name__ == "__main__":

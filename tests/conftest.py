@@ -26,9 +26,9 @@ if shutil.which("nvidia-smi") is None:
 # Testers are as many as cores: second threads would only wait for each other, which takes as much of a core as work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from headway.agent import Attempt, Outcome, new_run, resume_run, supervise
-from headway.agent.zygote import Zygote
-from headway.data import BuildOptions, build
+from headway.agent import Attempt, AttemptOutcome, new_run, resume_run, supervise_run
+from headway.agent.workers.zygote import ZygoteClient
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.load import parse_recipe
 from headway.track import RunFolder, read_run
@@ -81,19 +81,19 @@ def pytest_runtestloop() -> None:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of a few ten thousand tokens, made of the standard library's json package."""
     folder = tmp_path_factory.mktemp("data") / "json-package"
-    build(folder, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
+    build_dataset(folder, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
     return folder
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZygoteClient]:
     """Workers are forked from here, so that a test pays for a run and not for importing torch.
 
     They find `own_models`, as those of a user who has set PYTHONPATH.
     """
     paths = [str(Path(__file__).parent / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    process = Zygote.start(tmp_path_factory.mktemp("zygote") / "log", environment)
+    process = ZygoteClient.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):
         pass
     yield process
@@ -118,7 +118,7 @@ def recipe(dataset: Path) -> Callable[..., Recipe]:
 class Lab:
     """Runs recipes to their end in a folder of their own."""
 
-    def __init__(self, root: Path, zygote: Zygote) -> None:
+    def __init__(self, root: Path, zygote: ZygoteClient) -> None:
         self.root, self._zygote = root, zygote
 
     def train(self, recipe: Recipe, workers: int = 1, faults: FaultPlan | None = None, **options: Any) -> "Lived":
@@ -131,13 +131,13 @@ class Lab:
 
     def _live(self, attempt: Attempt, faults: FaultPlan | None) -> "Lived":
         attempt = attempt.model_copy(update={"threads": 1, "faults": faults or FaultPlan()})
-        return Lived(attempt.folder, supervise(attempt, warm=self._zygote))
+        return Lived(attempt.folder, supervise_run(attempt, warm=self._zygote))
 
 
 class Lived:
     """An attempt that has ended."""
 
-    def __init__(self, run: RunFolder, outcome: Outcome) -> None:
+    def __init__(self, run: RunFolder, outcome: AttemptOutcome) -> None:
         self.run, self.outcome = run, outcome
 
     @property
@@ -202,7 +202,7 @@ def assert_same(lived: Lived, other: Lived) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_lab(zygote: Zygote) -> Callable[[Path], Lab]:
+def make_lab(zygote: ZygoteClient) -> Callable[[Path], Lab]:
     """Makes places to run recipes."""
     return lambda root: Lab(root, zygote)
 

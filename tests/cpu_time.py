@@ -140,7 +140,7 @@ class Summary:
 
 
 def package_of(test: str) -> str:
-    """The package that a test is about: `agent` of `tests/agent/test_lease.py::test_one`, else `tests`."""
+    """The package that a test is about: `agent` of `tests/agent/nodes/test_lease.py::test_one`, else `tests`."""
     parts = Path(test.partition("::")[0]).parts
     return parts[1] if len(parts) > 2 else "tests"
 

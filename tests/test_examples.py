@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.data import BuildOptions, build
+from headway.data import BuildOptions, build_dataset
 from headway.recipe import load_recipe
-from headway.state import Facts, Piece, begin, commit, shard_name, write_shard
+from headway.state import CheckpointFacts, Piece, begin_checkpoint, commit, shard_name, write_shard
 from headway.track import RunFolder, read_metric
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -66,7 +66,7 @@ def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_checkpoint_of_two_workers_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     weight, moment = np.arange(12, dtype="<f4").reshape(4, 3), np.ones(5, "<f4")
-    save = begin(tmp_path / "checkpoints", 3)
+    save = begin_checkpoint(tmp_path / "checkpoints", 3)
     shards = [
         write_shard(save.partial, shard_name(rank), [
             Piece("model/w", "float32", (4, 3), (2 * rank, 0), (2, 3), np.ascontiguousarray(weight[2 * rank :][:2])),
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_two_workers_is_read(tmp_path: Path, monkeypatch: pytest
         ])
         for rank in range(2)
     ]  # fmt: skip
-    folder = commit(save, Facts(cursor=0, chain="c", data_version="v", recipe={}), shards, workers=2)
+    folder = commit(save, CheckpointFacts(cursor=0, chain="c", data_version="v", recipe={}), shards, workers=2)
     monkeypatch.setattr(sys, "argv", ["read_checkpoint.py", str(folder)])
     made = runpy.run_path(str(EXAMPLES / "read_checkpoint.py"), run_name="__main__")
     assert "1 weights, 1 tensors of the optimizer" in capsys.readouterr().out
@@ -86,7 +86,9 @@ def test_a_checkpoint_of_two_workers_is_read(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_a_class_of_ones_own_is_trained_from_a_package_beside_its_recipe(tmp_path: Path) -> None:
     folder = EXAMPLES / "own_model"
-    build(tmp_path / "data" / "json-package", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=512))
+    build_dataset(
+        tmp_path / "data" / "json-package", [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=512)
+    )
     environment = os.environ | {"PYTHONPATH": str(folder), "HEADWAY_RUNS": str(tmp_path / "runs")}
     program = "from headway.cli.main import main; main()"
     done = subprocess.run(
@@ -105,10 +107,10 @@ def test_a_class_of_ones_own_is_trained_from_a_package_beside_its_recipe(tmp_pat
 
 
 def test_a_class_of_ones_own_is_built_from_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training one is tested with `own_models` of tests/train."""
+    """Training one is tested with `custom_models` of tests/train."""
     import torch
 
-    from headway.models.own import build_own
+    from headway.models.custom import build_own
 
     monkeypatch.syspath_prepend(str(EXAMPLES / "own_model"))
     model = load_recipe(EXAMPLES / "own_model" / "recipe.toml").model

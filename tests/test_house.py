@@ -13,8 +13,16 @@ import headway
 
 SOURCE = Path(headway.__file__).parent
 # Imports go down these lists and never up; packages that share a line may not import each other.
-CONTROL = [{"cli", "dashboard"}, {"cluster"}, {"agent"}, {"plan"}, {"state", "data"}, {"track", "hardware"}, {"recipe"}]
-TENSOR = [{"train", "inference", "profile"}, {"parallel"}, {"models"}, {"kernels"}]
+CONTROL = [
+    {"cli", "dashboard"},
+    {"cluster", "chaos"},
+    {"agent"},
+    {"plan"},
+    {"state", "data"},
+    {"track", "hardware"},
+    {"recipe"},
+]
+TENSOR = [{"train", "inference", "measure"}, {"parallel"}, {"models"}, {"kernels"}]
 BASE = {"errors", "__init__"}
 CONTROL_SIDE = set.union(*CONTROL)
 TENSOR_SIDE = set.union(*TENSOR)

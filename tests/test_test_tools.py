@@ -27,8 +27,8 @@ def test_cpu_time_of_a_child_counts_before_and_after_it_is_reaped() -> None:
 
 
 def test_packages_are_the_folders_of_tests() -> None:
-    assert package_of("tests/agent/test_lease.py::test_one[a/b]") == "agent"
-    assert package_of("tests/cluster/engines/test_guard.py::test_two") == "cluster"
+    assert package_of("tests/agent/nodes/test_lease.py::test_one[a/b]") == "agent"
+    assert package_of("tests/cluster/engines/test_command_runner.py::test_two") == "cluster"
     assert package_of("tests/test_house.py::test_three") == "tests"
     assert {"agent", "state", "tests"} <= set(packages())
 

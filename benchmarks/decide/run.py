@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.cluster.decide import decide
-from headway.cluster.jobs import Job
-from headway.cluster.policies import POLICIES
-from headway.cluster.record import carry_out
-from headway.cluster.snapshot import Snapshot
+from headway.cluster.scheduler.decide import decide
+from headway.cluster.scheduler.decision_log import apply_decisions
+from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.policies import POLICIES
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
 HERE = Path(__file__).parent
 
@@ -32,9 +32,9 @@ class Load:
         self.chance = np.random.default_rng(values["seed"])
         self.made = 0
 
-    def cluster(self) -> Snapshot:
+    def cluster(self) -> ClusterSnapshot:
         """All nodes, no jobs."""
-        load, snapshot = self.values, Snapshot()
+        load, snapshot = self.values, ClusterSnapshot()
         numbers = range(load["nodes"])
         racks = [f"rack-{number // load['nodes_per_rack']}" for number in numbers]
         blocks = [f"block-{number // load['nodes_per_rack'] // load['racks_per_block']}" for number in numbers]
@@ -67,12 +67,12 @@ class Load:
         return found
 
 
-def full(load: Load) -> Snapshot:
+def full(load: Load) -> ClusterSnapshot:
     """A cluster without a free GPU, and as many jobs waiting as the load says."""
     snapshot, now = load.cluster(), 0.0
     while free := int(snapshot.nodes.free[: len(snapshot.nodes)].sum()):
         snapshot.submit(load.jobs(500, now, () if free > 2000 else (1, 2, 4)))
-        carry_out(snapshot, decide(snapshot, now, POLICIES["kueue"]))
+        apply_decisions(snapshot, decide(snapshot, now, POLICIES["kueue"]))
         now += 600.0
         snapshot.advance(now)
     snapshot.submit(load.jobs(load.values["queued"] - len(snapshot.queue), now))
@@ -80,7 +80,7 @@ def full(load: Load) -> Snapshot:
     return snapshot
 
 
-def cycles(load: Load, snapshot: Snapshot, policy: str) -> tuple[list[float], int, int]:
+def cycles(load: Load, snapshot: ClusterSnapshot, policy: str) -> tuple[list[float], int, int]:
     """Seconds of each cycle, with what happened before it told to the snapshot; starts and stops."""
     times, starts, stops = [], 0, 0
     for _ in range(load.values["cycles"]):
@@ -93,7 +93,7 @@ def cycles(load: Load, snapshot: Snapshot, policy: str) -> tuple[list[float], in
             snapshot.end(row)
         snapshot.submit(coming)
         decisions = decide(snapshot, now, POLICIES[policy])
-        carry_out(snapshot, decisions)
+        apply_decisions(snapshot, decisions)
         times.append(time.perf_counter() - begin)
         starts += sum(one.kind == "start" for one in decisions)
         stops += sum(one.kind == "stop" for one in decisions)
@@ -107,7 +107,7 @@ def admissions(load: Load, policy: str) -> float:
     begin = time.perf_counter()
     snapshot.submit(jobs)
     decisions = decide(snapshot, 0.0, POLICIES[policy])
-    carry_out(snapshot, decisions)
+    apply_decisions(snapshot, decisions)
     return len(decisions) / (time.perf_counter() - begin)
 
 

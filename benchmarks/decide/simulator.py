@@ -14,8 +14,8 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from headway.cluster.simulate import Setup, find_policies, simulate, summary
-from headway.cluster.simulate.generate import WORKLOADS, draw
+from headway.cluster.simulate import SimulationSetup, find_policies, simulate, summary
+from headway.cluster.simulate.synthetic import WORKLOADS, draw_trace
 
 NODES, LARGEST = 125, 256
 
@@ -31,11 +31,11 @@ def main() -> None:
     options = parser.parse_args()
     bounds = tomllib.loads((Path(__file__).parent / "bounds.toml").read_text())["simulator_s"]
     workload = replace(WORKLOADS["seren-like"], largest=LARGEST)
-    trace = draw(workload, 8 * NODES, options.jobs, options.load, options.seed)
+    trace = draw_trace(workload, 8 * NODES, options.jobs, options.load, options.seed)
     found, met = {}, True
     for policy in find_policies(options.policy):
         wall, begin = time.perf_counter(), time.process_time()
-        told = summary(simulate(trace, Setup("a100", 8, NODES, seed=options.seed), policy))
+        told = summary(simulate(trace, SimulationSetup("a100", 8, NODES, seed=options.seed), policy))
         took = time.process_time() - begin
         found[policy.name] = told | {"processor_s": took, "seconds": time.perf_counter() - wall}
         bound = bounds.get(policy.name, max(bounds.values()))

@@ -11,7 +11,7 @@ import torch
 from case import Case
 from torch import Tensor
 
-from headway.kernels.adamw import Part, adamw, reference
+from headway.kernels.adamw import AdamwPart, adamw, reference
 from headway.kernels.adamw_8bit import adamw_8bit, books_of
 from headway.kernels.adamw_8bit import reference as reference_8bit
 from headway.state.box import Box
@@ -47,7 +47,7 @@ def draw(name: str) -> bytes:
 
 def parts_of(
     sizes: list[tuple[int, ...]], weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype
-) -> list[Part]:
+) -> list[AdamwPart]:
     made = []
     for i, shape in enumerate(sizes):
         w, g = (torch.randn(shape, device="cuda", dtype=dtype) for dtype in (weight, gradient))
@@ -58,18 +58,18 @@ def parts_of(
             m, v = (torch.zeros(shape, device="cuda", dtype=moment) for _ in range(2))
             scales = []
         step, box = torch.ones((), device="cuda"), Box((0,) * len(shape), shape)
-        made.append(Part(w, g, m, v, step, f"w{i}", box, shape, scales=(scales[0], scales[1]) if scales else None))
+        made.append(AdamwPart(w, g, m, v, step, f"w{i}", box, shape, scales=(scales[0], scales[1]) if scales else None))
     return made
 
 
-def fused(parts: list[Part]) -> Callable[[], object]:
+def fused(parts: list[AdamwPart]) -> Callable[[], object]:
     lists = [[getattr(part, key) for part in parts] for key in ("weight", "gradient", "mean", "square")]
     rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     steps = [part.step for part in parts]
     return lambda: torch._fused_adamw_(*lists, [], steps, **rates, amsgrad=False, maximize=False)
 
 
-def bytes_of(parts: list[Part]) -> int:
+def bytes_of(parts: list[AdamwPart]) -> int:
     """Read once, and all but gradients written once."""
     total = 0
     for part in parts:
@@ -117,7 +117,7 @@ def plain(
 def updated(w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, shown: Tensor | None, factor: Tensor) -> None:
     """The reference of one part."""
     box = Box((0,) * w.ndim, tuple(w.shape))
-    reference([Part(w, g, m, v, step, "", box, tuple(w.shape), shown)], factor=factor, **RATES)
+    reference([AdamwPart(w, g, m, v, step, "", box, tuple(w.shape), shown)], factor=factor, **RATES)
 
 
 def eight_bits(sizes: list[tuple[int, ...]], shape: str, weight: torch.dtype) -> Case:

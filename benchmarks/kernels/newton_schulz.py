@@ -6,13 +6,7 @@ from math import prod
 import torch
 from case import Case
 
-from headway.kernels.newton_schulz import (
-    polynomial,
-    reference_polynomial,
-    reference_symmetric,
-    step,
-    symmetric,
-)
+from headway.kernels.newton_schulz import polynomial, reference_polynomial, reference_symmetric, step, symmetric
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = [(2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (4, 2048, 2048), (64, 768, 2048)]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.hardware import parse_on
-from headway.plan.against import Against, Scores, against, as_json
+from headway.plan.accuracy.score import AccuracyReport, Scores, as_json, score_file
 from headway.plan.candidates import settings_of
-from headway.plan.costs import make_costs
-from headway.plan.efficiencies import SPREAD, Parameters, fitted_parameters
+from headway.plan.costs import make_cost_model
+from headway.plan.efficiencies import SPREAD, Efficiencies, fitted_parameters
 from headway.plan.estimate import estimate
 from headway.plan.plan import make_task, plan
 from headway.plan.settings import Mesh
@@ -42,7 +42,7 @@ def show(title: str, table: Iterable[tuple[str, Scores]]) -> None:
         print(f"  {name[-44:]:<44}{scores.count:>4} {figures} {scores.bias:>+7.1%} {rank:>5}")
 
 
-def show_tables(found: Against) -> None:
+def show_tables(found: AccuracyReport) -> None:
     show("groups", found.tables["groups"].items())
     for name in ("unseen", "calibrated", "fitted on all"):
         show(name, found.tables[name].items())
@@ -50,7 +50,7 @@ def show_tables(found: Against) -> None:
 
 def over_seeds(file: Path, seeds: int) -> dict[str, float]:
     """The calibrated table does not hang on the seed: mean of the means and medians over several."""
-    tables = [against(file, seed=seed).tables["groups"]["calibrated: the rest"] for seed in range(seeds)]
+    tables = [score_file(file, seed=seed).tables["groups"]["calibrated: the rest"] for seed in range(seeds)]
     return {
         "seeds": seeds,
         "mean": statistics.fmean(scores.mean for scores in tables),
@@ -72,7 +72,7 @@ def h200_steps() -> list[dict[str, Any]]:
         settings = settings_of(task, Mesh(), 0, row["microbatch"]).but(
             recompute="full" if row["checkpoint"] else "none"
         )
-        found = estimate(task.architecture, settings, make_costs(cluster, "measured"))
+        found = estimate(task.architecture, settings, make_cost_model(cluster, "measured"))
         measured = row.get("step_s", {}).get("median")
         made.append({
             "name": row["name"],
@@ -120,7 +120,7 @@ def search_times() -> dict[str, float]:
     return times
 
 
-def draw(found: Against, file: Path) -> None:
+def draw(found: AccuracyReport, file: Path) -> None:
     """Measured against predicted, unseen, both axes logarithmic."""
     import matplotlib as mpl
 
@@ -162,7 +162,7 @@ def main() -> None:
     if given.refit:
         subprocess.run([sys.executable, str(HERE / "fit.py")], check=True)
 
-    runs, iterations = against(HERE / "published_runs.csv"), against(HERE / "a100_iterations.csv")
+    runs, iterations = score_file(HERE / "published_runs.csv"), score_file(HERE / "a100_iterations.csv")
     print("published runs")
     show_tables(runs)
     print("\nA100 iterations")
@@ -181,7 +181,7 @@ def main() -> None:
     times = search_times()
     print("\nparameters: prior, fitted on all, spread of the prior")
     for name, spread in SPREAD.items():
-        prior, fitted = getattr(Parameters(), name), getattr(fitted_parameters(), name)
+        prior, fitted = getattr(Efficiencies(), name), getattr(fitted_parameters(), name)
         print(f"  {name:<12}{prior:>10.4g}{fitted:>10.4g}  x/ {1 + spread:.2f}")
     made = {"published_runs": as_json(runs)["tables"], "a100_iterations": as_json(iterations)["tables"], "seeds": seeds,
             "h200_steps": steps, "search_s": times}  # fmt: skip

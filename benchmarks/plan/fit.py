@@ -14,10 +14,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from headway.plan.against import CORE
-from headway.plan.calibrate import as_json, fit
-from headway.plan.efficiencies import Parameters
-from headway.plan.published import Case, Skip, read_case
+from headway.plan.accuracy.calibrate import as_json, fit
+from headway.plan.accuracy.published_runs import PublishedRun, UnmodelledRun, read_case
+from headway.plan.accuracy.score import CORE
+from headway.plan.efficiencies import Efficiencies
 
 HERE = Path(__file__).parent
 RUNS = HERE / "published_runs.csv"
@@ -31,22 +31,22 @@ ASSUMED = 0.4
 """Weight of runs that a rule had to complete."""
 
 
-def cases() -> list[Case]:
+def cases() -> list[PublishedRun]:
     """Every line that can be modelled."""
     found = []
     with RUNS.open(newline="", encoding="utf-8") as stream:
         for row, line in enumerate(csv.DictReader(stream)):
             try:
                 found.append(read_case(row, line))
-            except Skip:
+            except UnmodelledRun:
                 continue
     return found
 
 
-def weights(kept: list[Case]) -> list[float]:
+def weights(kept: list[PublishedRun]) -> list[float]:
     votes = Counter(case.program for case in kept)
 
-    def weight(case: Case) -> float:
+    def weight(case: PublishedRun) -> float:
         many = max(1.0, votes[case.program] / FULL_VOTE) ** -0.7
         core = 1.0 if case.dense and case.chip in CORE else OTHERS
         return many * core * (ASSUMED if case.assumed else 1.0)
@@ -54,11 +54,11 @@ def weights(kept: list[Case]) -> list[float]:
     return [weight(case) for case in kept]
 
 
-def fit_all(kept: list[Case]) -> dict[str, dict[str, float]]:
-    found = {"all": as_json(fit(kept, Parameters(), weights(kept)))}
+def fit_all(kept: list[PublishedRun]) -> dict[str, dict[str, float]]:
+    found = {"all": as_json(fit(kept, Efficiencies(), weights(kept)))}
     for program in sorted({case.program for case in kept}):
         rest = [case for case in kept if case.program != program]
-        found[program] = as_json(fit(rest, Parameters(), weights(rest)))
+        found[program] = as_json(fit(rest, Efficiencies(), weights(rest)))
         print(f"  without {program:<16} {len(rest)} runs", file=sys.stderr)
     return found
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import empty_decoder
-from headway.parallel import World, apply, total_norm
+from headway.parallel import World, parallelize_model, total_norm
 from headway.recipe import Data, Model, Recipe, Train
 from headway.train.build import build_optimizer
 from headway.train.meter import DeviceMeter
@@ -119,7 +119,7 @@ class Stepper:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.train, self.world = case, case.train, World(rank=0, size=1, device=device)
         recipe = Recipe(model=case.model, data=Data(path="-", seq=case.seq), train=self.train)
-        self.model = apply(empty_decoder(case.model, "meta"), recipe, self.world).model
+        self.model = parallelize_model(empty_decoder(case.model, "meta"), recipe, self.world).model
         draw(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, self.train)

@@ -16,18 +16,18 @@ import pytest
 
 from eventually import CEILING_S, eventually
 from headway.agent import Attempt
-from headway.agent.chaos import Long, Matrix, Peer, PeerTry, Result, Try
-from headway.agent.chaos.chance import plan
-from headway.agent.chaos.measure import Figures
-from headway.agent.chaos.rows import ROWS
+from headway.chaos import BaselineResult, BaselineRun, CaseResult, CaseRun, FaultMatrix, SoakResult
+from headway.chaos.cases import CASES
+from headway.chaos.random_faults import draw_fault_plan
+from headway.chaos.recovery_times import RecoveryTimes
 from headway.cli.chaos import chaos
 from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
 from headway.cli.main import main
 from headway.recipe import to_toml
 from headway.track import RunFolder
 
-BY_NAME = {row.name: row for row in ROWS}
-LONG = "worker 1 (or one beside it) hangs in step 20, compute: " + "torch/distributed/distributed_c10d.py:4394 " * 5
+BY_NAME = {row.name: row for row in CASES}
+LONG = "worker 1 (or a neighbouring rank) is hung in step 20: " + "torch/distributed/distributed_c10d.py:4394 " * 5
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_signal_ends_what_was_started_and_removes_its_folder(desk: Path, numbe
 
     monkeypatch.chdir(desk)
     monkeypatch.setattr(tempfile, "tempdir", str(desk / "temporary"))
-    monkeypatch.setattr("headway.cli.launch.start_keeper", start_keeper)
+    monkeypatch.setattr("headway.cli.launch.start_launcher", start_keeper)
     monkeypatch.setattr(sys, "argv", ["headway", "chaos", "tiny.toml", "--faults", "kill-worker"])
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as end:
@@ -137,13 +137,13 @@ def test_ctrl_c_ends_what_was_started_and_removes_its_folder(desk: Path, number:
 # -- what it prints
 
 
-def tried(*, figures: Figures | None = None, **more: Any) -> Try:
-    return Try(**{"figures": figures, "said": (), "complaints": (), "left": (), "seconds": 9.0} | more)
+def tried(*, figures: RecoveryTimes | None = None, **more: Any) -> CaseRun:
+    return CaseRun(**{"figures": figures, "said": (), "complaints": (), "left": (), "seconds": 9.0} | more)
 
 
-FIGURES = [Figures(0.02, stepping, 1, 2.5) for stepping in (1.0, 9.0, 2.0)]
-GOOD = Result(BY_NAME["kill-worker"], tuple(tried(figures=one, said=("back to step 3",)) for one in FIGURES))
-BAD = Result(
+FIGURES = [RecoveryTimes(0.02, stepping, 1, 2.5) for stepping in (1.0, 9.0, 2.0)]
+GOOD = CaseResult(BY_NAME["kill-worker"], tuple(tried(figures=one, said=("back to step 3",)) for one in FIGURES))
+BAD = CaseResult(
     BY_NAME["kill-agent-and-keeper"],
     (
         tried(figures=FIGURES[0], said=(LONG, "and then this")),
@@ -152,15 +152,16 @@ BAD = Result(
     ),
 )
 PEERS = [
-    Peer(
-        BY_NAME["kill-worker"], (PeerTry("recovered", 0.5, 6.0), PeerTry("recovered", 0.7, 18.0), PeerTry("job lost"))
+    BaselineResult(
+        BY_NAME["kill-worker"],
+        (BaselineRun("recovered", 0.5, 6.0), BaselineRun("recovered", 0.7, 18.0), BaselineRun("job lost")),
     ),
-    Peer(BY_NAME["stop-worker"], (PeerTry("not in time"),) * 3),
+    BaselineResult(BY_NAME["stop-worker"], (BaselineRun("not in time"),) * 3),
 ]
 
 
-def matrix(*results: Result) -> Matrix:
-    return Matrix("tiny", 2, 60, 0.0214, results, RunFolder(Path("runs/truth-1")))
+def matrix(*results: CaseResult) -> FaultMatrix:
+    return FaultMatrix("tiny", 2, 60, 0.0214, results, RunFolder(Path("runs/truth-1")))
 
 
 def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
@@ -174,23 +175,23 @@ def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
     assert "  kill-agent-and-keeper, try 3: the fault never struck" in lines
     assert "  kill-worker              0.600 s    12.0 s     2 of 3  (1 job lost)" in lines
     assert "  stop-worker                    -         -     0 of 3  (3 not in time)" in lines
-    assert lines[-1] == "1 of 2 faults ended as they must."
+    assert lines[-1] == "1 of 2 faults handled as expected."
     assert not matrix(GOOD, BAD).met
     assert matrix(GOOD).met
 
 
 def test_one_try_is_told_in_a_word() -> None:
-    refused = Result(BY_NAME["same-error"], (tried(figures=Figures(0.02, None, 0, 3.0)),))
-    lines = matrix_lines(matrix(Result(GOOD.row, GOOD.tries[:1]), Result(BAD.row, BAD.tries[2:]), refused))
+    refused = CaseResult(BY_NAME["same-error"], (tried(figures=RecoveryTimes(0.02, None, 0, 3.0)),))
+    lines = matrix_lines(matrix(CaseResult(GOOD.row, GOOD.tries[:1]), CaseResult(BAD.row, BAD.tries[2:]), refused))
     assert any(line.startswith("  kill-worker") and line.endswith("  equal") for line in lines)
     assert any(line.startswith("  kill-agent-and-keeper") and line.endswith("-  NOT MET") for line in lines)
     assert any(line.startswith("  same-error") and line.endswith("  refused") for line in lines)
 
 
-def long(**more: Any) -> Long:
-    faults = plan(1, 30, 2, saved_every=1, disk_every=25)
+def long(**more: Any) -> SoakResult:
+    faults = draw_fault_plan(1, 30, 2, saved_every=1, disk_every=25)
     facts = {"seed": 1, "faults": faults, "struck": tuple(range(30)), "steps": 500, "attempts": 20, "lost_s": 31.2}
-    return Long(**facts | {"complaints": (), "left": (), "seconds": 99.0} | more)
+    return SoakResult(**facts | {"complaints": (), "left": (), "seconds": 99.0} | more)
 
 
 def test_a_long_run_is_told() -> None:

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from eventually import CEILING_S, eventually
-from headway.agent.check import Checked, Compared
-from headway.agent.check import check as run_check
-from headway.agent.compare import KINDS, TOLERANCES, Finding, Verdict
-from headway.agent.zygote import Zygote
+from headway.agent.parity import MeshParity, ParityReport
+from headway.agent.parity import check_parity as run_check
+from headway.agent.parity_compare import KINDS, TOLERANCES, Finding, Verdict
+from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.check_view import as_json, check_lines
 from headway.cli.main import main
 from headway.cli.mesh import parse_layout
@@ -78,11 +78,11 @@ def desk(tmp_path: Path, recipe):
 
 
 @pytest.fixture
-def typed(desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], zygote: Zygote):
+def typed(desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], zygote: ZygoteClient):
     """Types a command in this process, with the tests' own zygote: exit status, output, errors."""
     monkeypatch.chdir(desk.folder)
     monkeypatch.setattr("tempfile.tempdir", str(desk.folder / "temporary"))
-    monkeypatch.setattr("headway.agent.check.check", partial(run_check, warm=zygote))
+    monkeypatch.setattr("headway.agent.parity.check_parity", partial(run_check, warm=zygote))
 
     def type_(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headway", "check", *words])
@@ -215,12 +215,12 @@ def verdict(**differences: float) -> Verdict:
     return Verdict(largest, next((finding for finding in largest.values() if finding.parts), None))
 
 
-def checked(*meshes: Compared) -> Checked:
-    return Checked("tiny", 3, "float32", "cpu", FLOAT32, [5.0, 4.0, 3.0], meshes)
+def checked(*meshes: MeshParity) -> ParityReport:
+    return ParityReport("tiny", 3, "float32", "cpu", FLOAT32, [5.0, 4.0, 3.0], meshes)
 
 
-def compared(name: str, found: Verdict | None, error: str | None = None, hint: str | None = None) -> Compared:
-    return Compared(name, Parallel(shard=2), 2, 4, 1.5, found, error, hint)
+def compared(name: str, found: Verdict | None, error: str | None = None, hint: str | None = None) -> MeshParity:
+    return MeshParity(name, Parallel(shard=2), 2, 4, 1.5, found, error, hint)
 
 
 def test_one_mesh_is_a_few_lines() -> None:

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from headway.cli.main import main
 from headway.recipe import Model
-from headway.state.huggingface import Weight, stored_weights, write_folder
-from headway.state.importing import import_run
+from headway.state.hf_import import import_run
+from headway.state.huggingface import LazyWeight, stored_weights, write_folder
 
 SIZES: dict[str, Any] = {"vocab_size": 128, "layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
 # By hand, of those sizes: heads of 8, queries 32 wide, keys and values 16 each.
@@ -78,7 +78,7 @@ def folder_of(path: Path, model: Model, arrays: dict[str, np.ndarray] | None = N
         return [array.reshape(-1).view(np.uint8).data]
 
     found = arrays or weights_of(model)
-    write_folder(path, model, {name: Weight("float32", a.shape, partial(block, a)) for name, a in found.items()})
+    write_folder(path, model, {name: LazyWeight("float32", a.shape, partial(block, a)) for name, a in found.items()})
     return path
 
 

@@ -7,15 +7,17 @@ import pytest
 
 from headway.cli.jobs import _table
 from headway.cli.text import shortened
-from headway.cluster.engines.engine import Request, Status
-from headway.cluster.engines.records import Submission
-from headway.cluster.submit import Standing
+from headway.cluster.engines.engine import JobStatus, LaunchRequest
+from headway.cluster.engines.submissions import Submission
+from headway.cluster.submit.runs import SubmittedRun
 from headway.track import RunFolder
 
 
-def standing(run: str, job: str = "4711", engine: str = "slurm", reason: str = "", on: str = "cpux1x2") -> Standing:
-    request = Request(run, ("true",), Path("/nowhere"))
-    return Standing(RunFolder(Path(run)), Submission(engine, job, on, request), Status("running", reason, ("vm",)))
+def standing(run: str, job: str = "4711", engine: str = "slurm", reason: str = "", on: str = "cpux1x2") -> SubmittedRun:
+    request = LaunchRequest(run, ("true",), Path("/nowhere"))
+    return SubmittedRun(
+        RunFolder(Path(run)), Submission(engine, job, on, request), JobStatus("running", reason, ("vm",))
+    )
 
 
 def test_a_short_name_stands_before_its_job() -> None:
@@ -40,7 +42,7 @@ def test_long_names_are_told_whole_and_nothing_is_wider_than_a_terminal(run: str
 
 def test_why_a_job_failed_is_told_whole() -> None:
     one = standing("tonight", reason="because " * 20 + "n0:/there/is/its/log")
-    failed = Standing(one.run, one.submission, replace(one.status, state="failed"))
+    failed = SubmittedRun(one.run, one.submission, replace(one.status, state="failed"))
     lines = _table([failed])
     assert max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines[2:]).split()) == "on vm; " + "because " * 20 + "n0:/there/is/its/log"

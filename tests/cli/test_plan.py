@@ -10,14 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from headway.agent import prepare
+from headway.agent.launch import prepare
 from headway.cli import plan as verb
-from headway.cli.against_view import short_source
+from headway.cli.accuracy_view import short_source
 from headway.cli.plan_view import ERRORS
 from headway.errors import HeadwayError
 from headway.hardware import default_cluster, known_chip, load_cluster, parse_on
+from headway.plan.scaling import parse_sweep, resized
 from headway.plan.step import ACCOUNTS
-from headway.plan.sweep import parse_sweep, resized
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = ROOT / "recipes"

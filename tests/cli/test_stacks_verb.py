@@ -11,12 +11,12 @@ import pytest
 
 from headway.cli.stacks import stacks
 from headway.errors import RunError, UsageError
-from headway.track import Recorder, create_run, hold, record_path
+from headway.track import Recorder, create_run, lock_run, record_path
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from headway.train.stacks import listen
+from headway.train.stack_responder import listen
 
 class Loader:
     def read_the_next_batch_of_a_very_long_name(self):
@@ -38,7 +38,7 @@ class Live:
         self.run = create_run(root, "tiny", "live")
         self.processes = []
         stack.callback(self.end)
-        stack.enter_context(hold(self.run))
+        stack.enter_context(lock_run(self.run))
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
     def record(self, attempt, *events):

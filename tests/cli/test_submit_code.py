@@ -13,12 +13,12 @@ import pytest
 import headway
 from eventually import eventually
 from headway.cluster.engines import OVER
-from headway.cluster.submit import standings
+from headway.cluster.submit.runs import standings
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
 from small_venv import small_venv
 
-OWN_MODELS = Path(__file__).parent.parent / "train" / "own_models.py"
+OWN_MODELS = Path(__file__).parent.parent / "train" / "custom_models.py"
 
 
 class Desk:

@@ -14,11 +14,11 @@ import pytest
 
 from conftest import recorded, send, when
 from eventually import CEILING_S, eventually
-from headway.agent import Attempt, Outcome, supervise
-from headway.agent.zygote import Zygote
+from headway.agent import Attempt, AttemptOutcome, supervise_run
+from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.main import main
 from headway.recipe import to_toml
-from headway.track import RunFolder, holder, read_run
+from headway.track import RunFolder, lock_holder, read_run
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ class Desk:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, zygote: Zygote, tmp_path: Path) -> None:
+def warm(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteClient, tmp_path: Path) -> None:
     """Has what is said in this process be supervised here too, with workers forked from the tests' zygote."""
 
-    def keep(attempt: Attempt, on_tick: Callable[[int], None]) -> Outcome:
-        return supervise(attempt.model_copy(update={"threads": 1}), on_tick, warm=zygote)
+    def keep(attempt: Attempt, on_tick: Callable[[int], None]) -> AttemptOutcome:
+        return supervise_run(attempt.model_copy(update={"threads": 1}), on_tick, warm=zygote)
 
-    monkeypatch.setattr("headway.cli.launch.keep", keep)
+    monkeypatch.setattr("headway.cli.launch.run_launcher", keep)
     monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path / "runs"))  # the zygote stands elsewhere
 
 
@@ -107,7 +107,7 @@ def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None
     starts = [event for record in read_run(desk.run("m"), "agent") for event in record.events]
     assert starts[0]["workers"] == 2
     assert json.loads(desk.run("m").recipe_file.read_text())["parallel"]["shard"] == 2
-    eventually(lambda: holder(desk.run("m")) is None)
+    eventually(lambda: lock_holder(desk.run("m")) is None)
 
 
 @pytest.mark.usefixtures("warm")
@@ -157,7 +157,7 @@ def test_errors_are_json_too_when_asked(desk) -> None:
 def test_ctrl_c_before_the_first_step_ends_at_once_and_resumes_from_nothing(desk) -> None:
     """And a terminal that closes saves and stops what was resumed."""
     process = desk.start("train", "r.toml", "--name", "early")
-    eventually(lambda: holder(desk.run("early")) is not None)
+    eventually(lambda: lock_holder(desk.run("early")) is not None)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
@@ -193,7 +193,7 @@ def test_detached_runs_are_stopped_by_name(desk) -> None:
     assert out.strip() == "bg"
     assert "plan: shard 2, " in err
     assert json.loads(desk.run("bg").recipe_file.read_text())["parallel"]["shard"] == 2
-    pid = holder(desk.run("bg"))
+    pid = lock_holder(desk.run("bg"))
     assert pid is not None
     desk.wait_for_step("bg", 2)
     _, err = desk.say("resume", "bg", status=1)

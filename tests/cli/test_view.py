@@ -8,7 +8,7 @@ from rich.console import Console
 
 from headway.agent import new_run
 from headway.cli.text import count, duration
-from headway.cli.view import LivePanel, PlainLines, Standing, open_view, stopping_line
+from headway.cli.view import LivePanel, LiveStatus, PlainLines, open_view, stopping_line
 
 SECOND = 1_000_000_000
 FACTS = {
@@ -38,8 +38,8 @@ class Source:
         return events
 
 
-def standing_after(events: list[dict], workers: int = 1) -> Standing:
-    standing = Standing(workers=workers)
+def standing_after(events: list[dict], workers: int = 1) -> LiveStatus:
+    standing = LiveStatus(workers=workers)
     for event in events:
         standing.take(event)
     return standing
@@ -69,7 +69,7 @@ def test_a_loss_that_is_not_finite_is_said_and_not_formatted() -> None:
 def test_the_panel_fits_eighty_columns() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
-    source, standing = Source(), Standing()
+    source, standing = Source(), LiveStatus()
 
     class Screen:
         def update(self, group, refresh: bool) -> None:
@@ -88,7 +88,7 @@ def test_the_panel_fits_eighty_columns() -> None:
 
 def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source()
-    lines = PlainLines(Standing(), source, "title")
+    lines = PlainLines(LiveStatus(), source, "title")
     source.events = [FACTS, *steps(1, 3)]
     lines.tick(0)
     lines.line()

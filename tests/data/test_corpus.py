@@ -12,8 +12,8 @@ from headway.data import (
     finish_dataset,
     held_out,
     open_dataset,
-    order,
     split_dataset,
+    window_order,
 )
 from headway.data.corpus import open_corpus
 from headway.errors import DataError
@@ -72,7 +72,7 @@ def test_a_single_path_is_read_as_ever(folders):
     corpus = open_corpus(recipe)
     assert (corpus.version, corpus.names) == (dataset.version, ("b",))
     for step, rows in enumerate(read_run(recipe)):
-        assert np.array_equal(rows, reader.read(order(split, recipe.seed, 4 * step, 4)).inputs)
+        assert np.array_equal(rows, reader.read(window_order(split, recipe.seed, 4 * step, 4)).inputs)
     assert corpus.held_out(3).tolist() == held_out(split)[:3].tolist()
     assert corpus.held_out(10**6).tolist() == held_out(split).tolist()
 
@@ -85,7 +85,9 @@ def test_steps_hold_the_shares_and_each_data_set_its_own_order(folders):
     for name in "abc":
         dataset = open_dataset(folders[name])
         split = split_dataset(dataset, SEQ, 0.1)
-        alone = WindowReader(dataset, SEQ).read(order(split, recipe.seed, 0, 200 * (2 if name == "b" else 1))).inputs
+        alone = (
+            WindowReader(dataset, SEQ).read(window_order(split, recipe.seed, 0, 200 * (2 if name == "b" else 1))).inputs
+        )
         # Rows of a step are dealt out by lot, so that within one step only the set of windows is promised.
         mine = [[row for row, source in zip(rows, sources(rows), strict=True) if source == name] for rows in steps]
         width = len(mine[0])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eventually import eventually
-from headway.data import BuildOptions, Reading, build, open_dataset, train_tokenizer
+from headway.data import BuildOptions, ReadOptions, build_dataset, open_dataset, train_tokenizer
 from headway.errors import DataError
 
 TEXTS = {
@@ -69,7 +69,7 @@ def decoded(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_every_document_comes_back(texts, tmp_path):
-    built = build(tmp_path / "out", [f"{texts}/**/*.txt"], SMALL)
+    built = build_dataset(tmp_path / "out", [f"{texts}/**/*.txt"], SMALL)
     assert decoded(tmp_path / "out") == [("", text) for text in TEXTS.values() if text]
     assert (built.changed, built.sources, built.skipped) == (True, 4, 0)
     assert built.source_bytes == sum(len(text.encode()) for text in TEXTS.values())
@@ -78,7 +78,7 @@ def test_every_document_comes_back(texts, tmp_path):
 
 def test_the_manifest_tells_the_truth_and_nothing_else(texts, tmp_path):
     out = tmp_path / "out"
-    built = build(out, [f"{texts}/**/*.txt"], SMALL)
+    built = build_dataset(out, [f"{texts}/**/*.txt"], SMALL)
     content = (out / "manifest.json").read_bytes()
     manifest = json.loads(content)
     assert built.manifest.version == hashlib.sha256(content).hexdigest()[:16]
@@ -92,7 +92,7 @@ def test_the_manifest_tells_the_truth_and_nothing_else(texts, tmp_path):
 
 
 def test_same_input_same_version_from_anywhere_with_any_threads(texts, tmp_path):
-    first = build(tmp_path / "one", [f"{texts}/**/*.txt"], SMALL).manifest.version
+    first = build_dataset(tmp_path / "one", [f"{texts}/**/*.txt"], SMALL).manifest.version
     moved = write_texts(tmp_path / "moved" / "elsewhere")
     for number, threads in enumerate(("1", "3")):
         made = run_build(tmp_path / f"two-{number}", f"{moved}/**/*.txt", RAYON_NUM_THREADS=threads)
@@ -102,26 +102,26 @@ def test_same_input_same_version_from_anywhere_with_any_threads(texts, tmp_path)
         path = packed / f"{name}.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))
-    assert build(tmp_path / "three", [f"{packed}/**/*.gz"], SMALL).manifest.version == first
+    assert build_dataset(tmp_path / "three", [f"{packed}/**/*.gz"], SMALL).manifest.version == first
     (moved / "a.txt").write_text("changed")
-    assert build(tmp_path / "four", [f"{moved}/**/*.txt"], SMALL).manifest.version != first
+    assert build_dataset(tmp_path / "four", [f"{moved}/**/*.txt"], SMALL).manifest.version != first
 
 
 def test_cutting_long_documents_does_not_change_the_data_set(texts, tmp_path, monkeypatch):
-    whole = build(tmp_path / "one", [f"{texts}/**/*.txt"], SMALL).manifest.version
+    whole = build_dataset(tmp_path / "one", [f"{texts}/**/*.txt"], SMALL).manifest.version
     module = importlib.import_module("headway.data.build")
     monkeypatch.setattr(module, "PIECE_CHARS", 64)
     monkeypatch.setattr(module, "BATCH_CHARS_PER_CPU", 50)
     monkeypatch.setattr(importlib.import_module("headway.data.sources"), "BLOCK_CHARS", 100)
     options = BuildOptions(tokenizer=str(tmp_path / "one"))
-    assert build(tmp_path / "two", [f"{texts}/**/*.txt"], options).manifest.version == whole
+    assert build_dataset(tmp_path / "two", [f"{texts}/**/*.txt"], options).manifest.version == whole
 
 
 def test_prompts_are_kept_and_counted(tmp_path):
     rows = [("", "alone"), ("ask me", "tell you"), ("only a prompt", ""), ("", ""), ("again", "and again")]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"q": q, "text": t}) for q, t in rows))
-    options = BuildOptions(vocab_size=300, reading=Reading(prompt_field="q"))
-    built = build(tmp_path / "out", [tmp_path / "t.jsonl"], options)
+    options = BuildOptions(vocab_size=300, reading=ReadOptions(prompt_field="q"))
+    built = build_dataset(tmp_path / "out", [tmp_path / "t.jsonl"], options)
     assert decoded(tmp_path / "out") == [row for row in rows if row != ("", "")]
     table = np.fromfile(tmp_path / "out" / "documents-00000.bin", "<u8").reshape(-1, 2)
     assert built.manifest.prompt_tokens == table[:, 1].sum() > 0
@@ -129,7 +129,7 @@ def test_prompts_are_kept_and_counted(tmp_path):
 
 def test_shards_are_filled_with_whole_documents(texts, tmp_path):
     out = tmp_path / "out"
-    built = build(out, [f"{texts}/**/*.txt"], BuildOptions(vocab_size=300, shard_tokens=100))
+    built = build_dataset(out, [f"{texts}/**/*.txt"], BuildOptions(vocab_size=300, shard_tokens=100))
     assert len(built.manifest.shards()) == 3
     assert decoded(out) == [("", text) for text in TEXTS.values() if text]
     with pytest.raises(DataError, match="shard_tokens is 0"):
@@ -144,7 +144,7 @@ def test_a_loaded_tokenizer_of_a_large_vocabulary_needs_uint32(texts, tmp_path):
     raw.save(str(tmp_path / "t.json"))
     (texts / "a.txt").write_text("token69999zz and token3zz")
     options = BuildOptions(tokenizer=str(tmp_path / "t.json"))
-    built = build(tmp_path / "out", [texts / "a.txt"], options)
+    built = build_dataset(tmp_path / "out", [texts / "a.txt"], options)
     assert built.manifest.dtype == "uint32"
     assert built.manifest.vocab_size == raw.get_vocab_size()
     assert open_dataset(tmp_path / "out").tokens[0].max() == raw.token_to_id("token69999zz")
@@ -153,13 +153,13 @@ def test_a_loaded_tokenizer_of_a_large_vocabulary_needs_uint32(texts, tmp_path):
 
 def test_building_again_is_nothing_to_do(texts, tmp_path):
     out, pattern = tmp_path / "out", f"{texts}/**/*.txt"
-    first = build(out, [pattern], SMALL)
+    first = build_dataset(out, [pattern], SMALL)
     before = (out / "manifest.json").stat()
     calls = []
-    again = build(out, [pattern], SMALL, progress=calls.append)
+    again = build_dataset(out, [pattern], SMALL, progress=calls.append)
     assert (again.changed, again.manifest, calls) == (False, first.manifest, [])  # nothing was even read
     os.utime(texts / "a.txt")
-    again = build(out, [pattern], SMALL, progress=calls.append)
+    again = build_dataset(out, [pattern], SMALL, progress=calls.append)
     assert (again.changed, again.manifest) == (False, first.manifest)
     assert calls
     assert (out / "manifest.json").stat().st_ino == before.st_ino
@@ -167,13 +167,13 @@ def test_building_again_is_nothing_to_do(texts, tmp_path):
 
 def test_another_version_is_replaced_only_by_force(texts, tmp_path):
     out, pattern = tmp_path / "out", f"{texts}/**/*.txt"
-    first = build(out, [pattern], SMALL).manifest.version
+    first = build_dataset(out, [pattern], SMALL).manifest.version
     (texts / "a.txt").write_text("something else")
     with pytest.raises(DataError, match=f"holds version {first}, this build makes") as error:
-        build(out, [pattern], SMALL)
+        build_dataset(out, [pattern], SMALL)
     assert "--force" in error.value.hint
     assert open_dataset(out, verify="full").version == first
-    forced = build(out, [pattern], SMALL, force=True)
+    forced = build_dataset(out, [pattern], SMALL, force=True)
     assert forced.changed
     assert open_dataset(out, verify="full").version == forced.manifest.version != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
@@ -181,22 +181,22 @@ def test_another_version_is_replaced_only_by_force(texts, tmp_path):
 
 def test_a_damaged_data_set_of_the_same_version_is_mended(texts, tmp_path):
     out, pattern = tmp_path / "out", f"{texts}/**/*.txt"
-    version = build(out, [pattern], SMALL).manifest.version
+    version = build_dataset(out, [pattern], SMALL).manifest.version
     with (out / "tokens-00000.bin").open("r+b") as file:
         file.write(b"\xff\xff")
-    assert build(out, [pattern], SMALL).changed
+    assert build_dataset(out, [pattern], SMALL).changed
     assert open_dataset(out, verify="full").version == version
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_data_set_is_never_touched(texts, tmp_path, force):
     with pytest.raises(DataError, match="holds no data set"):
-        build(texts, [f"{texts}/*.txt"], SMALL, force=force)
+        build_dataset(texts, [f"{texts}/*.txt"], SMALL, force=force)
     with pytest.raises(DataError, match="is a file"):
-        build(texts / "a.txt", [f"{texts}/*.txt"], SMALL, force=force)
+        build_dataset(texts / "a.txt", [f"{texts}/*.txt"], SMALL, force=force)
     assert (texts / "a.txt").read_text() == TEXTS["a.txt"]
     (tmp_path / "empty").mkdir()
-    assert build(tmp_path / "empty", [f"{texts}/*.txt"], SMALL, force=force).changed
+    assert build_dataset(tmp_path / "empty", [f"{texts}/*.txt"], SMALL, force=force).changed
 
 
 @pytest.mark.parametrize("stage", ["tokenizer", "encode"])
@@ -206,7 +206,7 @@ def test_interrupting_leaves_nothing(texts, tmp_path, stage):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "out", [f"{texts}/*.txt"], SMALL, progress=stop)
+        build_dataset(tmp_path / "out", [f"{texts}/*.txt"], SMALL, progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 
 def test_progress_rises_to_the_total_in_both_stages(texts, tmp_path):
     calls = []
-    built = build(tmp_path / "out", [f"{texts}/**/*.txt"], SMALL, progress=calls.append)
+    built = build_dataset(tmp_path / "out", [f"{texts}/**/*.txt"], SMALL, progress=calls.append)
     for stage in ("tokenizer", "encode"):
         done = [call.done_bytes for call in calls if call.stage == stage]
         assert done == sorted(done)
@@ -257,7 +257,7 @@ def test_a_tokenizer_is_trained_on_an_even_sample_of_a_large_source(tmp_path, mo
         seen.extend(texts)
         return seen
 
-    build(tmp_path / "out", [tmp_path / "t.jsonl"], SMALL)
+    build_dataset(tmp_path / "out", [tmp_path / "t.jsonl"], SMALL)
     numbers = [int(text.split()[1]) for text in seen]
     assert 98 <= len(numbers) <= 102
     assert set(np.diff(numbers)) <= {9, 10, 11}
@@ -266,12 +266,12 @@ def test_a_tokenizer_is_trained_on_an_even_sample_of_a_large_source(tmp_path, mo
 def test_errors_travel_out_of_the_native_code(texts, tmp_path):
     (texts / "bad.jsonl").write_text('{"text": "good"}\n{"text"')
     with pytest.raises(DataError, match=r"bad\.jsonl line 2: not JSON"):
-        build(tmp_path / "out", [texts / "bad.jsonl"], SMALL)
+        build_dataset(tmp_path / "out", [texts / "bad.jsonl"], SMALL)
     skipped = []
-    options = BuildOptions(vocab_size=300, reading=Reading(errors="skip"))
-    built = build(tmp_path / "out", [texts / "bad.jsonl"], options, on_skip=skipped.append)
+    options = BuildOptions(vocab_size=300, reading=ReadOptions(errors="skip"))
+    built = build_dataset(tmp_path / "out", [texts / "bad.jsonl"], options, on_skip=skipped.append)
     assert built.skipped == len(skipped) == 1
-    assert build(tmp_path / "out", [texts / "bad.jsonl"], options).skipped == 1
+    assert build_dataset(tmp_path / "out", [texts / "bad.jsonl"], options).skipped == 1
     with pytest.raises(DataError, match="hold no text"):
-        build(tmp_path / "none", [texts / "b.txt"], SMALL)
+        build_dataset(tmp_path / "none", [texts / "b.txt"], SMALL)
     assert not (tmp_path / "none").exists()

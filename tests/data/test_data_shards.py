@@ -8,7 +8,7 @@ import pytest
 from headway.data import (
     BuildOptions,
     ShardWriter,
-    build,
+    build_dataset,
     check_version,
     finish_dataset,
     open_dataset,
@@ -123,7 +123,7 @@ def test_a_copy_is_hashed_once_and_a_fresh_build_not_at_all(folder, tmp_path, mo
     open_dataset(folder)
     assert len(hashed) == 15
     (tmp_path / "t.txt").write_text("some text " * 50)
-    build(tmp_path / "built", [tmp_path / "t.txt"], BuildOptions(vocab_size=300))
+    build_dataset(tmp_path / "built", [tmp_path / "t.txt"], BuildOptions(vocab_size=300))
     open_dataset(tmp_path / "built")
     assert len(hashed) == 15
 

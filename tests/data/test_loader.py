@@ -14,9 +14,9 @@ from headway.data import (
     finish_dataset,
     held_out,
     open_dataset,
-    order,
     split_dataset,
     split_windows,
+    window_order,
 )
 from thinned import examples
 
@@ -176,7 +176,7 @@ def test_a_loader_reads_what_order_says_at_any_cursor_in_any_order(numbered, mon
     loader = Loader(reader, split, seed=5, batch=8)
     cursors = [0, 8, 16, 400, 408, 3, 11, 8 * 10**9, 0, 2**62, 400, 2**63, 2**63 + 8, 48, 56]
     for cursor in cursors:
-        assert np.array_equal(loader.read(cursor).inputs, reader.read(order(split, 5, cursor, 8)).inputs)
+        assert np.array_equal(loader.read(cursor).inputs, reader.read(window_order(split, 5, cursor, 8)).inputs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 12])

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data import order, split_windows
-from headway.data.mixture import MOST_PLACES, Mixture, Phase, dealt_rows, mixed_order_at, samples_before, shares_of
+from headway.data import split_windows, window_order
+from headway.data.mixture import (
+    MOST_PLACES,
+    DataMixture,
+    MixturePhase,
+    dealt_rows,
+    mixed_order_at,
+    samples_before,
+    shares_of,
+)
 from headway.data.order import after_skips
 from headway.data.steps import first_sample
 from headway.errors import DataError
@@ -19,7 +27,7 @@ def mixture_of(phases, windows=None, holdout=0.1):
     count = len(phases[0][1])
     sizes = windows or [13 + 29 * i for i in range(count)]
     splits = tuple(split_windows(size, holdout, f"version {i}") for i, size in enumerate(sizes))
-    return Mixture(splits, tuple(Phase(first, shares_of(weights)) for first, weights in phases), "key")
+    return DataMixture(splits, tuple(MixturePhase(first, shares_of(weights)) for first, weights in phases), "key")
 
 
 def whose(mixture, ids):
@@ -69,7 +77,7 @@ def test_each_data_set_is_gone_through_in_its_own_order_without_gaps_or_repeats(
     owners = np.array(whose(mixture, ids))
     for index, (split, start) in enumerate(zip(mixture.splits, mixture.first_windows, strict=True)):
         mine = ids[owners == index] - start
-        assert mine.tolist() == order(split, 5, 0, len(mine)).tolist()
+        assert mine.tolist() == window_order(split, 5, 0, len(mine)).tolist()
         for epoch in range(len(mine) // split.training):
             seen = mine[epoch * split.training : (epoch + 1) * split.training]
             assert len(set(seen.tolist())) == split.training
@@ -102,7 +110,7 @@ def test_far_samples_have_the_numbers_that_their_counts_say():
         owners = np.array(whose(mixture, ids))
         for index, (split, start) in enumerate(zip(mixture.splits, mixture.first_windows, strict=True)):
             mine = ids[owners == index] - start
-            assert mine.tolist() == order(split, 1, before[index], len(mine)).tolist()
+            assert mine.tolist() == window_order(split, 1, before[index], len(mine)).tolist()
 
 
 @pytest.mark.parametrize(("weights", "batch"), [([1, 1], 2), ([3, 1], 4), ([1, 1, 1, 1], 8), ([63, 1], 64)])
@@ -120,7 +128,7 @@ def test_no_row_of_a_step_is_one_data_sets_for_ever(weights, batch):
 
 def test_a_mixture_of_one_is_that_data_set():
     mixture = mixture_of([(0, [0.3])])
-    assert mixed_order_at(mixture, 9, 40, np.arange(50)).tolist() == order(mixture.splits[0], 9, 40, 50).tolist()
+    assert mixed_order_at(mixture, 9, 40, np.arange(50)).tolist() == window_order(mixture.splits[0], 9, 40, 50).tolist()
 
 
 def test_which_data_set_a_sample_is_of_does_not_depend_on_the_seed():

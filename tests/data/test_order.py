@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data import Split, count_windows, held_out, order, order_at, split_windows
+from headway.data import Split, count_windows, held_out, order_at, split_windows, window_order
 from headway.data.order import after_skips
 from headway.errors import DataError
 from thinned import examples
@@ -56,7 +56,7 @@ def scalar_hash(x: int, size: int) -> int:
 )
 def test_vectorized_order_equals_plain_integer_arithmetic(windows, fraction, seed, first):
     split = split_windows(windows, fraction, "0123456789abcdef")
-    assert order(split, seed, first, 5).tolist() == [scalar_sample(split, seed, first + i) for i in range(5)]
+    assert window_order(split, seed, first, 5).tolist() == [scalar_sample(split, seed, first + i) for i in range(5)]
 
 
 @pytest.mark.parametrize("windows", SIZES)
@@ -66,7 +66,7 @@ def test_each_epoch_sees_each_training_window_once(windows, fraction):
     aside = set(held_out(split).tolist())
     assert len(aside) == split.held_out
     for epoch in range(3):
-        seen = order(split, 7, epoch * split.training, split.training).tolist()
+        seen = window_order(split, 7, epoch * split.training, split.training).tolist()
         assert sorted([*seen, *aside]) == list(range(windows))
 
 
@@ -76,33 +76,33 @@ def test_chunking_does_not_matter(windows, first, counts):
     split = split_windows(windows, 0.05, "v")
     parts, at = [], first
     for count in counts:
-        parts.append(order(split, 3, at, count))
+        parts.append(window_order(split, 3, at, count))
         at += count
-    assert np.array_equal(np.concatenate(parts), order(split, 3, first, sum(counts)))
+    assert np.array_equal(np.concatenate(parts), window_order(split, 3, first, sum(counts)))
 
 
 def test_offsets_pick_rows_of_steps():
     split = split_windows(50, 0.1, "v")
     offsets = np.array([3, 4, 11, 12, 91, 92])
-    assert np.array_equal(order_at(split, 1, 40, offsets), order(split, 1, 40, 100)[offsets])
+    assert np.array_equal(order_at(split, 1, 40, offsets), window_order(split, 1, 40, 100)[offsets])
 
 
 def test_works_at_the_far_end_of_the_cursor():
     split = split_windows(1000, 0.01, "v")
     far = 2**63
-    assert sorted(order(split, 0, far - far % split.training, split.training)) == sorted(
-        order(split, 0, 0, split.training)
+    assert sorted(window_order(split, 0, far - far % split.training, split.training)) == sorted(
+        window_order(split, 0, 0, split.training)
     )
 
 
 def test_epochs_seeds_and_versions_differ():
     split = split_windows(1000, 0.01, "v")
     size = split.training
-    base = order(split, 0, 0, size)
+    base = window_order(split, 0, 0, size)
     for other in (
-        order(split, 0, size, size),
-        order(split, 1, 0, size),
-        order(Split(split.windows, split.held_out, "w"), 0, 0, size),
+        window_order(split, 0, size, size),
+        window_order(split, 1, 0, size),
+        window_order(Split(split.windows, split.held_out, "w"), 0, 0, size),
     ):
         # Two independent orders agree in one place on average.
         assert np.count_nonzero(base == other) < 10
@@ -164,7 +164,7 @@ def chi_square(counts: np.ndarray) -> float:
 def test_every_window_is_equally_likely_at_every_position(windows):
     split = split_windows(windows, 0, "v")
     epochs = 2000
-    table = order(split, 0, 0, epochs * windows).reshape(epochs, windows)
+    table = window_order(split, 0, 0, epochs * windows).reshape(epochs, windows)
     for position in range(windows):
         freedom = windows - 1
         found = chi_square(np.bincount(table[:, position], minlength=windows))
@@ -173,7 +173,7 @@ def test_every_window_is_equally_likely_at_every_position(windows):
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_data():
     split = split_windows(100_000, 0, "v")
-    ids = order(split, 0, 0, 100_000)
+    ids = window_order(split, 0, 0, 100_000)
     steps = np.diff(ids)
     # Of a random order: about one step in 50,000 is to a neighbour; no lag correlation beyond 1/sqrt(n).
     assert np.count_nonzero(np.abs(steps) == 1) < 20

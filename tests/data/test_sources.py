@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.data import sources as module
-from headway.data.sources import Reading, find_sources, read_blocks
+from headway.data.sources import ReadOptions, find_sources, read_blocks
 from headway.errors import DataError
 from thinned import examples
 
@@ -103,16 +103,16 @@ def test_format_goes_by_the_name_or_as_told(tmp_path, name, format, want):
 
 def test_unknown_options_are_refused():
     with pytest.raises(DataError, match="format"):
-        Reading(format="xml")
+        ReadOptions(format="xml")
     with pytest.raises(DataError, match="errors"):
-        Reading(errors="ignore")
+        ReadOptions(errors="ignore")
 
 
 def documents(path, reading=None, on_skip=None):
     """(prompt, text) of each document, and the blocks' positions."""
     made, prompt, text = [], "", ""
     for block in read_blocks(
-        find_sources([path], format=(reading or Reading()).format)[0], reading or Reading(), on_skip
+        find_sources([path], format=(reading or ReadOptions()).format)[0], reading or ReadOptions(), on_skip
     ):
         if block.prompt:
             prompt += block.text
@@ -145,9 +145,9 @@ def test_bytes_that_are_not_utf8(tmp_path):
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 0xe9") as error:
         documents(path)
     assert "--errors replace" in error.value.hint
-    assert documents(path, Reading(errors="replace")) == [("", "caf\N{REPLACEMENT CHARACTER} au lait")]
+    assert documents(path, ReadOptions(errors="replace")) == [("", "caf\N{REPLACEMENT CHARACTER} au lait")]
     skipped = []
-    assert documents(path, Reading(errors="skip"), skipped.append) == []
+    assert documents(path, ReadOptions(errors="skip"), skipped.append) == []
     assert len(skipped) == 1
     assert "latin.txt" in skipped[0]
 
@@ -162,7 +162,7 @@ def test_jsonl_gives_what_json_says(tmp_path, rows, ascii, packed):
     lines = [json.dumps({"q": q, "a": a, "other": 1}, ensure_ascii=ascii) for q, a in rows]
     content = "\n\n".join(lines).encode()
     path = write(tmp_path / ("t.jsonl.gz" if packed else "t.jsonl"), gzip.compress(content) if packed else content)
-    assert documents(path, Reading(text_field="a", prompt_field="q")) == [row for row in rows if row != ("", "")]
+    assert documents(path, ReadOptions(text_field="a", prompt_field="q")) == [row for row in rows if row != ("", "")]
 
 
 @pytest.mark.parametrize(
@@ -184,16 +184,16 @@ def test_a_bad_line_is_named_or_skipped(tmp_path, line, why):
         documents(path)
     assert "--errors skip" in error.value.hint
     skipped = []
-    assert documents(path, Reading(errors="skip"), skipped.append) == [("", "good"), ("", "end")]
+    assert documents(path, ReadOptions(errors="skip"), skipped.append) == [("", "good"), ("", "end")]
     assert len(skipped) == 1
     assert "line 3" in skipped[0]
 
 
 def test_replace_mends_characters_but_not_json(tmp_path):
     path = write(tmp_path / "t.jsonl", b'\xef\xbb\xbf{"text": "a\xff"}\n{"text": "b\\ud800c"}')
-    assert documents(path, Reading(errors="replace")) == [("", "a\ufffd"), ("", "b\ufffdc")]
+    assert documents(path, ReadOptions(errors="replace")) == [("", "a\ufffd"), ("", "b\ufffdc")]
     with pytest.raises(DataError, match="line 1: not JSON"):
-        documents(write(tmp_path / "u.jsonl", b"{"), Reading(errors="replace"))
+        documents(write(tmp_path / "u.jsonl", b"{"), ReadOptions(errors="replace"))
 
 
 def test_half_a_gzip_file(tmp_path):
@@ -207,7 +207,7 @@ def test_a_source_that_vanishes(tmp_path):
     source = find_sources([write(tmp_path / "a")])[0]
     (tmp_path / "a").unlink()
     with pytest.raises(DataError, match=r"cannot read .*a: No such file"):
-        list(read_blocks(source, Reading()))
+        list(read_blocks(source, ReadOptions()))
 
 
 @pytest.mark.parametrize("name", ["big.jsonl", "big.txt"])
@@ -217,7 +217,7 @@ def test_big_files_stream(tmp_path, name):
     source = find_sources([path])[0]
     assert source.bytes > 16e6
     tracemalloc.start()
-    positions = [block.position for block in read_blocks(source, Reading())]
+    positions = [block.position for block in read_blocks(source, ReadOptions())]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4e6
@@ -231,5 +231,5 @@ def test_a_torn_gzip_file_is_refused_or_skipped(tmp_path):
     with pytest.raises(DataError, match="not a whole gzip file"):
         documents(path)
     skipped = []
-    assert documents(path, Reading(errors="skip"), skipped.append) == []
+    assert documents(path, ReadOptions(errors="skip"), skipped.append) == []
     assert "t.txt.gz is not a whole gzip file" in skipped[0]

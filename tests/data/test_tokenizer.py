@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from headway.data.sources import Block
+from headway.data.sources import TextBlock
 from headway.data.tokenizer import cut_blocks, load_tokenizer, train_tokenizer
 from headway.errors import DataError
 from thinned import examples
@@ -115,7 +115,7 @@ pieces = st.lists(
 
 def as_blocks(text, width):
     parts = [text[i : i + width] for i in range(0, len(text), width)] or [""]
-    return [Block(part, False, part_number == len(parts) - 1, 0) for part_number, part in enumerate(parts)]
+    return [TextBlock(part, False, part_number == len(parts) - 1, 0) for part_number, part in enumerate(parts)]
 
 
 @settings(deadline=None, max_examples=examples(100))
@@ -152,9 +152,9 @@ def test_a_tokenizer_that_marks_beginnings_is_not_cut_short_of_the_limit(tmp_pat
 
 def test_prompts_stay_apart_from_text(trained):
     blocks = [
-        Block("ask\nme " * 90, True, False, 1),
-        Block("tell\nyou " * 90, False, True, 2),
-        Block("end", False, True, 3),
+        TextBlock("ask\nme " * 90, True, False, 1),
+        TextBlock("tell\nyou " * 90, False, True, 2),
+        TextBlock("end", False, True, 3),
     ]
     made = list(cut_blocks(blocks, trained.separable, size=50, limit=10**6))
     assert "".join(b.text for b in made if b.prompt) == blocks[0].text

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UsageError
-from headway.hardware.storage import Storage, file_system, measure_storage, uses
+from headway.hardware.storage import StorageRates, file_system, measure_storage, uses
 
-FAST = Storage("/disk", "xfs", 10**13, 2e9, 3e9, True, 5000.0, 20000.0, 1e5, 1e5, 1e5, True)
+FAST = StorageRates("/disk", "xfs", 10**13, 2e9, 3e9, True, 5000.0, 20000.0, 1e5, 1e5, 1e5, True)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, list[tuple[str, float]], Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[StorageRates, list[tuple[str, float]], Path]:
     folder, told = tmp_path_factory.mktemp("disk"), list[tuple[str, float]]()
     return measure_storage(folder, 0.4, lambda stage, share: told.append((stage, share))), told, folder
 
 
-def test_every_rate_is_measured_and_nothing_is_left(measured: tuple[Storage, list[tuple[str, float]], Path]) -> None:
+def test_every_rate_is_measured_and_nothing_is_left(
+    measured: tuple[StorageRates, list[tuple[str, float]], Path],
+) -> None:
     found, _, folder = measured
     rates = [value for name, value in vars(found).items() if name.endswith("_s")]
     assert len(rates) == 7
@@ -27,7 +29,7 @@ def test_every_rate_is_measured_and_nothing_is_left(measured: tuple[Storage, lis
     assert list(folder.iterdir()) == []
 
 
-def test_progress_only_grows_and_ends_with_all(measured: tuple[Storage, list[tuple[str, float]], Path]) -> None:
+def test_progress_only_grows_and_ends_with_all(measured: tuple[StorageRates, list[tuple[str, float]], Path]) -> None:
     _, told, _ = measured
     shares = [share for _, share in told]
     assert shares == sorted(shares)
@@ -63,7 +65,7 @@ def test_of_two_mounts_at_a_place_the_last_counts(tmp_path: Path) -> None:
         (replace(FAST, write_bytes_s=1e6, read_bytes_s=1e6, creates_s=3.0), []),
     ],
 )
-def test_what_a_place_is_good_for(found: Storage, good: list[str]) -> None:
+def test_what_a_place_is_good_for(found: StorageRates, good: list[str]) -> None:
     assert [use.what for use in uses(found) if use.good] == good
     assert all(use.why for use in uses(found))
 

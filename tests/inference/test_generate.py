@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
-from headway.inference import choose, generate, text_pieces
+from headway.inference import generate_ids, sample_token, text_pieces
 from headway.models import Decoder, empty_decoder, init_weights, write_folder
 from headway.recipe import Model
 from thinned import examples
@@ -42,40 +42,40 @@ def test_greedy_equals_transformers(decoder: Decoder, tmp_path: Path) -> None:
     prompt = [5, 17, 300, 2]
     settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
     expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 4), **settings)
-    assert list(generate(decoder, prompt, max_tokens=60, temperature=0)) == expected[0, 4:].tolist()
+    assert list(generate_ids(decoder, prompt, max_tokens=60, temperature=0)) == expected[0, 4:].tolist()
 
 
 def test_the_cache_changes_nothing(decoder: Decoder) -> None:
     ids = [3, 1, 4]
-    made = list(generate(decoder, ids, max_tokens=30, temperature=0.9, top_k=20, seed=7))
+    made = list(generate_ids(decoder, ids, max_tokens=30, temperature=0.9, top_k=20, seed=7))
     draw = torch.Generator().manual_seed(7)
     for got in made:
         with torch.no_grad():
             logits = decoder(torch.tensor([ids]))[0, -1]
-        assert got == choose(logits, temperature=0.9, top_k=20, generator=draw)
+        assert got == sample_token(logits, temperature=0.9, top_k=20, generator=draw)
         ids.append(got)
 
 
 def test_the_same_seed_gives_the_same_ids(decoder: Decoder) -> None:
-    runs = [tuple(generate(decoder, [1], max_tokens=20, seed=seed)) for seed in (0, 0, 1)]
+    runs = [tuple(generate_ids(decoder, [1], max_tokens=20, seed=seed)) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_stops_before_the_stop_id(decoder: Decoder) -> None:
-    free = list(generate(decoder, [9], max_tokens=50, temperature=0))
+    free = list(generate_ids(decoder, [9], max_tokens=50, temperature=0))
     stop = free[10]
     first = free.index(stop)
-    assert list(generate(decoder, [9], max_tokens=50, temperature=0, stop_id=stop)) == free[:first]
+    assert list(generate_ids(decoder, [9], max_tokens=50, temperature=0, stop_id=stop)) == free[:first]
 
 
 def test_ids_the_tokenizer_lacks_are_never_chosen(decoder: Decoder) -> None:
-    assert max(generate(decoder, [1], max_tokens=200, temperature=5.0, vocab_size=7)) < 7
+    assert max(generate_ids(decoder, [1], max_tokens=200, temperature=5.0, vocab_size=7)) < 7
 
 
 def test_choices_follow_the_probabilities() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     draw = torch.Generator().manual_seed(0)
-    counts = Counter(choose(logits, temperature=0.7, top_k=3, generator=draw) for _ in range(4000))
+    counts = Counter(sample_token(logits, temperature=0.7, top_k=3, generator=draw) for _ in range(4000))
     weights = {i: math.exp(logits[i].item() / 0.7) for i in (0, 1, 2)}
     for i, weight in weights.items():
         share = weight / sum(weights.values())
@@ -87,7 +87,7 @@ def test_choices_follow_the_probabilities() -> None:
 def test_no_temperature_takes_the_likeliest(temperature: float) -> None:
     logits = torch.tensor([-5.0, 1e4, 1e4 - 1, 0.0])
     draw = torch.Generator().manual_seed(0)
-    assert {choose(logits, temperature=temperature, top_k=0, generator=draw) for _ in range(20)} == {1}
+    assert {sample_token(logits, temperature=temperature, top_k=0, generator=draw) for _ in range(20)} == {1}
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from headway.cli.sample import sample as sample_command
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError, StateError, UsageError
-from headway.inference import generate
-from headway.inference.sample import Request, main, sample
+from headway.inference import generate_ids
+from headway.inference.sample import SampleRequest, main, sample
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.recipe import Data, Model, Recipe, Train
-from headway.state import Facts, begin, commit, shard_name, write_shard
+from headway.state import CheckpointFacts, begin_checkpoint, commit, shard_name, write_shard
 from headway.state.tensors import named_state, pieces
 from headway.track import create_run
 
@@ -41,9 +41,9 @@ class Fixture:
         decoder = empty_decoder(MODEL)
         init_weights(decoder, seed=step)
         checkpoints = self.path / "checkpoints"
-        save = begin(checkpoints, step)
+        save = begin_checkpoint(checkpoints, step)
         shard = write_shard(save.partial, shard_name(0), pieces(named_state(decoder)))
-        commit(save, Facts(cursor=0, chain="", data_version="0" * 16), [shard], 1)
+        commit(save, CheckpointFacts(cursor=0, chain="", data_version="0" * 16), [shard], 1)
         return decoder
 
     def checkpoint(self, step: int) -> Path:
@@ -51,7 +51,7 @@ class Fixture:
 
     def greedy(self, step: int, prompt: str, max_tokens: int) -> str:
         ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end_of_text]
-        made = generate(
+        made = generate_ids(
             self.decoders[step],
             ids,
             max_tokens=max_tokens,
@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
 
 
 def ask(run: Fixture, step: int, prompts: list[str], **changes: Any) -> list[str]:
-    request = Request(
+    request = SampleRequest(
         run=run.path,
         checkpoint=run.checkpoint(step),
         prompts=prompts,
@@ -110,10 +110,10 @@ def test_another_model_s_checkpoint_is_refused(run: Fixture, tmp_path: Path) -> 
     for name in ("tokenizer.json", "data.json"):
         (tmp_path / name).write_bytes((run.path / name).read_bytes())
     with pytest.raises(ModelError, match="another model"):
-        list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
+        list(sample(SampleRequest(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(RunError, match="not the recipe of a run: data: ") as caught:
-        list(sample(Request(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
+        list(sample(SampleRequest(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     assert "\n" not in caught.value.message
 
 
@@ -141,7 +141,7 @@ def command(run: Fixture, *arguments: str) -> Any:
 
 def test_the_command_prints_prompt_and_text(run: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        return ((piece["prompt_index"], piece["text"]) for piece in sample(Request(**request)))
+        return ((piece["prompt_index"], piece["text"]) for piece in sample(SampleRequest(**request)))
 
     monkeypatch.setattr("headway.cli.sample._ask", in_this_process)
     result = command(run, "tiny@1", "--prompt", "def head", "--prompt", "#", "--max-tokens", "9", "--temperature", "0")

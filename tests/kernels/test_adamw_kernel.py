@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.adamw import Draw, Part, adamw, reference
+from headway.kernels.adamw import AdamwPart, Draw, adamw, reference
 from headway.kernels.adamw_8bit import adamw_8bit, books_of
 from headway.kernels.adamw_8bit import reference as reference_8bit
 from headway.state.box import Box
 from headway.train.optim.adamw import adamw as adamw_today
 from headway.train.optim.adamw import adamw_states, eightbit_states
 from headway.train.optim.eightbit import blocks, codebook, decode, encode
-from headway.train.optim.kept import trained
-from headway.train.optim.rounding import Dice, to_bfloat16
+from headway.train.optim.parameter_state import trained
+from headway.train.optim.rounding import RoundingBits, to_bfloat16
 from thinned import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
@@ -27,7 +27,7 @@ RATES: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 BOOKS = books_of(codebook(True, CPU), codebook(False, CPU), CPU)
 
 
-def draw_of(dice: Dice) -> Draw:
+def draw_of(dice: RoundingBits) -> Draw:
     return lambda name: hashlib.sha256(f"{dice.seed}/{dice.step}/{name}".encode()).digest()[:16]
 
 
@@ -38,16 +38,16 @@ def part_of(
     moment: torch.dtype = torch.float32,
     seed: int = 0,
     device: str = "cpu",
-) -> Part:
+) -> AdamwPart:
     """A whole parameter some way into its training; what it holds is exact in bfloat16."""
     generator = torch.Generator(device).manual_seed(seed)
     w, g, m, v = (torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(4))
     step = torch.tensor(3.0, device=device)
     kept = (0.1 * m.float()).bfloat16().to(moment), (0.1 * v.float().square()).bfloat16().to(moment)
-    return Part(w.to(weight), g.to(gradient), *kept, step, f"w{seed}", Box((0,) * len(shape), shape), shape)
+    return AdamwPart(w.to(weight), g.to(gradient), *kept, step, f"w{seed}", Box((0,) * len(shape), shape), shape)
 
 
-def copied(part: Part) -> Part:
+def copied(part: AdamwPart) -> AdamwPart:
     kept = {key: getattr(part, key).clone() for key in ("weight", "gradient", "mean", "square", "step")}
     if part.shown is not None:
         kept["shown"] = part.shown.clone()
@@ -56,13 +56,13 @@ def copied(part: Part) -> Part:
     return replace(part, **kept)
 
 
-def opened(part: Part) -> Part:
+def opened(part: AdamwPart) -> AdamwPart:
     """The same in float32."""
     made = copied(part)
     return replace(made, weight=made.weight.float(), mean=made.mean.float(), square=made.square.float())
 
 
-def paper(part: Part, factor: float = 1.0, **rates: Any) -> tuple[Tensor, Tensor, Tensor]:
+def paper(part: AdamwPart, factor: float = 1.0, **rates: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loshchilov and Hutter's algorithm 2, in float64: weight and moments."""
     rates = RATES | rates
     beta1, beta2 = rates["betas"]
@@ -73,7 +73,7 @@ def paper(part: Part, factor: float = 1.0, **rates: Any) -> tuple[Tensor, Tensor
     return w - rates["lr"] * (mean / (square.sqrt() + rates["eps"]) + rates["weight_decay"] * w), m, v
 
 
-def assert_near(part: Part, truth: tuple[Tensor, Tensor, Tensor], tolerance: float = 2e-6) -> None:
+def assert_near(part: AdamwPart, truth: tuple[Tensor, Tensor, Tensor], tolerance: float = 2e-6) -> None:
     for made, wanted in zip((part.weight, part.mean, part.square), truth, strict=True):
         torch.testing.assert_close(made.double(), wanted, rtol=tolerance, atol=tolerance)
 
@@ -136,7 +136,7 @@ def test_masters_are_shown_in_bfloat16() -> None:
 def test_a_gradient_gone_wrong_is_not_hidden() -> None:
     part = part_of((3, 600), *[torch.bfloat16] * 3)
     part.gradient[1, 5], part.gradient[2, 599] = torch.nan, torch.inf
-    adamw([part], draw=draw_of(Dice(1, 2)), **RATES)
+    adamw([part], draw=draw_of(RoundingBits(1, 2)), **RATES)
     for made in (part.weight, part.mean, part.square):
         assert (~made.isfinite()).nonzero().tolist() == [[1, 5], [2, 599]]
 
@@ -154,7 +154,7 @@ ROUNDED = {"all": (HALF, HALF), "weights": (HALF, torch.float32), "moments": (to
 def test_what_is_rounded_has_the_bits_of_the_dice(kind: str, shape: tuple[int, ...]) -> None:
     """Of what the same kernel makes in float32."""
     weight, moment = ROUNDED[kind]
-    dice = Dice(seed=3, step=8)
+    dice = RoundingBits(seed=3, step=8)
     part = part_of(shape, weight, HALF, moment)
     exact = opened(part)
     adamw([part], draw=draw_of(dice), **RATES)
@@ -184,7 +184,7 @@ def test_every_mesh_rounds_alike(shape: tuple[int, ...]) -> None:
         kept = {key: getattr(whole, key)[cut].clone() for key in ("weight", "gradient", "mean", "square")}
         parts.append(replace(whole, box=box, **kept))
     plain = copied(whole)
-    draw = draw_of(Dice(1, 5))
+    draw = draw_of(RoundingBits(1, 5))
     adamw([whole], draw=draw, **RATES)
     adamw(parts, draw=draw, **RATES)
     reference([plain], draw=draw, **RATES)
@@ -201,7 +201,7 @@ def test_every_mesh_rounds_alike(shape: tuple[int, ...]) -> None:
 def test_it_is_todays(kind: str) -> None:
     """The bits of the passes it replaces, but where float32 was off by its last."""
     weight, moment = ROUNDED.get(kind, (torch.float32, torch.float32))
-    dice, shape = Dice(7, 3), (40, 96)
+    dice, shape = RoundingBits(7, 3), (40, 96)
     part = part_of(shape, weight, weight, moment)
     if kind == "masters":
         part = replace(part, shown=torch.zeros(shape, dtype=HALF))
@@ -257,7 +257,7 @@ def test_precisions_may_be_mixed() -> None:
     kinds = [(torch.float32,) * 3, (HALF,) * 3, (HALF, torch.float32, torch.float32), (torch.float32, HALF, HALF)]
     parts = [part_of((12, 64), *kind, seed=i) for i, kind in enumerate(kinds)]
     truths = [paper(part) for part in parts]
-    table = adamw(parts, draw=draw_of(Dice(0, 1)), **RATES)
+    table = adamw(parts, draw=draw_of(RoundingBits(0, 1)), **RATES)
     assert len(table.launches) == 4
     for part, truth, kind in zip(parts, truths, kinds, strict=True):
         assert_near(part, truth, 2e-6 if HALF not in kind else 2**-6)
@@ -285,14 +285,14 @@ def test_what_it_cannot_take() -> None:
 # -- eight bits
 
 
-def coarse(part: Part) -> Part:
+def coarse(part: AdamwPart) -> AdamwPart:
     """The same with moments in eight bits."""
     mean, mean_scale = encode(part.mean.float(), True)
     root, root_scale = encode(part.square.float().sqrt(), False)
     return replace(part, mean=mean.contiguous(), square=root.contiguous(), scales=(mean_scale, root_scale))
 
 
-def fine(part: Part) -> Part:
+def fine(part: AdamwPart) -> AdamwPart:
     """The same with moments in float32."""
     assert part.scales is not None
     square = decode(part.square, part.scales[1], False).square_()
@@ -308,7 +308,7 @@ def test_codes_are_those_of_the_moments_in_float32(shape: tuple[int, ...], weigh
     part = coarse(part_of(shape, weight, weight))
     part.gradient.mul_(10.0 ** torch.linspace(-6, 3, shape[-1]).to(weight))
     exact, plain = fine(part), copied(part)
-    draw = draw_of(Dice(2, 9))
+    draw = draw_of(RoundingBits(2, 9))
     adamw_8bit([part], BOOKS, draw=draw, factor=torch.tensor(0.5), **RATES)
     adamw([exact], draw=draw, factor=torch.tensor(0.5), **RATES)
     reference_8bit([plain], BOOKS, draw=draw, factor=torch.tensor(0.5), **RATES)
@@ -327,13 +327,13 @@ def test_codes_are_those_of_the_moments_in_float32(shape: tuple[int, ...], weigh
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
-def empty(gradient: Tensor) -> Part:
+def empty(gradient: Tensor) -> AdamwPart:
     """Moments that become the gradient and its absolute value, of betas that are zero."""
     shape = tuple(gradient.shape)
     codes = [torch.zeros(shape, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(*shape[:-1], blocks(shape[-1])) for _ in range(2)]
     step, box = torch.tensor(1.0), Box((0,) * len(shape), shape)
-    return Part(torch.zeros(shape), gradient, *codes, step, "w", box, shape, scales=(scales[0], scales[1]))
+    return AdamwPart(torch.zeros(shape), gradient, *codes, step, "w", box, shape, scales=(scales[0], scales[1]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.7, 1e-30, 1e-12])
@@ -371,7 +371,7 @@ def test_zeros_and_what_is_no_number_in_eight_bits() -> None:
 
 
 def test_eight_bits_are_todays() -> None:
-    dice, shape = Dice(7, 3), (6, 700)
+    dice, shape = RoundingBits(7, 3), (6, 700)
     made = part_of(shape)
     today = trained("w0", nn.Parameter(made.weight.clone()))
     today.parameter.grad = made.gradient.clone()
@@ -403,7 +403,7 @@ def test_on_a_gpu_bits_are_the_dices_and_numbers_the_papers(kind: str) -> None:
     parts = [part_of(shape, weight, gradient, moment, seed=i, device="cuda") for i, shape in enumerate(shapes)]
     exact, again = [opened(part) for part in parts], [copied(part) for part in parts]
     truths = [paper(part, 0.5) for part in parts]
-    dice, factor = Dice(3, 8), torch.tensor(0.5, device="cuda")
+    dice, factor = RoundingBits(3, 8), torch.tensor(0.5, device="cuda")
     adamw(parts, draw=draw_of(dice), factor=factor, **RATES)
     adamw(again, draw=draw_of(dice), factor=factor, **RATES)
     adamw(exact, factor=factor, **RATES)
@@ -464,7 +464,7 @@ def test_on_a_gpu_codes_are_those_of_the_moments_in_float32(weight: torch.dtype)
     for shape in ((4096, 4096), (1000, 1300), (3, 7), (64, 300)):
         part = coarse(part_of(shape, weight, weight, device="cuda"))
         exact = fine(part)
-        draw = draw_of(Dice(2, 9))
+        draw = draw_of(RoundingBits(2, 9))
         adamw_8bit([part], books, draw=draw, **RATES)
         adamw([exact], draw=draw, **RATES)
         assert part.scales is not None
@@ -479,9 +479,9 @@ def test_on_a_gpu_codes_are_those_of_the_moments_in_float32(weight: torch.dtype)
 def test_on_a_gpu_the_host_never_waits() -> None:
     parts = [part_of((100, 256), HALF, HALF, HALF, seed=i, device="cuda") for i in range(3)]
     factor = torch.ones((), device="cuda")
-    table = adamw(parts, draw=draw_of(Dice(0, 1)), factor=factor, **RATES)
+    table = adamw(parts, draw=draw_of(RoundingBits(0, 1)), factor=factor, **RATES)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        adamw(parts, draw=draw_of(Dice(0, 2)), factor=factor, before=table, **RATES)
+        adamw(parts, draw=draw_of(RoundingBits(0, 2)), factor=factor, before=table, **RATES)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -4,14 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.newton_schulz import (
-    polynomial,
-    reference_polynomial,
-    reference_symmetric,
-    step,
-    symmetric,
-    worth,
-)
+from headway.kernels.newton_schulz import polynomial, reference_polynomial, reference_symmetric, step, symmetric, worth
 from thinned import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lazily import transformers
+from lazy_transformers import transformers
 from torch import Tensor
 
 from headway.models import Decoder, empty_cache, empty_decoder, load_into, write_folder

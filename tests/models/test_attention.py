@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.kernels.table import make_plain
+from headway.kernels.dispatch import make_plain
 from headway.models.attention import attend, choose, see
 from thinned import examples
 

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from headway.kernels.table import Choice
+from headway.kernels.dispatch import KernelChoice
 from headway.models.experts import (
     BiasBalance,
-    EvenLoad,
     Experts,
-    Mixture,
+    LoadBalanceLoss,
+    MoeFeedForward,
     set_loss_scale,
     softmax_top_k,
     top_k_softmax,
@@ -40,9 +40,9 @@ def filled(module: nn.Module, seed: int = 0, std: float = 0.3) -> nn.Module:
     return module
 
 
-def mixture(experts: int = 5, seen: int = 2, dim: int = 8, hidden: int = 16, balance: float = 0.0) -> Mixture:
+def mixture(experts: int = 5, seen: int = 2, dim: int = 8, hidden: int = 16, balance: float = 0.0) -> MoeFeedForward:
     router = Linear(dim, experts, bias=False)
-    made = Mixture(router, partial(softmax_top_k, count=seen), Experts(experts, dim, hidden), balance)
+    made = MoeFeedForward(router, partial(softmax_top_k, count=seen), Experts(experts, dim, hidden), balance)
     filled(made)
     return made
 
@@ -134,7 +134,7 @@ def test_grouped_products_equal_the_loop_s(bias: bool, monkeypatch: pytest.Monke
     chosen[chosen == 3] = 1
     results = []
     for kernel in ("loop", "grouped"):
-        monkeypatch.setattr("headway.kernels.table.experts", lambda *_, kernel=kernel: Choice(kernel, ""))
+        monkeypatch.setattr("headway.kernels.dispatch.experts", lambda *_, kernel=kernel: KernelChoice(kernel, ""))
         x = stream(37, 16).bfloat16().requires_grad_()
         experts.zero_grad()
         out = experts(x, weights, chosen)
@@ -253,7 +253,7 @@ def test_a_router_learns_to_share_out() -> None:
     with torch.no_grad():
         router.weight[:2] += 0.5
     x = stream(256, 8).abs()
-    balance = EvenLoad(1.0)
+    balance = LoadBalanceLoss(1.0)
     set_loss_scale(balance, 1 / 256)
     loads = []
     for _ in range(150):

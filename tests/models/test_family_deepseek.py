@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import SIZES, Case, load, make, tokens
-from lazily import transformers
+from lazy_transformers import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import SIZES, Case
-from lazily import transformers
+from lazy_transformers import transformers
 
 from headway.errors import ModelError
 from headway.models.gpt_oss import clamped_swiglu

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import SIZES, Case, assert_round_trip, load, make, tokens
-from lazily import transformers
+from lazy_transformers import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from family_cases import SIZES, Case
-from lazily import transformers
+from lazy_transformers import transformers
 
 from headway.errors import ModelError
 from headway.plan.flops import active_parameters

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from lazily import transformers
+from lazy_transformers import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from typer.testing import CliRunner
 
 from headway.agent import resume_run
-from headway.agent.prepare import resolve_model
+from headway.agent.launch.prepare import resolve_model
 from headway.cli.checkpoint import app
 from headway.errors import ModelError, RunError
-from headway.inference.sample import Request, sample
+from headway.inference.sample import SampleRequest, sample
 from headway.models import Decoder, empty_decoder, init_weights, load_into, read_weights, write_folder
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
@@ -190,7 +190,7 @@ def test_an_imported_run_says_what_transformers_says(tmp_path: Path) -> None:
         ids = torch.tensor([prompt.ids])
         expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
     run = tmp_path / "runs/m"
-    request = Request(
+    request = SampleRequest(
         run=run, checkpoint=run / "checkpoints/step-00000000", prompts=["def head"], max_tokens=12, temperature=0
     )
     text = "".join(piece["text"] for piece in sample(request))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lazily import transformers
+from lazy_transformers import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -21,10 +21,19 @@ from headway.cli.checkpoint import app
 from headway.errors import HeadwayError, ModelError
 from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import config_from_model
-from headway.state import Facts, Piece, begin, commit, open_checkpoint, shard_name, spread, write_shard
-from headway.state.huggingface import Weight, saved_weights, write_folder
-from headway.state.importing import import_run
-from headway.state.safetensors_file import plan_image
+from headway.state import (
+    CheckpointFacts,
+    Piece,
+    begin_checkpoint,
+    commit,
+    open_checkpoint,
+    shard_name,
+    spread,
+    write_shard,
+)
+from headway.state.hf_import import import_run
+from headway.state.huggingface import LazyWeight, saved_weights, write_folder
+from headway.state.safetensors_file import plan_file
 from headway.track import RunFolder, read_recipe, summarize
 
 SMALL = Model(vocab_size=96, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, tie_embeddings=False)
@@ -32,7 +41,7 @@ SMALL = Model(vocab_size=96, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, t
 # Run in a process of its own: what importing costs is no part of what streaming costs.
 MEASURED = """
 import sys, tokenizers
-import headway.cli.checkpoint_view, headway.data, headway.plan, headway.state.importing, headway.cli.text
+import headway.cli.checkpoint_view, headway.data, headway.plan, headway.state.hf_import, headway.cli.text
 from headway.cli.checkpoint import app
 
 def kb(key):
@@ -142,10 +151,10 @@ def cut_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
                     Piece(f"model/{name}", "bfloat16", shape, part.box.start, part.box.shape, data)
                 )
     files[0].append(Piece("optimizer/x", "float32", (1,), (0,), (1,), np.zeros(1, "<u4")))
-    save = begin(folder, 7)
+    save = begin_checkpoint(folder, 7)
     shards = [write_shard(save.partial, shard_name(rank), pieces) for rank, pieces in files.items()]
     recipe = Recipe.model_validate({"name": "cut", "model": SMALL, "data": {"path": "none", "seq": 77}})
-    facts = Facts(cursor=0, chain="c", data_version="v", recipe=recipe.model_dump(mode="json"))
+    facts = CheckpointFacts(cursor=0, chain="c", data_version="v", recipe=recipe.model_dump(mode="json"))
     return commit(save, facts, shards, workers=4)
 
 
@@ -243,7 +252,7 @@ def test_an_import_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
         yield memoryview(bytes(4))
         raise ModelError("the file is gone")
 
-    weights = {name: Weight("float32", shape, blocks) for name, shape in SMALL.tensors().items()}
+    weights = {name: LazyWeight("float32", shape, blocks) for name, shape in SMALL.tensors().items()}
     with pytest.raises(ModelError, match="is gone"):
         import_run(runs, "m", SMALL, weights, source="x", seq=8)
     assert [path.name for path in runs.iterdir()] == [".import-alive"]
@@ -270,7 +279,7 @@ def big_folder(folder: Path) -> None:
     model = Model(vocab_size=150_000, layers=9, dim=1024, heads=8, hidden=4096)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 256)))
-    image = plan_image((SMALL.theirs(name), "bfloat16", shape) for name, shape in model.tensors().items())
+    image = plan_file((SMALL.theirs(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(image.header)

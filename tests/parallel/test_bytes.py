@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.models import empty_decoder
-from headway.parallel import apply, finish_gradients, make_mesh
+from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.plan.architecture import architecture_of
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
@@ -77,7 +77,7 @@ def make_recipe(way: dict[str, dict[str, Any]]) -> Recipe:
 
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for parameter in spread.model.parameters():
         torch.nn.init.zeros_(parameter)
     rows = torch.zeros((BATCH // world.data.size, SEQ), dtype=torch.int64)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from headway.agent.runnable import old_torch
+from headway.agent.launch.trainer_support import outdated_torch
 from headway.models import empty_decoder, init_weights, initial_weight
-from headway.parallel import apply, finish_gradients, make_mesh, total_norm
-from headway.parallel.local import local
+from headway.parallel import finish_gradients, make_mesh, parallelize_model, total_norm
+from headway.parallel.local_part import to_local
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -67,7 +67,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-if old_torch() is not None:  # agent/prepare.py refuses these there
+if outdated_torch() is not None:  # agent/prepare.py refuses these there
     COMPOSITIONS = {name: way for name, way in COMPOSITIONS.items() if "zero-bubble" not in name}
     MORE = {name: way for name, way in MORE.items() if "zero-bubble" not in name}
 
@@ -118,7 +118,7 @@ def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The same steps on a mesh; what this rank has of every gradient, put together."""
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
     inputs, labels, documents = batch(recipe.train.batch)
@@ -139,7 +139,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             for parameter in spread.model.parameters():
                 assert getattr(parameter.grad, "placements", None) == getattr(parameter, "placements", None)
-                local(parameter).sub_(local(parameter.grad), alpha=RATE)  # on whole ones torch thinks for long
+                to_local(parameter).sub_(to_local(parameter.grad), alpha=RATE)  # on whole ones torch thinks for long
                 parameter.grad = None
     with torch.no_grad():
         found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.models import empty_decoder, init_weights
-from headway.parallel import World, apply
+from headway.parallel import World, parallelize_model
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
 
@@ -34,7 +34,7 @@ def run(**train: Any) -> tuple[Count, dict[str, torch.Tensor]]:
         "train": {"batch": 2} | train,
     }
     recipe = parse_recipe(values, {}, "test")
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cpu")))
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cpu")))
     plain = empty_decoder(recipe.model)
     init_weights(plain, seed=0)
     for (name, parameter), whole in zip(spread.model.named_parameters(), plain.parameters(), strict=True):
@@ -81,7 +81,7 @@ def kept_bytes(kind: str) -> int:
         "train": {"batch": 2, "recompute": kind},
     }
     recipe = parse_recipe(values, {}, "test")
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cpu")))
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cpu")))
     for parameter in spread.model.parameters():
         torch.nn.init.ones_(parameter)
     tokens = torch.zeros((2, 64), dtype=torch.int64)

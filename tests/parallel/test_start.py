@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from headway.models import empty_decoder
-from headway.parallel import apply, make_mesh
+from headway.parallel import make_mesh, parallelize_model
 from headway.plan.architecture import architecture_of
 from headway.plan.flops import parameters
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.state.tensors import Held
+from headway.state.tensors import ModelShare
 from headway.track import RunFolder
 from headway.train.build import draw_weights
 from processes import run_ranks
@@ -39,8 +39,8 @@ def story(rank: int, workers: int, recipes: list[Recipe]) -> dict[str, torch.Ten
         world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
         Path("/proc/self/clear_refs").write_text("5")
         before = high_water()
-        spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
-        held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+        spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
+        held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
         draw_weights(spread.model, recipe, held, RunFolder(Path("nowhere")))
         grown.append(high_water() - before)
         del spread, held

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.models import empty_decoder, initial_weight
-from headway.parallel import World, apply, finish_gradients, make_mesh, total_norm
+from headway.parallel import World, finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill, pieces
@@ -32,7 +32,7 @@ def make_recipe(mesh: dict[str, Any] | None, **train: Any) -> Recipe:
 
 
 def steps(recipe: Recipe, world: World) -> dict[str, torch.Tensor]:
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
     tokens = torch.randint(0, 500, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1)).cuda()
@@ -87,7 +87,7 @@ def test_moments_in_the_hosts_memory_are_the_same_bits_and_leave_the_devices_fre
     found, held = [], []
     for offload in (False, True):
         recipe = make_recipe(None, offload_optimizer=offload)
-        spread = apply(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cuda", 0)))
+        spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cuda", 0)))
         for name, parameter in spread.model.named_parameters():
             fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
         tokens = torch.randint(0, 500, (ROWS, SEQ), generator=torch.Generator().manual_seed(1)).cuda()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.plan.architecture import Architecture, Experts, LatentAttention, layer_kinds, layer_matrices
+from headway.plan.architecture import Architecture, ExpertShape, LatentAttention, layer_kinds, layer_matrices
 from headway.plan.flops import active_parameters, flops_per_token, matmul_parameters, parameters, routed_parameters
 
 LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
@@ -15,7 +15,7 @@ DEEPSEEK_V3 = Architecture(
     18432,
     129280,
     tied=False,
-    experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+    experts=ExpertShape(256, 8, 2048, shared=1, dense_layers=3),
     latent=LATENT,
 )
 KIMI_K2 = Architecture(
@@ -27,11 +27,13 @@ KIMI_K2 = Architecture(
     18432,
     163840,
     tied=False,
-    experts=Experts(384, 8, 2048, shared=1, dense_layers=1),
+    experts=ExpertShape(384, 8, 2048, shared=1, dense_layers=1),
     latent=LATENT,
 )
-QWEN3_30B = Architecture(48, 2048, 32, 4, 128, 6144, 151936, tied=False, qk_norm=True, experts=Experts(128, 8, 768))
-QWEN3_235B = Architecture(94, 4096, 64, 4, 128, 12288, 151936, tied=False, qk_norm=True, experts=Experts(128, 8, 1536))
+QWEN3_30B = Architecture(48, 2048, 32, 4, 128, 6144, 151936, tied=False, qk_norm=True, experts=ExpertShape(128, 8, 768))
+QWEN3_235B = Architecture(
+    94, 4096, 64, 4, 128, 12288, 151936, tied=False, qk_norm=True, experts=ExpertShape(128, 8, 1536)
+)
 GPT3 = Architecture(
     96, 12288, 96, 96, 128, 49152, 50257, gated=False, rotary=False, positions=2048, layer_norm=True, qkv_bias=True,
     output_bias=True, mlp_bias=True,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.plan.calibrate import calibrate, fit, predict
-from headway.plan.efficiencies import SPREAD, Parameters, fitted_parameters
-from headway.plan.published import Case, read_case, read_iteration
+from headway.plan.accuracy.calibrate import calibrate, fit, predict
+from headway.plan.accuracy.published_runs import PublishedRun, read_case, read_iteration
+from headway.plan.efficiencies import SPREAD, Efficiencies, fitted_parameters
 
 TABLES = Path(__file__).parents[2] / "benchmarks/plan"
 
@@ -22,7 +22,7 @@ def lines(name: str, wanted: slice) -> list[dict[str, str]]:
 A100 = [read_case(row, line) for row, line in enumerate(lines("published_runs.csv", slice(47, 107)))]
 
 
-def made_with(cases: list[Case], truth: Parameters) -> list[Case]:
+def made_with(cases: list[PublishedRun], truth: Efficiencies) -> list[PublishedRun]:
     """The same runs, had they been as fast as the model says with these parameters."""
     return [replace(case, tokens_s=predict(case, truth)) for case in cases]
 

@@ -9,20 +9,20 @@ import pytest
 
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
-from headway.plan.architecture import Architecture, Experts
+from headway.plan.architecture import Architecture, ExpertShape
 from headway.plan.candidates import candidates, held_microbatches
 from headway.plan.checks import check, divisors, valid
+from headway.plan.fit_advice import smallest_change
 from headway.plan.memory import memory
-from headway.plan.pipeline import Stage, simulate
+from headway.plan.pipeline import StageTime, simulate
 from headway.plan.settings import Mesh, Settings, Software
-from headway.plan.shortfall import smallest_change
-from headway.plan.task import RUNNABLE, Choices, Task
+from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
 
 DENSE = Architecture(layers=24, dim=2048, heads=32, kv_heads=8, head_dim=64, hidden=8192, vocab=50304)
-MIXED = replace(DENSE, experts=Experts(count=16, top_k=2, hidden=1408, shared=2, dense_layers=1))
+MIXED = replace(DENSE, experts=ExpertShape(count=16, top_k=2, hidden=1408, shared=2, dense_layers=1))
 LARGE = Architecture(layers=80, dim=8192, heads=64, kv_heads=8, head_dim=128, hidden=28672, vocab=128256, tied=False)
 SIXES = replace(DENSE, heads=48, kv_heads=6, hidden=9216)
-ODD = replace(MIXED, experts=Experts(count=16, top_k=2, hidden=1403, shared=1))
+ODD = replace(MIXED, experts=ExpertShape(count=16, top_k=2, hidden=1403, shared=1))
 NODES = parse_on("h100x8x2")
 TWO_CHUNKS = {"schedule": "interleaved", "chunks": 2}
 
@@ -125,7 +125,7 @@ def test_divisors(number):
 def test_held_microbatches_are_those_of_the_schedule(schedule, chunks):
     for ranks, times in product((2, 3, 8), (1, 2, 5)):
         settings = Settings(Mesh(pipeline=ranks), 1024, 1, ranks * times, schedule=schedule, chunks=chunks)
-        timeline = simulate(schedule, [Stage(1, 1, 1)] * (ranks * chunks), ranks, ranks * times)
+        timeline = simulate(schedule, [StageTime(1, 1, 1)] * (ranks * chunks), ranks, ranks * times)
         assert held_microbatches(settings) == max(timeline.in_flight) / chunks
 
 
@@ -165,7 +165,7 @@ def test_what_the_trainer_runs(settings, runs):
 # -- candidates
 
 
-def enumerated(task: Task, cluster: Cluster, context: bool) -> set[Settings]:
+def enumerated(task: TrainingTask, cluster: Cluster, context: bool) -> set[Settings]:
     """Every way to run, from all numbers up to the devices and the rules of `candidates` said again."""
     arch, numbers = task.architecture, [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
     counts = range(1, (arch.experts.count if arch.experts else 1) + 1)
@@ -210,23 +210,23 @@ SMALL = [
 
 @pytest.mark.parametrize(("arch", "on", "seq", "batch", "context"), SMALL)
 def test_candidates_are_all_that_is_sensible(arch, on, seq, batch, context):
-    task, cluster = Task(arch, seq, batch), parse_on(on)
-    made = list(candidates(task, cluster, Choices(), context))
+    task, cluster = TrainingTask(arch, seq, batch), parse_on(on)
+    made = list(candidates(task, cluster, SearchSpace(), context))
     assert len(made) == len(set(made))
     assert set(made) == enumerated(task, cluster, context)
 
 
 def test_microbatches_end_where_larger_ones_bring_nothing():
-    sizes = {made.microbatch for made in candidates(Task(DENSE, 4096, 4096), parse_on("h100"), Choices())}
+    sizes = {made.microbatch for made in candidates(TrainingTask(DENSE, 4096, 4096), parse_on("h100"), SearchSpace())}
     assert sizes == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_choices_are_kept_to():
-    choices = Choices(
+    choices = SearchSpace(
         mesh=Mesh(shard=4, tensor=2, pipeline=2), microbatches=(2,), recompute=("full",), schedules=("interleaved",),
         chunks=(3,), precisions=("fp8",), moment_bytes=(2, 4), zero=(1,),
     )  # fmt: skip
-    made = list(candidates(Task(DENSE, 4096, 64), NODES, choices))
+    made = list(candidates(TrainingTask(DENSE, 4096, 64), NODES, choices))
     moments = {one.software.moment_bytes for one in made}
     assert moments == {2, 4}
     assert len(made) == 2
@@ -236,9 +236,9 @@ def test_choices_are_kept_to():
 
 
 def test_limits_are_kept_to():
-    task = Task(DENSE, 4096, 64)
-    made = set(candidates(task, NODES, Choices(limits=RUNNABLE)))
-    assert made == {one for one in candidates(task, NODES, Choices()) if RUNNABLE.allows(one)}
+    task = TrainingTask(DENSE, 4096, 64)
+    made = set(candidates(task, NODES, SearchSpace(limits=RUNNABLE)))
+    assert made == {one for one in candidates(task, NODES, SearchSpace()) if RUNNABLE.allows(one)}
     assert {Mesh(shard=16), Mesh(replicate=16), Mesh(shard=4, tensor=2, pipeline=2)} <= {one.mesh for one in made}
     assert {one.mesh.context for one in made} == {1}
     assert {one.zero for one in made if one.mesh.shard > 1} == {3}
@@ -247,7 +247,7 @@ def test_limits_are_kept_to():
 # -- models that fit nowhere
 
 
-def least(task: Task, cluster: Cluster, choices: Choices) -> float:
+def least(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> float:
     """Of all ways to run, with context or without."""
     ways = [one for shared in (False, True) for one in candidates(task, cluster, choices, shared)]
     return min(memory(task.architecture, one, cluster, held_microbatches(one)).total for one in ways) / 2**30
@@ -258,13 +258,13 @@ def numbers(sentence: str) -> list[float]:
 
 
 def test_more_nodes_are_as_few_as_fit():
-    task, cluster = Task(LARGE, 8192, 64), parse_on("h100x8")
-    sentence = smallest_change(task, cluster, Choices(limits=RUNNABLE))
+    task, cluster = TrainingTask(LARGE, 8192, 64), parse_on("h100x8")
+    sentence = smallest_change(task, cluster, SearchSpace(limits=RUNNABLE))
     nodes = int(re.search(r"on (\d+) nodes instead of 1", sentence).group(1))
     needs = {}
     for count in range(1, nodes + 1):
         larger = parse_on(f"h100x8x{count}")
-        ways = candidates(task, larger, Choices(limits=RUNNABLE, max_tensor=8))
+        ways = candidates(task, larger, SearchSpace(limits=RUNNABLE, max_tensor=8))
         all_needs = (memory(LARGE, one, larger, held_microbatches(one)).total / 2**30 for one in ways)
         needs[count] = min(all_needs, default=float("inf"))
     assert needs[nodes] <= 80
@@ -273,8 +273,8 @@ def test_more_nodes_are_as_few_as_fit():
 
 
 def test_the_least_intrusive_change_comes_first():
-    task, cluster = Task(replace(DENSE, layers=48), 8192, 64), parse_on("h100x8")
-    fixed = Choices(mesh=Mesh(shard=8), microbatches=(8,), recompute=("none",))
+    task, cluster = TrainingTask(replace(DENSE, layers=48), 8192, 64), parse_on("h100x8")
+    fixed = SearchSpace(mesh=Mesh(shard=8), microbatches=(8,), recompute=("none",))
     sentence = smallest_change(task, cluster, fixed)
     full, small = replace(fixed, recompute=("full",)), replace(fixed, microbatches=(1,))
     assert least(task, cluster, fixed) > 80
@@ -286,26 +286,28 @@ def test_the_least_intrusive_change_comes_first():
 
 def test_moments_are_halved_where_that_is_enough():
     chip = replace(NODES.chip, memory_bytes=25 * 2**30)
-    task, cluster = Task(DENSE, 2048, 8), replace(parse_on("h100x1"), chip=chip)
-    halved = Choices(moment_bytes=(2,))
-    assert least(task, cluster, Choices()) > 25 > least(task, cluster, halved)
-    said = smallest_change(task, cluster, Choices())
+    task, cluster = TrainingTask(DENSE, 2048, 8), replace(parse_on("h100x1"), chip=chip)
+    halved = SearchSpace(moment_bytes=(2,))
+    assert least(task, cluster, SearchSpace()) > 25 > least(task, cluster, halved)
+    said = smallest_change(task, cluster, SearchSpace())
     assert f"with bf16 moments ({least(task, cluster, halved):.1f} GB)" in said
 
 
 def test_a_change_that_the_trainer_cannot_run_is_not_proposed():
-    task, cluster = Task(LARGE, 8192, 64), parse_on("h100x8x2")
-    assert "bf16 moments" not in smallest_change(task, cluster, Choices(limits=replace(RUNNABLE, moment_bytes=(4,))))
+    task, cluster = TrainingTask(LARGE, 8192, 64), parse_on("h100x8x2")
+    assert "bf16 moments" not in smallest_change(
+        task, cluster, SearchSpace(limits=replace(RUNNABLE, moment_bytes=(4,)))
+    )
 
 
 def test_where_no_single_change_is_enough_all_of_them_are_named():
     chip = replace(NODES.chip, memory_bytes=6 * 2**30)
-    task, cluster = Task(LARGE, 8192, 8), replace(parse_on("h100x8"), chip=chip)
-    fixed = Choices(mesh=Mesh(shard=8), recompute=("none",), zero=(0,))
+    task, cluster = TrainingTask(LARGE, 8192, 8), replace(parse_on("h100x8"), chip=chip)
+    fixed = SearchSpace(mesh=Mesh(shard=8), recompute=("none",), zero=(0,))
     sentence = smallest_change(task, cluster, fixed)
     assert "full recomputation and more sharding and bf16 moments" in sentence
     assert "does not fit" in sentence
 
 
 def test_what_fits_needs_no_change():
-    assert smallest_change(Task(DENSE, 4096, 64), NODES, Choices()).startswith("it fits: needs ")
+    assert smallest_change(TrainingTask(DENSE, 4096, 64), NODES, SearchSpace()).startswith("it fits: needs ")

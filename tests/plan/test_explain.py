@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from headway.hardware import parse_on
-from headway.plan.architecture import Architecture, Experts
+from headway.plan.architecture import Architecture, ExpertShape
 from headway.plan.checks import valid
-from headway.plan.costs import Costs, make_costs
-from headway.plan.efficiencies import Parameters
+from headway.plan.communication import exchanges
+from headway.plan.costs import CostModel, make_cost_model
+from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate, estimate
-from headway.plan.exchanges import exchanges
-from headway.plan.explain import Section, explain, parameter_meanings, roofline_points, step_terms
+from headway.plan.explain import ExplainTable, explain, parameter_meanings, roofline_points, step_terms
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.trainer import own_software
 
 LLAMA_8B = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
-SPARSE = Architecture(8, 2048, 16, 4, 128, 5632, 32000, experts=Experts(16, 2, 1408, shared=1, dense_layers=2))
+SPARSE = Architecture(8, 2048, 16, 4, 128, 5632, 32000, experts=ExpertShape(16, 2, 1408, shared=1, dense_layers=2))
 DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
 
 
@@ -56,14 +56,14 @@ WAYS = [
 ]
 
 
-def made(arch: Architecture, settings: Settings, fidelity: str = "default") -> tuple[Estimate, Costs]:
+def made(arch: Architecture, settings: Settings, fidelity: str = "default") -> tuple[Estimate, CostModel]:
     cluster = parse_on("h100x8x4")
     assert valid(arch, settings, cluster)
-    costs = make_costs(cluster, fidelity)
+    costs = make_cost_model(cluster, fidelity)
     return estimate(arch, settings, costs), costs
 
 
-def section(found: list[Section], start: str) -> Section:
+def section(found: list[ExplainTable], start: str) -> ExplainTable:
     return next(one for one in found if one.title.startswith(start))
 
 
@@ -150,5 +150,5 @@ def test_even_pipeline_has_the_textbook_bubble() -> None:
 
 def test_every_parameter_has_a_meaning() -> None:
     meanings = parameter_meanings()
-    assert set(meanings) == {field.name for field in fields(Parameters)}
+    assert set(meanings) == {field.name for field in fields(Efficiencies)}
     assert all(text.endswith(".") for text in meanings.values())

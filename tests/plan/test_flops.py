@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.models import empty_decoder, init_weights
-from headway.plan import (
-    architecture_of,
-    flops_per_token,
-    flops_per_token_full_attention,
-    matmul_parameters,
-    parameters,
-)
+from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 from headway.plan.flops import seen_share
 from headway.recipe import Model
 from headway.recipe.architecture import Architecture

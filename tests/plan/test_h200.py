@@ -13,7 +13,7 @@ import pytest
 
 from headway.hardware import parse_on
 from headway.plan.candidates import settings_of
-from headway.plan.costs import make_costs
+from headway.plan.costs import make_cost_model
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.plan import make_task
 from headway.plan.settings import Mesh
@@ -36,7 +36,7 @@ def predicted(row: dict[str, Any]) -> Estimate:
     settings = settings_of(make_task(recipe, H200), Mesh(), 0, row["microbatch"])
     recompute = "full" if row["checkpoint"] else "none"
     return estimate(
-        make_task(recipe, H200).architecture, settings.but(recompute=recompute), make_costs(H200, "measured")
+        make_task(recipe, H200).architecture, settings.but(recompute=recompute), make_cost_model(H200, "measured")
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture
-from headway.plan.costs import make_costs
+from headway.plan.costs import make_cost_model
 from headway.plan.memory import activation_bytes, local_parameters, memory
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import step
@@ -119,7 +119,7 @@ def test_moments_in_the_hosts_memory_take_none_of_the_devices_and_time_for_the_w
     assert memory(LLAMA, there, H100).optimizer == 0.0
     saved = memory(LLAMA, here, H100).allocated - memory(LLAMA, there, H100).allocated
     assert saved == pytest.approx(8 * PARAMETERS / 32)
-    costs = make_costs(H100)
+    costs = make_cost_model(H100)
     longer = step(LLAMA, there, costs).accounts["optimizer"] - step(LLAMA, here, costs).accounts["optimizer"]
     # eight bytes a parameter there and back, over PCIe 5.0 x16 at 55 of its 64 GB/s
     assert longer == pytest.approx(2 * 8 * PARAMETERS / 32 / 55e9)

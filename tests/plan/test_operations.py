@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from headway.plan.architecture import Architecture, Experts, layer_kinds
+from headway.plan.architecture import Architecture, ExpertShape, layer_kinds
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention
 from headway.plan.operations import Operation, head_operations, layer_operations, optimizer_bytes
-from headway.plan.settings import Shape, Software
+from headway.plan.settings import MicrobatchShape, Software
 
 LLAMA = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
 MIXTURE = Architecture(
-    48, 2048, 32, 4, 128, 6144, 151936, tied=False, experts=Experts(128, 8, 768, shared=1, dense_layers=2)
+    48, 2048, 32, 4, 128, 6144, 151936, tied=False, experts=ExpertShape(128, 8, 768, shared=1, dense_layers=2)
 )
 FUSED, UNFUSED = Software(), Software(attention="unfused")
 
 
-def flops(arch: Architecture, shape: Shape, software: Software) -> float:
+def flops(arch: Architecture, shape: MicrobatchShape, software: Software) -> float:
     layers = sum(
         count * operation.flops
         for experts, count in layer_kinds(arch)
@@ -27,25 +27,25 @@ def flops(arch: Architecture, shape: Shape, software: Software) -> float:
 
 @pytest.mark.parametrize("arch", [LLAMA, MIXTURE], ids=["dense", "experts"])
 def test_all_operations_are_the_model_s_flops(arch: Architecture) -> None:
-    shape = Shape(sequences=3, seq=2048)
+    shape = MicrobatchShape(sequences=3, seq=2048)
     assert flops(arch, shape, FUSED) == pytest.approx(flops_per_token(arch, 2048) * 3 * 2048)
 
 
 def test_attention_that_is_not_fused_computes_what_is_masked_too() -> None:
-    shape = Shape(sequences=2, seq=1024)
+    shape = MicrobatchShape(sequences=2, seq=1024)
     assert flops(LLAMA, shape, UNFUSED) == pytest.approx(flops_per_token_full_attention(LLAMA, 1024) * 2 * 1024)
 
 
 @pytest.mark.parametrize("split", [{"tensor": 4}, {"context": 2}, {"tensor": 2, "context": 4}], ids=str)
 def test_splits_conserve_work(split: dict[str, int]) -> None:
-    whole = Shape(sequences=4, seq=4096)
+    whole = MicrobatchShape(sequences=4, seq=4096)
     parts = split.get("tensor", 1) * split.get("context", 1)
     assert parts * flops(LLAMA, replace(whole, **split), FUSED) == pytest.approx(flops(LLAMA, whole, FUSED))
 
 
 def test_experts_are_spread_and_tokens_sent_to_them() -> None:
     """Eight devices hold sixteen experts each, and see as many tokens in all as if each held all experts."""
-    alone, spread = (layer_operations(MIXTURE, True, Shape(1, 4096, expert=e), FUSED) for e in (1, 8))
+    alone, spread = (layer_operations(MIXTURE, True, MicrobatchShape(1, 4096, expert=e), FUSED) for e in (1, 8))
 
     def routed(part: tuple[Operation, ...]) -> list[Operation]:
         return [op for op in part if op.name == "experts.up" and op.phase == "forward"]
@@ -57,7 +57,7 @@ def test_experts_are_spread_and_tokens_sent_to_them() -> None:
 
 
 def test_a_product_s_three_phases_by_hand() -> None:
-    part = layer_operations(LLAMA, False, Shape(1, 2048, tensor=2), FUSED)
+    part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048, tensor=2), FUSED)
     sizes = {op.phase: (op.m, op.n, op.k) for op in part if op.name == "mlp.down"}
     assert sizes == {
         "forward": (2048, 4096, 7168),
@@ -69,17 +69,17 @@ def test_a_product_s_three_phases_by_hand() -> None:
 
 
 def test_eight_bits_are_for_the_layers_linear_products_and_cost_casts() -> None:
-    part = layer_operations(LLAMA, False, Shape(1, 2048, precision="fp8"), FUSED)
+    part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048, precision="fp8"), FUSED)
     assert {op.precision for op in part if op.kind == "product"} == {"fp8"}
     assert {op.precision for op in part if op.kind == "attention"} == {"bf16"}
     assert sum(op.bytes for op in part if "quantize" in op.name) > 0
-    _, head = head_operations(LLAMA, Shape(1, 2048, precision="fp8"), FUSED)
+    _, head = head_operations(LLAMA, MicrobatchShape(1, 2048, precision="fp8"), FUSED)
     assert {op.precision for op in head if op.kind == "product"} == {"bf16"}
 
 
 def test_fusion_moves_fewer_bytes() -> None:
     def moved(software: Software) -> float:
-        part = layer_operations(LLAMA, False, Shape(1, 2048), software)
+        part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048), software)
         return sum(op.bytes for op in part if op.kind == "memory")
 
     eager = Software(fusion="eager", rotary_passes=24, separate_products=True)
@@ -88,7 +88,7 @@ def test_fusion_moves_fewer_bytes() -> None:
 
 def test_float32_moves_twice_the_bytes_of_bfloat16() -> None:
     def moved(precision: str) -> float:
-        part = layer_operations(LLAMA, False, Shape(1, 512, precision=precision), FUSED)
+        part = layer_operations(LLAMA, False, MicrobatchShape(1, 512, precision=precision), FUSED)
         return sum(op.bytes for op in part if op.kind in ("memory", "product"))
 
     assert moved("float32") == pytest.approx(2 * moved("bf16"))
@@ -104,7 +104,9 @@ def test_an_optimizer_s_bytes_by_hand() -> None:
 
 
 def test_the_busiest_expert_s_device_has_more_to_do() -> None:
-    even, skewed = (layer_operations(MIXTURE, True, Shape(1, 4096, expert=8, imbalance=x), FUSED) for x in (1.0, 1.5))
+    even, skewed = (
+        layer_operations(MIXTURE, True, MicrobatchShape(1, 4096, expert=8, imbalance=x), FUSED) for x in (1.0, 1.5)
+    )
 
     def flops(part: tuple[Operation, ...], name: str) -> float:
         return sum(op.flops for op in part if op.name.startswith(name))

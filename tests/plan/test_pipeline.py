@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import UsageError
-from headway.plan.pipeline import SCHEDULES, Stage, check_schedule, simulate
+from headway.plan.pipeline import SCHEDULES, StageTime, check_schedule, simulate
 from thinned import examples
 
 ONE_CHUNK = ("gpipe", "1f1b", "zero-bubble")
@@ -41,7 +41,7 @@ def operations(schedule: str, rank: int, ranks: int, chunks: int, microbatches: 
     return done + waiting
 
 
-def duration(operation: Operation, stages: list[Stage], schedule: str) -> float:
+def duration(operation: Operation, stages: list[StageTime], schedule: str) -> float:
     kind, _, index = operation
     stage = stages[index]
     if kind == "F":
@@ -51,7 +51,7 @@ def duration(operation: Operation, stages: list[Stage], schedule: str) -> float:
     return stage.input_grad + (0 if schedule == "zero-bubble" else stage.weight_grad)
 
 
-def longest_path(schedule: str, stages: list[Stage], ranks: int, microbatches: int, transfer_s: float) -> float:
+def longest_path(schedule: str, stages: list[StageTime], ranks: int, microbatches: int, transfer_s: float) -> float:
     """The end of the last operation: the longest way through the graph of all of them."""
     delays: dict[Operation, dict[Operation, float]] = {}
     for rank in range(ranks):
@@ -84,22 +84,22 @@ def most_held(schedule: str, order: list[Operation]) -> int:
     return most
 
 
-def random_stages(random: Random, count: int) -> list[Stage]:
+def random_stages(random: Random, count: int) -> list[StageTime]:
     """Stages of one of the kinds that meet different corners: any, nearly even, heavy ends, ties and nothings."""
     kind = random.choice(["any", "near", "ends", "whole", "even"])
     base = [random.uniform(0.5, 1.5) for _ in range(3)]
     if kind == "any":
-        return [Stage(random.random(), random.random(), random.random()) for _ in range(count)]
+        return [StageTime(random.random(), random.random(), random.random()) for _ in range(count)]
     if kind == "near":
-        return [Stage(*(time * random.uniform(1, 1.01) for time in base)) for _ in range(count)]
+        return [StageTime(*(time * random.uniform(1, 1.01) for time in base)) for _ in range(count)]
     if kind == "ends":
-        return [Stage(*(time * (1.3 if index in (0, count - 1) else 1) for time in base)) for index in range(count)]
+        return [StageTime(*(time * (1.3 if index in (0, count - 1) else 1) for time in base)) for index in range(count)]
     if kind == "whole":
-        return [Stage(random.randint(0, 3), random.randint(0, 3), random.randint(0, 3)) for _ in range(count)]
-    return [Stage(*base)] * count
+        return [StageTime(random.randint(0, 3), random.randint(0, 3), random.randint(0, 3)) for _ in range(count)]
+    return [StageTime(*base)] * count
 
 
-def random_case(seed: int, most_microbatches: int) -> tuple[str, list[Stage], int, int, float]:
+def random_case(seed: int, most_microbatches: int) -> tuple[str, list[StageTime], int, int, float]:
     random = Random(seed)
     schedule, ranks = random.choice(SCHEDULES), random.randint(1, 7)
     chunks = random.randint(2, 4) if schedule == "interleaved" else 1
@@ -111,13 +111,13 @@ def random_case(seed: int, most_microbatches: int) -> tuple[str, list[Stage], in
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, list[Stage], int, int, float]:
+def cases(draw: st.DrawFn) -> tuple[str, list[StageTime], int, int, float]:
     return random_case(draw(st.integers(0, 2**32)), draw(st.sampled_from([4, 12, 40])))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(case=cases())
-def test_short_steps_take_the_longest_path(case: tuple[str, list[Stage], int, int, float]) -> None:
+def test_short_steps_take_the_longest_path(case: tuple[str, list[StageTime], int, int, float]) -> None:
     assert simulate(*case).seconds == pytest.approx(longest_path(*case), rel=1e-9)
 
 
@@ -134,7 +134,7 @@ def test_even_stages_take_the_longest_path(schedule: str, ranks: int) -> None:
     chunks = 3 if schedule == "interleaved" else 1
     for times in [(1, 1, 1), (1, 2, 0.5), (2, 0.3, 1.1), (0.3, 2, 1.1), (1, 1.5, 7), (0, 1, 1), (1, 0, 0)]:
         for microbatches in [ranks, 2 * ranks, 4 * ranks] + ([1, 2, 4, 11] if chunks == 1 else []):
-            case = (schedule, [Stage(*times)] * ranks * chunks, ranks, microbatches, 0.0)
+            case = (schedule, [StageTime(*times)] * ranks * chunks, ranks, microbatches, 0.0)
             assert simulate(*case).seconds == pytest.approx(longest_path(*case), rel=1e-9)
 
 
@@ -152,7 +152,7 @@ def test_busy_and_in_flight_are_those_of_the_lists() -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 5), (4, 8), (8, 8), (8, 3), (16, 384)])
 def test_published_bubbles_of_even_stages(ranks: int, microbatches: int) -> None:
     """Narayanan et al. 2021 (arXiv:2104.04473): (p - 1) / m of the ideal time, divided by v when interleaved."""
-    stage = Stage(1.0, 1.3, 0.7)
+    stage = StageTime(1.0, 1.3, 0.7)
     for schedule in ("gpipe", "1f1b"):
         shares = simulate(schedule, [stage] * ranks, ranks, microbatches).idle_shares
         assert shares == pytest.approx([(ranks - 1) / (microbatches + ranks - 1)] * ranks)
@@ -164,27 +164,27 @@ def test_published_bubbles_of_even_stages(ranks: int, microbatches: int) -> None
 
 def test_published_bubble_of_zero_bubble() -> None:
     """Qi et al. 2023 (arXiv:2401.10241): (p - 1)(F + B - W), a third of 1f1b's when the three are equal."""
-    for stage in (Stage(1, 1, 1), Stage(1.0, 1.2, 0.8)):
+    for stage in (StageTime(1, 1, 1), StageTime(1.0, 1.2, 0.8)):
         timeline = simulate("zero-bubble", [stage] * 8, 8, 24)
         assert timeline.seconds - timeline.busy[0] == pytest.approx(
             7 * (stage.forward + stage.input_grad - stage.weight_grad)
         )
-    thirds = [simulate(schedule, [Stage(1, 1, 1)] * 8, 8, 24).seconds - 72 for schedule in ("zero-bubble", "1f1b")]
+    thirds = [simulate(schedule, [StageTime(1, 1, 1)] * 8, 8, 24).seconds - 72 for schedule in ("zero-bubble", "1f1b")]
     assert thirds == pytest.approx([7, 21])
 
 
 def test_published_memory() -> None:
-    assert simulate("gpipe", [Stage(1, 1, 1)] * 4, 4, 9).in_flight == (9, 9, 9, 9)
-    assert simulate("1f1b", [Stage(1, 1, 1)] * 4, 4, 9).in_flight == (4, 3, 2, 1)
-    assert simulate("1f1b", [Stage(1, 1, 1)] * 4, 4, 2).in_flight == (2, 2, 2, 1)
-    assert simulate("zero-bubble", [Stage(1, 1, 1)] * 4, 4, 9).in_flight == (4, 4, 4, 4)
+    assert simulate("gpipe", [StageTime(1, 1, 1)] * 4, 4, 9).in_flight == (9, 9, 9, 9)
+    assert simulate("1f1b", [StageTime(1, 1, 1)] * 4, 4, 9).in_flight == (4, 3, 2, 1)
+    assert simulate("1f1b", [StageTime(1, 1, 1)] * 4, 4, 2).in_flight == (2, 2, 2, 1)
+    assert simulate("zero-bubble", [StageTime(1, 1, 1)] * 4, 4, 9).in_flight == (4, 4, 4, 4)
     # Two ranks of two chunks warm up with 2 * 1 + 2 and 2 forwards, and do one more before the first backward.
-    assert simulate("interleaved", [Stage(1, 1, 1)] * 4, 2, 6).in_flight == (5, 3)
+    assert simulate("interleaved", [StageTime(1, 1, 1)] * 4, 2, 6).in_flight == (5, 3)
 
 
 def test_two_uneven_ranks_by_hand() -> None:
     """Rank 0: F0 ends at 1, F1 at 2, B0 at 13, B1 at 22. Rank 1: F0 at 3.5, B0 at 10.5, F1 at 12.5, B1 at 19.5."""
-    stages = [Stage(1, 1, 1), Stage(2, 3, 4)]
+    stages = [StageTime(1, 1, 1), StageTime(2, 3, 4)]
     timeline = simulate("1f1b", stages, 2, 2, transfer_s=0.5)
     assert timeline.seconds == 22
     assert timeline.busy == (6, 18)
@@ -195,7 +195,7 @@ def test_two_uneven_ranks_by_hand() -> None:
 @pytest.mark.parametrize("microbatches", [4, 100, 700, 900, 3000, 10**6])
 def test_the_slowest_rank_may_show_late(microbatches: int) -> None:
     """Rank 0 is the slowest by a thousandth; rank 2, with the longer way in and out, decides the first 800."""
-    stages = [Stage(0.5005, 0.2505, 0.25), Stage(0.1, 0.05, 0.05), Stage(0.5, 0.25, 0.25)]
+    stages = [StageTime(0.5005, 0.2505, 0.25), StageTime(0.1, 0.05, 0.05), StageTime(0.5, 0.25, 0.25)]
     by_rank_2 = 1.001 + 0.2 + microbatches * 1.0
     # Rank 0 waits for the first microbatch to return less two forwards, and as long at the end.
     by_rank_0 = microbatches * 1.001 + 2 * (0.2 + 1.0 - 2 * 0.5005)
@@ -207,7 +207,7 @@ def test_the_slowest_rank_may_show_late(microbatches: int) -> None:
 def test_the_slowest_rank_decides_in_the_end(schedule: str) -> None:
     random = Random(7)
     ranks, chunks = 6, 3 if schedule == "interleaved" else 1
-    stages = [Stage(random.random(), random.random(), random.random()) for _ in range(ranks)] * chunks
+    stages = [StageTime(random.random(), random.random(), random.random()) for _ in range(ranks)] * chunks
     slowest = max(chunks * (stage.forward + stage.input_grad + stage.weight_grad) for stage in stages)
     long, longer = (simulate(schedule, stages, ranks, count).seconds for count in (600_000, 1_200_000))
     assert (longer - long) / 600_000 == pytest.approx(slowest, rel=1e-9)
@@ -215,7 +215,7 @@ def test_the_slowest_rank_decides_in_the_end(schedule: str) -> None:
 
 def test_zero_bubble_may_lose_to_1f1b_on_uneven_stages() -> None:
     """Rank 1 waits for rank 0's forwards, and 1f1b fills the wait; zero-bubble is always one microbatch behind."""
-    stages = [Stage(10, 0, 0), Stage(0, 0, 10)]
+    stages = [StageTime(10, 0, 0), StageTime(0, 0, 10)]
     assert simulate("1f1b", stages, 2, 8).seconds == 8 * 10 + 10
     assert simulate("zero-bubble", stages, 2, 8).seconds == 8 * 10 + 2 * 10
 
@@ -223,14 +223,14 @@ def test_zero_bubble_may_lose_to_1f1b_on_uneven_stages() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_transfers_cost_a_round_trip_for_each_ranks_microbatches(ranks: int) -> None:
     """1f1b keeps `ranks` microbatches on the way: these many need one full trip there and back, transfers included."""
-    stages = [Stage(1, 0.8, 1.1)] * ranks
+    stages = [StageTime(1, 0.8, 1.1)] * ranks
     few, more = (simulate("1f1b", stages, ranks, turns * ranks, transfer_s=0.3).seconds for turns in (5, 105))
     assert (more - few) / 100 == pytest.approx(ranks * 2.9 + 2 * (ranks - 1) * 0.3)
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(case=cases())
-def test_no_schedule_beats_its_bounds(case: tuple[str, list[Stage], int, int, float]) -> None:
+def test_no_schedule_beats_its_bounds(case: tuple[str, list[StageTime], int, int, float]) -> None:
     _, stages, ranks, microbatches, transfer_s = case
     timeline = simulate(*case)
     forwards, gradients = sum(s.forward for s in stages), sum(s.input_grad for s in stages)
@@ -250,7 +250,7 @@ def test_no_schedule_beats_its_bounds(case: tuple[str, list[Stage], int, int, fl
 @settings(max_examples=examples(200), deadline=None)
 @given(case=cases(), where=st.integers(0, 100), more=st.floats(0.001, 2))
 def test_more_work_or_slower_transfers_never_shorten(
-    case: tuple[str, list[Stage], int, int, float], where: int, more: float
+    case: tuple[str, list[StageTime], int, int, float], where: int, more: float
 ) -> None:
     schedule, stages, ranks, microbatches, transfer_s = case
     seconds = simulate(*case).seconds
@@ -273,7 +273,7 @@ def test_more_work_or_slower_transfers_never_shorten(
 def test_zero_bubble_is_no_slower_than_1f1b_on_even_stages(
     times: tuple[float, float, float], ranks: int, microbatches: int, transfer_s: float
 ) -> None:
-    stages = [Stage(*times)] * ranks
+    stages = [StageTime(*times)] * ranks
     plain = simulate("1f1b", stages, ranks, microbatches, transfer_s)
     split = simulate("zero-bubble", stages, ranks, microbatches, transfer_s)
     assert split.seconds <= plain.seconds * (1 + 1e-9)
@@ -283,12 +283,12 @@ def test_zero_bubble_is_no_slower_than_1f1b_on_even_stages(
 
 def test_transfers_on_one_rank_take_nothing() -> None:
     for schedule in ONE_CHUNK:
-        assert simulate(schedule, [Stage(1, 2, 3)], 1, 5, transfer_s=9.0).seconds == 30
-    assert simulate("interleaved", [Stage(1, 2, 3), Stage(1, 1, 2)], 1, 5, transfer_s=9.0).seconds == 50
+        assert simulate(schedule, [StageTime(1, 2, 3)], 1, 5, transfer_s=9.0).seconds == 30
+    assert simulate("interleaved", [StageTime(1, 2, 3), StageTime(1, 1, 2)], 1, 5, transfer_s=9.0).seconds == 50
 
 
 def test_stages_without_work_take_no_time() -> None:
-    timeline = simulate("1f1b", [Stage(0, 0, 0)] * 3, 3, 50)
+    timeline = simulate("1f1b", [StageTime(0, 0, 0)] * 3, 3, 50)
     assert timeline.seconds == 0
     assert timeline.idle_shares == (0, 0, 0)
 
@@ -322,6 +322,6 @@ def test_what_can_run_is_let_through() -> None:
 
 def test_a_step_that_cannot_run_is_not_simulated() -> None:
     with pytest.raises(UsageError, match="groups of 2"):
-        simulate("interleaved", [Stage(1, 1, 1)] * 4, 2, 3)
+        simulate("interleaved", [StageTime(1, 1, 1)] * 4, 2, 3)
     with pytest.raises(AssertionError):
-        Stage(1, -1, 1)
+        StageTime(1, -1, 1)

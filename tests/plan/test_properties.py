@@ -9,16 +9,16 @@ from random import Random
 import pytest
 
 from headway.hardware import Cluster, default_cluster, known_chip
-from headway.plan.architecture import Architecture, Experts, LatentAttention
+from headway.plan.architecture import Architecture, ExpertShape, LatentAttention
 from headway.plan.candidates import held_microbatches
 from headway.plan.checks import valid
-from headway.plan.costs import Costs, make_costs
+from headway.plan.costs import CostModel, make_cost_model
 from headway.plan.estimate import Estimate, estimate
-from headway.plan.memory import Memory, memory
+from headway.plan.memory import PeakMemory, memory
 from headway.plan.search import lower_bound
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import ACCOUNTS, step
-from headway.plan.task import Task
+from headway.plan.task import TrainingTask
 from headway.plan.trainer import own_software
 from thinned import thinned
 
@@ -26,10 +26,10 @@ GPT = Architecture(24, 1536, 16, 16, 96, 6144, 50304, gated=False, rotary=False,
 SMALL = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
 EIGHT = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
 SEVENTY = Architecture(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
-EXPERTS = Architecture(32, 4096, 32, 8, 128, 14336, 32000, tied=False, experts=Experts(8, 2, 14336))
+EXPERTS = Architecture(32, 4096, 32, 8, 128, 14336, 32000, tied=False, experts=ExpertShape(8, 2, 14336))
 FINE = Architecture(
     28, 2048, 16, 16, 192, 10944, 102400, tied=False,
-    experts=Experts(64, 6, 1408, shared=2, dense_layers=1), latent=LatentAttention(0, 512, 64, 128),
+    experts=ExpertShape(64, 6, 1408, shared=2, dense_layers=1), latent=LatentAttention(0, 512, 64, 128),
 )  # fmt: skip
 MODELS = {"gpt": GPT, "small": SMALL, "8b": EIGHT, "70b": SEVENTY, "experts": EXPERTS, "fine": FINE}
 DENSE = [name for name, arch in MODELS.items() if arch.experts is None]
@@ -40,8 +40,8 @@ def on(chip: str, devices: int) -> Cluster:
     return default_cluster(known_chip(chip), min(8, devices), max(1, devices // 8))
 
 
-def limit(chip: str, devices: int) -> Costs:
-    return make_costs(on(chip, devices), "limit")
+def limit(chip: str, devices: int) -> CostModel:
+    return make_cost_model(on(chip, devices), "limit")
 
 
 def rising(values: list[float]) -> bool:
@@ -78,7 +78,7 @@ def test_devices_of_the_tensor_axis_never_take_longer(name):
     thinned(MODELS, ["limit", "default"], [Mesh(shard=16), Mesh(shard=4, tensor=4), Mesh(shard=8, pipeline=2)]),
 )
 def test_more_layers_take_longer(name, fidelity, mesh):
-    costs = make_costs(on("h100", 16), fidelity)
+    costs = make_cost_model(on("h100", 16), fidelity)
     layers = (2, 4, 8, 20, 40)
     seconds = [step(replace(MODELS[name], layers=n), Settings(mesh, 4096, 1, 64), costs).seconds for n in layers]
     assert all(later > earlier for earlier, later in pairwise(seconds)), seconds
@@ -87,7 +87,7 @@ def test_more_layers_take_longer(name, fidelity, mesh):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fidelity", ["limit", "default"])
 def test_recomputing_more_takes_longer_and_keeps_less(name, fidelity):
-    costs = make_costs(on("h100", 16), fidelity)
+    costs = make_cost_model(on("h100", 16), fidelity)
     plans = []
     for recompute in ("none", "selective", "full"):
         settings = Settings(Mesh(shard=16), 4096, 2, 64, recompute=recompute)
@@ -99,15 +99,15 @@ def test_recomputing_more_takes_longer_and_keeps_less(name, fidelity):
 # -- memory falls with sharding
 
 
-def needs(arch: Architecture, settings: Settings) -> Memory:
+def needs(arch: Architecture, settings: Settings) -> PeakMemory:
     return memory(arch, settings, on("h100", settings.mesh.devices), held_microbatches(settings))
 
 
-def falls(arch: Architecture, ways: list[Settings], of: Callable[[Memory], float]) -> bool:
+def falls(arch: Architecture, ways: list[Settings], of: Callable[[PeakMemory], float]) -> bool:
     return rising([of(needs(arch, way)) for way in reversed(ways)])
 
 
-def allocated(need: Memory) -> float:
+def allocated(need: PeakMemory) -> float:
     """Without what a device takes for each group that it talks in, which grows with the mesh."""
     return need.allocated
 
@@ -218,23 +218,27 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
 
 def test_nothing_is_faster_than_light():
     for arch, settings, cluster in random_cases(("h200",), seed=11, count=60):
-        least = step(arch, settings, make_costs(cluster, "limit")).seconds
+        least = step(arch, settings, make_cost_model(cluster, "limit")).seconds
         for fidelity in ("default", "measured"):
-            assert least <= step(arch, settings, make_costs(cluster, fidelity)).seconds, (fidelity, arch, settings)
+            assert least <= step(arch, settings, make_cost_model(cluster, fidelity)).seconds, (fidelity, arch, settings)
 
 
 def test_the_model_of_kernels_is_never_faster_than_light():
     for arch, settings, cluster in random_cases(("a100", "h100", "b200", "gb200", "mi300x", "l40s"), seed=12, count=80):
-        least = step(arch, settings, make_costs(cluster, "limit")).seconds
-        assert least <= step(arch, settings, make_costs(cluster, "default")).seconds, (arch, settings, cluster.name)
+        least = step(arch, settings, make_cost_model(cluster, "limit")).seconds
+        assert least <= step(arch, settings, make_cost_model(cluster, "default")).seconds, (
+            arch,
+            settings,
+            cluster.name,
+        )
 
 
 def test_no_step_is_shorter_than_its_bound():
     for arch, settings, cluster in random_cases(("h200",), seed=14, count=30):
         for way in (settings, replace(settings, frozen=True), replace(settings, precision="fp8")):
-            task = Task(arch, way.seq, way.batch, way.software, way.precision, frozen=way.frozen)
+            task = TrainingTask(arch, way.seq, way.batch, way.software, way.precision, frozen=way.frozen)
             for fidelity in ("limit", "default", "measured"):
-                costs = make_costs(cluster, fidelity)
+                costs = make_cost_model(cluster, fidelity)
                 assert lower_bound(task, way, costs) <= step(arch, way, costs).seconds * (1 + 1e-9), (
                     fidelity,
                     arch,
@@ -243,10 +247,10 @@ def test_no_step_is_shorter_than_its_bound():
 
 
 @cache
-def accounted() -> list[tuple[Settings, Estimate, Costs]]:
+def accounted() -> list[tuple[Settings, Estimate, CostModel]]:
     made = []
     for arch, settings, cluster in random_cases(("a100", "h200", "gb200"), seed=13, count=80):
-        for costs in (make_costs(cluster, "limit"), make_costs(cluster, "default")):
+        for costs in (make_cost_model(cluster, "limit"), make_cost_model(cluster, "default")):
             made.append((settings, estimate(arch, settings, costs), costs))
     return made
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import UsageError
-from headway.plan.roofline import Point, draw_roofline, place, text_roofline
+from headway.plan.roofline import RooflinePoint, draw_roofline, place, text_roofline
 from thinned import examples
 
 # A chip with round numbers: 100 TFLOP/s, 1 TB/s, so that the ridge is at 100 FLOP/byte.
 PEAK, BANDWIDTH = 100e12, 1e12
 
-ON_SLOPE = Point("on the slope", flops=1e13, bytes=1e12, seconds=1.0)  # 10 FLOP/byte, 10 TFLOP/s: the roof
-ON_TOP = Point("on the flat", flops=1e14, bytes=1e11, seconds=1.0)  # 1,000 FLOP/byte, 100 TFLOP/s: the roof
-BELOW = Point("below", flops=1e13, bytes=1e10, seconds=1.0)  # 1,000 FLOP/byte, 10 TFLOP/s: a tenth of it
+ON_SLOPE = RooflinePoint("on the slope", flops=1e13, bytes=1e12, seconds=1.0)  # 10 FLOP/byte, 10 TFLOP/s: the roof
+ON_TOP = RooflinePoint("on the flat", flops=1e14, bytes=1e11, seconds=1.0)  # 1,000 FLOP/byte, 100 TFLOP/s: the roof
+BELOW = RooflinePoint("below", flops=1e13, bytes=1e10, seconds=1.0)  # 1,000 FLOP/byte, 10 TFLOP/s: a tenth of it
 
 
 class Chart:
@@ -82,9 +82,9 @@ def test_letters_that_would_cover_each_other_stand_side_by_side() -> None:
 
 
 def test_the_legend_by_hand() -> None:
-    product = Point("product", flops=6e12, bytes=2e10, seconds=0.08)  # 300 FLOP/byte; 75 of 100 TFLOP/s
-    norm = Point("norm", flops=1e10, bytes=5e9, seconds=0.01)  # 2 FLOP/byte; 1 of 2 TFLOP/s
-    copy = Point("copy", flops=0, bytes=8e9, seconds=0.01)  # 0.8 of 1 TB/s
+    product = RooflinePoint("product", flops=6e12, bytes=2e10, seconds=0.08)  # 300 FLOP/byte; 75 of 100 TFLOP/s
+    norm = RooflinePoint("norm", flops=1e10, bytes=5e9, seconds=0.01)  # 2 FLOP/byte; 1 of 2 TFLOP/s
+    copy = RooflinePoint("copy", flops=0, bytes=8e9, seconds=0.01)  # 0.8 of 1 TB/s
     lines = text_roofline([copy, norm, product], PEAK, BANDWIDTH, "by hand").splitlines()
     rows = [line.split() for line in lines if "%" in line]
     assert rows == [
@@ -97,13 +97,13 @@ def test_the_legend_by_hand() -> None:
 
 
 def test_operations_that_take_no_time_are_left_out() -> None:
-    (only,) = place([Point("nothing", 0, 0, 0), BELOW], PEAK, BANDWIDTH)
+    (only,) = place([RooflinePoint("nothing", 0, 0, 0), BELOW], PEAK, BANDWIDTH)
     assert (only.point, only.of_time, only.of_roof) == (BELOW, 1, pytest.approx(0.1))
 
 
 def test_small_ones_are_counted_together() -> None:
     # 1 + 2 + ... + 15 = 120 seconds, of which the three shortest take 6.
-    points = [Point(f"number {seconds}", 1e12 * seconds, 1e10 * seconds, seconds) for seconds in range(1, 16)]
+    points = [RooflinePoint(f"number {seconds}", 1e12 * seconds, 1e10 * seconds, seconds) for seconds in range(1, 16)]
     text = text_roofline(points, PEAK, BANDWIDTH, "many")
     assert "and 3 smaller ones, 5.0% of the time" in text
     assert "number 4 " in text
@@ -111,14 +111,16 @@ def test_small_ones_are_counted_together() -> None:
 
 
 amounts = st.floats(1e3, 1e18) | st.just(0.0)
-some_points = st.builds(Point, st.text("abc xyz", min_size=1, max_size=90), amounts, amounts, st.floats(1e-6, 10))
+some_points = st.builds(
+    RooflinePoint, st.text("abc xyz", min_size=1, max_size=90), amounts, amounts, st.floats(1e-6, 10)
+)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(some_points, min_size=1, max_size=20), st.integers(64, 200), st.floats(1e10, 1e16), st.floats(1e9, 1e14)
 )
-def test_no_line_is_wider_than_asked(points: list[Point], width: int, peak: float, bandwidth: float) -> None:
+def test_no_line_is_wider_than_asked(points: list[RooflinePoint], width: int, peak: float, bandwidth: float) -> None:
     text = text_roofline(points, peak, bandwidth, "a title that is longer than the chart is wide " * 4, width)
     assert max(map(len, text.splitlines())) <= min(width, 80)
     assert text.isascii()
@@ -170,13 +172,17 @@ def test_equal_input_gives_equal_drawings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):
         draw_roofline(
-            [ON_SLOPE, ON_TOP, BELOW, Point("copy", 0, 1e9, 0.1)], PEAK, BANDWIDTH, "cost in $ and $", tmp_path / name
+            [ON_SLOPE, ON_TOP, BELOW, RooflinePoint("copy", 0, 1e9, 0.1)],
+            PEAK,
+            BANDWIDTH,
+            "cost in $ and $",
+            tmp_path / name,
         )
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-@pytest.mark.parametrize("points", [[ON_SLOPE, BELOW], [Point("copy", 0, 1e9, 0.1)]])
-def test_a_png_is_one(points: list[Point], tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [[ON_SLOPE, BELOW], [RooflinePoint("copy", 0, 1e9, 0.1)]])
+def test_a_png_is_one(points: list[RooflinePoint], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_roofline(points, PEAK, BANDWIDTH, "a picture", tmp_path / "roof.png")
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -198,4 +204,4 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
-        draw_roofline([Point("x", 1e12, 1e9, 1e-3)], 1e15, 3e12, "title", tmp_path / "none" / "a.svg")
+        draw_roofline([RooflinePoint("x", 1e12, 1e9, 1e-3)], 1e15, 3e12, "title", tmp_path / "none" / "a.svg")

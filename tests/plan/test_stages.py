@@ -8,7 +8,7 @@ import pytest
 
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture
-from headway.plan.costs import make_costs
+from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.stages import blocks_of_ranks, layers_of_stages, recomputed_share, stages_by_cost
@@ -81,7 +81,7 @@ def test_ends_that_cost_nothing_leave_even_stages() -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
 def test_the_step_of_our_own_trainer_is_cut_so_and_no_other_cut_is_faster_by_much(schedule, chunks) -> None:
     """A vocabulary of 128,256 costs as much as several of these layers; a cut by cost is near the best of all."""
-    costs = make_costs(parse_on("h100x4"))
+    costs = make_cost_model(parse_on("h100x4"))
     software = own_software(compiled=False, autocasts=True, older=False)
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0, schedule=schedule, chunks=chunks, software=software)
     made = estimate(LLAMA, settings, costs)
@@ -96,7 +96,7 @@ def test_the_step_of_our_own_trainer_is_cut_so_and_no_other_cut_is_faster_by_muc
 
 
 def test_published_programs_stages_stay_even() -> None:
-    costs = make_costs(parse_on("h100x4"))
+    costs = make_cost_model(parse_on("h100x4"))
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0)
     made, even = (estimate(LLAMA, one, costs) for one in (settings, settings.but(stages=(4, 4, 4, 4))))
     assert made.settings.stages is None

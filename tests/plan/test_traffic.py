@@ -9,13 +9,13 @@ import pytest
 
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.costs import make_costs
+from headway.plan.communication import exchanges
+from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
-from headway.plan.exchanges import exchanges
+from headway.plan.rank_share import block_parameters, rest_parameters, summed_parameters
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
 from headway.plan.trainer import own_software
-from headway.plan.worker import block_parameters, rest_parameters, summed_parameters
 from headway.recipe import Model
 
 SMALL = Model(layers=6, dim=64, heads=4, kv_heads=2, head_dim=16, hidden=192, vocab_size=515)
@@ -180,7 +180,7 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
 def test_timed_exchanges_move_as_much(mesh: Mesh, precision: str, recompute: Any) -> None:
     """On average over a pipeline's ranks; what comes once a step is timed for the rank that has most."""
-    costs = make_costs(parse_on("h100x8x2"))
+    costs = make_cost_model(parse_on("h100x8x2"))
     settings = replace(way(mesh, precision=precision), seq=2048, batch=64 * mesh.data, recompute=recompute)
     made = estimate(LLAMA, settings, costs)
     timed: dict[tuple[str, str], float] = defaultdict(float)

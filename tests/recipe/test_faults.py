@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from headway.recipe import FaultPlan
-from headway.recipe.faults import AGENT, KEEPER, Fault, carry_out, strike, struck
+from headway.recipe.faults import AGENT, KEEPER, Fault, execute_fault, mark_fired, struck
 
 
 def due(plan: FaultPlan, *where: object, **more: object) -> list[str]:
@@ -65,9 +65,9 @@ def test_where_a_fault_is_due() -> None:
 def test_what_is_meant_once_strikes_each_rank_once(tmp_path, fault: Fault, again: bool) -> None:
     folder = tmp_path / "faults"
     before = time.monotonic_ns()
-    assert strike(folder, 7, fault, 1, 3)
-    assert strike(folder, 7, fault, 0, 4), "each rank for itself"
-    assert strike(folder, 7, fault, 1, 5) is again
+    assert mark_fired(folder, 7, fault, 1, 3)
+    assert mark_fired(folder, 7, fault, 0, 4), "each rank for itself"
+    assert mark_fired(folder, 7, fault, 1, 5) is again
     found = struck(folder)
     assert [(one.number, one.rank, one.step) for one in found] == [(7, 1, 3), (7, 0, 4)], "the first time counts"
     assert before <= found[0].at_ns <= found[1].at_ns <= time.monotonic_ns()
@@ -85,11 +85,11 @@ def test_what_is_carried_out(action: str, how: object) -> None:
     fault = Fault(action=action, point="save", step=3)
     if not isinstance(how, int):
         with pytest.raises(how, match=r"injected at save of step 3|No space left on device"):
-            carry_out(fault)
+            execute_fault(fault)
         return
     pid = os.fork()
     if not pid:
-        carry_out(fault)
+        execute_fault(fault)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == how
 
@@ -101,9 +101,9 @@ def test_another_process_is_stopped_and_killed() -> None:
     if not pid:
         time.sleep(60)
         os._exit(0)
-    carry_out(Fault(action="stop"), pid=pid)
+    execute_fault(Fault(action="stop"), pid=pid)
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-    carry_out(Fault(action="kill"), pid=pid)
+    execute_fault(Fault(action="kill"), pid=pid)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
@@ -111,8 +111,8 @@ def test_a_stall_and_a_slow_step_take_the_time_they_say(monkeypatch) -> None:
     slept = list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
     for action, seconds in (("stall", 2.0), ("slow", 0.25)):
-        carry_out(Fault(action=action, seconds=seconds))
-    carry_out(Fault(action="hang"))
+        execute_fault(Fault(action=action, seconds=seconds))
+    execute_fault(Fault(action="hang"))
     assert slept[:2] == [2.0, 0.25]
     assert slept[2] > 24 * 3600
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from headway.errors import RecipeError
 from headway.recipe import (
     Data,
-    Layout,
     Model,
+    ModelLayout,
     Parallel,
     Recipe,
     Train,
@@ -191,7 +191,7 @@ ARGS = {
 
 def test_a_class_of_ones_own_is_read_from_a_file_and_from_python(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, OWN))
-    layout = Layout(blocks="blocks", first=("tok",), columns=("blocks.*.q", "blocks.*.k"))
+    layout = ModelLayout(blocks="blocks", first=("tok",), columns=("blocks.*.q", "blocks.*.k"))
     assert recipe.model == Model(class_="shapes.tiny:Tiny", args=ARGS, layout=layout)
     assert recipe.model.args == ARGS
     assert Model(class_="a:B", args={"sizes": (1, 2)}).args == {"sizes": [1, 2]}

@@ -5,7 +5,7 @@ import pytest
 
 from headway.errors import RecipeError
 from headway.recipe import Recipe, check_resumable, load_recipe, to_toml, with_settings
-from headway.recipe.stored import stored_recipe
+from headway.recipe.upgrade import upgrade_recipe
 
 NAMED = """
 [data]
@@ -46,7 +46,7 @@ def test_tables_by_name_and_a_list_of_tables_are_the_same(tmp_path):
 def test_a_recipe_reads_back_as_it_was_from_toml_and_json(tmp_path):
     recipe = loaded(tmp_path, NAMED)
     assert loaded(tmp_path, to_toml(recipe)) == recipe
-    assert stored_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    assert upgrade_recipe(tomllib.loads(to_toml(recipe))) == recipe
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 

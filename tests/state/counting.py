@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from headway.state import Folder, Source
+from headway.state import CheckpointSource, FolderCheckpoint
 
 
-class Counting(Source):
+class Counting(CheckpointSource):
     """A checkpoint in a folder; `reads` has the file, first byte and end of each read."""
 
     def __init__(self, path: Path) -> None:
-        self._folder = Folder(path)
+        self._folder = FolderCheckpoint(path)
         self.place = str(path)
         self.reads: list[tuple[str, int, int]] = []
 

@@ -3,7 +3,7 @@ import pytest
 
 from headway.errors import StateError, UsageError
 from headway.recipe import Store
-from headway.state import Facts, Piece, begin, commit, read_box, shard_name, write_shard
+from headway.state import CheckpointFacts, Piece, begin_checkpoint, commit, read_box, shard_name, write_shard
 from headway.state.address import address_in_store, is_in_store, open_address, store_url
 
 BITS = np.arange(6, dtype="<u4").reshape(2, 3)
@@ -34,9 +34,9 @@ def test_where_a_run_lies_in_a_store():
 
 
 def test_a_folder_is_opened(tmp_path):
-    begun = begin(tmp_path, 12)
+    begun = begin_checkpoint(tmp_path, 12)
     shard = write_shard(begun.partial, shard_name(0), [Piece("w", "float32", (2, 3), (0, 0), (2, 3), BITS)])
-    path = commit(begun, Facts(cursor=0, chain="", data_version="v"), [shard], workers=1)
+    path = commit(begun, CheckpointFacts(cursor=0, chain="", data_version="v"), [shard], workers=1)
     checkpoint = open_address(str(path))
     assert checkpoint.place == str(path)
     assert np.array_equal(read_box(checkpoint, "w", (0, 0), (2, 3)), BITS)

@@ -16,16 +16,16 @@ from headway.cli.checkpoint import app
 from headway.errors import HeadwayError, ModelError, StateError, UsageError
 from headway.recipe import Recipe
 from headway.state import (
-    Facts,
-    Folder,
+    CheckpointFacts,
+    FolderCheckpoint,
     Piece,
     TensorEntry,
-    begin,
+    begin_checkpoint,
     commit,
     open_checkpoint,
     shard_name,
     spread,
-    verify,
+    verify_checkpoint,
     write_shard,
 )
 
@@ -53,11 +53,11 @@ def save(run: Path, step: int, tensors: dict[str, np.ndarray], workers: int = 2,
         for part in spread(array.shape, (workers,), [(0, 0)]).parts:
             bits = np.ascontiguousarray(array[part.box.slices((0,) * array.ndim)]).view("<u4")
             files[part.holder].append(Piece(name, "float32", array.shape, part.box.start, part.box.shape, bits))
-    saving = begin(run / "checkpoints", step)
+    saving = begin_checkpoint(run / "checkpoints", step)
     shards = [write_shard(saving.partial, shard_name(rank), pieces) for rank, pieces in files.items()]
     said = {"cursor": 640, "chain": "ab" * 16, "data_version": "v1", "recipe": RECIPE.model_dump(mode="json")}
     mesh = {"pipeline": 1, "shard": workers, "tensor": 1}
-    return commit(saving, Facts.model_validate(said | {"mesh": mesh} | facts), shards, workers)
+    return commit(saving, CheckpointFacts.model_validate(said | {"mesh": mesh} | facts), shards, workers)
 
 
 @pytest.fixture
@@ -128,9 +128,11 @@ def test_ls_counts_files_that_two_checkpoints_share(run: Path) -> None:
     weights = np.ones((4, 4), np.float32).view("<u4")
     piece = Piece("model/still", "float32", (4, 4), (0, 0), (4, 4), weights)
     for step in (30, 40):
-        saving = begin(run / "checkpoints", step)
+        saving = begin_checkpoint(run / "checkpoints", step)
         shard = write_shard(saving.partial, shard_name(0, still=True), [piece], before=before)
-        before = open_checkpoint(commit(saving, Facts(cursor=0, chain="c", data_version="v"), [shard], workers=1))
+        before = open_checkpoint(
+            commit(saving, CheckpointFacts(cursor=0, chain="c", data_version="v"), [shard], workers=1)
+        )
     rows = json.loads(call(run, "ls", "demo", "--json")[0])["checkpoints"]
     size = (run / "checkpoints/step-00000040/rank-00000-still.safetensors").stat().st_size
     assert [row["shared_bytes"] for row in rows] == [0, 0, 0, size]
@@ -175,7 +177,7 @@ def test_verify_takes_a_folder(run: Path, tmp_path: Path) -> None:
 def test_progress_is_told_of_every_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run / "checkpoints/step-00000010"
     told: list[tuple[int, int]] = []
-    verify(checkpoint_view.Counted(Folder(path), lambda *now: told.append(now)))
+    verify_checkpoint(checkpoint_view.CountingSource(FolderCheckpoint(path), lambda *now: told.append(now)))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert told[-1] == (size, size)
     monkeypatch.setattr(checkpoint_view, "PATIENCE_S", -1.0)
@@ -193,7 +195,7 @@ def test_show(run: Path) -> None:
     weights = sum(array.nbytes for name, array in tensors.items() if name.startswith("model/"))
     for words in (
         "step       20, saved 20",
-        f"digest     {verify(run / 'checkpoints/step-00000020').digest}",
+        f"digest     {verify_checkpoint(run / 'checkpoints/step-00000020').digest}",
         f"chain      {'ab' * 16}",
         "cursor     640 samples",
         "data       version v1",

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.state.box import Box
-from headway.state.layout import BoxIndex, Layout, Part, box_at, layout_fault, spread, whole
+from headway.state.layout import BoxIndex, Layout, LayoutPart, box_at, layout_fault, spread, whole
 from thinned import examples
 
 
@@ -114,12 +114,17 @@ def test_spread_by_hand(shape, mesh, cuts, want):
 
 def test_ranks_are_named_in_the_order_of_the_mesh():
     layout = spread((4,), (2, 2), [(0, 0)], ranks=[12, 8, 13, 9])
-    assert layout.parts == (Part(12, at(0, 2)), Part(8, at(0, 2)), Part(13, at(2, 4)), Part(9, at(2, 4)))
+    assert layout.parts == (
+        LayoutPart(12, at(0, 2)),
+        LayoutPart(8, at(0, 2)),
+        LayoutPart(13, at(2, 4)),
+        LayoutPart(9, at(2, 4)),
+    )
 
 
 def test_whole_is_a_copy_on_each_holder():
     box = Box((0, 0), (2, 3))
-    assert whole((2, 3), [7, 5]) == Layout((2, 3), (Part(7, box), Part(5, box)))
+    assert whole((2, 3), [7, 5]) == Layout((2, 3), (LayoutPart(7, box), LayoutPart(5, box)))
 
 
 @pytest.mark.parametrize("shape", [(13,), (4, 6), (1, 5, 3), (0, 2)])
@@ -160,13 +165,13 @@ def test_what_spread_refuses_is_our_own_mistake():
 @given(shapes_and_boxes(6))
 def test_layout_fault_is_none_exactly_when_distinct_boxes_paint_every_element_once(case):
     shape, boxes = case
-    layout = Layout(shape, tuple(Part(holder, box) for holder, box in enumerate(boxes)))
+    layout = Layout(shape, tuple(LayoutPart(holder, box) for holder, box in enumerate(boxes)))
     assert (layout_fault(layout) is None) == bool((painted(shape, set(boxes)) == 1).all())
 
 
 def test_layout_fault_says_what_is_wrong():
     def fault(shape, *parts):
-        return layout_fault(Layout(shape, tuple(Part(holder, box) for holder, box in parts)))
+        return layout_fault(Layout(shape, tuple(LayoutPart(holder, box) for holder, box in parts)))
 
     assert fault((4,), (0, at(0, 2)), (1, at(2, 4)), (2, at(0, 2)), (3, at(4, 4))) is None
     assert fault((0, 3)) is None

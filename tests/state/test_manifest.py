@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from headway.errors import DamagedState, StateError
 from headway.state import (
-    Facts,
-    Manifest,
+    CheckpointFacts,
+    CheckpointManifest,
     Piece,
-    begin,
+    begin_checkpoint,
     commit,
     dump_manifest,
     find_checkpoint,
@@ -23,11 +23,11 @@ from headway.state import (
     open_checkpoint,
     read_box,
     shard_name,
-    verify,
+    verify_checkpoint,
     write_shard,
 )
 from headway.state.manifest import chunk_checksums, parse_manifest
-from headway.state.source import Source
+from headway.state.source import CheckpointSource
 from thinned import examples
 
 OLD = Path(__file__).parent / "format_1"
@@ -59,16 +59,16 @@ def fields_of(path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A checkpoint that no test may change: a (3 x 4, in rows 2 + 1) and b."""
-    begun = begin(tmp_path_factory.mktemp("c"), 5)
+    begun = begin_checkpoint(tmp_path_factory.mktemp("c"), 5)
     shards = [
         [Piece("a", "float32", (3, 4), (0, 0), (2, 4), A[:2]), Piece("b", "bfloat16", (6,), (0,), (6,), B)],
         [Piece("a", "float32", (3, 4), (2, 0), (1, 4), A[2:])],
     ]
     written = [write_shard(begun.partial, shard_name(rank), pieces) for rank, pieces in enumerate(shards)]
-    return commit(begun, Facts(cursor=1, chain="", data_version="v"), written, workers=2)
+    return commit(begun, CheckpointFacts(cursor=1, chain="", data_version="v"), written, workers=2)
 
 
-class Told(Source):
+class Told(CheckpointSource):
     """A checkpoint whose manifest says something else than the one that was written."""
 
     def __init__(self, path, manifest):
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path):
             assert read_box(checkpoint, "model/a", (row, column), (1, 1)).item() == A[row, column]
     assert np.array_equal(read_box(checkpoint, "model/a", (1, 1), (2, 2)), A[1:, 1:3])
     assert np.array_equal(read_box(checkpoint, "model/b", (2,), (3,)), B[2:5])
-    verified = verify(entry.path)
+    verified = verify_checkpoint(entry.path)
     assert (verified.step, verified.tensors, verified.files) == (7, 2, 2)
     assert verified.bytes == sum(file.stat().st_size for file in entry.path.glob("*.safetensors"))
 
@@ -127,7 +127,7 @@ def flips(content):
 def test_every_flipped_byte_of_format_1_is_refused(tmp_path):
     shutil.copytree(OLD, tmp_path / "c")
     folder = tmp_path / "c" / "step-00000007"
-    verify(folder)
+    verify_checkpoint(folder)
     for bad in flips((folder / "manifest.json").read_bytes()):
         with pytest.raises(DamagedState, match="over there is damaged"):
             parse_manifest(bad, "over there")
@@ -136,9 +136,9 @@ def test_every_flipped_byte_of_format_1_is_refused(tmp_path):
         for bad in flips(good):
             path.write_bytes(bad)
             with pytest.raises(DamagedState, match=path.name.replace(".", r"\.")):
-                verify(folder)
+                verify_checkpoint(folder)
         path.write_bytes(good)
-    verify(folder)
+    verify_checkpoint(folder)
 
 
 def test_a_manifest_of_format_1_that_belies_its_files_is_refused(tmp_path):
@@ -178,7 +178,7 @@ def test_dumped_and_parsed_again_it_is_the_same(whole):
     assert fields["digest"] == digest(fields["tensors"])
     assert list(fields)[:3] == ["format", "step", "digest"]
     assert manifest.bytes == sum(file.stat().st_size for file in whole.glob("*.safetensors"))
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, CheckpointManifest)
 
 
 @pytest.mark.parametrize(("size", "chunk"), [(0, 4), (1, 4), (4, 4), (5, 4), (12, 4), (13, 5), (3, 100)])
@@ -312,7 +312,7 @@ def test_malformed_manifests_are_refused_and_by_nothing_else(whole, what):
     fields = fields_of(whole)
     MALFORMED[what](fields)
     with pytest.raises(DamagedState):
-        verify(Told(whole, sealed(fields)))
+        verify_checkpoint(Told(whole, sealed(fields)))
 
 
 HARMLESS = {"another digest", "a digest that is no number", "another whole digest", "a tensor less"}
@@ -326,7 +326,7 @@ def test_even_if_the_digest_agrees(whole, what):
     MALFORMED[what](fields)
     fields["digest"] = digest(fields["tensors"])
     with pytest.raises(DamagedState):
-        verify(Told(whole, sealed(fields)))
+        verify_checkpoint(Told(whole, sealed(fields)))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_tensor_without_elements_costs_nothing(whole, shape):
     add(fields, shape=shape)
     fields["digest"] = digest(fields["tensors"])
     try:
-        found = verify(Told(whole, sealed(fields))).tensors
+        found = verify_checkpoint(Told(whole, sealed(fields))).tensors
     except DamagedState:
         found = 0
         assert math.inf > max(shape) > 2**31

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.state.box import Box
-from headway.state.layout import Layout, Part, layout_fault, spread, whole
+from headway.state.layout import Layout, LayoutPart, layout_fault, spread, whole
 from headway.state.move import Move, all_moves, moves
 from thinned import examples
 
@@ -36,7 +36,7 @@ def shattered(draw, shape):
             boxes.append(Box(start, tuple(end - begin if d == dim else size for d, size in enumerate(box.shape))))
     boxes += [box for box in boxes if draw(st.booleans())]
     holders = draw(st.permutations(range(16)))
-    return Layout(shape, tuple(Part(holder, box) for holder, box in zip(holders, boxes, strict=False)))
+    return Layout(shape, tuple(LayoutPart(holder, box) for holder, box in zip(holders, boxes, strict=False)))
 
 
 @st.composite
@@ -159,7 +159,9 @@ def test_copies_share_the_sending_of_a_whole_state(data):
     src = spread(shape, (copies, shards), [(1, 0)])
     laid_out = {f"w{i}": data.draw(meshed(shape)) for i in range(tensors)}
     # Other numbers than the sources have: nothing is there already.
-    dst = {name: Layout(shape, tuple(Part(100 + p.holder, p.box) for p in a.parts)) for name, a in laid_out.items()}
+    dst = {
+        name: Layout(shape, tuple(LayoutPart(100 + p.holder, p.box) for p in a.parts)) for name, a in laid_out.items()
+    }
     planned = all_moves(dict.fromkeys(dst, src), dst)
     assert list(planned) == list(dst)
     for name, target in dst.items():
@@ -197,7 +199,7 @@ def test_what_is_no_layout_of_the_same_tensor_is_our_own_mistake():
     with pytest.raises(AssertionError, match=r"shape \(4,\) cannot become one of shape \(2, 2\)"):
         moves(whole((4,), [0]), whole((2, 2), [1]))
     with pytest.raises(AssertionError, match="2 of the 4 elements"):
-        moves(Layout((4,), (Part(0, at(0, 2)),)), whole((4,), [1]))
+        moves(Layout((4,), (LayoutPart(0, at(0, 2)),)), whole((4,), [1]))
     with pytest.raises(AssertionError, match="0 of the 1 elements"):
         moves(Layout((), ()), whole((), [1]))
 
@@ -207,12 +209,14 @@ def at(start, stop):
 
 
 def lay(shape, **parts):
-    return Layout(shape, tuple(Part(int(holder[1:]), box) for holder, box in parts.items()))
+    return Layout(shape, tuple(LayoutPart(int(holder[1:]), box) for holder, box in parts.items()))
 
 
 PINWHEEL = lay((3, 3), r0=Box((0, 0), (1, 2)), r1=Box((0, 2), (2, 1)), r2=Box((2, 1), (1, 2)), r3=Box((1, 0), (2, 1)),
                r4=Box((1, 1), (1, 1)))  # fmt: skip
-BESIDE = Layout((6, 2), (Part(0, Box((0, 0), (6, 1))), *(Part(1 + row, Box((row, 1), (1, 1))) for row in range(6))))
+BESIDE = Layout(
+    (6, 2), (LayoutPart(0, Box((0, 0), (6, 1))), *(LayoutPart(1 + row, Box((row, 1), (1, 1))) for row in range(6)))
+)
 TABLE = [
     ("gather", spread((5,), (2,), [(0, 0)]), whole((5,), [9]), {}, [(0, 9, at(0, 3)), (1, 9, at(3, 5))]),
     ("scatter", whole((5,), [9]), spread((5,), (2,), [(0, 0)]), {}, [(9, 0, at(0, 3)), (9, 1, at(3, 5))]),

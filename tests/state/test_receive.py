@@ -8,22 +8,22 @@ import pytest
 
 from headway.errors import DamagedState, StateError
 from headway.state import (
-    Buffer,
-    Facts,
+    CheckpointFacts,
     PieceShape,
-    Shard,
-    begin,
+    SaveBuffer,
+    ShardEntry,
+    begin_checkpoint,
     commit,
     describe_shard,
     plan_buffer,
-    verify,
+    verify_checkpoint,
     write_shard,
 )
 from headway.state.manifest import CHUNK_BYTES
+from headway.state.read_checkpoint import open_checkpoint
 from headway.state.receive import receive_shard
-from headway.state.restore import open_checkpoint
 
-FACTS = Facts(cursor=0, chain="", data_version="", recipe={}, mesh={})
+FACTS = CheckpointFacts(cursor=0, chain="", data_version="", recipe={}, mesh={})
 ROWS = CHUNK_BYTES // 4 // 8 * 5 // 2 // 8 * 8  # two chunks and a half
 SHAPES = [
     PieceShape("model/large", "float32", (ROWS, 8), (0, 0), (ROWS, 8)),
@@ -34,8 +34,8 @@ NAME = "rank-00000.safetensors"
 
 
 @pytest.fixture(scope="module")
-def buffer() -> Buffer:
-    buffer = Buffer.make(plan_buffer(SHAPES, []))
+def buffer() -> SaveBuffer:
+    buffer = SaveBuffer.make(plan_buffer(SHAPES, []))
     (part,) = buffer.plan.parts
     generator = np.random.default_rng(0)
     for shape in part.pieces:
@@ -44,12 +44,12 @@ def buffer() -> Buffer:
     return buffer
 
 
-def told(buffer: Buffer) -> Shard:
+def told(buffer: SaveBuffer) -> ShardEntry:
     (part,) = buffer.plan.parts
     return describe_shard(NAME, buffer.pieces(part))
 
 
-def reads(buffer: Buffer) -> Callable[[int, memoryview], None]:
+def reads(buffer: SaveBuffer) -> Callable[[int, memoryview], None]:
     (part,) = buffer.plan.parts
     whole = buffer.file(part)[: part.image.bytes]
 
@@ -59,9 +59,9 @@ def reads(buffer: Buffer) -> Callable[[int, memoryview], None]:
     return read
 
 
-def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffer: Buffer) -> None:
+def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
-    one, other = begin(tmp_path / "one", 3), begin(tmp_path / "other", 3)
+    one, other = begin_checkpoint(tmp_path / "one", 3), begin_checkpoint(tmp_path / "other", 3)
     written = write_shard(one.partial, NAME, buffer.pieces(part), memory=buffer.file(part))
     shard = told(buffer)
     sizes = list[int]()
@@ -74,11 +74,16 @@ def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffe
     assert shard == written
     assert (other.partial / NAME).read_bytes() == (one.partial / NAME).read_bytes()
     assert max(sizes) <= CHUNK_BYTES
-    assert verify(commit(one, FACTS, [written], 1)).digest == verify(commit(other, FACTS, [shard], 1)).digest
+    assert (
+        verify_checkpoint(commit(one, FACTS, [written], 1)).digest
+        == verify_checkpoint(commit(other, FACTS, [shard], 1)).digest
+    )
 
 
 @pytest.mark.parametrize("at", [0, 500, CHUNK_BYTES + 1000, -1])
-def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(tmp_path: Path, buffer: Buffer, at: int) -> None:
+def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(
+    tmp_path: Path, buffer: SaveBuffer, at: int
+) -> None:
     (part,) = buffer.plan.parts
     place = at % part.image.bytes
 
@@ -92,7 +97,7 @@ def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: Buffer) -> None:
+def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
 
     def read(begin: int, out: memoryview) -> None:
@@ -105,10 +110,10 @@ def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: Buffer) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: Buffer) -> None:
+def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
     shard = told(buffer)
-    other = Buffer.make(plan_buffer(SHAPES[2:], []))
+    other = SaveBuffer.make(plan_buffer(SHAPES[2:], []))
     larger = shard.model_copy(update={"file": shard.file.model_copy(update={"bytes": 2 * shard.file.bytes})})
     few = shard.tensors["model/large"]
     few = few.model_copy(update={"pieces": (few.pieces[0].model_copy(update={"xxh3": few.pieces[0].xxh3[:1]}),)})
@@ -122,12 +127,12 @@ def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: Buffer) -> 
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_not_changed_gets_a_second_name(tmp_path: Path, buffer: Buffer) -> None:
+def test_what_has_not_changed_gets_a_second_name(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
-    first = begin(tmp_path, 1)
+    first = begin_checkpoint(tmp_path, 1)
     receive_shard(first.partial, told(buffer), part, reads(buffer))
     before = open_checkpoint(commit(first, FACTS, [told(buffer)], 1))
-    second = begin(tmp_path, 2)
+    second = begin_checkpoint(tmp_path, 2)
 
     def nobody(begin: int, out: memoryview) -> None:
         raise AssertionError("it is here already")

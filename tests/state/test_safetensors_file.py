@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import StateError
-from headway.state.safetensors_file import DTYPES, bits_dtype, plan_image, read_image, write_file, write_memory
+from headway.state.safetensors_file import DTYPES, bits_dtype, plan_file, read_header, write_file, write_memory
 from thinned import examples
 
 
@@ -40,7 +40,7 @@ def random_tensor(dtype, shape, seed=0):
 
 def write(path, blocks):
     """Plan a file and write it, tensor by tensor."""
-    image = plan_image((block.name, block.dtype, block.shape) for block in blocks)
+    image = plan_file((block.name, block.dtype, block.shape) for block in blocks)
     views = {block.name: np.ascontiguousarray(block.bits).reshape(-1).view(np.uint8).data for block in blocks}
     write_file(path, image.header, [views[name] for name in image.places])
     return image
@@ -49,7 +49,7 @@ def write(path, blocks):
 def read(path):
     """Every tensor's dtype, shape and bytes, by where the header says that it lies."""
     content = path.read_bytes()
-    places = read_image(path).places
+    places = read_header(path).places
     return {name: (place.dtype, place.shape, content[place.begin : place.end]) for name, place in places.items()}
 
 
@@ -58,7 +58,7 @@ def test_the_library_opens_what_we_write(tmp_path, shape):
     blocks = [random_tensor(dtype, shape, seed) for seed, dtype in enumerate(DTYPES)]
     image = write(tmp_path / "x.safetensors", blocks)
     assert image.bytes == (tmp_path / "x.safetensors").stat().st_size
-    assert image == read_image(tmp_path / "x.safetensors")
+    assert image == read_header(tmp_path / "x.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
     assert set(loaded) == {block.name for block in blocks}
     for block in blocks:
@@ -71,7 +71,7 @@ def test_the_library_opens_what_we_write(tmp_path, shape):
 
 def test_tensors_lie_at_pages_and_at_multiples_of_their_elements():
     blocks = [random_tensor(dtype, (3,)) for dtype in DTYPES]
-    image = plan_image((block.name, block.dtype, block.shape) for block in blocks)
+    image = plan_file((block.name, block.dtype, block.shape) for block in blocks)
     assert len(image.header) % 4096 == 0
     assert image.header_xxh3 == xxhash.xxh3_64_hexdigest(image.header)
     assert image.bytes == len(image.header) + 3 * sum(size for _, size in DTYPES.values())
@@ -79,7 +79,7 @@ def test_tensors_lie_at_pages_and_at_multiples_of_their_elements():
     for place in image.places.values():
         assert (place.begin, place.begin % DTYPES[place.dtype][1]) == (end, 0)
         end = place.end
-    shuffled = plan_image((block.name, block.dtype, block.shape) for block in reversed(blocks))
+    shuffled = plan_file((block.name, block.dtype, block.shape) for block in reversed(blocks))
     assert shuffled == image
 
 
@@ -240,12 +240,12 @@ def test_malformed_files_are_refused_by_name(tmp_path, what):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(BAD[what])
     with pytest.raises(StateError, match=r"bad\.safetensors"):
-        read_image(path)
+        read_header(path)
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(StateError, match=r"gone\.safetensors cannot be read"):
-        read_image(tmp_path / "gone.safetensors")
+        read_header(tmp_path / "gone.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_broken_headers_never_raise_anything_else(whole_file, data):
     kept = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     path.write_bytes(bytes(content[:kept]))
     try:
-        places = read_image(path).places.values()
+        places = read_header(path).places.values()
     except StateError as error:
         said = error.message
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import DamagedState, StateError
-from headway.state import Folder
+from headway.state import FolderCheckpoint
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def read(source, begin, size, file="rank-00000.safetensors"):
 
 
 def test_any_range_is_read(folder):
-    source = Folder(folder)
+    source = FolderCheckpoint(folder)
     content = (folder / "rank-00000.safetensors").read_bytes()
     assert (source.place, source.checked) == (str(folder), True)
     assert source.manifest() == b"{}"
@@ -36,24 +36,24 @@ def test_any_range_is_read(folder):
 def test_short_reads_go_on(folder, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
-    assert read(Folder(folder), 100, 1000) == (bytes(range(256)) * 40)[100:1100]
+    assert read(FolderCheckpoint(folder), 100, 1000) == (bytes(range(256)) * 40)[100:1100]
 
 
 def test_a_file_that_ends_early_is_damaged(folder):
     with pytest.raises(DamagedState, match=r"rank-00000\.safetensors is damaged: it ends at byte 10240"):
-        read(Folder(folder), 10000, 241)
+        read(FolderCheckpoint(folder), 10000, 241)
     with pytest.raises(DamagedState, match="it ends at byte 99999"):
-        read(Folder(folder), 99999, 1)
+        read(FolderCheckpoint(folder), 99999, 1)
 
 
 def test_what_is_not_there_is_named(folder):
-    source = Folder(folder)
+    source = FolderCheckpoint(folder)
     for ask in (lambda: source.size("rank-00001.safetensors"), lambda: read(source, 0, 1, "rank-00001.safetensors")):
         with pytest.raises(DamagedState, match=r"rank-00001\.safetensors cannot be read: No such file") as refused:
             ask()
         assert refused.value.hint
     with pytest.raises(StateError, match=r"manifest\.json cannot be read: No such file") as missing:
-        Folder(folder / "nowhere").manifest()
+        FolderCheckpoint(folder / "nowhere").manifest()
     assert not isinstance(missing.value, DamagedState)  # there is no checkpoint, so none is damaged
 
 
@@ -61,7 +61,7 @@ def test_a_disk_that_cannot_read_is_damage(folder, monkeypatch):
     def broken(*_):
         raise OSError(5, os.strerror(5))
 
-    source = Folder(folder)
+    source = FolderCheckpoint(folder)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
         with pytest.raises(DamagedState, match=r"rank-00000\.safetensors cannot be read: Input/output error"):
@@ -76,7 +76,7 @@ def test_a_manifest_of_absurd_size_is_not_read(folder):
     with (folder / "manifest.json").open("r+b") as file:
         file.truncate((1 << 30) + 1)  # a hole: it takes no room
     with pytest.raises(DamagedState, match=r"manifest\.json is damaged: it is too large"):
-        Folder(folder).manifest()
+        FolderCheckpoint(folder).manifest()
 
 
 def opened_in(folder):
@@ -96,7 +96,7 @@ def read_at_once(source):
 
 
 def test_several_threads_read_and_nothing_stays_open(folder):
-    source = Folder(folder)
+    source = FolderCheckpoint(folder)
     assert read_at_once(source) == [bytes(range(n, n + 5)) for n in range(4)]
     assert opened_in(folder) == 1
     del source

@@ -9,9 +9,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from headway.errors import StateError
 from headway.recipe import Train
-from headway.state import Facts, begin, commit, open_checkpoint, shard_name, write_shard
+from headway.state import CheckpointFacts, begin_checkpoint, commit, open_checkpoint, shard_name, write_shard
 from headway.state.tensors import (
-    Held,
+    ModelShare,
     as_tensor,
     load_state,
     load_weights,
@@ -23,7 +23,7 @@ from headway.state.tensors import (
 )
 from headway.train.build import build_optimizer
 
-FACTS = Facts(cursor=0, chain="", data_version="v")
+FACTS = CheckpointFacts(cursor=0, chain="", data_version="v")
 
 ADAMW = {
     "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -61,7 +61,7 @@ def train(model, optimizer, steps, seed=0):
 
 
 def save(folder, state, step=1):
-    begun = begin(folder, step)
+    begun = begin_checkpoint(folder, step)
     return commit(begun, FACTS, [write_shard(begun.partial, shard_name(0), pieces(state))], workers=1)
 
 
@@ -193,7 +193,7 @@ def test_plain_tensors_are_written_by_one_rank_each():
     tensors = {name: torch.zeros(size) for name, size in {"a": 5, "b": 40, "c": 5, "d": 30, "e": 0}.items()}
     assert [own.piece.name for own in owned(tensors)] == ["a", "b", "c", "d", "e"]
     ranks = (3, 5)
-    shares = {rank: [own.piece.name for own in owned(tensors, Held(rank, ranks))] for rank in ranks}
+    shares = {rank: [own.piece.name for own in owned(tensors, ModelShare(rank, ranks))] for rank in ranks}
     assert sorted(shares[3] + shares[5]) == ["a", "b", "c", "d", "e"]
     assert "e" in shares[3]
     assert {sum(tensors[name].numel() for name in share) for share in shares.values()} == {40}
@@ -201,7 +201,7 @@ def test_plain_tensors_are_written_by_one_rank_each():
 
 def test_what_another_stage_owns_is_not_written():
     tensors = {name: torch.zeros(3) for name in ("model/embed", "model/own", "optimizer/embed/step")}
-    held = Held(borrowed={"head.weight": "embed"})
+    held = ModelShare(borrowed={"head.weight": "embed"})
     assert [own.piece.name for own in owned(tensors, held)] == ["model/own"]
 
 

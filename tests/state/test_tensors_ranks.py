@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from headway.errors import StateError
 from headway.recipe import Train
 from headway.state import (
-    Facts,
-    begin,
-    collect,
+    CheckpointFacts,
+    begin_checkpoint,
+    collect_shard_entries,
     commit,
-    leave,
+    leave_shard_entry,
     open_checkpoint,
     partial_folder,
     shard_name,
-    verify,
+    verify_checkpoint,
     write_shard,
 )
-from headway.state.tensors import Held, load_state, named_state, owned, pieces, read_tensors
+from headway.state.tensors import ModelShare, load_state, named_state, owned, pieces, read_tensors
 from processes import run_ranks
 
-FACTS = Facts(cursor=0, chain="", data_version="v")
+FACTS = CheckpointFacts(cursor=0, chain="", data_version="v")
 
 
 @pytest.fixture
@@ -70,15 +70,15 @@ def train(model, optimizer, steps):
 
 
 def save_together(rank, world, folder, state):
-    begun = begin(folder, 1) if rank == 0 else None
+    begun = begin_checkpoint(folder, 1) if rank == 0 else None
     if world > 1:
         dist.barrier()
-    partial, held = partial_folder(folder, 1), Held(rank, tuple(range(world)))
-    leave(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
+    partial, held = partial_folder(folder, 1), ModelShare(rank, tuple(range(world)))
+    leave_shard_entry(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
     if world > 1:
         dist.barrier()
     if begun is not None:
-        commit(begun, FACTS, collect(partial, world), workers=world)
+        commit(begun, FACTS, collect_shard_entries(partial, world), workers=world)
     if world > 1:
         dist.barrier()
 
@@ -133,7 +133,7 @@ def test_resharding_is_exact_and_digests_agree(ranks, tmp_path):
     ranks(1, story_load_and_save, names[2], names[1])
     ranks(3, story_load_and_save, names[1], names[3])
     for world, folder in names.items():
-        verify(folder / "step-00000001")
+        verify_checkpoint(folder / "step-00000001")
         assert manifest(folder).workers == world == len(manifest(folder).files)
         assert manifest(folder).digest == manifest(names[2]).digest
         assert_same(tensors(folder), first)
@@ -171,7 +171,7 @@ def story_layouts(rank, world, folder):
     for name, tensor in state.items():
         assert torch.equal(getattr(holder, name).to_local(), tensor.to_local()), name
     with pytest.raises(StateError, match="tensor sum lies on its mesh as"):
-        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, Held(rank, tuple(range(world))))
+        pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, ModelShare(rank, tuple(range(world))))
 
 
 def layouts_truth():
@@ -190,7 +190,7 @@ def layouts_truth():
 
 def test_other_layouts_are_saved_whole(ranks, tmp_path):
     ranks(4, story_layouts, tmp_path / "c")
-    verify(tmp_path / "c" / "step-00000001")
+    verify_checkpoint(tmp_path / "c" / "step-00000001")
     found = tensors(tmp_path / "c")
     for name, array in layouts_truth().items():
         assert np.array_equal(found[name].numpy(), array), name
@@ -210,7 +210,9 @@ def story_copies(rank, world, folder):
         state[f"model/{i}.sharded"] = distribute_tensor(whole, grid, [Replicate(), Shard(0)])
         state[f"model/{i}.plain"] = whole
     save_together(rank, world, folder, state)
-    return {"owned": torch.tensor(sum(own.tensor.nbytes for own in owned(state, Held(rank, tuple(range(world))))))}
+    return {
+        "owned": torch.tensor(sum(own.tensor.nbytes for own in owned(state, ModelShare(rank, tuple(range(world))))))
+    }
 
 
 def copies_truth():
@@ -226,7 +228,7 @@ def test_copies_share_the_writing(ranks, tmp_path, world):
     for i, array in enumerate(copies_truth()):
         for kind in ("copied", "sharded", "plain"):
             assert np.array_equal(found[f"model/{i}.{kind}"].numpy(), array)
-    verify(tmp_path / "c" / "step-00000001")
+    verify_checkpoint(tmp_path / "c" / "step-00000001")
     whole = 3 * sum(array.nbytes for array in copies_truth())
     assert sum(shares) == whole  # all of it once
     largest = max(array.nbytes for array in copies_truth())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.track import START, Recorder, RunFolder, chain, compare, create_run, extend, record_path
+from headway.track import START, Recorder, RunFolder, chain, compare_runs, create_run, extend_chain, record_path
 
 u64 = st.integers(0, 2**64 - 1)
 links = st.tuples(u64, u64, st.floats(), st.floats())
@@ -22,27 +22,27 @@ def test_a_link_is_the_hash_of_the_chain_and_the_bits(rows):
         bits = step.to_bytes(8, "little") + cursor.to_bytes(8, "little")
         bits += struct.pack("<d", loss) + struct.pack("<d", norm)
         expected = hashlib.sha256(value.encode() + bits).hexdigest()[:32]
-        value = extend(value, step, cursor, loss, norm)
+        value = extend_chain(value, step, cursor, loss, norm)
         assert value == expected
 
 
 def test_every_part_counts_to_the_last_bit():
     base = (3, 96, 2.5, 1.0)
-    same = extend(START, *base)
+    same = extend_chain(START, *base)
     others = [
-        extend("1" * 32, *base),
-        extend(START, 4, 96, 2.5, 1.0),
-        extend(START, 3, 97, 2.5, 1.0),
-        extend(START, 3, 96, math.nextafter(2.5, 3), 1.0),
-        extend(START, 3, 96, 2.5, math.nextafter(1.0, 0)),
-        extend(START, 3, 96, math.nan, 1.0),
-        extend(START, 3, 96, 0.0, 1.0),
-        extend(START, 3, 96, -0.0, 1.0),
+        extend_chain("1" * 32, *base),
+        extend_chain(START, 4, 96, 2.5, 1.0),
+        extend_chain(START, 3, 97, 2.5, 1.0),
+        extend_chain(START, 3, 96, math.nextafter(2.5, 3), 1.0),
+        extend_chain(START, 3, 96, 2.5, math.nextafter(1.0, 0)),
+        extend_chain(START, 3, 96, math.nan, 1.0),
+        extend_chain(START, 3, 96, 0.0, 1.0),
+        extend_chain(START, 3, 96, -0.0, 1.0),
     ]
     assert len({same, *others}) == 9
-    assert extend(START, 3, 96, math.nan, 1.0) == extend(START, 3, 96, math.nan, 1.0)
+    assert extend_chain(START, 3, 96, math.nan, 1.0) == extend_chain(START, 3, 96, math.nan, 1.0)
     assert len(START) == len(same) == 32
-    assert chain.extend is extend
+    assert chain.extend_chain is extend_chain
 
 
 Row = tuple[int, int, float, float]  # step, cursor, loss, grad_norm
@@ -57,7 +57,7 @@ def write(run: RunFolder, steps: list[Row], digests: dict[int, str], attempt: in
     with Recorder(record_path(run.events, attempt, "rank-0"), attempt=attempt, process="rank-0") as recorder:
         recorder.event("resumed", step=resumed)
         for step, cursor, loss, norm in steps:
-            link = extend(link, step, cursor, loss, norm)
+            link = extend_chain(link, step, cursor, loss, norm)
             recorder.event("step", step=step, cursor=cursor, loss=loss, grad_norm=norm, chain=link, data=0, compute=1)
             if step in digests:
                 recorder.event("checkpoint", step=step, digest=digests[step], bytes=1, seconds=0.1)
@@ -78,7 +78,7 @@ def pair(tmp_path) -> tuple[RunFolder, RunFolder]:
 def test_equal_runs_are_equal_also_when_one_is_longer(pair):
     write(pair[0], rows(10), {5: "d5", 10: "d10"})
     write(pair[1], rows(7), {5: "d5"})
-    found = compare(*pair)
+    found = compare_runs(*pair)
     assert found.equal
     assert (found.common_steps, found.common_digests, found.step, found.differs) == (7, 1, None, ())
     assert found.sentence.startswith("equal")
@@ -94,10 +94,10 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(pair):
     write(pair[1], wrong, {5: "d5", 7: "wrong"})
     link = START
     for row in whole[:5]:
-        link = extend(link, *row)
+        link = extend_chain(link, *row)
     write(pair[1], whole[5:], {10: "d10"}, attempt=2, link=link)
-    assert compare(*pair).equal
-    assert compare(*pair).common_steps == 10
+    assert compare_runs(*pair).equal
+    assert compare_runs(*pair).common_steps == 10
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_first_step_that_differs_is_named_with_what_differs(pair, change, di
     changed[3] = change
     write(pair[0], rows(10), {8: "x"})
     write(pair[1], changed, {8: "y"})
-    found = compare(*pair)
+    found = compare_runs(*pair)
     assert not found.equal
     assert (found.step, found.differs) == (4, differs)
     assert words in found.sentence
@@ -125,12 +125,12 @@ def test_the_first_step_that_differs_is_named_with_what_differs(pair, change, di
 def test_only_a_digest_differs_and_its_tensors_are_named(pair):
     for run, digest in zip(pair, ("x", "y"), strict=True):
         write(run, rows(10), {2: "same", 4: digest, 8: digest})
-    assert compare(*pair).tensors == ()
+    assert compare_runs(*pair).tensors == ()
     # Step 4 is pruned in one of them: step 8 is the first that both still have.
     save(pair[0], 4, {"model/a": "1"})
     save(pair[0], 8, {"model/a": "1", "model/b": "2", "model/c": "3"})
     save(pair[1], 8, {"model/a": "1", "model/b": "9", "model/d": "3"})
-    found = compare(*pair)
+    found = compare_runs(*pair)
     assert (found.step, found.differs, found.tensors_step) == (4, ("digest",), 8)
     assert found.tensors == ("model/b", "model/c", "model/d")
     assert "digest" in found.sentence
@@ -139,13 +139,13 @@ def test_only_a_digest_differs_and_its_tensors_are_named(pair):
 def test_runs_that_parted_before_the_first_common_step(pair):
     write(pair[0], rows(10), {})
     write(pair[1], rows(10)[5:], {}, link="f" * 32)
-    found = compare(*pair)
+    found = compare_runs(*pair)
     assert (found.equal, found.step, found.differs) == (False, 6, ("chain",))
     assert "before step 6" in found.sentence
 
 
 def test_runs_without_a_common_step_are_not_called_equal(pair):
-    found = compare(*pair)
+    found = compare_runs(*pair)
     assert not found.equal
     assert found.step is None
     assert "no step in common" in found.sentence
@@ -157,5 +157,5 @@ def test_a_damaged_manifest_does_not_stop_the_comparison(pair, text):
         write(run, rows(4), {4: digest})
         save(run, 4, {"model/a": digest})
     (pair[0].checkpoints / "step-00000004" / "manifest.json").write_text(text)
-    assert compare(*pair).differs == ("digest",)
-    assert compare(*pair).tensors == ()
+    assert compare_runs(*pair).differs == ("digest",)
+    assert compare_runs(*pair).tensors == ()

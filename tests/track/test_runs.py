@@ -16,9 +16,9 @@ from headway.track import (
     RunFolder,
     create_run,
     find_run,
-    hold,
-    holder,
     list_runs,
+    lock_holder,
+    lock_run,
     next_attempt,
     parse_ref,
     record_path,
@@ -127,47 +127,47 @@ with hold(RunFolder(Path(sys.argv[1]))):
 
 def test_only_one_process_holds_a_run_and_a_killed_one_lets_go(tmp_path):
     run = create_run(tmp_path, "demo", "demo")
-    assert holder(run) is None
+    assert lock_holder(run) is None
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        assert holder(run) == process.pid
+        assert lock_holder(run) == process.pid
         assert json.loads(run.lock_file.read_text())["pid"] == process.pid
-        with pytest.raises(RunError, match=f"demo is in use by process {process.pid}") as caught, hold(run):
+        with pytest.raises(RunError, match=f"demo is in use by process {process.pid}") as caught, lock_run(run):
             pass
         assert "headway stop demo" in (caught.value.hint or "")
         assert summarize(run).state == "running"
     finally:
         process.kill()
         process.communicate()
-    assert holder(run) is None
-    with hold(run):
-        assert holder(run) == os.getpid()
-    assert holder(run) is None
+    assert lock_holder(run) is None
+    with lock_run(run):
+        assert lock_holder(run) == os.getpid()
+    assert lock_holder(run) is None
 
 
 def test_looking_at_the_lock_never_keeps_anyone_from_taking_it(tmp_path):
     run = create_run(tmp_path, "demo")
     with run.lock_file.open("w") as looking:  # what `holder` does, caught in the act
         fcntl.flock(looking, fcntl.LOCK_SH)
-        assert holder(run) is None
+        assert lock_holder(run) is None
         threading.Timer(0.03, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
-        with hold(run):
-            assert holder(run) == os.getpid()
+        with lock_run(run):
+            assert lock_holder(run) == os.getpid()
 
 
 def test_the_lock_is_let_go_when_the_body_raises(tmp_path):
     run = create_run(tmp_path, "demo")
-    with pytest.raises(KeyError), hold(run):
+    with pytest.raises(KeyError), lock_run(run):
         raise KeyError("x")
-    assert holder(run) is None
+    assert lock_holder(run) is None
 
 
 def test_a_run_that_is_gone_cannot_be_held(tmp_path):
-    with pytest.raises(RunError, match="cannot lock"), hold(RunFolder(tmp_path / "gone")):
+    with pytest.raises(RunError, match="cannot lock"), lock_run(RunFolder(tmp_path / "gone")):
         pass
 
 
@@ -218,7 +218,7 @@ def test_a_summary_says_how_a_run_stands(tmp_path):
     third = summarize(run)
     assert (third.state, third.step, third.seconds) == ("interrupted", 4100, 5100)
     assert third.started == 1e9
-    with hold(run):
+    with lock_run(run):
         assert summarize(run).state == "running"
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from headway.track.pulse import Arrival, Beat, Pulses
+from headway.track.heartbeat import Arrival, HeartbeatPages, HeartbeatWriter
 from headway.track.stragglers import Straggler, straggler
 
 MS = 1_000_000
@@ -188,8 +188,8 @@ def test_ranks_of_one_stage_are() -> None:
 
 
 def test_it_reads_what_workers_write() -> None:
-    pulses = Pulses(2)
-    beats = [Beat(pulses.page(rank)) for rank in range(2)]
+    pulses = HeartbeatPages(2)
+    beats = [HeartbeatWriter(pulses.page(rank)) for rank in range(2)]
     for step in range(1, 26):
         for beat in beats:
             beat.step(step)

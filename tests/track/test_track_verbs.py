@@ -26,8 +26,8 @@ from headway.track import (
     RunPlan,
     create_run,
     export_tensorboard,
-    extend,
-    hold,
+    extend_chain,
+    lock_run,
     read_plan,
     record_path,
     write_plan,
@@ -75,7 +75,7 @@ def make_run(root: Path, name: str, *, loss: float = 4.0, attempts: int = 1, pea
                 for step in range(first, first + 3):
                     fields = {"step": step, "data": S // 2, "compute": 3 * S // 2}
                     if rank == 0:
-                        link = extend(link, step, step, loss, 1.0)
+                        link = extend_chain(link, step, step, loss, 1.0)
                         fields |= {"loss": loss, "grad_norm": 1.0, "cursor": step, "tokens": 100, "chain": link}
                     worker.event("step", at=(2 + 2 * (step - first + 1)) * S + 7, **fields)
                 if rank == 0:
@@ -89,7 +89,7 @@ def test_runs_lists_the_newest_first(tmp_path):
     for record in make_run(tmp_path, "one").events.glob("*.jsonl"):
         os.utime(record, ns=(0, 0))
     run = make_run(tmp_path, "two", loss=1.23456, attempts=2)
-    with hold(run):
+    with lock_run(run):
         lines = call(tmp_path, "runs").output.splitlines()
         rows = json.loads(call(tmp_path, "runs", "--json").output)
     assert [line.split()[:3] for line in lines[1:3]] == [["two", "running", "5/40"], ["one", "finished", "3/40"]]
@@ -335,7 +335,7 @@ def test_logs_follow_to_the_end_of_the_run(tmp_path):
     held, go_on = threading.Event(), threading.Event()
 
     def live() -> None:
-        with hold(run):
+        with lock_run(run):
             (run.logs / "0001-rank-0.log").write_text("first\nhal")
             held.set()
             go_on.wait(5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import assert_same
-from headway.data import BuildOptions, build
+from headway.data import BuildOptions, build_dataset
 from headway.errors import DataError
 from headway.recipe import FaultPlan
 from headway.recipe.load import parse_recipe
@@ -20,7 +20,7 @@ STEPS = 9
 def mixture(tmp_path_factory, dataset):
     """Two data sets of one tokenizer; the second's weight changes at step 5, the batch at step 4."""
     other = tmp_path_factory.mktemp("data") / "email"
-    build(other, [f"{Path(email.__file__).parent}/*parser.py"], BuildOptions(tokenizer=str(dataset)))
+    build_dataset(other, [f"{Path(email.__file__).parent}/*parser.py"], BuildOptions(tokenizer=str(dataset)))
     return {
         "json": {"path": str(dataset), "weight": 0.75},
         "email": {"path": str(other), "weight": [[1, 0.25], [5, 0.75]]},

@@ -6,8 +6,8 @@ import pytest
 
 from conftest import Lived
 from headway.recipe import FaultPlan
-from headway.state import verify
-from headway.track import compare, read_run
+from headway.state import verify_checkpoint
+from headway.track import compare_runs, read_run
 
 STEPS = 8
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 3, "eval.every_steps": 4, "eval.windows": 4}
@@ -43,7 +43,7 @@ def assert_equal(lived: Lived, unharmed: Lived) -> None:
     assert lived.outcome.state == "finished", lived.outcome
     assert lived.chain == unharmed.chain
     assert lived.digest == unharmed.digest
-    comparison = compare(lived.run, unharmed.run)
+    comparison = compare_runs(lived.run, unharmed.run)
     assert comparison.equal, comparison.sentence
 
 
@@ -74,7 +74,7 @@ def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed) 
         assert lived.outcome.state == "failed"
         steps = sorted(path.name for path in lived.run.checkpoints.glob("step-*"))
         assert steps == ["step-00000003"]
-        verify(lived.run.checkpoints / steps[0])
+        verify_checkpoint(lived.run.checkpoints / steps[0])
         lived = lab.resume(lived.run, faults=after)
     assert lived.digest == unharmed.digest
 
@@ -86,7 +86,7 @@ def test_the_same_recipe_twice_is_equal(lab, recipe, unharmed) -> None:
 
 def test_another_seed_is_not_equal(lab, recipe, unharmed) -> None:
     other = lab.train(recipe(SETTINGS | {"seed": 5, "train.steps": 2}), workers=2)
-    comparison = compare(other.run, unharmed.run)
+    comparison = compare_runs(other.run, unharmed.run)
     assert not comparison.equal
     assert comparison.step == 1
 

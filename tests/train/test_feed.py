@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from headway.data import Loader, ShardWriter, WindowReader, finish_dataset, open_dataset, split_dataset
-from headway.train.feed import TURNS, Feed
+from headway.train.feed import TURNS, DeviceFeed
 
 SEQ, BATCH = 16, 4
 
@@ -26,7 +26,7 @@ def loader(dataset, **options):
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_tensors_are_what_the_loader_reads(dataset, masks):
-    feed = Feed(loader(dataset, mask_boundaries=masks, documents=True), torch.device("cpu"))
+    feed = DeviceFeed(loader(dataset, mask_boundaries=masks, documents=True), torch.device("cpu"))
     plain = loader(dataset, mask_boundaries=masks, documents=True)
     for cursor in range(0, 3 * TURNS * BATCH, BATCH):
         fed, want = feed.read(cursor), plain.read(cursor)
@@ -38,7 +38,7 @@ def test_tensors_are_what_the_loader_reads(dataset, masks):
 
 
 def test_documents_are_good_until_their_buffers_turn_comes_again(dataset):
-    feed = Feed(loader(dataset, documents=True), torch.device("cpu"))
+    feed = DeviceFeed(loader(dataset, documents=True), torch.device("cpu"))
     read = [feed.read(step * BATCH) for step in range(TURNS)]
     kept = [(fed.inputs.clone(), fed.documents.clone()) for fed in read]
     feed_again = loader(dataset, documents=True)
@@ -49,12 +49,12 @@ def test_documents_are_good_until_their_buffers_turn_comes_again(dataset):
 
 
 def test_who_does_not_ask_gets_none(dataset):
-    assert Feed(loader(dataset), torch.device("cpu")).read(0).documents is None
+    assert DeviceFeed(loader(dataset), torch.device("cpu")).read(0).documents is None
 
 
 @pytest.mark.gpu
 def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
-    feed = Feed(loader(dataset, documents=True), torch.device("cuda"))
+    feed = DeviceFeed(loader(dataset, documents=True), torch.device("cuda"))
     want = loader(dataset, documents=True)
     feed.read(0)
     torch.cuda.set_sync_debug_mode("error")
@@ -70,7 +70,7 @@ def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
 def test_a_smaller_batch_fills_the_first_rows_of_a_buffer(dataset):
     reader = WindowReader(dataset, SEQ, documents=True)
     split = split_dataset(dataset, SEQ, 0.1)
-    feed = Feed(Loader(reader, split, 3, 8, rows=(4, 8)), torch.device("cpu"))
+    feed = DeviceFeed(Loader(reader, split, 3, 8, rows=(4, 8)), torch.device("cpu"))
     small = Loader(reader, split, 3, 4, rows=(2, 4))
     for cursor, batch in ((0, 4), (4, 4), (8, 8), (16, 8), (4, 4)):
         fed = feed.read(cursor, batch)

@@ -3,7 +3,7 @@
 import pytest
 
 from headway.recipe import FaultPlan
-from headway.track import account, compare, read_run
+from headway.track import account, compare_runs, read_run
 
 pytestmark = pytest.mark.gpu
 ON_GPU = {"train.device": "cuda", "train.steps": 12, "train.deterministic": True}
@@ -31,7 +31,7 @@ def test_killed_and_resumed_on_a_gpu_is_exact(lab, recipe, dtype: str) -> None:
     assert killed.outcome.state == "failed"
     resumed = lab.resume(killed.run)
     assert resumed.digest == unharmed.digest
-    assert compare(resumed.run, unharmed.run).equal
+    assert compare_runs(resumed.run, unharmed.run).equal
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -45,7 +45,7 @@ def test_a_worker_killed_on_a_gpu_goes_on_from_memory_exactly(lab, recipe, dtype
     assert len(lived.events("attempt", "agent")) == 4
     assert [event["step"] for event in lived.events("resumed")[1:]] >= [3, 6, 8]
     assert lived.digest == unharmed.digest
-    assert compare(lived.run, unharmed.run).equal
+    assert compare_runs(lived.run, unharmed.run).equal
 
 
 def test_a_stall_on_a_gpu_is_found_where_it_was_put(lab, recipe) -> None:

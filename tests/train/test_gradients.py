@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data import BuildOptions, Loader, Reading, WindowReader, build, open_dataset, split_dataset
+from headway.data import BuildOptions, Loader, ReadOptions, WindowReader, build_dataset, open_dataset, split_dataset
 from headway.models import empty_decoder, init_weights
 from headway.state import find_checkpoint
 from headway.state.tensors import read_tensors
@@ -33,8 +33,8 @@ def masked_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked")
     lines = [f'{{"question": "{"why " * (i % 9)}?", "text": "{"because " * (1 + i % 5)}{i}."}}' for i in range(400)]
     (folder / "a.jsonl").write_text("\n".join(lines))
-    options = BuildOptions(vocab_size=300, reading=Reading(prompt_field="question"))
-    build(folder / "d", [folder / "a.jsonl"], options)
+    options = BuildOptions(vocab_size=300, reading=ReadOptions(prompt_field="question"))
+    build_dataset(folder / "d", [folder / "a.jsonl"], options)
     return folder / "d"
 
 

@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 from conftest import Lived
 from headway.models import empty_decoder
-from headway.parallel import apply, make_mesh
+from headway.parallel import make_mesh, parallelize_model
 from headway.recipe import Recipe, with_settings
 from headway.state import (
-    Facts,
-    begin,
-    collect,
+    CheckpointFacts,
+    begin_checkpoint,
+    collect_shard_entries,
     commit,
     find_checkpoint,
-    leave,
+    leave_shard_entry,
     open_checkpoint,
     partial_folder,
     shard_name,
     write_shard,
 )
-from headway.state.tensors import Held, load_state, named_state, pieces
+from headway.state.tensors import ModelShare, load_state, named_state, pieces
 from headway.track import read_recipe
 from headway.train.build import build_optimizer
 from processes import run_ranks
@@ -135,18 +135,23 @@ def load_and_save(rank: int, workers: int, recipes: dict[str, Recipe], source: P
 
 def load_and_save_by(rank: int, workers: int, recipe: Recipe, source: Path, folder: Path) -> None:
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
-    spread = apply(empty_decoder(recipe.model, "meta"), recipe, world)
-    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
+    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
     optimizer = build_optimizer(spread.model, recipe.train)
     load_state(source, spread.model, optimizer, held)
-    save = begin(folder, 1) if rank == 0 else None
+    save = begin_checkpoint(folder, 1) if rank == 0 else None
     dist.barrier()
     partial = partial_folder(folder, 1)
     mine = pieces(named_state(spread.model, optimizer, held), held)
-    leave(partial, write_shard(partial, shard_name(rank), mine))
+    leave_shard_entry(partial, write_shard(partial, shard_name(rank), mine))
     dist.barrier()
     if save is not None:
-        commit(save, Facts(cursor=0, chain="", data_version="v"), collect(partial, workers), workers=workers)
+        commit(
+            save,
+            CheckpointFacts(cursor=0, chain="", data_version="v"),
+            collect_shard_entries(partial, workers),
+            workers=workers,
+        )
     dist.barrier()
 
 

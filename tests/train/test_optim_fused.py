@@ -7,12 +7,12 @@ import pytest
 import torch
 from small_net import Net, gradients
 
-from headway.kernels import table
-from headway.kernels.table import OPERATIONS, make_plain
+from headway.kernels import dispatch as table
+from headway.kernels.dispatch import OPERATIONS, make_plain
 from headway.parallel.gradients import total_norm
 from headway.parallel.world import World
 from headway.recipe import Train
-from headway.train.optim import Updates, build_optimizer, clip, set_step
+from headway.train.optim import RuleOptimizer, build_optimizer, clip, set_step
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_updates_are_what_plain_pytorch_makes_of_them(way: str) -> None:
         make_plain(plain)
         net = small().to(getattr(torch, train.weights))
         optimizer = build_optimizer(net, train, seed=3)
-        assert (isinstance(optimizer, Updates) and optimizer.scales) == (not plain)
+        assert (isinstance(optimizer, RuleOptimizer) and optimizer.scales) == (not plain)
         for step in (1, 2):
             made = gradients(small(), step)
             for name, parameter in net.named_parameters():

@@ -10,7 +10,7 @@ from headway.recipe import Train
 from headway.state.box import Box
 from headway.train.optim import build_optimizer, set_step
 from headway.train.optim.eightbit import encode
-from headway.train.optim.rounding import Dice, to_bfloat16
+from headway.train.optim.rounding import RoundingBits, to_bfloat16
 
 pytestmark = pytest.mark.gpu
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
@@ -27,7 +27,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 
 def test_random_bits_rounding_and_codes_are_those_of_a_cpu() -> None:
     shape, box = (300, 5, 70), Box((17, 1, 3), (200, 3, 60))
-    here, there = (Dice(1, 2).bits("w", box, shape, torch.device(kind)) for kind in ("cpu", "cuda"))
+    here, there = (RoundingBits(1, 2).bits("w", box, shape, torch.device(kind)) for kind in ("cpu", "cuda"))
     assert torch.equal(here, there.cpu())
     value = torch.randn(box.shape, generator=torch.Generator().manual_seed(0))
     assert torch.equal(to_bfloat16(value, here), to_bfloat16(value.cuda(), there).cpu())

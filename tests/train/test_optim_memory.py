@@ -8,15 +8,15 @@ from torch import nn
 
 from headway.hardware import default_cluster, known_chip
 from headway.models import empty_decoder
-from headway.parallel import apply, make_mesh
+from headway.parallel import make_mesh, parallelize_model
 from headway.plan.memory import memory
 from headway.plan.optimizer import kept_bytes
 from headway.plan.plan import make_task
 from headway.plan.settings import Mesh, Settings
 from headway.recipe import Data, Model, Recipe, Train
 from headway.recipe.families import FAMILIES
-from headway.state.tensors import Held
-from headway.train.optim import Average, build_optimizer, freeze, lower
+from headway.state.tensors import ModelShare
+from headway.train.optim import WeightEma, build_optimizer, freeze, lower
 from processes import run_ranks
 
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
@@ -45,7 +45,7 @@ def held_bytes(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimize
     """Of weights, and of all that the optimizer and the average keep of them but for counters."""
     states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     if recipe.train.ema is not None:
-        states += Average(model, optimizer, recipe.train.ema, Held()).tensors.values()
+        states += WeightEma(model, optimizer, recipe.train.ema, ModelShare()).tensors.values()
     local = [value.to_local() if hasattr(value, "to_local") else value for value in states]
     weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     return sum(weight.nbytes for weight in weights), sum(tensor.nbytes for tensor in local)
@@ -88,7 +88,7 @@ def story(rank: int, workers: int) -> dict[str, torch.Tensor]:
         model = empty_decoder(recipe.model, "meta")
         freeze(model, recipe.train)
         lower(model, recipe.train)
-        spread = apply(model, recipe, world)
+        spread = parallelize_model(model, recipe, world)
         optimizer = build_optimizer(spread.model, recipe.train, 0, world)
         found[way] = torch.tensor(held_bytes(spread.model, recipe, optimizer))
     return found

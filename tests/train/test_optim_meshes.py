@@ -16,18 +16,18 @@ from headway.errors import ModelError
 from headway.parallel import make_mesh
 from headway.recipe import Train
 from headway.state import (
-    Facts,
-    begin,
-    collect,
+    CheckpointFacts,
+    begin_checkpoint,
+    collect_shard_entries,
     commit,
-    leave,
+    leave_shard_entry,
     open_checkpoint,
     partial_folder,
     shard_name,
     write_shard,
 )
-from headway.state.tensors import Held, load_state, named_state, pieces
-from headway.train.optim import Average, build_optimizer, set_step
+from headway.state.tensors import ModelShare, load_state, named_state, pieces
+from headway.train.optim import WeightEma, build_optimizer, set_step
 from processes import run_ranks
 
 RATE = 0.02
@@ -66,7 +66,7 @@ def laid_out(mesh: Any, train: Train) -> Net:
     return net
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, average: Average, number: int) -> None:
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightEma, number: int) -> None:
     whole = Net(columns=1024)
     for name, gradient in gradients(whole, number).items():
         p = net.get_parameter(name)
@@ -77,22 +77,27 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, average: Average, num
     average.follow()
 
 
-def parts_of(rank: int, workers: int, train: Train) -> tuple[nn.Module, torch.optim.Optimizer, Average, Held]:
+def parts_of(rank: int, workers: int, train: Train) -> tuple[nn.Module, torch.optim.Optimizer, WeightEma, ModelShare]:
     world = make_mesh(rank, workers, torch.device("cpu"), MESHES[workers]) if workers > 1 else None
     net = laid_out(None if world is None else world.mesh, train)
-    held = Held(rank, tuple(range(workers)))
+    held = ModelShare(rank, tuple(range(workers)))
     optimizer = build_optimizer(net, train, seed=5, world=world, held=held)
-    return net, optimizer, Average(net, optimizer, 0.9, held), held
+    return net, optimizer, WeightEma(net, optimizer, 0.9, held), held
 
 
-def save(rank: int, workers: int, folder: Path, state: dict[str, torch.Tensor], held: Held) -> None:
-    begun = begin(folder, 1) if rank == 0 else None
+def save(rank: int, workers: int, folder: Path, state: dict[str, torch.Tensor], held: ModelShare) -> None:
+    begun = begin_checkpoint(folder, 1) if rank == 0 else None
     dist.barrier()
     partial = partial_folder(folder, 1)
-    leave(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
+    leave_shard_entry(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
     dist.barrier()
     if begun is not None:
-        commit(begun, Facts(cursor=0, chain="", data_version="v"), collect(partial, workers), workers=workers)
+        commit(
+            begun,
+            CheckpointFacts(cursor=0, chain="", data_version="v"),
+            collect_shard_entries(partial, workers),
+            workers=workers,
+        )
     dist.barrier()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from headway.state.box import Box
 from headway.train.optim.eightbit import BLOCK, codebook, decode, encode
-from headway.train.optim.rounding import Dice, to_bfloat16
+from headway.train.optim.rounding import RoundingBits, to_bfloat16
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_bits_are_the_formulas(shape: tuple[int, ...]) -> None:
     word = bits_by_hand(3, 17, "blocks.0.w", shape)
     halves = {"weight": word, "momentum": word, "exp_avg": word >> 16, "exp_avg_sq": word * np.uint32(0x9E3779B1) >> 16}
     for kept, wanted in halves.items():
-        made = Dice(3, 17).bits("blocks.0.w", Box((0,) * len(shape), shape), shape, CPU, kept)
+        made = RoundingBits(3, 17).bits("blocks.0.w", Box((0,) * len(shape), shape), shape, CPU, kept)
         assert np.array_equal(made.numpy() & 0xFFFF, wanted & 0xFFFF)
 
 
@@ -42,13 +42,13 @@ def test_the_bits_of_a_part_are_that_part_of_the_whole(seed: int) -> None:
     shape = tuple(rng.integers(1, 9, size=rng.integers(1, 4)).tolist())
     start = tuple(int(rng.integers(0, size)) for size in shape)
     part = Box(start, tuple(int(rng.integers(0, size - at + 1)) for size, at in zip(shape, start, strict=True)))
-    made = Dice(seed, 2).bits("w", part, shape, CPU).numpy().view(np.uint32)
+    made = RoundingBits(seed, 2).bits("w", part, shape, CPU).numpy().view(np.uint32)
     assert np.array_equal(made, bits_by_hand(seed, 2, "w", shape)[part.slices((0,) * len(shape))])
 
 
 def test_bits_look_random_and_differ_by_seed_step_name_and_what_is_kept() -> None:
     shape = (1000, 1000)
-    draws = [Dice(*key).bits(name, Box((0, 0), shape), shape, CPU, kept).numpy().view(np.uint32)
+    draws = [RoundingBits(*key).bits(name, Box((0, 0), shape), shape, CPU, kept).numpy().view(np.uint32)
              for key, name, kept in (((0, 1), "w", "weight"), ((1, 1), "w", "weight"), ((0, 2), "w", "weight"),
                                      ((0, 1), "v", "weight"), ((0, 1), "w", "exp_avg"),
                                      ((0, 1), "w", "exp_avg_sq"))]  # fmt: skip
@@ -64,7 +64,7 @@ def test_bits_look_random_and_differ_by_seed_step_name_and_what_is_kept() -> Non
 
 def test_rounding_goes_to_a_neighbour_and_is_unbiased() -> None:
     values = torch.tensor([1.0, 1.001, -1.003, 3.14159, -1e-20, 1e30, 0.0, 65504.3, 1e-39]).repeat(20000, 1)
-    bits = Dice(0, 1).bits("w", Box((0, 0), tuple(values.shape)), tuple(values.shape), CPU)
+    bits = RoundingBits(0, 1).bits("w", Box((0, 0), tuple(values.shape)), tuple(values.shape), CPU)
     made = to_bfloat16(values, bits).double()
     below = (values.view(torch.int32) & -0x10000).view(torch.float32).double()  # towards zero
     above = ((values.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double()

@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.models import empty_decoder
 from headway.recipe import Model, Train
-from headway.recipe.train import Group
+from headway.recipe.train import ParameterGroup
 from headway.train.optim import build_optimizer, set_step
 from headway.train.optim.muon import orthogonalized
 
@@ -188,7 +188,7 @@ def test_rates_follow_the_width_by_mup() -> None:
     """A group's own factor comes on top."""
     model = Model(vocab_size=64, layers=1, dim=64, heads=4, tie_embeddings=False, mup_base=16)
     decoder = empty_decoder(model)
-    train = Train(lr=0.5, groups=(Group(match=("layers.*.mlp.**",), rate=3.0),))
+    train = Train(lr=0.5, groups=(ParameterGroup(match=("layers.*.mlp.**",), rate=3.0),))
     optimizer = build_optimizer(decoder, train)
     set_step(optimizer.param_groups, 1, 0.5)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}

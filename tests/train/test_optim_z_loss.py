@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.models.loss import IGNORED, Loss
-from headway.parallel.vocabulary import Shape, cross_entropy_of_logits, shared_loss
+from headway.parallel.vocab_parallel import LogitOptions, cross_entropy_of_logits, shared_loss
 from headway.parallel.world import Axis
 from processes import run_ranks
 
@@ -81,7 +81,7 @@ def story(rank: int, workers: int) -> dict[str, Tensor]:
         x, whole, labels = drawn()
         x.requires_grad_()
         weight = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
-        made = shared_loss(axis, False, Shape(softcap, z_loss), x, weight, labels)
+        made = shared_loss(axis, False, LogitOptions(softcap, z_loss), x, weight, labels)
         (made * 0.5).backward()
         found |= {f"{number}/loss": made.detach(), f"{number}/x": x.grad, f"{number}/weight": weight.grad.full_tensor()}
         if softcap is None:

@@ -1,19 +1,19 @@
 """One a node: starts and watches the workers of a run."""
 
 from headway.agent.attempt import Attempt
-from headway.agent.keeper import keep
-from headway.agent.outcome import Outcome
-from headway.agent.prepare import new_run, recipe_behind, resolve, resume_run, stated_recipe
-from headway.agent.supervise import supervise
+from headway.agent.launch.launcher import run_launcher
+from headway.agent.launch.prepare import new_run, recipe_of_ref, resolve_recipe, resume_run, stated_recipe
+from headway.agent.supervise.outcome import AttemptOutcome
+from headway.agent.supervise.supervisor import supervise_run
 
 __all__ = [
     "Attempt",
-    "Outcome",
-    "keep",
+    "AttemptOutcome",
     "new_run",
-    "recipe_behind",
-    "resolve",
+    "recipe_of_ref",
+    "resolve_recipe",
     "resume_run",
+    "run_launcher",
     "stated_recipe",
-    "supervise",
+    "supervise_run",
 ]

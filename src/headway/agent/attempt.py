@@ -10,11 +10,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headway.hardware.network import find_network, transport
-from headway.recipe import Assignment, Doubt, FaultPlan, Judge, Trial
-from headway.state.trust import KEY_VARIABLE
+from headway.recipe import Assignment, FaultPlan, ParityTrial, SpikeReference, SuspectElement
+from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder
 
-__all__ = ["Attempt", "assignment", "network_variables", "without_key", "worker_environment", "worker_variables"]
+__all__ = ["Attempt", "make_assignment", "network_variables", "without_key", "worker_environment", "worker_variables"]
 
 
 class Attempt(BaseModel):
@@ -47,16 +47,16 @@ class Attempt(BaseModel):
     recipe_changes: dict[str, Any] = {}
     source: Literal["memory", "disk", "store", "start"] | None = None
     """Where the agent itself took the state from, after an attempt that failed; None where somebody started it."""
-    judge: Judge | None = None
+    judge: SpikeReference | None = None
     """The step whose loss was a spike, to be looked at again."""
-    doubt: Doubt | None = None
+    doubt: SuspectElement | None = None
     """What differed between replicas, to be looked at again."""
     accept: tuple[int, ...] = ()
     """Steps whose spikes are taken as they are."""
     notes: list[str] = []
     """What the user should know before it starts."""
     faults: FaultPlan = FaultPlan()
-    trial: Trial | None = None
+    trial: ParityTrial | None = None
     """What workers do instead of training."""
 
     @property
@@ -70,7 +70,7 @@ class Attempt(BaseModel):
         return RunFolder(self.run)
 
 
-def assignment(
+def make_assignment(
     attempt: Attempt, rank: int, draw: bool = False, first_rank: int = 0, meet: str | None = None
 ) -> Assignment:
     """What one worker of an attempt is told; a new meeting place for every attempt, so that nothing stale is read."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-    from headway.agent.lease import Lease
-    from headway.agent.node import Things
+    from headway.agent.nodes.lease import LeaseRecord
+    from headway.agent.nodes.node_agent import Things
     from headway.track import RunFolder
 
 __all__ = ["agent"]
@@ -89,7 +89,7 @@ def agent(
     All machines see the run's folder, or join the one that does. Exits with 0 when the run is done, 1 when it failed,
     75 when it has saved and is worth starting again.
     """
-    from headway.cluster.stored import run_of_copy
+    from headway.cluster.submit.store_runs import run_of_copy
     from headway.errors import UsageError
     from headway.state.address import is_in_store
 
@@ -113,14 +113,16 @@ def agent(
 @contextlib.contextmanager
 def _heard_in_store(address: str, rank: int) -> "Iterator[None]":
     """Have what goes wrong before a run begins told where somebody looks, who does not see this machine."""
-    from headway.agent.mirror import say
+    from headway.agent.remote.store_mirror import report_start_failure
     from headway.errors import HeadwayError
 
     try:
         yield
     except HeadwayError as error:
         with contextlib.suppress(HeadwayError):
-            say(address, rank, f"{_machine(rank)}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+            report_start_failure(
+                address, rank, f"{_machine(rank)}: {error.message}" + (f" ({error.hint})" if error.hint else "")
+            )
         raise
 
 
@@ -139,17 +141,17 @@ def _work(
 ) -> None:
     """Work for a run whose folder is here, or comes here from its store; the first machine leads."""
     from headway.agent import resume_run
-    from headway.agent.leading import is_led
-    from headway.agent.node import Node
-    from headway.agent.prepare import nodes_before
-    from headway.agent.states import need_store
-    from headway.cli.from_store import folder_of, own_folder_of
-    from headway.cli.launch import launch, start_keeper
+    from headway.agent.launch.prepare import nodes_before
+    from headway.agent.nodes.leader import leader_answers
+    from headway.agent.nodes.node_agent import NodeAgent
+    from headway.agent.saving.restore_points import need_store
+    from headway.cli.launch import launch, start_launcher
+    from headway.cli.run_lookup import folder_of, own_folder_of
     from headway.errors import UsageError
     from headway.hardware import Devices, devices
     from headway.hardware.network import main_address
     from headway.state.address import is_in_store
-    from headway.track import holder, read_recipe, summarize
+    from headway.track import lock_holder, read_recipe, summarize
 
     if is_in_store(run):
         folder, apart = own_folder_of(run, runs), True
@@ -171,8 +173,8 @@ def _work(
     slots = found.count if found.kind == "cuda" else -(-(workers or nodes) // nodes)
     # Without a common folder whoever began last leads, by the store: nobody here takes that back.
     start_lead = None if apart else _lead_instead
-    node = Node(f"{socket.gethostname()}-{rank}", folder, slots, _machine(rank), start_lead=start_lead)
-    if rank == 0 and (pid := holder(folder)) is not None and is_led(folder):
+    node = NodeAgent(f"{socket.gethostname()}-{rank}", folder, slots, _machine(rank), start_lead=start_lead)
+    if rank == 0 and (pid := lock_holder(folder)) is not None and leader_answers(folder):
         # Its machine's command is gone, or it began elsewhere: what is left of it needs workers more than another end.
         print(
             f"process {pid} leads run {folder.name} already: joining it (headway logs {folder.name} --follow shows "
@@ -198,28 +200,28 @@ def _work(
             "lead": node.name,
             "notes": [*attempt.notes, *changed],
         }
-        node.leading = start_keeper(attempt.model_copy(update=update), shown=True)
-    status = node.live()
+        node.leading = start_launcher(attempt.model_copy(update=update), shown=True)
+    status = node.serve()
     _tell_engine(status, node.run)
     sys.exit(status)
 
 
-def _lead_instead(things: "Things", lease: "Lease", door: int) -> "subprocess.Popen[bytes]":
+def _lead_instead(things: "Things", lease: "LeaseRecord", door: int) -> "subprocess.Popen[bytes]":
     """Start an agent that leads, in the place of one on another machine that is lost."""
     from headway.agent import Attempt
-    from headway.cli.launch import start_keeper
+    from headway.cli.launch import start_launcher
 
     left = {"lease": {"number": lease.number, "lead": lease.lead, "after": things.pop("after")["lead"]}}
     attempt = Attempt.model_validate(things["attempt"]["now"])
-    return start_keeper(attempt, things | left, door, shown=True)
+    return start_launcher(attempt, things | left, door, shown=True)
 
 
 def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     """Work for a run whose folder is elsewhere, until it is over; the status to exit with. `address` is that of the
     agent that leads, or the run's in its store, where the newest lease tells who does."""
-    from headway.agent.node import CALL_S, Node
-    from headway.agent.visiting import parse_address, visit
-    from headway.cli.from_store import own_root
+    from headway.agent.nodes.node_agent import CALL_S, NodeAgent
+    from headway.agent.remote.join import join_run, parse_address
+    from headway.cli.run_lookup import own_root
     from headway.hardware import devices
     from headway.state.address import is_in_store
     from headway.track import read_recipe
@@ -230,13 +232,13 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     name = f"{socket.gethostname()}-{rank}"
     find = None
     if in_store:
-        from headway.agent.witness import address_in_lease  # only runs that name a store need its library
+        from headway.agent.nodes.store_lease import leader_finder  # only runs that name a store need its library
 
-        find = address_in_lease(address)
-    there = visit(where, key, own_root(runs).resolve(), name, FIRST_S if in_store else CALL_S, find)
+        find = leader_finder(address)
+    there = join_run(where, key, own_root(runs).resolve(), name, FIRST_S if in_store else CALL_S, find)
     found = devices(read_recipe(there.run).train.device)
-    node = Node(name, there.run, found.count if found.kind == "cuda" else slots, _machine(rank), visit=there)
-    status = node.live()
+    node = NodeAgent(name, there.run, found.count if found.kind == "cuda" else slots, _machine(rank), visit=there)
+    status = node.serve()
     _tell_engine(status, there.run)
     there.leave()
     return status
@@ -245,7 +247,7 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
 def _need_key(what: str) -> str:
     """The run's key, of which machines know each other that share no folder to read it from."""
     from headway.errors import UsageError
-    from headway.state.trust import KEY_VARIABLE, given_key
+    from headway.state.handshake import KEY_VARIABLE, given_key
 
     key = given_key()
     if key is None:

@@ -13,8 +13,8 @@ def cancel(
     """Have the job of a run end, or of all runs of a sweep: it saves within its grace, and nobody starts it again."""
     from headway.cli.jobs import as_document, sweep_named, tell_of_sweep
     from headway.cli.text import print_json
-    from headway.cluster import submit
-    from headway.cluster.sweeps import cancel_sweep
+    from headway.cluster.submit import runs as submit
+    from headway.cluster.submit.sweeps import cancel_sweep
     from headway.track import find_run, runs_root
 
     root = runs_root(runs)

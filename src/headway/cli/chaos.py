@@ -59,11 +59,11 @@ def chaos(
     tries), noticed_s, stepping_s, redone, lost_s (medians) and tries. With --random: recipe, workers, seed, steps,
     attempts, met, kinds, faults, struck, lost_s, seconds, complaints and left.
     """
-    from headway.agent.chaos import Stage, choose, long_run, offspring
-    from headway.agent.chaos import beside as strike_torchrun
-    from headway.agent.chaos import chaos as strike
+    from headway.chaos import ChaosHarness, run_soak, select_cases, track_descendants
+    from headway.chaos import chaos as strike
+    from headway.chaos import run_torchrun as strike_torchrun
     from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
-    from headway.cli.launch import start_keeper
+    from headway.cli.launch import start_launcher
     from headway.errors import UsageError
     from headway.hardware import devices
     from headway.recipe import load_recipe
@@ -75,12 +75,12 @@ def chaos(
     count = workers or _workers(wanted)
     if beside is not None and devices(wanted.train.device).kind == "cuda":
         raise UsageError("the loop under torchrun trains on CPUs", hint="--set train.device=cpu")
-    rows = choose(faults or "all", count)
+    rows = select_cases(faults or "all", count)
     result: Any
-    with _ended_politely(), _folder(runs) as root, offspring() as family, _progress() as tell:
-        stage = Stage(root, count, start_keeper, family, keep=runs is not None)
+    with _ended_politely(), _folder(runs) as root, track_descendants() as family, _progress() as tell:
+        stage = ChaosHarness(root, count, start_launcher, family, keep=runs is not None)
         if random is not None:
-            result = long_run(stage, wanted, random, seed, tell)
+            result = run_soak(stage, wanted, random, seed, tell)
             lines, document = long_lines(result), long_object(result, wanted.name, count)
         else:
             result = strike(stage, wanted, rows, repeat, tell)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headway.agent.chaos import Long, Matrix, Peer, Result, Try
-from headway.agent.chaos.chance import kinds
+from headway.chaos import BaselineResult, CaseResult, CaseRun, FaultMatrix, SoakResult
+from headway.chaos.random_faults import count_kinds
 from headway.cli.text import short_seconds
 
 __all__ = ["long_lines", "long_object", "matrix_lines", "matrix_object"]
@@ -18,20 +18,20 @@ MISSED = 3
 """Faults that did not strike to name: one that ends a run keeps all later ones from it."""
 
 
-def matrix_lines(matrix: Matrix, peers: Sequence[Peer] = ()) -> list[str]:
+def matrix_lines(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> list[str]:
     """A matrix as people read it, and how torchrun took the same."""
     below = [*_beside(peers), ""] if peers else []
     return [*_head(matrix), *_table(matrix), "", *below, *_said(matrix), *_trouble(matrix), _end(matrix)]
 
 
-def _head(matrix: Matrix) -> list[str]:
+def _head(matrix: FaultMatrix) -> list[str]:
     tries = max((len(result.tries) for result in matrix.results), default=1)
     often = f", medians of {tries} tries" if tries > 1 else ""
     step = f"{1e3 * matrix.step_s:.0f} ms"
     return [f"{matrix.recipe}: {matrix.workers} workers, {matrix.steps} steps of {step}{often}", ""]
 
 
-def _table(matrix: Matrix) -> Iterator[str]:
+def _table(matrix: FaultMatrix) -> Iterator[str]:
     yield f"  {'fault':<{NAME}}  {'noticed':>8}  {'stepping':>8}  {'redone':>6}  {'lost':>8}  oracle"
     for result in matrix.results:
         noticed = _seconds(result.median(lambda figures: figures.noticed_s))
@@ -43,7 +43,7 @@ def _table(matrix: Matrix) -> Iterator[str]:
         )
 
 
-def _verdict(result: Result) -> str:
+def _verdict(result: CaseResult) -> str:
     if len(result.tries) > 1:
         return f"met {result.met} of {len(result.tries)}"
     if result.met:
@@ -55,7 +55,7 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else short_seconds(value)
 
 
-def _beside(peers: Sequence[Peer]) -> Iterator[str]:
+def _beside(peers: Sequence[BaselineResult]) -> Iterator[str]:
     yield f"  {'under torchrun':<{NAME}}  {'restarts':>8}  {'stepping':>8}  {'recovered':>9}"
     for peer in peers:
         restarted = _seconds(peer.median(lambda one: one.restarted_s))
@@ -64,14 +64,14 @@ def _beside(peers: Sequence[Peer]) -> Iterator[str]:
         yield f"{row}{_otherwise(peer)}"
 
 
-def _otherwise(peer: Peer) -> str:
+def _otherwise(peer: BaselineResult) -> str:
     """What became of the tries that did not step on."""
     found = Counter(one.outcome for one in peer.tries if one.outcome != "recovered")
     words = [f"{count} {outcome}" if len(peer.tries) > 1 else outcome for outcome, count in found.items()]
     return f"  ({', '.join(words)})" if words else ""
 
 
-def _said(matrix: Matrix) -> Iterator[str]:
+def _said(matrix: FaultMatrix) -> Iterator[str]:
     """What the agent said, of the first try of each row."""
     yield "what the agent said:"
     for result in matrix.results:
@@ -81,7 +81,7 @@ def _said(matrix: Matrix) -> Iterator[str]:
     yield ""
 
 
-def _trouble(matrix: Matrix) -> Iterator[str]:
+def _trouble(matrix: FaultMatrix) -> Iterator[str]:
     """What is not as it must be."""
     for result in matrix.results:
         for number, one in enumerate(result.tries, start=1):
@@ -90,20 +90,20 @@ def _trouble(matrix: Matrix) -> Iterator[str]:
                 yield from _wrapped(f"{result.row.name}{which}: {text}")
 
 
-def _complaints(one: Try) -> list[str]:
+def _complaints(one: CaseRun) -> list[str]:
     return [*one.complaints, *(f"left behind: {thing}" for thing in one.left)]
 
 
-def _end(matrix: Matrix) -> str:
+def _end(matrix: FaultMatrix) -> str:
     met = sum(result.met == len(result.tries) for result in matrix.results)
-    return f"{met} of {len(matrix.results)} faults ended as they must."
+    return f"{met} of {len(matrix.results)} faults handled as expected."
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=True)
 
 
-def matrix_object(matrix: Matrix, peers: Sequence[Peer] = ()) -> dict[str, Any]:
+def matrix_object(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> dict[str, Any]:
     """A matrix for programs."""
     return {
         "recipe": matrix.recipe,
@@ -116,7 +116,7 @@ def matrix_object(matrix: Matrix, peers: Sequence[Peer] = ()) -> dict[str, Any]:
     }
 
 
-def _object(result: Result) -> dict[str, Any]:
+def _object(result: CaseResult) -> dict[str, Any]:
     return {
         "name": result.row.name,
         "what": result.row.what,
@@ -130,7 +130,7 @@ def _object(result: Result) -> dict[str, Any]:
     }
 
 
-def _peer_object(peer: Peer) -> dict[str, Any]:
+def _peer_object(peer: BaselineResult) -> dict[str, Any]:
     return {
         "name": peer.row.name,
         "recovered": peer.recovered,
@@ -143,12 +143,12 @@ def _peer_object(peer: Peer) -> dict[str, Any]:
 # -- one long run
 
 
-def long_lines(long: Long) -> list[str]:
+def long_lines(long: SoakResult) -> list[str]:
     """A long run as people read it."""
     count = len(long.faults.faults)
     lines = [
         f"{len(long.struck)} of {count} faults struck in {long.steps} steps (seed {long.seed}), {long.seconds:.0f} s:",
-        *(f"  {number:>4}  {name}" for name, number in kinds(long.faults).items()),
+        *(f"  {number:>4}  {name}" for name, number in count_kinds(long.faults).items()),
         f"{long.attempts} attempts; {long.lost_s:.1f} worker-seconds lost",
     ]
     if long.met:
@@ -158,7 +158,7 @@ def long_lines(long: Long) -> list[str]:
     return [*lines, *(line for text in [*wrong, *missed] for line in _wrapped(text)), "NOT as it must be."]
 
 
-def long_object(long: Long, recipe: str, workers: int) -> dict[str, Any]:
+def long_object(long: SoakResult, recipe: str, workers: int) -> dict[str, Any]:
     """A long run for programs."""
     return {
         "recipe": recipe,
@@ -167,7 +167,7 @@ def long_object(long: Long, recipe: str, workers: int) -> dict[str, Any]:
         "steps": long.steps,
         "attempts": long.attempts,
         "met": long.met,
-        "kinds": kinds(long.faults),
+        "kinds": count_kinds(long.faults),
         "faults": len(long.faults.faults),
         "struck": len(long.struck),
         "lost_s": long.lost_s,

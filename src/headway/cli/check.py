@@ -47,7 +47,7 @@ def check(
     microbatch, seconds, equal, largest, first, error and hint; largest has forward, loss, gradient, parameter and
     adamw; each of these, and first, has kind, name, step, difference, tolerance and note.
     """
-    from headway.agent.check import check as run_check
+    from headway.agent.parity import check_parity as run_check
     from headway.cli.check_view import as_json, check_lines
     from headway.cli.text import print_json
     from headway.recipe import load_recipe

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from headway.agent.check import Checked, Compared
-from headway.agent.compare import KINDS, Finding, Kind, Tolerances, Verdict
+from headway.agent.parity import MeshParity, ParityReport
+from headway.agent.parity_compare import KINDS, Finding, Kind, Tolerances, Verdict
 
 __all__ = ["as_json", "check_lines"]
 
@@ -21,7 +21,7 @@ WIDTH = 80
 MESH_WIDTH = 34
 
 
-def check_lines(checked: Checked) -> list[str]:
+def check_lines(checked: ParityReport) -> list[str]:
     """A check as people read it."""
     steps = f"{checked.steps} step{'s' if checked.steps > 1 else ''}"
     if len(checked.meshes) == 1:
@@ -34,7 +34,7 @@ def check_lines(checked: Checked) -> list[str]:
     return [*lines, "", _end(checked)] if not checked.equal else [*lines, _end(checked)]
 
 
-def _details(mesh: Compared) -> Iterator[str]:
+def _details(mesh: MeshParity) -> Iterator[str]:
     """Of one mesh: the largest difference of each kind, and what parts first."""
     if mesh.verdict is None:
         yield f"  failed: {mesh.error}"
@@ -45,7 +45,7 @@ def _details(mesh: Compared) -> Iterator[str]:
         if kind in mesh.verdict.largest:
             yield _row(kind, mesh.verdict.largest[kind])
     if mesh.verdict.first is not None:
-        yield f"  parts first: {mesh.verdict.first.sentence}"
+        yield f"  first difference: {mesh.verdict.first.sentence}"
 
 
 def _row(kind: Kind, largest: Finding) -> str:
@@ -58,7 +58,7 @@ def _row(kind: Kind, largest: Finding) -> str:
     return f"{row}  {where}" if len(row) + 2 + len(where) <= WIDTH else f"{row.rstrip()}\n      {where}"
 
 
-def _table(checked: Checked) -> Iterator[str]:
+def _table(checked: ParityReport) -> Iterator[str]:
     """A line a mesh; two where its name is so wide that the line would be."""
     width = min(MESH_WIDTH, max(len("(allowed)"), *(len(mesh.mesh) for mesh in checked.meshes)))
     yield f"  {'mesh':<{width}}" + "".join(f"  {NAMES[kind]:>10}" for kind in COLUMNS)
@@ -71,14 +71,14 @@ def _table(checked: Checked) -> Iterator[str]:
         yield f"  {'' if wide else mesh.mesh:<{width}}{_cells(mesh)}"
 
 
-def _cells(mesh: Compared) -> str:
+def _cells(mesh: MeshParity) -> str:
     if mesh.verdict is None:
         return "  failed"
     numbers = [_number(mesh.verdict.largest[kind].difference) for kind in COLUMNS]
     return "".join(f"  {number:>10}" for number in numbers) + ("  ok" if mesh.equal else "  PARTED")
 
 
-def _end(checked: Checked) -> str:
+def _end(checked: ParityReport) -> str:
     parted = [mesh for mesh in checked.meshes if not mesh.equal]
     if not parted:
         return "equal."
@@ -102,7 +102,7 @@ def _short(tolerance: float) -> str:
 # -- for programs
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
+def as_json(checked: ParityReport) -> dict[str, Any]:
     """Everything that a check found."""
     return {
         "recipe": checked.recipe,
@@ -120,7 +120,7 @@ def _tolerances(tolerances: Tolerances) -> dict[str, float]:
     return {**{kind: tolerances.of(kind) for kind in KINDS}, "noise": tolerances.noise}
 
 
-def _mesh(mesh: Compared) -> dict[str, Any]:
+def _mesh(mesh: MeshParity) -> dict[str, Any]:
     return {
         "mesh": mesh.mesh,
         "parallel": mesh.parallel.model_dump(),

@@ -9,7 +9,7 @@ from headway.cli.options import Json, Runs
 
 if TYPE_CHECKING:
     from headway.recipe import Recipe
-    from headway.state import Checkpoint
+    from headway.state import OpenCheckpoint
     from headway.state.huggingface import TokenizerFile
     from headway.track import RunFolder
 
@@ -22,7 +22,7 @@ REF = "A run's name, a unique prefix of it, or `last`, and a step; or where a ch
 Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=REF)]
 
 
-class Named(NamedTuple):
+class NamedCheckpoint(NamedTuple):
     """A checkpoint that the command line names."""
 
     label: str
@@ -121,11 +121,11 @@ def diff_command(
     from headway.cli.checkpoint_view import diff_lines, progress_bar
     from headway.cli.text import print_json
     from headway.state.address import open_address
-    from headway.state.compare import compare
+    from headway.state.checkpoint_diff import diff_checkpoints
 
     a, b = _one(first, runs), _one(second, runs)
     with progress_bar("comparing", quiet=json) as progress:
-        found = compare(open_address(a.address), open_address(b.address), progress)
+        found = diff_checkpoints(open_address(a.address), open_address(b.address), progress)
     if json:
         print_json({"first": a.address, "second": b.address, **asdict(found)})
     else:
@@ -190,8 +190,8 @@ def import_command(
     from headway.cli.text import print_json
     from headway.recipe.huggingface import read_model
     from headway.state import find_checkpoint, open_checkpoint
+    from headway.state.hf_import import import_run
     from headway.state.huggingface import stored_weights
-    from headway.state.importing import import_run
     from headway.track import runs_root
 
     model = read_model(folder)
@@ -228,7 +228,7 @@ def import_command(
 # -- which checkpoints are meant
 
 
-def _one(ref: str, runs: Path | None) -> Named:
+def _one(ref: str, runs: Path | None) -> NamedCheckpoint:
     """The checkpoint of a run's step, a run's newest, or the one that lies there."""
     from headway.errors import UsageError
     from headway.state import find_checkpoint, list_checkpoints
@@ -238,17 +238,17 @@ def _one(ref: str, runs: Path | None) -> Named:
     if "/" in ref:
         if not is_in_store(ref) and not Path(ref).is_dir():
             raise UsageError(f"there is no folder {ref}", hint="a run is named by its name alone: headway runs")
-        return Named(ref, None, ref)
+        return NamedCheckpoint(ref, None, ref)
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
     if stored := _in_store(folder, step):
         return stored
     path = find_checkpoint(folder.checkpoints, step)
     found = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
-    return Named(f"step {found} of {folder.name}", found, str(path))
+    return NamedCheckpoint(f"step {found} of {folder.name}", found, str(path))
 
 
-def _all_of(ref: str, runs: Path | None) -> tuple[str, list[Named]]:
+def _all_of(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
     """What a reference is called, and its checkpoint, or all of the run's where it names no step."""
     from headway.state import find_checkpoint, list_checkpoints
     from headway.track import find_run, parse_ref, runs_root
@@ -261,10 +261,10 @@ def _all_of(ref: str, runs: Path | None) -> tuple[str, list[Named]]:
         return folder.name, [stored]
     newest = find_checkpoint(folder.checkpoints, step)
     entries = [entry for entry in list_checkpoints(folder.checkpoints) if step is None or entry.path == newest]
-    return folder.name, [Named(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
+    return folder.name, [NamedCheckpoint(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
 
 
-def _in_store(folder: "RunFolder", step: int | None) -> Named | None:
+def _in_store(folder: "RunFolder", step: int | None) -> NamedCheckpoint | None:
     """A step, or without one the newest, of a run whose disk does not have it."""
     from headway.state import list_checkpoints
 
@@ -272,10 +272,12 @@ def _in_store(folder: "RunFolder", step: int | None) -> Named | None:
     if (step is None and here) or step in here:
         return None
     rows = [row for row in _rows_of_store(folder) if step in (None, row["step"]) and "damage" not in row]
-    return Named(f"step {rows[-1]['step']} in the store", rows[-1]["step"], rows[-1]["path"]) if rows else None
+    return (
+        NamedCheckpoint(f"step {rows[-1]['step']} in the store", rows[-1]["step"], rows[-1]["path"]) if rows else None
+    )
 
 
-def _home(one: Named) -> "RunFolder":
+def _home(one: NamedCheckpoint) -> "RunFolder":
     """The run that a checkpoint lies in."""
     from headway.track import RunFolder
 
@@ -308,8 +310,8 @@ def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
 def _rows_at(url: str) -> list[dict[str, Any]]:
     """What lies at the url of a run in an object store, by its listing alone."""
     from headway.state.address import address_in_store
-    from headway.state.remote import list_remote
-    from headway.state.store import open_store
+    from headway.state.object_store import open_store
+    from headway.state.store_checkpoint import list_remote
 
     return [
         {
@@ -341,7 +343,7 @@ def _rows_of_disk(run: "RunFolder") -> list[dict[str, Any]]:
     return rows
 
 
-def _describe(checkpoint: "Checkpoint") -> dict[str, Any]:
+def _describe(checkpoint: "OpenCheckpoint") -> dict[str, Any]:
     manifest = checkpoint.manifest
     return {
         "bytes": manifest.bytes,
@@ -353,7 +355,7 @@ def _describe(checkpoint: "Checkpoint") -> dict[str, Any]:
     }
 
 
-def _shared(checkpoint: "Checkpoint", path: Path, seen: set[tuple[int, int]]) -> int:
+def _shared(checkpoint: "OpenCheckpoint", path: Path, seen: set[tuple[int, int]]) -> int:
     """Bytes of files that have a second name in one of the checkpoints seen before: they are on the disk once."""
     shared = 0
     for name in checkpoint.manifest.files:
@@ -369,18 +371,18 @@ def _saved(path: Path) -> float | None:
     return manifest.stat().st_mtime if manifest.exists() else None
 
 
-def _verify(one: Named, quiet: bool) -> dict[str, Any]:
+def _verify(one: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
     """Check one checkpoint, and say how it went."""
     from dataclasses import asdict
 
-    from headway.cli.checkpoint_view import Counted, progress_bar, size
+    from headway.cli.checkpoint_view import CountingSource, progress_bar, size
     from headway.errors import DamagedState, StateError
-    from headway.state import verify
+    from headway.state import verify_checkpoint
     from headway.state.address import is_in_store, open_address
 
     try:
         with progress_bar(one.label, quiet=quiet) as progress:
-            found = verify(Counted(open_address(one.address).source, progress))
+            found = verify_checkpoint(CountingSource(open_address(one.address).source, progress))
     except StateError as error:
         if is_in_store(one.address) and not isinstance(error, DamagedState):
             raise  # there is none, or no answer: that is no damage
@@ -396,7 +398,7 @@ def _verify(one: Named, quiet: bool) -> dict[str, Any]:
 # -- export and import
 
 
-def _averaged(checkpoint: "Checkpoint") -> set[str]:
+def _averaged(checkpoint: "OpenCheckpoint") -> set[str]:
     """The parameters that a checkpoint has an average of."""
     from headway.errors import StateError
 
@@ -409,17 +411,17 @@ def _averaged(checkpoint: "Checkpoint") -> set[str]:
     return found
 
 
-def _recipe(checkpoint: "Checkpoint", one: Named) -> "Recipe":
+def _recipe(checkpoint: "OpenCheckpoint", one: NamedCheckpoint) -> "Recipe":
     """The recipe that a checkpoint was saved with, of a decoder that transformers can have."""
     from pydantic import ValidationError
 
     from headway.errors import ModelError
-    from headway.recipe.stored import stored_recipe
+    from headway.recipe.upgrade import upgrade_recipe
     from headway.track import read_recipe
 
     said = checkpoint.manifest.recipe
     try:
-        recipe = stored_recipe(said) if said else read_recipe(_home(one))
+        recipe = upgrade_recipe(said) if said else read_recipe(_home(one))
     except ValidationError:  # of a version whose recipes had other keys; a run's own file may have been mended
         recipe = read_recipe(_home(one))
     if recipe.model.class_ is not None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headway.state import Checkpoint, Source
-from headway.state.compare import Compared
-from headway.state.manifest import Manifest, TensorEntry
+from headway.state import CheckpointSource, OpenCheckpoint
+from headway.state.checkpoint_diff import CheckpointDiff
+from headway.state.manifest import CheckpointManifest, TensorEntry
 from headway.state.safetensors_file import DTYPES
 
 __all__ = [
-    "Counted",
+    "CountingSource",
     "cut_of",
     "diff_lines",
     "facts_of",
@@ -30,10 +30,10 @@ KINDS = {"model": "weights", "optimizer": "optimizer", "ema": "average"}
 DIMS = ("rows", "columns")
 
 
-class Counted(Source):
+class CountingSource(CheckpointSource):
     """A source that tells how many bytes were read of it, and of how many."""
 
-    def __init__(self, inner: Source, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, inner: CheckpointSource, progress: Callable[[int, int], None]) -> None:
         self.place, self.request_bytes = inner.place, inner.request_bytes
         self._inner, self._progress = inner, progress
         self._sizes: dict[str, int] = {}
@@ -108,7 +108,7 @@ def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{size(shared)} of it are files that a checkpoint shares with an older one"
 
 
-def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def facts_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """What a checkpoint's manifest says, summed up."""
     manifest = checkpoint.manifest
     said = manifest.model_dump(mode="json", exclude={"tensors", "files", "rng", "format", "chunk_bytes"})
@@ -120,7 +120,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def tensor_rows(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
     """Every tensor: name, dtype, shape, how it is cut, bytes, digest."""
     return [
         {
@@ -178,7 +178,7 @@ def show_lines(place: str, facts: Mapping[str, Any], tensors: Sequence[Mapping[s
         yield from _tensor_lines(tensors)
 
 
-def diff_lines(first: str, second: str, found: Compared) -> Iterator[str]:
+def diff_lines(first: str, second: str, found: CheckpointDiff) -> Iterator[str]:
     """Two checkpoints side by side."""
     yield from _wrap(f"{first} and {second}: {_verdict(found)}")
     if found.differing:
@@ -203,7 +203,7 @@ def diff_lines(first: str, second: str, found: Compared) -> Iterator[str]:
         yield _fact("recipe", f"{key}: {_said(a)} | {_said(b)}")
 
 
-def _verdict(found: Compared) -> str:
+def _verdict(found: CheckpointDiff) -> str:
     tensors = _count(found.tensors, "tensor")
     if found.equal:
         how = "they have one digest" if found.by == "digest" else "all bits were compared, for digests cannot tell"
@@ -216,7 +216,7 @@ def _verdict(found: Compared) -> str:
     return f"different: {tensors} in both; " + ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
 
 
-def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+def _kinds(manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
     """Tensors and bytes by what they are for, and those by dtype."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, tensor in manifest.tensors.items():

@@ -31,7 +31,7 @@ def slurm_template(
     import re
 
     from headway.cli.text import print_json
-    from headway.cluster.engines import slurm_site
+    from headway.cluster.engines.slurm import site_advice as slurm_site
     from headway.errors import UsageError
 
     for option, value in (("--controller", controller), ("--nodes", nodes)):

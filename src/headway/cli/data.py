@@ -14,7 +14,7 @@ import typer
 from headway.cli.data_mix import mix_command
 
 if TYPE_CHECKING:
-    from headway.data import Built, Dataset, Progress
+    from headway.data import BuildProgress, BuildResult, Dataset
     from headway.data.build import Elsewhere
 
 __all__ = ["app"]
@@ -46,7 +46,7 @@ def build_command(
     ] = "auto",
     engine: Annotated[
         Literal["local", "ray"],
-        typer.Option("--engine", help="Encode here, or on the cores of a Ray cluster."),
+        typer.Option("--engine", help="Encode here, or on the cores of a RayEngine cluster."),
     ] = "local",
     threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads; by default all cores.")] = None,
     errors: Annotated[
@@ -60,11 +60,11 @@ def build_command(
         from headway.data.tokenizer import limit_threads
 
         limit_threads(threads)
-    from headway.data import BuildOptions, Reading, build
+    from headway.data import BuildOptions, ReadOptions, build_dataset
 
     options = BuildOptions(
         exclude=tuple(exclude or ()),
-        reading=Reading(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors),
+        reading=ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors),
         tokenizer=tokenizer,
         end_of_text=end_of_text,
         special_tokens=special_tokens,
@@ -72,7 +72,7 @@ def build_command(
         shard_tokens=shard_tokens,
     )
     with _progress() as progress:
-        built = build(
+        built = build_dataset(
             out,
             sources,
             options,
@@ -100,14 +100,14 @@ def _elsewhere(engine: str, tokenizer_engine: str) -> "Elsewhere | None":
     """What encodes on a cluster, where that is wanted."""
     if engine == "local":
         return None
-    from headway.cluster.engines.ray import Ray
-    from headway.cluster.engines.ray_data import ray_encoders
+    from headway.cluster.engines.ray.encode import ray_encoders
+    from headway.cluster.engines.ray.engine import RayEngine
     from headway.cluster.engines.settings import engine_settings
     from headway.errors import UsageError
 
     if tokenizer_engine == "tiktoken":
         raise UsageError("the tasks on a Ray cluster encode with tokenizers", hint="leave --tokenizer-engine out")
-    return ray_encoders(Ray(engine_settings("ray").site.get("address")))
+    return ray_encoders(RayEngine(engine_settings("ray").site.get("address")))
 
 
 @app.command("show")
@@ -165,7 +165,7 @@ def _facts(path: Path, manifest: Any) -> dict[str, Any]:
     }
 
 
-def _build_facts(built: "Built") -> dict[str, Any]:
+def _build_facts(built: "BuildResult") -> dict[str, Any]:
     return {
         "sources": built.sources,
         "source_bytes": built.source_bytes,
@@ -240,7 +240,7 @@ _STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[["Progress"], None]]:
+def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
     """A bar on a terminal, else a line now and then; on stderr either way."""
     if not sys.stderr.isatty():
         yield _plain_progress()
@@ -253,7 +253,7 @@ def _progress() -> Iterator[Callable[["Progress"], None]]:
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
-        def draw(now: "Progress") -> None:
+        def draw(now: "BuildProgress") -> None:
             if now.stage not in tasks:
                 tasks[now.stage] = bars.add_task(_STAGES[now.stage], total=now.total_bytes)
             bars.update(tasks[now.stage], completed=now.done_bytes)
@@ -261,10 +261,10 @@ def _progress() -> Iterator[Callable[["Progress"], None]]:
         yield draw
 
 
-def _plain_progress(every_s: float = 5.0) -> Callable[["Progress"], None]:
+def _plain_progress(every_s: float = 5.0) -> Callable[["BuildProgress"], None]:
     said: dict[str, float] = {}
 
-    def say(now: "Progress") -> None:
+    def say(now: "BuildProgress") -> None:
         due = now.stage not in said or time.monotonic() - said[now.stage] >= every_s
         if due:
             said[now.stage] = time.monotonic()

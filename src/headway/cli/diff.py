@@ -24,11 +24,11 @@ def diff(
     from dataclasses import asdict
 
     from headway.cli.text import print_json
-    from headway.track import compare, find_run, runs_root
+    from headway.track import compare_runs, find_run, runs_root
 
     root = runs_root(runs)
     a, b = find_run(root, run_a), find_run(root, run_b)
-    found = compare(a, b)
+    found = compare_runs(a, b)
     if json:
         print_json({"runs": [a.name, b.name], **asdict(found), "sentence": found.sentence})
     else:

@@ -12,8 +12,8 @@ import typer
 from headway.cli.options import Json
 
 if TYPE_CHECKING:
-    from headway.hardware.network import Network, Transport
-    from headway.hardware.storage import Storage
+    from headway.hardware.network import HostNetwork, Transport
+    from headway.hardware.storage import StorageRates
 
 __all__ = ["doctor"]
 
@@ -113,7 +113,7 @@ def _storage(path: Path, seconds: float) -> tuple[dict[str, Any], list[str]]:
     return document, lines
 
 
-def _rates(found: "Storage") -> list[str]:
+def _rates(found: "StorageRates") -> list[str]:
     kind = found.file_system or "file system not known"
     how = "around the page cache" if found.cold else "the page cache may have helped"
     return [
@@ -144,7 +144,7 @@ def _network(with_: str | None, token: str | None, seconds: float) -> tuple[dict
     }
     lines = [*_found(found), *_chosen(chosen)]
     if with_ is not None:
-        from headway.hardware.wire import measure
+        from headway.hardware.link_bench import measure
 
         rates = measure(with_, token, seconds / 2)
         document["with"] = {"address": with_, **vars(rates)}
@@ -155,7 +155,7 @@ def _network(with_: str | None, token: str | None, seconds: float) -> tuple[dict
     return document, lines
 
 
-def _found(found: "Network") -> list[str]:
+def _found(found: "HostNetwork") -> list[str]:
     lines = []
     for one in found.interfaces:
         speed = f"{one.gigabits_s:g} Gb/s" if one.gigabits_s else "speed not known"
@@ -175,7 +175,7 @@ def _chosen(chosen: "Transport") -> list[str]:
 
 
 def _listen(address: str, token: str | None) -> None:
-    from headway.hardware.wire import listen
+    from headway.hardware.link_bench import listen
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

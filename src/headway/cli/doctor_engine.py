@@ -10,9 +10,9 @@ __all__ = ["look_at_engine"]
 def look_at_engine(name: str) -> tuple[dict[str, Any], list[str]]:
     """What an engine's configuration has and lacks for runs: for programs, and in lines for people."""
     from headway.cluster.engines.settings import engine_settings
-    from headway.cluster.engines.slurm_commands import run
-    from headway.cluster.engines.slurm_site import advise, parse_configuration
-    from headway.cluster.engines.slurm_words import PARTITIONS, parse_partitions
+    from headway.cluster.engines.slurm.commands import run
+    from headway.cluster.engines.slurm.parse import PARTITIONS, parse_partitions
+    from headway.cluster.engines.slurm.site_advice import advise, parse_configuration
     from headway.errors import UsageError
 
     engine_settings(name)

@@ -25,8 +25,8 @@ def fetch(
 
     For runs whose machines see no common folder; what they recorded is there a minute later.
     """
-    from headway.agent.mirror import bring, said_in
-    from headway.agent.states import need_store
+    from headway.agent.remote.store_mirror import fetch_run, said_in
+    from headway.agent.saving.restore_points import need_store
     from headway.cli.text import print_json
     from headway.state.address import is_in_store
     from headway.track import find_run, read_recipe, runs_root, summarize
@@ -35,7 +35,7 @@ def fetch(
     if not is_in_store(run):
         there = find_run(root, run)
         run = need_store(read_recipe(there), there.name)
-    folder = bring(run, root)
+    folder = fetch_run(run, root)
     found = summarize(folder)
     how, over = _how_it_stands(folder, found, time.time())
     if json:
@@ -54,11 +54,11 @@ TRAINS = "training"
 
 def _how_it_stands(run: "RunFolder", found: "RunSummary", now: float) -> tuple[str, bool]:
     """In a few words, and whether it is worth resuming: nobody works for it any more, and it has not finished."""
-    from headway.agent.outcome import how_it_ended
+    from headway.agent.supervise.outcome import recorded_exit_status
     from headway.cli.logs import is_alive
     from headway.cli.text import duration
 
-    if how_it_ended(run) is not None:
+    if recorded_exit_status(run) is not None:
         return found.state, found.state != "finished" and not is_alive(run)
     quiet_s = now - _heard(run)
     if found.attempts == 0:

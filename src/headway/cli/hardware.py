@@ -91,7 +91,7 @@ def _run_measure(request: dict[str, Any]) -> "Ceilings":
     from headway.hardware import Ceilings
 
     with subprocess.Popen(
-        [sys.executable, "-m", "headway.profile.measure"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "headway.measure.device"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from headway.cluster.submit import Standing
-    from headway.cluster.sweeps import Sweep
+    from headway.cluster.submit.runs import SubmittedRun
+    from headway.cluster.submit.sweeps import Sweep
 
 __all__ = ["as_document", "jobs", "sweep_named", "tell_of_sweep"]
 
@@ -21,7 +21,7 @@ WIDTH = 80
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
     """List the jobs of all runs that were submitted, the most recently active first."""
-    from headway.cluster.submit import standings
+    from headway.cluster.submit.runs import standings
     from headway.track import runs_root
 
     root = runs_root(runs)
@@ -36,7 +36,7 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
         print("next: headway logs RUN --follow, headway cancel RUN, headway requeue RUN")
 
 
-def _table(found: "list[Standing]") -> list[str]:
+def _table(found: "list[SubmittedRun]") -> list[str]:
     """A line a job, its run first; the run on a line of its own where they are too wide."""
     width = max(len("run"), *(len(one.run.name) for one in found))
     jobs = max(10, *(len(one.submission.job) for one in found))
@@ -57,13 +57,13 @@ def _cells(words: tuple[str, ...], jobs: int) -> str:
     return f"{state:10}  {engine:7}  {job:{jobs}}  {on:12}  {starts:>6}  {submitted:11}".rstrip()
 
 
-def _words(one: "Standing") -> tuple[str, ...]:
+def _words(one: "SubmittedRun") -> tuple[str, ...]:
     status, given = one.status, one.submission
     submitted = time.strftime("%m-%d %H:%M", time.localtime(given.time))
     return status.state, given.engine, given.job, given.on, str(status.starts), submitted
 
 
-def _under(one: "Standing") -> list[str]:
+def _under(one: "SubmittedRun") -> list[str]:
     """Where it is, and why it stands so: whole, where something is wrong."""
     machines = f"on {', '.join(one.status.machines)}" if one.status.machines else ""
     text = "; ".join(filter(None, (machines, one.status.reason)))
@@ -72,7 +72,7 @@ def _under(one: "Standing") -> list[str]:
     return [shortened(f"  {text}", WIDTH)] if text else []
 
 
-def as_document(one: "Standing") -> dict[str, object]:
+def as_document(one: "SubmittedRun") -> dict[str, object]:
     """A run's job for programs."""
     from dataclasses import asdict
 
@@ -85,12 +85,12 @@ def sweep_named(root: "Path", name: str) -> "Sweep | None":
     """The sweep that somebody means who names one where runs are named too; runs come first."""
     if (root / name).exists() or not (root / ".sweeps" / name).is_dir():
         return None
-    from headway.cluster.sweeps import find_sweep
+    from headway.cluster.submit.sweeps import find_sweep
 
     return find_sweep(root, name)
 
 
-def tell_of_sweep(sweep: "Sweep", after: "Mapping[str, Standing | None]", json: bool) -> None:
+def tell_of_sweep(sweep: "Sweep", after: "Mapping[str, SubmittedRun | None]", json: bool) -> None:
     """How the jobs of a sweep stand, after something was asked of them all."""
     there = [one for one in after.values() if one is not None]
     if json:

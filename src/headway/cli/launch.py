@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from headway.agent import Attempt, keep
-from headway.agent.kept import Thing
+from headway.agent import Attempt, run_launcher
+from headway.agent.fd_store import FdEntry
 from headway.cli.text import print_json
 from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
-from headway.track import holder, read_plan, read_recipe, summarize
+from headway.track import lock_holder, read_plan, read_recipe, summarize
 
-__all__ = ["launch", "start_keeper"]
+__all__ = ["launch", "start_launcher"]
 
 DETACH_TIMEOUT_S = 120.0
 
@@ -31,7 +31,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     if detach:
         for note in attempt.notes:
             tell(f"note: {note}")
-        pid = wait_for_agent(attempt, start_keeper(attempt))
+        pid = wait_for_agent(attempt, start_launcher(attempt))
         if json:
             print_json({"run": name, "agent": pid, "plan": planned})
         else:
@@ -42,7 +42,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
             )
         return
     with open_view(attempt, quiet=json) as view:
-        outcome = keep(attempt, on_tick=view.tick)
+        outcome = run_launcher(attempt, on_tick=view.tick)
     if outcome.state == "failed":
         raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint)
     summary = summarize(attempt.folder)
@@ -62,16 +62,16 @@ def main() -> int:
     agent elsewhere has left."""
     told = from_json(sys.stdin.read())
     attempt = Attempt.model_validate(told["attempt"])
-    left = {name: Thing(fields) for name, fields in told["left"].items()}
+    left = {name: FdEntry(fields) for name, fields in told["left"].items()}
     if told["door"] is not None:
-        left["door"] = Thing({}, (told["door"],))
+        left["door"] = FdEntry({}, (told["door"],))
     with open_view(attempt, quiet=False) as view:
-        outcome = keep(attempt, on_tick=view.tick, left=left)
+        outcome = run_launcher(attempt, on_tick=view.tick, left=left)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 
 
-def start_keeper(
+def start_launcher(
     attempt: Attempt,
     left: Mapping[str, Mapping[str, Any]] | None = None,
     door: int | None = None,
@@ -105,7 +105,7 @@ def keeper_log(attempt: Attempt) -> Path:
 def wait_for_agent(attempt: Attempt, keeper: "subprocess.Popen[bytes]") -> int:
     """The process id of a keeper's agent, once that holds the run."""
     deadline = time.monotonic() + DETACH_TIMEOUT_S
-    while (pid := holder(attempt.folder)) is None:
+    while (pid := lock_holder(attempt.folder)) is None:
         if keeper.poll() is not None or time.monotonic() > deadline:
             log = keeper_log(attempt)
             raise RunError(f"the agent of {attempt.run.name} did not start", hint=f"its log is {log}")

@@ -11,8 +11,8 @@ import typer
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
-    from headway.cli.from_store import Brought
-    from headway.cluster.sweeps import Sweep
+    from headway.cli.run_lookup import RunSync
+    from headway.cluster.submit.sweeps import Sweep
     from headway.errors import RunError
     from headway.track import RunFolder
 
@@ -39,8 +39,8 @@ def logs(
 
     What an agent said on somebody's terminal is in no log: then its record tells.
     """
-    from headway.cli.from_store import Brought
     from headway.cli.jobs import sweep_named
+    from headway.cli.run_lookup import RunSync
     from headway.errors import RunError
     from headway.track import find_run, runs_root
 
@@ -49,7 +49,7 @@ def logs(
     if sweep is not None:
         raise _is_sweep(sweep)
     folder = find_run(root, run)
-    brought = Brought(folder)
+    brought = RunSync(folder)
     brought.now()
     files = _files(folder, rank, attempt)
     if not files and not follow:
@@ -74,7 +74,7 @@ def _is_sweep(sweep: "Sweep") -> "RunError":
 
 def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
     """The logs asked for: of the attempt named, else of the last that has any."""
-    from headway.agent.mirror import said_in
+    from headway.agent.remote.store_mirror import said_in
 
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
@@ -96,8 +96,8 @@ def _of_job(run: "RunFolder") -> list[Path]:
     """What the newest start of a submitted run's job printed, machine by machine."""
     if not (run.path / "jobs.jsonl").exists():
         return []
-    from headway.cluster.engines.records import last_submission
     from headway.cluster.engines.settings import open_engine
+    from headway.cluster.engines.submissions import last_submission
     from headway.errors import EngineError
 
     job = last_submission(run.path)
@@ -111,14 +111,14 @@ def _of_job(run: "RunFolder") -> list[Path]:
 
 def is_alive(run: "RunFolder") -> bool:
     """Whether more may come: somebody holds the run, or an engine will have it started."""
-    from headway.track import holder
+    from headway.track import lock_holder
 
-    if holder(run) is not None:
+    if lock_holder(run) is not None:
         return True
     if not (run.path / "jobs.jsonl").exists():
         return False
     from headway.cluster.engines import OVER
-    from headway.cluster.submit import standings
+    from headway.cluster.submit.runs import standings
 
     return any(
         one.status.state not in OVER and one.status.state != "unknown" for one in standings(run.path.parent, [run])
@@ -130,10 +130,10 @@ def _attempt(path: Path) -> int:
 
 
 def _lines(
-    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: "Brought"
+    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: "RunSync"
 ) -> Iterator[tuple[str, str]]:
     """Each file's name and lines; when following, new ones as they come until nobody holds the run, or will."""
-    from headway.track import holder
+    from headway.track import lock_holder
 
     offsets: dict[Path, int] = {}
     told = defaultdict[Path, _Words](_Words)
@@ -150,16 +150,16 @@ def _lines(
                 yield from ((path.name, one) for one in words)
         if not alive:
             return
-        time.sleep(_POLL_S if holder(run) is not None else _POLL_ENGINE_S)
+        time.sleep(_POLL_S if lock_holder(run) is not None else _POLL_ENGINE_S)
 
 
 class _Words:
     """What the events of an agent's record say to people, as its view would."""
 
     def __init__(self) -> None:
-        from headway.cli.view import Standing
+        from headway.cli.view import LiveStatus
 
-        self._standing, self._wall, self._told = Standing(), 0.0, 0
+        self._standing, self._wall, self._told = LiveStatus(), 0.0, 0
 
     def of(self, line: bytes) -> list[str]:
         """Of one event: nothing, or a line or two with the time before."""

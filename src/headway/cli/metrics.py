@@ -20,7 +20,7 @@ def metrics(
     json: Json = False,
 ) -> None:
     """Print a metric: the step and its value, one a line."""
-    from headway.cli.from_store import find_up_to_date
+    from headway.cli.run_lookup import find_up_to_date
     from headway.cli.text import print_json
     from headway.track import export_tensorboard, read_metric, runs_root
 

@@ -13,8 +13,8 @@ from headway.cli.options import Json, Runs, Settings
 
 if TYPE_CHECKING:
     from headway.recipe import Model, Recipe, Train
-    from headway.state.compare import TensorDifference
-    from headway.state.huggingface import Weight
+    from headway.state.checkpoint_diff import TensorDifference
+    from headway.state.huggingface import LazyWeight
 
 __all__ = ["app"]
 
@@ -30,7 +30,7 @@ WHAT = "A Hugging Face folder, a recipe, a run, RUN@STEP, or where a checkpoint 
 
 
 @dataclass(frozen=True)
-class Subject:
+class NamedModel:
     """A model that the command line names."""
 
     name: str
@@ -62,7 +62,7 @@ def show_command(
     from headway.cli.model_view import document_of, next_line, show_lines
     from headway.cli.text import print_json
     from headway.errors import UsageError
-    from headway.plan.describe import describe
+    from headway.plan.model_summary import describe
 
     subject = _subject(what, runs, settings)
     longest = subject.model.longest
@@ -113,7 +113,7 @@ def diff_command(
 # -- which model is meant
 
 
-def _subject(what: str, runs: Path | None, settings: list[str] | None = None) -> Subject:
+def _subject(what: str, runs: Path | None, settings: list[str] | None = None) -> NamedModel:
     """The model that a folder, a recipe, a run or a checkpoint has."""
     from headway.errors import UsageError
 
@@ -133,23 +133,23 @@ def _subject(what: str, runs: Path | None, settings: list[str] | None = None) ->
     return _of_run(what, runs)
 
 
-def _of_folder(what: str, folder: Path) -> Subject:
+def _of_folder(what: str, folder: Path) -> NamedModel:
     from headway.recipe.huggingface import model_from_config, read_config
 
     config = read_config(folder)
     model = model_from_config(config)
     said = config.get("max_position_embeddings")
     longest = model.longest or (said if isinstance(said, int) and said > 0 else USUAL_SEQ)
-    return Subject(what, "folder", model, min(longest, USUAL_SEQ), longest, folder=folder)
+    return NamedModel(what, "folder", model, min(longest, USUAL_SEQ), longest, folder=folder)
 
 
-def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) -> Subject:
+def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) -> NamedModel:
     from headway.recipe import load_recipe
 
     recipe = load_recipe(file, settings)
     model, notes = recipe.model, tuple[str, ...]()
     if model.init is not None:
-        from headway.agent.prepare import resolve_model
+        from headway.agent.launch.prepare import resolve_model
         from headway.track import runs_root
 
         model = resolve_model(model, runs_root(runs))
@@ -172,7 +172,7 @@ def _with_vocabulary(model: "Model", data: Path) -> "tuple[Model, tuple[str, ...
     return model.model_copy(update={"vocab_size": rounded}), notes
 
 
-def _of_run(what: str, runs: Path | None) -> Subject:
+def _of_run(what: str, runs: Path | None) -> NamedModel:
     from headway.errors import StateError
     from headway.state import find_checkpoint
     from headway.track import find_run, parse_ref, read_recipe, runs_root
@@ -189,14 +189,14 @@ def _of_run(what: str, runs: Path | None) -> Subject:
     return _of_checkpoint(what, "run", address)
 
 
-def _of_checkpoint(what: str, kind: Literal["run", "checkpoint"], address: str) -> Subject:
+def _of_checkpoint(what: str, kind: Literal["run", "checkpoint"], address: str) -> NamedModel:
     """The recipe that a checkpoint was saved with; older ones have it in their run only."""
-    from headway.recipe.stored import stored_recipe
+    from headway.recipe.upgrade import upgrade_recipe
     from headway.state.address import open_address
     from headway.track import RunFolder, read_recipe
 
     said = open_address(address).manifest.recipe
-    recipe = stored_recipe(said) if said else read_recipe(RunFolder(Path(address).resolve().parent.parent))
+    recipe = upgrade_recipe(said) if said else read_recipe(RunFolder(Path(address).resolve().parent.parent))
     return _trained(what, kind, recipe, recipe.model, checkpoint=address)
 
 
@@ -208,7 +208,7 @@ def _trained(
     *,
     checkpoint: str | None = None,
     notes: tuple[str, ...] = (),
-) -> Subject:
+) -> NamedModel:
     from headway.errors import ModelError
 
     if model.class_ is not None:
@@ -217,13 +217,13 @@ def _trained(
             hint="headway checkpoint show RUN --tensors lists the tensors of what was saved",
         )
     seq = recipe.data.seq
-    return Subject(what, kind, model, seq, seq, recipe.train, checkpoint=checkpoint, notes=notes)
+    return NamedModel(what, kind, model, seq, seq, recipe.train, checkpoint=checkpoint, notes=notes)
 
 
 # -- what lies beside it
 
 
-def _weights(subject: Subject) -> "dict[str, Weight] | None":
+def _weights(subject: NamedModel) -> "dict[str, LazyWeight] | None":
     """A model's weights by our names, none of them read yet; None where there are none."""
     if subject.checkpoint is None and subject.folder is None:
         return None
@@ -237,7 +237,7 @@ def _weights(subject: Subject) -> "dict[str, Weight] | None":
     return stored_weights(subject.folder, subject.model) if any(subject.folder.glob("*.safetensors*")) else None
 
 
-def _stored(subject: Subject) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+def _stored(subject: NamedModel) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """How many tensors and bytes of which dtypes there are; a note where they are not this model's."""
     from headway.errors import HeadwayError
 
@@ -283,7 +283,7 @@ def _template_in(file: Path) -> str | None:
 # -- two of them
 
 
-def _tensors(subject: Subject) -> dict[str, tuple[str | None, tuple[int, ...]]]:
+def _tensors(subject: NamedModel) -> dict[str, tuple[str | None, tuple[int, ...]]]:
     """Every tensor's dtype, where there are weights, and its shape."""
     weights = _weights(subject)
     if weights is None:
@@ -291,15 +291,15 @@ def _tensors(subject: Subject) -> dict[str, tuple[str | None, tuple[int, ...]]]:
     return {name: (weight.dtype, weight.shape) for name, weight in weights.items()}
 
 
-def _values(a: Subject, b: Subject, *, quiet: bool) -> "list[TensorDifference]":
+def _values(a: NamedModel, b: NamedModel, *, quiet: bool) -> "list[TensorDifference]":
     """How far apart the values of two models' tensors are."""
     from headway.cli.checkpoint_view import progress_bar
     from headway.errors import UsageError
-    from headway.state.difference import differences
+    from headway.state.weight_diff import weight_differences
 
     first, second = _weights(a), _weights(b)
     if first is None or second is None:
         bare = a if first is None else b
         raise UsageError(f"{bare.name} has no weights to compare", hint="leave out --weights")
     with progress_bar("comparing", quiet=quiet) as progress:
-        return differences(first, second, progress)
+        return weight_differences(first, second, progress)

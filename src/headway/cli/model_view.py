@@ -9,9 +9,9 @@ from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
 
 if TYPE_CHECKING:
-    from headway.cli.model import Subject
-    from headway.plan.describe import Description
-    from headway.state.compare import TensorDifference
+    from headway.cli.model import NamedModel
+    from headway.plan.model_summary import ModelSummary
+    from headway.state.checkpoint_diff import TensorDifference
 
 __all__ = ["diff_document", "diff_lines", "document_of", "next_line", "show_lines"]
 
@@ -34,8 +34,8 @@ Kinds = Mapping[str, tuple[str | None, tuple[int, ...]]]
 
 
 def document_of(
-    subject: "Subject",
-    found: "Description",
+    subject: "NamedModel",
+    found: "ModelSummary",
     stored: Mapping[str, Any] | None,
     template: Mapping[str, Any] | None,
     notes: Sequence[str],
@@ -163,10 +163,10 @@ def next_line(what: str, kind: str) -> str:
 
 
 def diff_document(
-    a: "Subject", b: "Subject", first: Kinds, second: Kinds, values: "Sequence[TensorDifference] | None"
+    a: "NamedModel", b: "NamedModel", first: Kinds, second: Kinds, values: "Sequence[TensorDifference] | None"
 ) -> dict[str, Any]:
     """In what two models differ, for programs; pairs are (first, second)."""
-    from headway.state.difference import unlike
+    from headway.state.weight_diff import unlike
 
     one, other = _fields(a.model), _fields(b.model)
     fields = {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}
@@ -185,7 +185,7 @@ def diff_document(
 
 def _by_part(values: "Sequence[TensorDifference]") -> dict[str, dict[str, Any]]:
     """The values' differences by part of the model; the tensor with the largest one stands for its part."""
-    from headway.plan.describe import PARTS, part_of
+    from headway.plan.model_summary import PARTS, part_of
 
     found: dict[str, dict[str, Any]] = {}
     for part in PARTS:

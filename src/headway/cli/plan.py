@@ -14,12 +14,12 @@ from headway.cli.options import Json, Settings
 if TYPE_CHECKING:
     from headway.hardware import Ceilings, Cluster
     from headway.plan.architecture import Architecture
-    from headway.plan.costs import Costs, Fidelity
-    from headway.plan.efficiencies import Parameters
-    from headway.plan.plan import Plan, Run
-    from headway.plan.search import Ranked
-    from headway.plan.sweep import SweepPoint
-    from headway.plan.task import Choices
+    from headway.plan.costs import CostModel, Fidelity
+    from headway.plan.efficiencies import Efficiencies
+    from headway.plan.plan import Plan, RunForecast
+    from headway.plan.scaling import ScalingPoint
+    from headway.plan.search import RankedPlan
+    from headway.plan.task import SearchSpace
     from headway.recipe import Model, Recipe
 
 __all__ = ["plan"]
@@ -40,7 +40,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; not with --against.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; not with --score_file.")] = None,
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Where, like h100x8x16 (default: this machine)."),
@@ -69,7 +69,8 @@ def plan(
         float, typer.Option(metavar="X", min=1.0, help="Tokens of the busiest expert's device over the mean.")
     ] = 1.0,
     calibrate_to: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Refit the model to your own runs, in --against's columns.")
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Refit the model to your own runs, in --score_file's columns."),
     ] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="nodes=A..B", help="Plan for several numbers of nodes: 8..512 or 8,12,16.")
@@ -81,9 +82,9 @@ def plan(
         Path | None, typer.Option(metavar="FILE.csv", help="Predict published runs instead, and score that.")
     ] = None,
     calibrate: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="With --against: refit to N lines of each source.")
+        int | None, typer.Option(metavar="N", min=0, help="With --score_file: refit to N lines of each source.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="With --against: which lines a calibration sees.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --score_file: which lines a calibration sees.")] = 0,
     json: Json = False,
 ) -> None:
     """Say how a recipe should run on a cluster: the best mesh, its speed, memory, days and cost, and why.
@@ -157,7 +158,7 @@ class _Asked:
             self.recipe = self.recipe.model_copy(update={"name": name or "model"})
         if self.arch is None:
             self.recipe = _settled(self.recipe)
-        self.parameters: Parameters | None = None
+        self.parameters: Efficiencies | None = None
         if calibrate_to is not None:
             if self.fidelity == "limit":
                 raise UsageError("the limit has nothing to calibrate", hint="leave out --fidelity or --calibrate-to")
@@ -195,32 +196,32 @@ class _Asked:
             return ""
         return " ".join(["headway train", str(self.file), *(f"--set {shlex.quote(one)}" for one in self.settings)])
 
-    def choices(self) -> "Choices":
+    def choices(self) -> "SearchSpace":
         """What is not left to the search; what the recipe says comes on top."""
         from headway.plan.settings import parse_mesh
-        from headway.plan.task import Choices
+        from headway.plan.task import SearchSpace
 
         mesh = parse_mesh(self.mesh) if self.mesh else None
-        return Choices(mesh=mesh, precisions=(self.precision,) if self.precision else None)
+        return SearchSpace(mesh=mesh, precisions=(self.precision,) if self.precision else None)
 
-    def costs(self) -> "Costs":
+    def costs(self) -> "CostModel":
         """What the plan was made with."""
-        from headway.plan.costs import make_costs
+        from headway.plan.costs import make_cost_model
 
-        return make_costs(self.cluster, self.fidelity, self.parameters, self.ceilings)
+        return make_cost_model(self.cluster, self.fidelity, self.parameters, self.ceilings)
 
 
 def _architecture(config: Path | None) -> "Architecture | None":
-    from headway.plan.config_file import read_architecture
+    from headway.plan.hf_config import read_architecture
 
     return read_architecture(config) if config is not None else None
 
 
-def _calibrated(file: Path) -> "Parameters":
+def _calibrated(file: Path) -> "Efficiencies":
     """Parameters refitted to the runs of a file."""
     from headway.errors import UsageError
-    from headway.plan.against import read_cases
-    from headway.plan.calibrate import fit, predict
+    from headway.plan.accuracy.calibrate import fit, predict
+    from headway.plan.accuracy.score import read_cases
     from headway.plan.efficiencies import fitted_parameters
 
     cases, skipped = read_cases(file)
@@ -233,7 +234,7 @@ def _calibrated(file: Path) -> "Parameters":
     chips = ", ".join(sorted({case.chip for case in cases}))
     print(f"calibrated to {len(cases)} runs of {file} on {chips}{note}; they are {off:.0%} off now", file=sys.stderr)
     if off > POOR:
-        print("note: the model cannot follow these runs; check the file, and mistrust the plan", file=sys.stderr)
+        print("note: poor fit to these runs: check the file", file=sys.stderr)
     return found
 
 
@@ -285,7 +286,7 @@ def _settled(recipe: "Recipe") -> "Recipe":
     """With the model's shape and vocabulary, as `headway train` would find them; nothing needs to be built."""
     model = recipe.model
     if model.init is not None:
-        from headway.agent.prepare import resolve_model
+        from headway.agent.launch.prepare import resolve_model
         from headway.track import runs_root
 
         model = resolve_model(model, runs_root(None))
@@ -338,7 +339,7 @@ def _plan(asked: _Asked, explain: bool, roofline: Path | None, json: bool) -> No
     print("\n".join([*lines, *next_lines(made, asked.train_command)]))
 
 
-def _roofline(made: "Plan", costs: "Costs", file: Path) -> str:
+def _roofline(made: "Plan", costs: "CostModel", file: Path) -> str:
     from headway.plan.explain import roofline_points
     from headway.plan.roofline import draw_roofline, text_roofline
 
@@ -349,7 +350,7 @@ def _roofline(made: "Plan", costs: "Costs", file: Path) -> str:
     return text_roofline(points, best.peak_flops_s, chip.bandwidth_bytes_s, title, 80)
 
 
-def _document(made: "Plan", costs: "Costs", runs: "dict[int, Run]") -> dict[str, Any]:
+def _document(made: "Plan", costs: "CostModel", runs: "dict[int, RunForecast]") -> dict[str, Any]:
     """Everything the screen shows and the numbers behind it."""
     from dataclasses import asdict
 
@@ -384,7 +385,7 @@ def _document(made: "Plan", costs: "Costs", runs: "dict[int, Run]") -> dict[str,
     }
 
 
-def _plan_document(one: "Ranked", run: "Run") -> dict[str, Any]:
+def _plan_document(one: "RankedPlan", run: "RunForecast") -> dict[str, Any]:
     from dataclasses import asdict
 
     made, memory = one.estimate, one.estimate.memory
@@ -419,7 +420,7 @@ def _plan_document(one: "Ranked", run: "Run") -> dict[str, Any]:
     }
 
 
-def _run_document(run: "Run") -> dict[str, Any]:
+def _run_document(run: "RunForecast") -> dict[str, Any]:
     goodput = {**vars(run.goodput), "accounts": dict(run.goodput.accounts)}
     values = {key: getattr(run, key) for key in ("steps", "tokens", "seconds", "days", "device_hours", "cost")}
     return {**values, "price_per_device_hour": run.price_per_device_hour, "goodput": goodput}
@@ -431,7 +432,7 @@ def _run_document(run: "Run") -> dict[str, Any]:
 def _sweep(asked: _Asked, text: str, json: bool) -> None:
     from headway.cli.plan_view import sweep_lines
     from headway.cli.text import print_json
-    from headway.plan.sweep import parse_sweep, sweep
+    from headway.plan.scaling import parse_sweep, sweep
 
     nodes = parse_sweep(text)
     with _progress() as tell:
@@ -451,8 +452,8 @@ def _sweep(asked: _Asked, text: str, json: bool) -> None:
     print("\n".join(sweep_lines(points, command)))
 
 
-def _point_document(points: "tuple[SweepPoint, ...]", point: "SweepPoint") -> dict[str, Any]:
-    from headway.plan.sweep import efficiency
+def _point_document(points: "tuple[ScalingPoint, ...]", point: "ScalingPoint") -> dict[str, Any]:
+    from headway.plan.scaling import efficiency
 
     made = point.plan
     return {
@@ -469,12 +470,12 @@ def _against(file: Path, calibrate: int | None, seed: int, json: bool) -> None:
 
     if not file.exists():
         raise UsageError(f"{file}: no such file", hint="benchmarks/plan/published_runs.csv is one")
-    from headway.cli.against_view import against_lines
+    from headway.cli.accuracy_view import against_lines
     from headway.cli.text import print_json
-    from headway.plan.against import against, as_json
+    from headway.plan.accuracy.score import as_json, score_file
 
     with _progress() as tell:
-        found = against(file, calibrate, seed, tell)
+        found = score_file(file, calibrate, seed, tell)
     if json:
         print_json(as_json(found))
     else:

@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from headway.cli.text import count
-from headway.plan.explain import Cell, Section
+from headway.plan.explain import Cell, ExplainTable
 from headway.plan.flops import parameters
 from headway.plan.goodput import Goodput, goodput
-from headway.plan.plan import RESTART_S, Plan, Run
-from headway.plan.search import Ranked
+from headway.plan.plan import RESTART_S, Plan, RunForecast
+from headway.plan.scaling import ScalingPoint, efficiency
+from headway.plan.search import RankedPlan
 from headway.plan.settings import Settings
-from headway.plan.sweep import SweepPoint, efficiency
 from headway.plan.task import RUNNABLE
 from headway.recipe import Recipe
 
@@ -43,7 +43,7 @@ ACCURACY = {
 }
 
 
-def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, Run]) -> list[str]:
+def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, RunForecast]) -> list[str]:
     """The whole screen. `runs` holds the recipe at each plan's speed, by the plan's place."""
     return [
         *wrapped(_title(plan)),
@@ -154,13 +154,13 @@ def _work(plan: Plan) -> str:
     return f"{plan.name}  {size} parameters, {plan.seq:,} tokens x {plan.batch:,} sequences a step"
 
 
-def run_of(plan: Plan, other: Ranked) -> Run:
+def run_of(plan: Plan, other: RankedPlan) -> RunForecast:
     """The whole recipe at another plan's speed: the same steps, saves and failures."""
     if other is plan.best:
         return plan.run
     made = _goodput(plan, other.estimate.step.seconds)
     hours = made.wall_s / 3600 * plan.cluster.devices
-    return Run(plan.run.steps, plan.run.tokens, made.wall_s, hours, plan.run.price_per_device_hour, made)
+    return RunForecast(plan.run.steps, plan.run.tokens, made.wall_s, hours, plan.run.price_per_device_hour, made)
 
 
 def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Goodput:
@@ -171,7 +171,7 @@ def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Good
     )
 
 
-def _plans(plan: Plan, runs: Mapping[int, Run]) -> Iterator[str]:
+def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
     priced = plan.run.cost is not None
     heads = ["step", "tokens/s", "MFU", "mem GB", "run", "cost"][: 6 if priced else 5]
     widths = [8, 10, 6, 8, 7, 9][: len(heads)]
@@ -350,12 +350,12 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 COLLECTIVES = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce", "all_to_all": "to all"}
 
 
-def explain_lines(sections: Sequence[Section]) -> list[str]:
+def explain_lines(sections: Sequence[ExplainTable]) -> list[str]:
     """Sections as tables; of a formula or a meaning that is long, the rest on lines of its own."""
     return [line for section in sections for line in (*_section(section), "")][:-1]
 
 
-def _section(section: Section) -> Iterator[str]:
+def _section(section: ExplainTable) -> Iterator[str]:
     yield section.title
     texts = [[_cell(name, cell) for name, cell in zip(section.columns, row, strict=True)] for row in section.rows]
     if section.rows:
@@ -373,7 +373,7 @@ def _cell(name: str, cell: Cell) -> str:
     return FORMATS[name](cell) if name in FORMATS else f"{cell:.3f}"
 
 
-def _grid(section: Section, texts: Sequence[Sequence[str]]) -> Iterator[str]:
+def _grid(section: ExplainTable, texts: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns as wide as they must be: words to the left, numbers to the right."""
     every = [section.columns, *texts]
     widths = [max(len(row[i]) for row in every) for i in range(len(section.columns))]
@@ -388,7 +388,7 @@ def _grid(section: Section, texts: Sequence[Sequence[str]]) -> Iterator[str]:
         yield ("  " + (" " * gap).join(cells)).rstrip()
 
 
-def _story(section: Section, texts: Sequence[Sequence[str]], long: int) -> Iterator[str]:
+def _story(section: ExplainTable, texts: Sequence[Sequence[str]], long: int) -> Iterator[str]:
     """A name, its number, and a formula or meaning that may take several lines."""
     number = next(i for i in range(len(section.columns)) if i not in (0, long))
     names = max(len(row[0]) for row in texts) + 1
@@ -400,7 +400,7 @@ def _story(section: Section, texts: Sequence[Sequence[str]], long: int) -> Itera
 # -- sweeps
 
 
-def sweep_lines(points: Sequence[SweepPoint], command: str) -> list[str]:
+def sweep_lines(points: Sequence[ScalingPoint], command: str) -> list[str]:
     """A table: for each number of nodes two lines, the second with the plan and, if there is room, a bar of its
     efficiency."""
     plans = [point.plan for point in points if point.plan is not None]
@@ -430,7 +430,7 @@ def _has_bar(text: str) -> bool:
     return len(text) <= WIDTH - 13
 
 
-def _sweep_point(points: Sequence[SweepPoint], point: SweepPoint, widths: Sequence[int]) -> Iterator[str]:
+def _sweep_point(points: Sequence[ScalingPoint], point: ScalingPoint, widths: Sequence[int]) -> Iterator[str]:
     head = cells_of([f"{point.nodes:,}", f"{point.devices:,}"], widths[:2])
     share = efficiency(points, point)
     if point.plan is None or share is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from headway.cli.options import Json
 
 if TYPE_CHECKING:
-    from headway.agent.processes import Alive
+    from headway.agent.live_runs import LiveRun
     from headway.track import RunSummary
 
 __all__ = ["ps"]
@@ -14,11 +14,11 @@ __all__ = ["ps"]
 
 def ps(json: Json = False) -> None:
     """List the runs that are alive on this machine, wherever their folders are, with their agents."""
-    from headway.agent.processes import alive
+    from headway.agent.live_runs import list_live_runs
     from headway.cli.text import print_json
     from headway.track import summarize
 
-    found = [(one, summarize(one.run)) for one in alive()]
+    found = [(one, summarize(one.run)) for one in list_live_runs()]
     if json:
         print_json([_document(*pair) for pair in found])
     elif not found:
@@ -29,13 +29,13 @@ def ps(json: Json = False) -> None:
         print("next: headway stacks RUN, headway stop RUN")
 
 
-def _table(found: "list[tuple[Alive, RunSummary]]") -> list[str]:
+def _table(found: "list[tuple[LiveRun, RunSummary]]") -> list[str]:
     width = max(len("run"), *(len(one.run.name) for one, _ in found))
     head = f"{'run':{width}}  {'step':>11}  {'agent':>7}  {'keeper':>7}  {'workers':>7}  {'memory':>8}  {'up':>8}"
     return [head, *(line for one, summary in found for line in _rows(one, summary, width))]
 
 
-def _rows(one: "Alive", summary: "RunSummary", width: int) -> list[str]:
+def _rows(one: "LiveRun", summary: "RunSummary", width: int) -> list[str]:
     from headway.cli.text import duration
 
     total = "" if summary.total_steps is None else f"/{summary.total_steps}"
@@ -52,7 +52,7 @@ def _rows(one: "Alive", summary: "RunSummary", width: int) -> list[str]:
     ]
 
 
-def _document(one: "Alive", summary: "RunSummary") -> dict[str, object]:
+def _document(one: "LiveRun", summary: "RunSummary") -> dict[str, object]:
     return {
         "run": one.run.name,
         "folder": str(one.run.path),

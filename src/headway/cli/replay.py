@@ -16,8 +16,8 @@ def replay(
 ) -> None:
     """Decide again what was recorded, and prove every decision equal; exit 1 where one is not."""
     from headway.cli.text import print_json
-    from headway.cluster.record import policies_in, record_of
-    from headway.cluster.record import replay as decided_again
+    from headway.cluster.scheduler.decision_log import policies_in, record_of
+    from headway.cluster.scheduler.decision_log import replay as decided_again
 
     equal, told = True, dict[str, dict[str, object]]()
     for policy in policies_in(folder):

@@ -18,7 +18,7 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
 
     Every device-second is in one account; then the largest loss, what happened, the chain and digest.
     """
-    from headway.cli.from_store import find_up_to_date
+    from headway.cli.run_lookup import find_up_to_date
     from headway.cli.text import print_json
     from headway.track import account, read_plan, read_run, runs_root, summarize
 
@@ -81,7 +81,7 @@ def _damage(records: "list[Record]") -> list[str]:
     """What of the record could not be read: figures that lean on it are off."""
     return [
         f"record: {record.skipped} unreadable line{'s' * (record.skipped != 1)} in attempt {record.header.attempt}'s "
-        f"{record.header.process}; the figures lean on what is left"
+        f"{record.header.process}; figures use the readable lines"
         for record in records
         if record.skipped
     ]

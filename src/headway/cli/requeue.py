@@ -23,8 +23,8 @@ def requeue(
     """
     from headway.cli.jobs import as_document, sweep_named, tell_of_sweep
     from headway.cli.text import print_json
-    from headway.cluster import submit
-    from headway.cluster.sweeps import requeue_sweep
+    from headway.cluster.submit import runs as submit
+    from headway.cluster.submit.sweeps import requeue_sweep
     from headway.track import find_run, runs_root
 
     root = runs_root(runs)

@@ -46,9 +46,9 @@ def resume(
     object store (s3://bucket/prefix/RUN) has its folder made here, from what the store has.
     """
     from headway.agent import resume_run, stated_recipe
-    from headway.cli.from_store import folder_of
     from headway.cli.launch import launch
     from headway.cli.mesh import parse_layout
+    from headway.cli.run_lookup import folder_of
 
     folder, apart = folder_of(run, runs, alone=True)
     wanted = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)

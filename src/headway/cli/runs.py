@@ -34,7 +34,7 @@ def runs(runs: Runs = None, json: Json = False) -> None:
 
 def _old(there: "list[RunFolder]", found: "list[RunSummary]") -> list[str]:
     """A line where machines that do not see this folder may know more than it says."""
-    from headway.cli.from_store import is_elsewhere
+    from headway.cli.run_lookup import is_elsewhere
 
     names = [run.name for run, how in zip(there, found, strict=True) if how.state != "finished" and is_elsewhere(run)]
     if not names:

@@ -12,7 +12,7 @@ import typer
 from headway.cli.options import Json
 
 if TYPE_CHECKING:
-    from headway.cluster.simulate import Outcome, Setup, Site, Trace
+    from headway.cluster.simulate import JobTrace, SimulationResult, SimulationSetup, Site
 
 __all__ = ["simulate"]
 
@@ -36,7 +36,7 @@ def simulate(
         Path | None, typer.Option("--away", metavar="FILE", help="Nodes that will be away as CSV: node,from_s,to_s.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--generate", metavar="NAME", help="Make a log up: acme-like, seren-like.")
+        str | None, typer.Option("--generate_trace", metavar="NAME", help="Make a log up: acme-like, seren-like.")
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Of a log that is made up.")] = None,
     load: Annotated[
@@ -76,12 +76,12 @@ def simulate(
 ) -> None:
     """Run a log of jobs through the scheduler, months in seconds, under several policies."""
     from headway.cli.text import print_json
-    from headway.cluster.simulate import Setup, compare, find_policies, summary, without_waiting
+    from headway.cluster.simulate import SimulationSetup, compare_policies, find_policies, summary, zero_wait_bound
     from headway.errors import UsageError
 
     policies = find_policies(policy)
     chip, per_node, nodes, site = _where(on, cluster, topology, away)
-    setup = Setup(
+    setup = SimulationSetup(
         chip,
         per_node,
         nodes,
@@ -103,15 +103,15 @@ def simulate(
     if plot is not None:
         _check_plot(plot)
     with _bars([one.name for one in policies], len(trace), quiet=json) as progress:
-        outcomes = compare(trace, setup, policies, progress, record)
+        outcomes = compare_policies(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
     if plot is not None:
         _draw(outcomes, plot)
     if json:
-        limits = {"jobs": len(trace), "gpus": setup.gpus, "without_waiting": without_waiting(trace)}
+        limits = {"jobs": len(trace), "gpus": setup.gpus, "without_waiting": zero_wait_bound(trace)}
         print_json(limits | {"policies": summaries})
     else:
-        print("\n".join(_table(trace, setup, summaries, without_waiting(trace))))
+        print("\n".join(_table(trace, setup, summaries, zero_wait_bound(trace))))
 
 
 def _where(
@@ -137,16 +137,18 @@ def _where(
     return found.chip.name, found.per_node, found.nodes, site
 
 
-def _jobs(log: Path | None, workload: str | None, setup: "Setup", jobs: int | None, load: float | None) -> "Trace":
+def _jobs(
+    log: Path | None, workload: str | None, setup: "SimulationSetup", jobs: int | None, load: float | None
+) -> "JobTrace":
     """A log that is read or made up."""
-    from headway.cluster.simulate import generate, read_trace
+    from headway.cluster.simulate import generate_trace, read_trace
     from headway.errors import UsageError
 
     if (log is None) == (workload is None):
         what = "there is no log of jobs" if log is None else "there are a log of jobs and --generate"
         raise UsageError(what, hint="name a CSV file, or --generate acme-like")
     if log is None:
-        return generate(workload or "", setup.gpus, jobs, USUAL_LOAD if load is None else load, setup.seed)
+        return generate_trace(workload or "", setup.gpus, jobs, USUAL_LOAD if load is None else load, setup.seed)
     if jobs is not None or load is not None:
         option = "--load" if jobs is None else "--jobs"
         raise UsageError(f"{option} is of a log that is made up, and {log} is there", hint="--generate acme-like")
@@ -195,7 +197,9 @@ def _told(jobs: int, clock: Callable[[], float] = time.monotonic) -> Callable[[s
     return progress
 
 
-def _table(trace: "Trace", setup: "Setup", found: dict[str, dict[str, Any]], bound: dict[str, Any]) -> Iterator[str]:
+def _table(
+    trace: "JobTrace", setup: "SimulationSetup", found: dict[str, dict[str, Any]], bound: dict[str, Any]
+) -> Iterator[str]:
     span = _short(trace.submit_s[-1] - trace.submit_s[0])
     jobs = "one job" if len(trace) == 1 else f"{len(trace):,} jobs"
     spares = f", spare nodes: {setup.spares}" if setup.spares else ""
@@ -248,7 +252,7 @@ def _check_plot(file: Path) -> None:
         raise UsageError(f"--plot {file}: its folder is not there")
 
 
-def _draw(outcomes: "dict[str, Outcome]", file: Path) -> None:
+def _draw(outcomes: "dict[str, SimulationResult]", file: Path) -> None:
     """Use and queue over time, and how many jobs are done after how long."""
     import matplotlib
 

@@ -8,7 +8,7 @@ import typer
 from headway.cli.options import Json, Run, Runs
 
 if TYPE_CHECKING:
-    from headway.agent.stacks import Frame, Seen, Stacks
+    from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
     from headway.track import RunFolder
 
 __all__ = ["stacks"]
@@ -33,7 +33,7 @@ def stacks(
     """
     from dataclasses import asdict
 
-    from headway.agent.stacks import collect, its_collective, its_line
+    from headway.agent.supervise.stack_dumps import collect, its_collective, its_line
     from headway.cli.text import print_json
     from headway.track import find_run, runs_root
 
@@ -52,9 +52,9 @@ def _workers(run: "RunFolder") -> tuple[int, dict[int, int]]:
     import socket
 
     from headway.errors import RunError
-    from headway.track import Header, Record, holder, next_attempt, read_record, record_path
+    from headway.track import Header, Record, lock_holder, next_attempt, read_record, record_path
 
-    if holder(run) is None:
+    if lock_holder(run) is None:
         kept = len(list(run.stacks.glob("*-*.txt"))) if run.stacks.is_dir() else 0
         hint = f"what was taken while it ran is in {run.stacks}" if kept else "headway runs shows what is running"
         raise RunError(f"run {run.name} is not running, so its workers do nothing", hint=hint)
@@ -86,7 +86,7 @@ def _chosen(run: "RunFolder", workers: dict[int, int], rank: int | None) -> dict
     return workers if rank is None else {rank: workers[rank]}
 
 
-def _screen(run: "RunFolder", attempt: int, taken: "Stacks") -> list[str]:
+def _screen(run: "RunFolder", attempt: int, taken: "StackDump") -> list[str]:
     """All of it for people; what every worker lacks is said once."""
     shared = [line for line in taken.seen[0].missing if all(line in seen.missing for seen in taken.seen)]
     lines = []
@@ -99,9 +99,9 @@ def _screen(run: "RunFolder", attempt: int, taken: "Stacks") -> list[str]:
     return [*lines, f"next: headway logs {run.name}"]
 
 
-def _worker(seen: "Seen", known: list[str]) -> list[str]:
+def _worker(seen: "WorkerStack", known: list[str]) -> list[str]:
     """One worker: a heading, the frames of its main thread, its last collective, what is missing."""
-    from headway.agent.stacks import its_collective, its_line, state_in_words
+    from headway.agent.supervise.stack_dumps import its_collective, its_line, state_in_words
 
     waits = f" in {seen.waits}" if seen.waits else ""
     heading = f"rank {seen.rank}  process {seen.pid}  {state_in_words(seen)}{waits}  {seen.cpu_s:.1f} s CPU"
@@ -115,7 +115,7 @@ def _worker(seen: "Seen", known: list[str]) -> list[str]:
 
 def _table(frames: "tuple[Frame, ...]") -> list[str]:
     """A line a frame, the innermost first: function, and place as far as there is room for it."""
-    from headway.agent.stacks import shortened
+    from headway.agent.supervise.stack_dumps import shortened
 
     width = min(28, max((len(frame.function) for frame in frames), default=0))
     room = WIDTH - width - 6

@@ -25,17 +25,17 @@ def stop(
     """
     from headway.cli.text import print_json
     from headway.errors import RunError
-    from headway.track import find_run, holder, runs_root, summarize
+    from headway.track import find_run, lock_holder, runs_root, summarize
 
     folder = find_run(runs_root(runs), run)
-    pid = holder(folder)
+    pid = lock_holder(folder)
     if pid is None:
         raise RunError(f"run {folder.path.name} is not running", hint="headway runs shows what is")
     for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):  # the same one twice would be one wish
         os.kill(pid, number)
         time.sleep(0.2)
     deadline = time.monotonic() + timeout_s
-    while holder(folder) in (pid, 0):  # 0: it is just letting go
+    while lock_holder(folder) in (pid, 0):  # 0: it is just letting go
         if time.monotonic() > deadline:
             raise RunError(
                 f"run {folder.path.name} has not ended within {timeout_s:g} s",

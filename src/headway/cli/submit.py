@@ -29,7 +29,7 @@ def submit(
     What a site needs is said once in ~/.config/headway/engines.toml.
     """
     from headway.cli.text import print_json
-    from headway.cluster import submit as submitting
+    from headway.cluster.submit import runs as submitting
     from headway.hardware import parse_on
     from headway.recipe import load_recipe
     from headway.track import runs_root
@@ -39,7 +39,7 @@ def submit(
         text = submitting.describe(wanted, root, cluster, engine, name, spares, shared=not apart)
         print_json({"engine": engine, "would_send": text}) if json else print(text, end="")
         return
-    done = submitting.submit(wanted, root, cluster, engine, name, spares, shared=not apart)
+    done = submitting.submit_run(wanted, root, cluster, engine, name, spares, shared=not apart)
     run = done.request.name
     if json:
         print_json({"run": run, "engine": engine, "job": done.job, "on": cluster.name})

@@ -10,9 +10,9 @@ import typer
 from headway.cli.options import Apart, EngineName, Json, Runs, Settings
 
 if TYPE_CHECKING:
-    from headway.cluster.brought import Records
-    from headway.cluster.results import Result
-    from headway.cluster.sweeps import Sweep, Wanted
+    from headway.cluster.submit.sweep_results import SweepResult
+    from headway.cluster.submit.sweep_sync import SweepSync
+    from headway.cluster.submit.sweeps import Sweep, SweepRequest
 
 __all__ = ["sweep"]
 
@@ -56,7 +56,7 @@ def sweep(
         _describe(wanted, root, json)
         return
     from headway.cli.sweep_view import Counting
-    from headway.cluster.sweeps import start_sweep
+    from headway.cluster.submit.sweeps import start_sweep
 
     with Counting(f"{wanted.name}: runs are put into their stores") as counting:
         begun, new = start_sweep(wanted, root, counting.show)
@@ -75,9 +75,9 @@ def _wanted(
     name: str | None,
     at_once: int | None,
     shared: bool,
-) -> "Wanted":
-    from headway.cluster.grid import parse_grid
-    from headway.cluster.sweeps import wanted_sweep
+) -> "SweepRequest":
+    from headway.cluster.submit.grid import parse_grid
+    from headway.cluster.submit.sweeps import request_sweep
     from headway.errors import UsageError
     from headway.hardware import parse_on
 
@@ -85,16 +85,16 @@ def _wanted(
         raise UsageError("no recipe is named", hint="headway sweep RECIPE --grid KEY=A,B")
     axes, cluster = parse_grid(grid, settings), parse_on(on) if on else None
     file = Path(recipe)
-    return wanted_sweep(file, settings, axes, engine=engine, on=cluster, name=name, at_once=at_once, shared=shared)
+    return request_sweep(file, settings, axes, engine=engine, on=cluster, name=name, at_once=at_once, shared=shared)
 
 
 def _look(root: Path, ref: str | None, json: bool) -> None:
     """A sweep as it stands now, or the list of all."""
     from headway.cli.sweep_view import Counting, document, sweep_lines, table
     from headway.cli.text import print_json
-    from headway.cluster.brought import Records
-    from headway.cluster.results import results
-    from headway.cluster.sweeps import find_sweep, list_sweeps
+    from headway.cluster.submit.sweep_results import sweep_results
+    from headway.cluster.submit.sweep_sync import SweepSync
+    from headway.cluster.submit.sweeps import find_sweep, list_sweeps
     from headway.errors import UsageError
 
     if ref is None:
@@ -107,15 +107,15 @@ def _look(root: Path, ref: str | None, json: bool) -> None:
         raise UsageError("nothing to sweep over", hint=f"headway sweep {ref} --grid train.lr=1e-4,3e-4")
     sweep = find_sweep(root, ref)
     with Counting(f"{sweep.name}: records are brought from their stores") as counting:
-        records = Records(root, sweep, counting.show)
-        outcome = results(root, sweep, records)
+        records = SweepSync(root, sweep, counting.show)
+        outcome = sweep_results(root, sweep, records)
     _say_what_is_old(records)
     print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
 
 
-def _describe(wanted: "Wanted", root: Path, json: bool) -> None:
+def _describe(wanted: "SweepRequest", root: Path, json: bool) -> None:
     from headway.cli.text import print_json
-    from headway.cluster.sweeps import describe_sweep
+    from headway.cluster.submit.sweeps import describe_sweep
 
     text = describe_sweep(wanted, root)
     points = [{"run": point.run, "settings": point.settings} for point in wanted.points]
@@ -142,22 +142,22 @@ def _told(sweep: "Sweep", json: bool) -> None:
 
 def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
     """Until all runs are over; the exit status."""
-    from headway.cli.sweep_view import Progress, document, table
+    from headway.cli.sweep_view import SweepProgress, document, table
     from headway.cli.text import print_json
-    from headway.cluster.brought import Records
-    from headway.cluster.results import has_failed, until_over
+    from headway.cluster.submit.sweep_results import has_failed, wait_for_sweep
+    from headway.cluster.submit.sweep_sync import SweepSync
 
-    progress = Progress(sweep)
-    records = Records(root, sweep, progress.bringing)
+    progress = SweepProgress(sweep)
+    records = SweepSync(root, sweep, progress.bringing)
     if not new:
         progress.say(f"{sweep.name} was submitted before, as job {sweep.job}: waiting for it")
 
-    def show(rows: "Sequence[Result]") -> None:
+    def show(rows: "Sequence[SweepResult]") -> None:
         progress.note(records.trouble)
         progress.show(rows)
 
     try:
-        outcome = until_over(root, sweep, records, show)
+        outcome = wait_for_sweep(root, sweep, records, show)
     except KeyboardInterrupt:
         progress.end()
         print("stopped waiting; the runs go on", file=sys.stderr)
@@ -169,6 +169,6 @@ def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
     return 1 if any(map(has_failed, outcome)) else 0
 
 
-def _say_what_is_old(records: "Records") -> None:
+def _say_what_is_old(records: "SweepSync") -> None:
     if records.trouble:
         print(f"note: {records.trouble}; this is what is known here", file=sys.stderr)

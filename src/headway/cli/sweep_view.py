@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.cluster.results import Result
-    from headway.cluster.sweeps import Sweep
+    from headway.cluster.submit.sweep_results import SweepResult
+    from headway.cluster.submit.sweeps import Sweep
 
-__all__ = ["Counting", "Progress", "document", "sweep_lines", "table"]
+__all__ = ["Counting", "SweepProgress", "document", "sweep_lines", "table"]
 
 WIDTH = 80
 EVERY_S = 10.0
@@ -46,7 +46,7 @@ class Counting:
         self._next, self._shown = time.monotonic() + (0.1 if self._terminal else EVERY_S), True
 
 
-class Progress:
+class SweepProgress:
     """A line on standard error: written over on a terminal, else anew when something has changed."""
 
     def __init__(self, sweep: "Sweep") -> None:
@@ -71,7 +71,7 @@ class Progress:
         """Something once."""
         print(text, file=sys.stderr, flush=True)
 
-    def show(self, rows: "Sequence[Result]") -> None:
+    def show(self, rows: "Sequence[SweepResult]") -> None:
         """How it goes on."""
         counts, self._counting = Counter(row.state for row in rows), None
         line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
@@ -93,7 +93,7 @@ def _counted(counts: Counter[str], number: int) -> str:
     return ", ".join([f"{counts['finished']} of {number} finished", *others])
 
 
-def _steps(rows: "Sequence[Result]") -> str:
+def _steps(rows: "Sequence[SweepResult]") -> str:
     running = [row for row in rows if row.state == "running" and row.total_steps]
     if not running:
         return ""
@@ -101,9 +101,9 @@ def _steps(rows: "Sequence[Result]") -> str:
     return f"; step {least.step} of {least.total_steps}"
 
 
-def table(sweep: "Sweep", rows: "Sequence[Result]") -> list[str]:
+def table(sweep: "Sweep", rows: "Sequence[SweepResult]") -> list[str]:
     """A line a run, the best first and marked; settings on a line of their own where they are too wide."""
-    from headway.cluster.results import best, ranked_by
+    from headway.cluster.submit.sweep_results import best, ranked_by
 
     winner = best(rows)
     columns = _columns(rows)
@@ -124,7 +124,7 @@ def table(sweep: "Sweep", rows: "Sequence[Result]") -> list[str]:
     return [*marked, *told, *_reasons(rows), _next(sweep, rows, winner)]
 
 
-def _columns(rows: "Sequence[Result]") -> dict[str, list[str]]:
+def _columns(rows: "Sequence[SweepResult]") -> dict[str, list[str]]:
     from headway.cli.text import duration
 
     found = {"loss": [_loss(row.loss) for row in rows]}
@@ -156,12 +156,12 @@ def _aligned(columns: dict[str, list[str]], left: tuple[str, ...]) -> list[str]:
     return [line(list(columns)), *(line(words) for words in zip(*columns.values(), strict=True))]
 
 
-def _under(sweep: "Sweep", row: "Result") -> str:
+def _under(sweep: "Sweep", row: "SweepResult") -> str:
     text = "    " + " ".join(f"{sweep.keys[key]}={value}" for key, value in row.settings.items())
     return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
 
 
-def _reasons(rows: "Sequence[Result]") -> list[str]:
+def _reasons(rows: "Sequence[SweepResult]") -> list[str]:
     """Why runs failed, a line each; alike ones once."""
     alike = dict[tuple[str, str], list[str]]()
     for row in rows:
@@ -175,7 +175,7 @@ def _reasons(rows: "Sequence[Result]") -> list[str]:
     return lines
 
 
-def _next(sweep: "Sweep", rows: "Sequence[Result]", winner: "Result | None") -> str:
+def _next(sweep: "Sweep", rows: "Sequence[SweepResult]", winner: "SweepResult | None") -> str:
     failed = next((row.run for row in rows if row.state in ("failed", "impossible")), None)
     if any(not row.over for row in rows):
         return f"next: headway sweep {sweep.name}, headway cancel {sweep.name}"
@@ -184,11 +184,11 @@ def _next(sweep: "Sweep", rows: "Sequence[Result]", winner: "Result | None") -> 
     return f"next: headway report {winner.run}" if winner else f"next: headway logs {rows[0].run}"
 
 
-def document(sweep: "Sweep", rows: "Sequence[Result]", old: str = "") -> dict[str, object]:
+def document(sweep: "Sweep", rows: "Sequence[SweepResult]", old: str = "") -> dict[str, object]:
     """A sweep for programs; `old` says why some of it may be."""
     from dataclasses import asdict
 
-    from headway.cluster.results import best, ranked_by
+    from headway.cluster.submit.sweep_results import best, ranked_by
 
     winner = best(rows)
     fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on, "by": ranked_by(rows)}

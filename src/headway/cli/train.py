@@ -41,7 +41,7 @@ def train(
 
     What the recipe leaves open, the best plan that this version's trainer runs decides.
     """
-    from headway.agent import new_run, recipe_behind
+    from headway.agent import new_run, recipe_of_ref
     from headway.cli.launch import launch
     from headway.cli.mesh import parse_layout
     from headway.errors import UsageError
@@ -52,7 +52,7 @@ def train(
     if recipe is not None:
         wanted = load_recipe(recipe, settings or ())
     elif origin is not None:
-        wanted = with_settings(recipe_behind(root, origin), settings or ())
+        wanted = with_settings(recipe_of_ref(root, origin), settings or ())
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     if mesh is not None:

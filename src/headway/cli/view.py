@@ -22,7 +22,7 @@ from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
 from headway.track import RunFolder, RunPlan, Tail, record_path
 
-__all__ = ["LivePanel", "PlainLines", "Records", "Standing", "open_view", "plan_lines", "tell"]
+__all__ = ["LivePanel", "LiveStatus", "PlainLines", "RecordTail", "open_view", "plan_lines", "tell"]
 
 PLAIN_EVERY_S = 5.0
 SPEED_OVER_STEPS = 20
@@ -42,7 +42,7 @@ ACCOUNTS = {
 
 
 @dataclass
-class Standing:
+class LiveStatus:
     """How a run stands, from its agent's and first worker's events so far."""
 
     workers: int = 1
@@ -58,7 +58,7 @@ class Standing:
     """Saves left out because the writer was behind."""
     _open: dict[str, int] = field(default_factory=dict)
 
-    def follow(self, records: "Records") -> None:
+    def follow(self, records: "RecordTail") -> None:
         """Learn what has been recorded since."""
         for event in records.poll():
             self.take(event)
@@ -169,7 +169,7 @@ def tell(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-class Records:
+class RecordTail:
     """What the agent and the first worker record, attempt after attempt."""
 
     def __init__(self, run: RunFolder, attempt: int) -> None:
@@ -193,7 +193,7 @@ class Records:
 class PlainLines:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self, standing: Standing, records: Records, title: str) -> None:
+    def __init__(self, standing: LiveStatus, records: RecordTail, title: str) -> None:
         self._standing, self._records = standing, records
         self._printed_step = self._told = 0
         self._last_print = time.monotonic()
@@ -228,7 +228,7 @@ class PlainLines:
 class LivePanel:
     """A few lines that redraw themselves."""
 
-    def __init__(self, standing: Standing, records: Records, title: str, live: Live) -> None:
+    def __init__(self, standing: LiveStatus, records: RecordTail, title: str, live: Live) -> None:
         self._standing, self._records, self._title, self._live = standing, records, title, live
 
     def tick(self, stops_asked: int) -> None:
@@ -293,7 +293,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 @contextlib.contextmanager
 def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]:
     """The view that fits where standard error goes."""
-    records = Records(attempt.folder, attempt.number)
+    records = RecordTail(attempt.folder, attempt.number)
     workers = f"{attempt.workers} worker{'s' if attempt.workers > 1 else ''} on {attempt.device}"
     again = f", attempt {attempt.number}" if attempt.number > 1 else ""
     again += f", from step {attempt.from_step}" if attempt.from_step else ""
@@ -301,7 +301,7 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     title = f"{attempt.run.name}  {workers}{nodes}{again}"
     for note in attempt.notes:
         tell(f"note: {note}")
-    standing = Standing(workers=attempt.workers)
+    standing = LiveStatus(workers=attempt.workers)
     console = Console(stderr=True)
     if console.is_terminal and not quiet:
         with Live(console=console, auto_refresh=False) as live:

@@ -26,8 +26,8 @@ def why(
     from dataclasses import asdict
 
     from headway.cli.text import print_json
-    from headway.cluster.record import as_it_was, policies_in, record_of
-    from headway.cluster.why import why as answer
+    from headway.cluster.scheduler.decision_log import policies_in, record_of, state_at
+    from headway.cluster.scheduler.wait_reasons import explain_wait as answer
     from headway.errors import UsageError
 
     there = policies_in(record)
@@ -36,7 +36,7 @@ def why(
     name = policy or ("headway" if "headway" in there else there[0])
     if name not in there:
         raise UsageError(f"{record} has no record of {name}", hint=f"there are {', '.join(there)}")
-    snapshot, found, history, _ = as_it_was(record_of(record, name), math.inf if at is None else at)
+    snapshot, found, history, _ = state_at(record_of(record, name), math.inf if at is None else at)
     try:
         told = answer(snapshot, snapshot.now_s if at is None else at, found, job, history)
     except UsageError as error:
@@ -68,9 +68,9 @@ def _when(p50_s: float, p90_s: float) -> str:
 
 def _life(record: Path, job: str) -> str:
     """When a job was there."""
-    from headway.cluster.record import life_of
+    from headway.cluster.scheduler.decision_log import job_times
 
-    came, ended = life_of(record, job)
+    came, ended = job_times(record, job)
     if came is None:
         return "the record has no such job"
     until = "the end of the record" if ended is None else f"{ended:.0f} s"

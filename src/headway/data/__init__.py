@@ -4,12 +4,12 @@
 on and when, `Loader` reads them. `corpus.open_corpus` opens all that a recipe names. Nothing here imports torch.
 """
 
-from headway.data.build import BuildOptions, Built, Progress, build
+from headway.data.build import BuildOptions, BuildProgress, BuildResult, build_dataset
 from headway.data.loader import MASKED, Batch, Loader, WindowReader
-from headway.data.manifest import DataFile, Manifest, read_manifest
-from headway.data.order import Split, count_windows, held_out, order, order_at, split_windows
+from headway.data.manifest import DataFile, DatasetManifest, read_manifest
+from headway.data.order import Split, count_windows, held_out, order_at, split_windows, window_order
 from headway.data.shards import Dataset, Document, check_version, open_dataset, split_dataset, verify
-from headway.data.sources import Reading, Source, find_sources
+from headway.data.sources import ReadOptions, SourceFile, find_sources
 from headway.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
 from headway.data.writer import ShardWriter, finish_dataset
 
@@ -18,20 +18,20 @@ __all__ = [
     "MASKED",
     "Batch",
     "BuildOptions",
-    "Built",
+    "BuildProgress",
+    "BuildResult",
     "DataFile",
     "Dataset",
+    "DatasetManifest",
     "Document",
     "Loader",
-    "Manifest",
-    "Progress",
-    "Reading",
+    "ReadOptions",
     "ShardWriter",
-    "Source",
+    "SourceFile",
     "Split",
     "TextTokenizer",
     "WindowReader",
-    "build",
+    "build_dataset",
     "check_version",
     "count_windows",
     "find_sources",
@@ -39,11 +39,11 @@ __all__ = [
     "held_out",
     "load_tokenizer",
     "open_dataset",
-    "order",
     "order_at",
     "read_manifest",
     "split_dataset",
     "split_windows",
     "train_tokenizer",
     "verify",
+    "window_order",
 ]

@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.encoders import Encode, Encoders, on_threads
-from headway.data.fast import Differs, FastEncoder, fast_encoder
-from headway.data.manifest import MANIFEST, TOKENIZER, Manifest, read_manifest
+from headway.data.manifest import MANIFEST, TOKENIZER, DatasetManifest, read_manifest
 from headway.data.merges import NotProven
 from headway.data.shards import open_dataset
-from headway.data.sources import Block, Reading, Source, find_sources, read_blocks
+from headway.data.sources import ReadOptions, SourceFile, TextBlock, find_sources, read_blocks
+from headway.data.tiktoken_encoder import EncodersDiffer, TiktokenEncoder, fast_encoder
 from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, train_tokenizer
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
 from headway.errors import DataError
 
-__all__ = ["BuildOptions", "Built", "Elsewhere", "Engine", "Progress", "build"]
+__all__ = ["BuildOptions", "BuildProgress", "BuildResult", "Elsewhere", "Engine", "build_dataset"]
 
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
@@ -51,7 +51,7 @@ class BuildOptions:
 
     exclude: tuple[str, ...] = ()
     """Globs of files to leave out."""
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadOptions = field(default_factory=ReadOptions)
     """How files become documents."""
     tokenizer: str | None = None
     """A tokenizer.json, or a folder holding one; by default one is trained on the sources."""
@@ -69,7 +69,7 @@ class BuildOptions:
             raise DataError(f"shard_tokens is {self.shard_tokens}", hint="use at least 1")
 
 
-class Progress(NamedTuple):
+class BuildProgress(NamedTuple):
     """How far a build is, in bytes of the sources on disk."""
 
     stage: str
@@ -79,11 +79,11 @@ class Progress(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What a build made, or found already made."""
 
     path: Path
-    manifest: Manifest
+    manifest: DatasetManifest
     changed: bool
     """False when the folder already held this version."""
     sources: int
@@ -95,7 +95,7 @@ class Built:
     """The library that encoded, and its version."""
 
 
-def build(
+def build_dataset(
     out: str | Path,
     sources: Sequence[str | Path],
     options: BuildOptions | None = None,
@@ -103,10 +103,10 @@ def build(
     force: bool = False,
     engine: Engine = "auto",
     elsewhere: "Elsewhere | None" = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[BuildProgress], None] | None = None,
     on_skip: Callable[[str], None] | None = None,
     on_note: Callable[[str], None] | None = None,
-) -> Built:
+) -> BuildResult:
     """Build the folder `out`: all of it or nothing.
 
     A folder that already holds this very version is left as it is, one with another version is only
@@ -136,7 +136,7 @@ def build(
         return _make(task, _here(encoder.encode_batch), slow)
     try:
         return _make(task, _here(fast.encode_batch), f"tiktoken {installed_version('tiktoken')}")
-    except Differs as error:
+    except EncodersDiffer as error:
         note(f"{error}; tokenizers encodes all of it again")
         return _make(task, _here(encoder.encode_batch), slow)
 
@@ -145,19 +145,21 @@ def _here(encode: Encode) -> "_Open":
     return lambda: on_threads(encode, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1))
 
 
-def _fast(encoder: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]) -> FastEncoder | None:
+def _fast(
+    encoder: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]
+) -> TiktokenEncoder | None:
     """The encoder's tokens through tiktoken, where they are known to be the same and it is worth to find out."""
     if engine == "tokenizers" or (engine == "auto" and source_bytes < PROOF_BYTES_PER_TOKEN * encoder.vocab_size):
         return None
     try:
         return fast_encoder(encoder)
-    except (NotProven, Differs) as error:
+    except (NotProven, EncodersDiffer) as error:
         if engine == "tiktoken":
             raise DataError(
                 f"tiktoken is not known to give the tokens of this tokenizer: {error}",
                 hint="--tokenizer-engine auto or tokenizers encodes it",
             ) from None
-        if isinstance(error, Differs):
+        if isinstance(error, EncodersDiffer):
             note(f"{error}; tokenizers encodes")
         return None
 
@@ -174,7 +176,7 @@ class _Task(NamedTuple):
     on_skip: Callable[[str], None]
 
 
-def _make(task: _Task, encoders: "_Open", engine: str) -> Built:
+def _make(task: _Task, encoders: "_Open", engine: str) -> BuildResult:
     """Encode everything into a new folder, and put it in place."""
     target, reader, skipped = task.target, task.reader, list[str]()
 
@@ -191,7 +193,7 @@ def _make(task: _Task, encoders: "_Open", engine: str) -> Built:
             changed = _settle(folder, target, manifest, task.force)
         except OSError as error:
             raise DataError(f"cannot write {target}: {error.strerror or error}", hint="is the disk full?") from error
-    return Built(target, manifest, changed, len(reader.files), reader.total, len(skipped), engine)
+    return BuildResult(target, manifest, changed, len(reader.files), reader.total, len(skipped), engine)
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -204,7 +206,7 @@ def _refuse_foreign(target: Path) -> None:
         raise DataError(f"{target} is a file", hint="choose another folder")
 
 
-def _origin(files: Sequence[Source], options: BuildOptions) -> dict[str, Any]:
+def _origin(files: Sequence[SourceFile], options: BuildOptions) -> dict[str, Any]:
     """Where a data set came from: kept beside it, no part of its version."""
     settings = asdict(options)
     if options.tokenizer is not None:
@@ -223,7 +225,7 @@ def _origin(files: Sequence[Source], options: BuildOptions) -> dict[str, Any]:
     }
 
 
-def _already_built(target: Path, origin: dict[str, Any]) -> Built | None:
+def _already_built(target: Path, origin: dict[str, Any]) -> BuildResult | None:
     """The data set in `target`, if it is sound and was made from exactly these files and options."""
     try:
         recorded = json.loads((target / SOURCES).read_bytes())
@@ -235,7 +237,7 @@ def _already_built(target: Path, origin: dict[str, Any]) -> Built | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return None
     total = sum(one["bytes"] for one in origin["files"])
-    return Built(target, manifest, False, len(origin["files"]), total, skipped, engine)
+    return BuildResult(target, manifest, False, len(origin["files"]), total, skipped, engine)
 
 
 def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
@@ -246,10 +248,10 @@ def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
 
 def _write(
     folder: Path,
-    pieces: Iterable[tuple[Block, npt.NDArray[np.uint32]]],
+    pieces: Iterable[tuple[TextBlock, npt.NDArray[np.uint32]]],
     encoder: TextTokenizer,
     shard_tokens: int,
-) -> Manifest:
+) -> DatasetManifest:
     dtype = dtype_for(encoder.vocab_size)
     writer = ShardWriter(folder, dtype=dtype, end_of_text=encoder.end_of_text, shard_tokens=shard_tokens)
     try:
@@ -264,7 +266,7 @@ def _write(
         writer.abandon()
 
 
-def _settle(folder: Path, target: Path, manifest: Manifest, force: bool) -> bool:
+def _settle(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
     """Put the new data set in place; False when the old one is the same and sound."""
     if (target / MANIFEST).is_file() and not force:
         found = read_manifest(target).version
@@ -295,7 +297,9 @@ Elsewhere = Callable[[TextTokenizer], AbstractContextManager[Encoders]]
 class _Reader:
     """All sources in order, as text for training a tokenizer and as encoded pieces."""
 
-    def __init__(self, files: Sequence[Source], reading: Reading, progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, files: Sequence[SourceFile], reading: ReadOptions, progress: Callable[[BuildProgress], None]
+    ) -> None:
         self.files = files
         self.total = sum(one.bytes for one in files)
         self._reading = reading
@@ -310,16 +314,16 @@ class _Reader:
             if due >= 1.0:
                 due -= 1.0
                 yield block.text
-            self._progress(Progress("tokenizer", block.position, self.total))
+            self._progress(BuildProgress("tokenizer", block.position, self.total))
 
     def encoded(
         self, separable: Callable[[str, str], bool], encoders: _Open, on_skip: Callable[[str], None]
-    ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
+    ) -> Iterator[tuple[TextBlock, npt.NDArray[np.uint32]]]:
         """Every piece of every document with its tokens, in order."""
         pieces = cut_blocks(self._blocks(on_skip), separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
         # Some batches are encoded while the one before them is written here.
         with encoders() as pool:
-            waiting = deque[tuple[list[Block], Callable[[], list[npt.NDArray[np.uint32]]]]]()
+            waiting = deque[tuple[list[TextBlock], Callable[[], list[npt.NDArray[np.uint32]]]]]()
             for batch in _batches(pieces, pool.batch_chars):
                 waiting.append((batch, pool.submit([block.text for block in batch])))
                 if len(waiting) > pool.ahead:
@@ -328,12 +332,12 @@ class _Reader:
                 yield from self._finish(*waiting.popleft())
 
     def _finish(
-        self, batch: list[Block], result: Callable[[], list[npt.NDArray[np.uint32]]]
-    ) -> Iterator[tuple[Block, npt.NDArray[np.uint32]]]:
+        self, batch: list[TextBlock], result: Callable[[], list[npt.NDArray[np.uint32]]]
+    ) -> Iterator[tuple[TextBlock, npt.NDArray[np.uint32]]]:
         yield from zip(batch, result(), strict=True)
-        self._progress(Progress("encode", batch[-1].position, self.total))
+        self._progress(BuildProgress("encode", batch[-1].position, self.total))
 
-    def _blocks(self, on_skip: Callable[[str], None] | None) -> Iterator[Block]:
+    def _blocks(self, on_skip: Callable[[str], None] | None) -> Iterator[TextBlock]:
         """Blocks of all sources; their position counts from the first source's start."""
         starts = accumulate((one.bytes for one in self.files), initial=0)
         for source, start in zip(self.files, starts, strict=False):
@@ -341,8 +345,8 @@ class _Reader:
                 yield block._replace(position=start + block.position)
 
 
-def _batches(blocks: Iterable[Block], chars: int) -> Iterator[list[Block]]:
-    batch: list[Block] = []
+def _batches(blocks: Iterable[TextBlock], chars: int) -> Iterator[list[TextBlock]]:
+    batch: list[TextBlock] = []
     size = 0
     for block in blocks:
         batch.append(block)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.loader import Loader, WindowReader
-from headway.data.mixture import Mixture, Phase, samples_before, shares_of
+from headway.data.mixture import DataMixture, MixturePhase, samples_before, shares_of
 from headway.data.order import Ids, Split, held_out
 from headway.data.shards import Dataset, check_version, open_dataset, split_dataset
 from headway.data.steps import first_sample
@@ -28,7 +28,7 @@ class Corpus:
     names: tuple[str, ...]
     datasets: tuple[Dataset, ...]
     splits: tuple[Split, ...]
-    order: Split | Mixture
+    order: Split | DataMixture
     """What `Loader` goes by."""
     version: str
     """The data set's own; that of a mixture is a hash of its data sets' versions and shares."""
@@ -79,17 +79,17 @@ class Corpus:
 
     @property
     def _first_windows(self) -> tuple[int, ...]:
-        return self.order.first_windows if isinstance(self.order, Mixture) else (0,)
+        return self.order.first_windows if isinstance(self.order, DataMixture) else (0,)
 
     def shares(self) -> list[tuple[int, tuple[Fraction, ...]]]:
         """(step, share of each data set): from which step on they hold."""
-        if not isinstance(self.order, Mixture):
+        if not isinstance(self.order, DataMixture):
             return [(1, (Fraction(1),))]
         return list(zip(self.recipe.data.changes, (phase.shares for phase in self.order.phases), strict=True))
 
     def samples(self, cursor: int) -> list[int]:
         """How many of the run's first samples are of each data set."""
-        return samples_before(self.order, cursor) if isinstance(self.order, Mixture) else [cursor]
+        return samples_before(self.order, cursor) if isinstance(self.order, DataMixture) else [cursor]
 
     def epochs(self, cursor: int) -> list[float]:
         """How often each data set has been gone through when the run has seen so many samples."""
@@ -139,8 +139,8 @@ def _mix(recipe: Recipe, names: tuple[str, ...], datasets: tuple[Dataset, ...], 
         )
     batches = ((1, train.batch), *train.batch_ramp)
     starts = [0 if step == 1 else first_sample(step, batches, data.skip) for step in changes]
-    phases = tuple(Phase(start, shares) for start, shares in zip(starts, changes.values(), strict=True))
-    return Corpus(names, datasets, splits, Mixture(splits, phases, version), version, recipe)
+    phases = tuple(MixturePhase(start, shares) for start, shares in zip(starts, changes.values(), strict=True))
+    return Corpus(names, datasets, splits, DataMixture(splits, phases, version), version, recipe)
 
 
 def _version(versions: Sequence[str], changes: Mapping[int, Sequence[Fraction]]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.mixture import Mixture, dealt_rows, mixed_order_at
+from headway.data.mixture import DataMixture, dealt_rows, mixed_order_at
 from headway.data.order import Ids, Split, count_windows, order_at
 from headway.data.shards import Dataset
 
@@ -150,7 +150,12 @@ class Loader:
     """The batches of a run: any step at any time, from the run's cursor alone."""
 
     def __init__(
-        self, reader: WindowReader, split: Split | Mixture, seed: int, batch: int, rows: tuple[int, int] | None = None
+        self,
+        reader: WindowReader,
+        split: Split | DataMixture,
+        seed: int,
+        batch: int,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         low, high = rows or (0, batch)
         assert split.windows == reader.windows, "the split is of other windows than the reader's"
@@ -184,7 +189,7 @@ class Loader:
         assert (left, right) == (0, 0), "the rows are a whole part of this batch too"
         steps = max(_CHUNK_SAMPLES // (high - low), 1)
         starts, rows = np.arange(steps) * batch, np.arange(low, high)
-        if isinstance(self.split, Mixture):
+        if isinstance(self.split, DataMixture):
             rows = dealt_rows(self.split, cursor + starts, batch, rows)
             ids = mixed_order_at(self.split, self.seed, cursor, (starts[:, None] + rows).ravel())
         else:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from headway.errors import DataError
 
-__all__ = ["FORMAT", "DataFile", "Manifest", "read_manifest", "read_stamp", "stamp_of", "write_stamp"]
+__all__ = ["FORMAT", "DataFile", "DatasetManifest", "read_manifest", "read_stamp", "stamp_of", "write_stamp"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -45,7 +45,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The counts, hashes and number format of a data set."""
 
     dtype: str
@@ -79,7 +79,7 @@ class Manifest:
         return list(zip(self.files[::2], self.files[1::2], strict=True))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     """Read and check a folder's manifest.json."""
     path = folder / MANIFEST
     try:
@@ -104,14 +104,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(content: dict[str, Any]) -> Manifest:
+def _parse(content: dict[str, Any]) -> DatasetManifest:
     values = dict(content)
     values["files"] = tuple(DataFile(**one) for one in values["files"])
     values["tokenizer"] = DataFile(**values["tokenizer"])
-    return Manifest(**values)
+    return DatasetManifest(**values)
 
 
-def _check_consistent(manifest: Manifest, path: Path) -> None:
+def _check_consistent(manifest: DatasetManifest, path: Path) -> None:
     """The counts must agree with each other before any of them is used to read memory."""
     if manifest.dtype not in ("uint16", "uint32") or len(manifest.files) % 2 or not manifest.files:
         raise _damaged(path, "its dtype or list of files is not valid")

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from headway.data.order import Ids, Split, order_at, shuffled
 from headway.errors import DataError
 
-__all__ = ["Mixture", "Phase", "dealt_rows", "mixed_order_at", "samples_before", "shares_of"]
+__all__ = ["DataMixture", "MixturePhase", "dealt_rows", "mixed_order_at", "samples_before", "shares_of"]
 
 MOST_PLACES = 1 << 16
 """Places in a table: shares are multiples of 1 / 65,536 at the finest."""
@@ -65,7 +65,7 @@ def _rounded(shares: Sequence[Fraction]) -> list[Fraction]:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """A stretch of samples in which each data set has the same share."""
 
     first: int
@@ -74,11 +74,11 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class DataMixture:
     """Several data sets in shares. Windows are numbered through, those of the first data set first."""
 
     splits: tuple[Split, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[MixturePhase, ...]
     key: str
     """The data's version: which data set a sample is of is the same whatever the run's seed."""
 
@@ -108,7 +108,7 @@ class Mixture:
         return tuple(made)
 
 
-def mixed_order_at(mixture: Mixture, seed: int, first: int, offsets: Ids) -> Ids:
+def mixed_order_at(mixture: DataMixture, seed: int, first: int, offsets: Ids) -> Ids:
     """Window ids of the samples number first + each of `offsets`, as `order_at` gives them of one data set."""
     which, number = _look_up(mixture, first + offsets)
     ids = np.empty_like(number)
@@ -120,18 +120,18 @@ def mixed_order_at(mixture: Mixture, seed: int, first: int, offsets: Ids) -> Ids
     return ids
 
 
-def dealt_rows(mixture: Mixture, cursors: Ids, batch: int, rows: Ids) -> Ids:
+def dealt_rows(mixture: DataMixture, cursors: Ids, batch: int, rows: Ids) -> Ids:
     """[cursors, rows]: which sample of its step's batch each row is, for steps that begin at these cursors."""
     return shuffled(rows, batch, cursors, mixture.key, "rows")
 
 
-def samples_before(mixture: Mixture, number: int) -> list[int]:
+def samples_before(mixture: DataMixture, number: int) -> list[int]:
     """How many of a run's first `number` samples are of each data set."""
     index = bisect_right([phase.first for phase in mixture.phases], number) - 1
     return mixture._turns[index].before(number - mixture.phases[index].first)
 
 
-def _look_up(mixture: Mixture, samples: Ids) -> tuple[npt.NDArray[np.intp], Ids]:
+def _look_up(mixture: DataMixture, samples: Ids) -> tuple[npt.NDArray[np.intp], Ids]:
     """For each sample its data set, and its number among the samples of that data set."""
     phase_of = np.searchsorted([phase.first for phase in mixture.phases], samples, side="right") - 1
     which = np.empty(samples.shape, dtype=np.intp)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headway.errors import DataError
 
-__all__ = ["Split", "after_skips", "count_windows", "held_out", "order", "order_at", "shuffled", "split_windows"]
+__all__ = ["Split", "after_skips", "count_windows", "held_out", "order_at", "shuffled", "split_windows", "window_order"]
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -70,7 +70,7 @@ def split_windows(windows: int, fraction: float, key: str) -> Split:
     return Split(windows, min(count, windows - 1), key)
 
 
-def order(split: Split, seed: int, first: int, count: int) -> Ids:
+def window_order(split: Split, seed: int, first: int, count: int) -> Ids:
     """Window ids of training samples number first to first + count - 1."""
     return order_at(split, seed, first, np.arange(count, dtype=np.int64))
 

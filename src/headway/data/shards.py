@@ -16,15 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.manifest import (
-    TOKENIZER,
-    DataFile,
-    Manifest,
-    read_manifest,
-    read_stamp,
-    stamp_of,
-    write_stamp,
-)
+from headway.data.manifest import TOKENIZER, DataFile, DatasetManifest, read_manifest, read_stamp, stamp_of, write_stamp
 from headway.data.order import Split, count_windows, split_windows
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DataError
@@ -47,7 +39,7 @@ class Dataset:
     """An open data set."""
 
     path: Path
-    manifest: Manifest
+    manifest: DatasetManifest
     version: str
     tokens: tuple[npt.NDArray[Any], ...]
     """The ids of each shard, mapped read-only."""
@@ -111,7 +103,7 @@ def check_version(dataset: Dataset, wanted: str | None) -> None:
     )
 
 
-def _item_bytes(manifest: Manifest) -> int:
+def _item_bytes(manifest: DatasetManifest) -> int:
     return 2 if manifest.dtype == "uint16" else 4
 
 
@@ -120,7 +112,7 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
-def _check_content(folder: Path, manifest: Manifest, version: str, level: Verify) -> None:
+def _check_content(folder: Path, manifest: DatasetManifest, version: str, level: Verify) -> None:
     files = manifest.all_files()
     now = {file.name: _check_size(folder, file) for file in files}
     if level == "sizes":

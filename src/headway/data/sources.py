@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
-from headway.data.packed import PACKED_SUFFIXES, open_plain
+from headway.data.compressed import PACKED_SUFFIXES, open_plain
 from headway.data.parquet import read_rows
 from headway.errors import DataError
 
-__all__ = ["Block", "Errors", "Format", "Reading", "Source", "find_sources", "read_blocks"]
+__all__ = ["Errors", "Format", "ReadOptions", "SourceFile", "TextBlock", "find_sources", "read_blocks"]
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 Errors = Literal["strict", "replace", "skip"]
@@ -29,7 +29,7 @@ _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """One file to read, with its size on disk."""
 
     path: Path
@@ -38,7 +38,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How sources are read."""
 
     format: Format = "auto"
@@ -59,7 +59,7 @@ class Reading:
                 raise DataError(f"{name} is {value!r}", hint=f"one of: {', '.join(allowed)}")
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """A run of text of one document, in order; `last` ends the document. A prompt is always one block."""
 
     text: str
@@ -71,17 +71,17 @@ class Block(NamedTuple):
 
 def find_sources(
     patterns: Sequence[str | Path], *, exclude: Sequence[str] = (), format: Format = "auto"
-) -> list[Source]:
+) -> list[SourceFile]:
     """The files that the patterns name, each once, sorted by path."""
     named = sorted({found for pattern in patterns for found in _expand(str(pattern))})
     rejects = [_exclude_test(pattern) for pattern in exclude]
-    sources: dict[Path, Source] = {}
+    sources: dict[Path, SourceFile] = {}
     for path, relative in named:
         if any(reject(path, relative) for reject in rejects):
             continue
         real = path.resolve()
         if real not in sources:
-            sources[real] = Source(path, _format_of(path.name, format), real.stat().st_size)
+            sources[real] = SourceFile(path, _format_of(path.name, format), real.stat().st_size)
     if not named:
         raise DataError("no source is named", hint="name at least one file or glob")
     if not sources:
@@ -154,7 +154,9 @@ def _format_of(name: str, format: Format) -> Literal["text", "jsonl", "parquet"]
     return "parquet" if plain.endswith(".parquet") else "jsonl" if plain.endswith(_JSONL_SUFFIXES) else "text"
 
 
-def read_blocks(source: Source, reading: Reading, on_skip: Callable[[str], None] | None = None) -> Iterator[Block]:
+def read_blocks(
+    source: SourceFile, reading: ReadOptions, on_skip: Callable[[str], None] | None = None
+) -> Iterator[TextBlock]:
     """The documents of one source as blocks; `on_skip` is told what was left out, and why."""
     skip = on_skip or (lambda _: None)
     if source.format == "jsonl":
@@ -176,7 +178,7 @@ def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
         text.detach()  # the file below belongs to the caller
 
 
-def _unreadable(source: Source) -> str | None:
+def _unreadable(source: SourceFile) -> str | None:
     """Why a text file cannot be read to its end; None if it can."""
     try:
         with open_plain(source.path) as (plain, _):
@@ -189,14 +191,14 @@ def _unreadable(source: Source) -> str | None:
     return None
 
 
-def _read_text(source: Source, reading: Reading) -> Iterator[Block]:
+def _read_text(source: SourceFile, reading: ReadOptions) -> Iterator[TextBlock]:
     errors = "replace" if reading.errors == "replace" else "strict"
     with open_plain(source.path) as (plain, tell):
         held: str | None = None
         try:
             for text in _decoded(plain, errors):
                 if held is not None:
-                    yield Block(held, prompt=False, last=False, position=tell())
+                    yield TextBlock(held, prompt=False, last=False, position=tell())
                 held = text
         except UnicodeDecodeError as error:
             raise DataError(
@@ -204,7 +206,7 @@ def _read_text(source: Source, reading: Reading) -> Iterator[Block]:
                 hint="--errors replace keeps it with bad bytes replaced, --errors skip leaves the file out",
             ) from None
         if held is not None:  # an empty file is no document
-            yield Block(held, prompt=False, last=True, position=source.bytes)
+            yield TextBlock(held, prompt=False, last=True, position=source.bytes)
 
 
 class _BadRecordError(Exception):
@@ -215,14 +217,14 @@ _Record = tuple[str, Callable[[], tuple[str, str]], Callable[[], int]]
 """(where in the file it is, what makes its prompt and text of it, how far into the file on disk we are)."""
 
 
-def _read_jsonl(source: Source, reading: Reading, skip: Callable[[str], None]) -> Iterator[Block]:
+def _read_jsonl(source: SourceFile, reading: ReadOptions, skip: Callable[[str], None]) -> Iterator[TextBlock]:
     with open_plain(source.path) as (plain, tell):
         lines = ((f"line {n}", line) for n, line in enumerate(_lines(plain), start=1) if line.strip())
         records = ((where, functools.partial(_fields, line, reading), tell) for where, line in lines)
         yield from _documents(source, records, reading, skip)
 
 
-def _read_parquet(source: Source, reading: Reading, skip: Callable[[str], None]) -> Iterator[Block]:
+def _read_parquet(source: SourceFile, reading: ReadOptions, skip: Callable[[str], None]) -> Iterator[TextBlock]:
     columns = [reading.text_field] + ([] if reading.prompt_field is None else [reading.prompt_field])
     rows = read_rows(source.path, list(dict.fromkeys(columns)), source.bytes)
     records = (
@@ -233,8 +235,8 @@ def _read_parquet(source: Source, reading: Reading, skip: Callable[[str], None])
 
 
 def _documents(
-    source: Source, records: Iterable[_Record], reading: Reading, skip: Callable[[str], None]
-) -> Iterator[Block]:
+    source: SourceFile, records: Iterable[_Record], reading: ReadOptions, skip: Callable[[str], None]
+) -> Iterator[TextBlock]:
     """Documents of records that can be used; what is done with others is the reading's choice."""
     for where, fields, tell in records:
         try:
@@ -248,9 +250,9 @@ def _documents(
                 hint=f"--errors skip leaves such {where.split()[0]}s out; --text-field, --prompt-field name fields",
             ) from None
         if prompt:
-            yield Block(prompt, prompt=True, last=False, position=tell())
+            yield TextBlock(prompt, prompt=True, last=False, position=tell())
         if prompt or text:
-            yield Block(text, prompt=False, last=True, position=tell())
+            yield TextBlock(text, prompt=False, last=True, position=tell())
 
 
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
@@ -258,7 +260,7 @@ def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
         yield line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line
 
 
-def _fields(line: bytes, reading: Reading) -> tuple[str, str]:
+def _fields(line: bytes, reading: ReadOptions) -> tuple[str, str]:
     """The prompt (empty when there is none) and the text of one line."""
     replace = reading.errors == "replace"
     try:
@@ -290,7 +292,7 @@ def _field(record: dict[str, object], name: str, replace: bool) -> str:
     return value
 
 
-def _columns(values: dict[str, bytes | None], reading: Reading) -> tuple[str, str]:
+def _columns(values: dict[str, bytes | None], reading: ReadOptions) -> tuple[str, str]:
     """The prompt (empty when there is none) and the text of one row."""
     prompt = "" if reading.prompt_field is None else _column(values, reading.prompt_field, reading.errors)
     return prompt, _column(values, reading.text_field, reading.errors)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.sources import Block
+from headway.data.sources import TextBlock
 from headway.errors import DataError
 
 __all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "same_tokenizer", "train_tokenizer"]
@@ -155,8 +155,8 @@ _TRIES = 32
 
 
 def cut_blocks(
-    blocks: Iterable[Block], separable: Callable[[str, str], bool], *, size: int, limit: int
-) -> Iterator[Block]:
+    blocks: Iterable[TextBlock], separable: Callable[[str, str], bool], *, size: int, limit: int
+) -> Iterator[TextBlock]:
     """Cut long runs of text into blocks of about `size` characters that get the same tokens as the whole.
 
     The encoder needs some 100 bytes a token, so a long document cannot go through it at once. A cut is made
@@ -174,10 +174,10 @@ def cut_blocks(
                 if len(pending) - start <= limit:
                     break
                 at = start + limit
-            yield Block(pending[start:at], block.prompt, False, block.position)
+            yield TextBlock(pending[start:at], block.prompt, False, block.position)
             start, scanned, tries = at, 0, 0
         if block.prompt or block.last:
-            yield Block(pending[start:], block.prompt, block.last, block.position)
+            yield TextBlock(pending[start:], block.prompt, block.last, block.position)
             pending, scanned, tries = "", 0, 0
         elif start:
             pending, scanned = pending[start:], max(scanned - start, 0)

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, Manifest, shard_name, stamp_of, write_stamp
+from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, DatasetManifest, shard_name, stamp_of, write_stamp
 from headway.errors import DataError
 from headway.track import make_durable
 
@@ -130,10 +130,10 @@ class ShardWriter:
         self._file, self._written, self._documents = None, 0, array("Q")
 
 
-def finish_dataset(folder: Path, writer: ShardWriter, *, vocab_size: int, tokenizer: bytes) -> Manifest:
+def finish_dataset(folder: Path, writer: ShardWriter, *, vocab_size: int, tokenizer: bytes) -> DatasetManifest:
     """Close the shards and write the tokenizer, the manifest and the stamp beside them."""
     files = writer.close()
-    manifest = Manifest(
+    manifest = DatasetManifest(
         dtype=writer.dtype,
         vocab_size=vocab_size,
         end_of_text=writer.end_of_text,

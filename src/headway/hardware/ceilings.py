@@ -23,16 +23,16 @@ from headway.hardware.chips import Chip, precision
 
 __all__ = [
     "FORMAT",
-    "Attention",
+    "AttentionCurve",
     "Backend",
     "Ceilings",
-    "Collective",
+    "CollectiveCurve",
     "Copy",
-    "Gemm",
+    "GemmGrid",
     "GemmShape",
-    "Host",
-    "Memory",
-    "Sustained",
+    "HostOverhead",
+    "MemoryCurve",
+    "SustainedGemm",
     "find_ceilings",
     "read_ceilings",
     "write_ceilings",
@@ -50,7 +50,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class Gemm(_Part):
+class GemmGrid(_Part):
     """Products [m, k] x [k, n] over a full grid at one precision."""
 
     precision: str
@@ -80,7 +80,7 @@ class GemmShape(_Part):
     microseconds: Positive
 
 
-class Attention(_Part):
+class AttentionCurve(_Part):
     """Attention over several lengths at one head size."""
 
     backend: Backend
@@ -121,7 +121,7 @@ class _OverSizes(_Part):
         return self
 
 
-class Memory(_OverSizes):
+class MemoryCurve(_OverSizes):
     """An operation that memory bounds. Bytes are what must move at least: inputs read once, outputs written once."""
 
     operation: str
@@ -134,7 +134,7 @@ class Copy(_OverSizes):
     pinned: bool
 
 
-class Host(_Part):
+class HostOverhead(_Part):
     """What the host needs to hand work over, whatever the device does with it."""
 
     mode: Literal["autocast", "plain", "compiled"]
@@ -145,7 +145,7 @@ class Host(_Part):
     """One decoder layer, backward."""
 
 
-class Collective(_OverSizes):
+class CollectiveCurve(_OverSizes):
     """A collective. Bytes are the whole tensor: what all ranks hold together after a gather, or before a scatter."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -153,7 +153,7 @@ class Collective(_OverSizes):
     backend: str
 
 
-class Sustained(_Part):
+class SustainedGemm(_Part):
     """A large product over seconds, when power and heat have settled."""
 
     precision: str
@@ -181,18 +181,18 @@ class Ceilings(_Part):
     """What times were read from."""
     peaks: dict[str, Positive]
     """FLOP/s that efficiencies are relative to: the vendor's dense peak, or for want of one the best measured."""
-    gemm: tuple[Gemm, ...] = ()
+    gemm: tuple[GemmGrid, ...] = ()
     gemm_shapes: tuple[GemmShape, ...] = ()
-    attention: tuple[Attention, ...] = ()
-    memory: tuple[Memory, ...] = ()
+    attention: tuple[AttentionCurve, ...] = ()
+    memory: tuple[MemoryCurve, ...] = ()
     copies: tuple[Copy, ...] = ()
-    host: tuple[Host, ...] = ()
+    host: tuple[HostOverhead, ...] = ()
     launch_microseconds: Positive | None = None
     """Host time of the smallest operation."""
     kernel_microseconds: Positive | None = None
     """Device time of the smallest operation, back to back."""
-    collectives: tuple[Collective, ...] = ()
-    sustained: tuple[Sustained, ...] = ()
+    collectives: tuple[CollectiveCurve, ...] = ()
+    sustained: tuple[SustainedGemm, ...] = ()
     skipped: dict[str, str] = {}
     """What could not be measured here, and why."""
 
@@ -284,7 +284,7 @@ class Ceilings(_Part):
         return {gemm.precision: _Grid(gemm, self.peaks[gemm.precision]) for gemm in self.gemm}
 
     def _attention(self, backend: str, causal: bool, grouped: bool, backward: bool) -> dict[int, "_Curve"]:
-        def wanted(curve: Attention) -> bool:
+        def wanted(curve: AttentionCurve) -> bool:
             return (curve.backend, curve.causal) == (backend, causal)
 
         curves = [curve for curve in self.attention if wanted(curve)]
@@ -297,7 +297,7 @@ class Ceilings(_Part):
 class _Curve:
     """FLOP/s of attention by length."""
 
-    def __init__(self, curve: Attention, backward: bool) -> None:
+    def __init__(self, curve: AttentionCurve, backward: bool) -> None:
         times = curve.backward_microseconds if backward else curve.forward_microseconds
         factor = 2.0 if backward else 1.0
         self._seq = curve.seq
@@ -310,7 +310,7 @@ class _Curve:
 class _Grid:
     """Efficiency of products by size, from the measured times."""
 
-    def __init__(self, gemm: Gemm, peak: float) -> None:
+    def __init__(self, gemm: GemmGrid, peak: float) -> None:
         self._axes = (gemm.m, gemm.n, gemm.k)
         self._logs = tuple([math.log(size) for size in axis] for axis in self._axes)
         points = ((m, n, k) for m in gemm.m for n in gemm.n for k in gemm.k)

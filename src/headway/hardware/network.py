@@ -16,14 +16,14 @@ from typing import Literal
 
 import psutil
 
-__all__ = ["Interface", "Network", "Rdma", "Transport", "find_network", "main_address", "transport"]
+__all__ = ["HostNetwork", "NetworkInterface", "RdmaDevice", "Transport", "find_network", "main_address", "transport"]
 
 VIRTUAL = re.compile(r"(docker|br-|veth|virbr|cni|flannel|cali|lxc|tun|tap|wg|kube)")
 """Interfaces of this machine's own containers and tunnels: no way to another machine's GPUs."""
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """A network interface."""
 
     name: str
@@ -40,7 +40,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Rdma:
+class RdmaDevice:
     """A device that writes into another machine's memory."""
 
     name: str
@@ -51,11 +51,11 @@ class Rdma:
 
 
 @dataclass(frozen=True)
-class Network:
+class HostNetwork:
     """What this machine has."""
 
-    interfaces: tuple[Interface, ...]
-    rdma: tuple[Rdma, ...] = ()
+    interfaces: tuple[NetworkInterface, ...]
+    rdma: tuple[RdmaDevice, ...] = ()
     gpudirect: bool = False
     """Whether the kernel lets network cards read GPU memory (nvidia_peermem)."""
     efa_plugin: bool = False
@@ -77,9 +77,9 @@ class Transport:
 _Choice = tuple[Literal["InfiniBand", "RoCE", "EFA", "TCP", "none"], str, dict[str, str]]
 
 
-def find_network(sys: Path = Path("/sys")) -> Network:
+def find_network(sys: Path = Path("/sys")) -> HostNetwork:
     """What the kernel says."""
-    return Network(
+    return HostNetwork(
         interfaces=_interfaces(),
         rdma=tuple(_rdma(path) for path in sorted((sys / "class/infiniband").glob("*"))),
         gpudirect=(sys / "module/nvidia_peermem").exists(),
@@ -87,17 +87,17 @@ def find_network(sys: Path = Path("/sys")) -> Network:
     )
 
 
-def _interfaces() -> tuple[Interface, ...]:
+def _interfaces() -> tuple[NetworkInterface, ...]:
     addresses = psutil.net_if_addrs()
     found = []
     for name, stats in sorted(psutil.net_if_stats().items()):
         ours = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
         speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers say -1 for "not known"
-        found.append(Interface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(ours), stats.mtu))
+        found.append(NetworkInterface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(ours), stats.mtu))
     return tuple(found)
 
 
-def _rdma(path: Path) -> Rdma:
+def _rdma(path: Path) -> RdmaDevice:
     """A folder of /sys/class/infiniband."""
     ports = sorted((path / "ports").glob("*"))
     states = [_text(port / "state") for port in ports]
@@ -108,7 +108,7 @@ def _rdma(path: Path) -> Rdma:
     if (driver.exists() and driver.resolve().name == "efa") or path.name.startswith(("efa", "rdmap")):
         kind = "EFA"
     interfaces = tuple(sorted(one.name for one in (path / "device" / "net").glob("*")))
-    return Rdma(path.name, kind, any("ACTIVE" in state for state in states), max(rates, default=0.0), interfaces)
+    return RdmaDevice(path.name, kind, any("ACTIVE" in state for state in states), max(rates, default=0.0), interfaces)
 
 
 def _text(path: Path) -> str:
@@ -118,7 +118,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def transport(found: Network, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
+def transport(found: HostNetwork, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
     """What would be used between machines, and the variables that see to it; those set already win.
 
     `host` is the address of this machine that others reach it at: sockets are opened on its interface, which is known
@@ -150,7 +150,7 @@ def _alone() -> _Choice:
     return "none", "all nodes are this machine", {}
 
 
-def _choose(found: Network, road: Interface | None) -> _Choice:
+def _choose(found: HostNetwork, road: NetworkInterface | None) -> _Choice:
     active = [one for one in found.rdma if one.active]
     direct = "GPUs' memory is read by the cards" if found.gpudirect else "through the host's memory: no nvidia_peermem"
     if road is None:
@@ -173,14 +173,14 @@ def _choose(found: Network, road: Interface | None) -> _Choice:
     return "TCP", why, {"NCCL_IB_DISABLE": "1"}
 
 
-def _road(interfaces: Sequence[Interface]) -> Interface | None:
+def _road(interfaces: Sequence[NetworkInterface]) -> NetworkInterface | None:
     """The interface by which others are reached: the fastest that is up and has an address of the fourth version."""
     there = [one for one in interfaces if one.up and not one.loopback and not VIRTUAL.match(one.name)]
     there = [one for one in there if any(":" not in address for address in one.addresses)]
     return max(there, key=lambda one: one.gigabits_s, default=None)
 
 
-def _devices(cards: Sequence[Rdma]) -> str:
+def _devices(cards: Sequence[RdmaDevice]) -> str:
     rate = sum(one.gigabits_s for one in cards)
     return f"{', '.join(one.name for one in cards)}: {rate:g} Gb/s in all"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headway.errors import UsageError
 
-__all__ = ["Storage", "Use", "file_system", "measure_storage", "uses"]
+__all__ = ["StorageRates", "StorageUse", "file_system", "measure_storage", "uses"]
 
 BLOCK = 4 << 20
 MOST_BYTES = 8 << 30
@@ -34,7 +34,7 @@ BYTES_OF_7B = 7e9 * 14
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageRates:
     """What was measured."""
 
     path: str
@@ -56,7 +56,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Use:
+class StorageUse:
     """Whether a place is good for something, and why."""
 
     what: str
@@ -66,7 +66,7 @@ class Use:
 
 def measure_storage(
     path: str | Path, seconds: float = 5.0, progress: Callable[[str, float], None] = lambda _stage, _share: None
-) -> Storage:
+) -> StorageRates:
     """Measure a folder for about so long; `progress` is told the stage, and the share of all that is done."""
     place = Path(path)
     if not place.is_dir():
@@ -92,7 +92,9 @@ def measure_storage(
         rates = _metadata(folder / "many", seconds * STAGES["metadata"], stage("metadata"))
         locks = _locks(folder / "lock")
         progress("metadata", 1.0)
-    return Storage(str(place), file_system(place), free, write_bytes_s, read_bytes_s, cold, flushes_s, *rates, locks)
+    return StorageRates(
+        str(place), file_system(place), free, write_bytes_s, read_bytes_s, cold, flushes_s, *rates, locks
+    )
 
 
 @contextlib.contextmanager
@@ -216,34 +218,34 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     return kind
 
 
-def uses(found: Storage) -> list[Use]:
+def uses(found: StorageRates) -> list[StorageUse]:
     """What a place is good for, by what was measured."""
     return [_checkpoints(found), _data(found), _runs(found)]
 
 
-def _checkpoints(found: Storage) -> Use:
+def _checkpoints(found: StorageRates) -> StorageUse:
     if found.file_system in MEMORY:
-        return Use("checkpoints", False, "it is memory, and gone with the machine")
+        return StorageUse("checkpoints", False, "it is memory, and gone with the machine")
     takes = f"one of a 7B model (98 GB) takes {_time(BYTES_OF_7B / found.write_bytes_s)}"
     takes += f", and {found.free_bytes / 1e9:,.0f} GB are free"
     slow = found.write_bytes_s < CHECKPOINT_BYTES_S
-    return Use("checkpoints", not slow, takes + (f", below {CHECKPOINT_BYTES_S / 1e6:.0f} MB/s" if slow else ""))
+    return StorageUse("checkpoints", not slow, takes + (f", below {CHECKPOINT_BYTES_S / 1e6:.0f} MB/s" if slow else ""))
 
 
-def _data(found: Storage) -> Use:
+def _data(found: StorageRates) -> StorageUse:
     tokens = f"{found.read_bytes_s / 2 / 1e6:,.0f} million tokens/s of two bytes each"
     warm = "" if found.cold else ", perhaps from the page cache"
-    return Use("data", found.read_bytes_s >= DATA_BYTES_S, tokens + warm)
+    return StorageUse("data", found.read_bytes_s >= DATA_BYTES_S, tokens + warm)
 
 
-def _runs(found: Storage) -> Use:
+def _runs(found: StorageRates) -> StorageUse:
     if not found.locks:
-        return Use("runs, logs", False, "flock does not keep a second agent out")
+        return StorageUse("runs, logs", False, "flock does not keep a second agent out")
     if found.file_system in MEMORY:
-        return Use("runs, logs", False, "it is memory, and gone with the machine")
+        return StorageUse("runs, logs", False, "it is memory, and gone with the machine")
     slow = found.flushes_s < FLUSHES_S or found.creates_s < FILES_S
     why = f"{found.flushes_s:,.0f} durable lines and {found.creates_s:,.0f} new files a second"
-    return Use("runs, logs", not slow, why)
+    return StorageUse("runs, logs", not slow, why)
 
 
 def _time(seconds: float) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from headway.models import Decoder, KeyValues, empty_cache
+from headway.models import Decoder, LayerKvCache, empty_cache
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
 
-__all__ = ["choose", "generate", "text_pieces"]
+__all__ = ["generate_ids", "sample_token", "text_pieces"]
 
 
-def generate(
+def generate_ids(
     decoder: Decoder,
     prompt_ids: Sequence[int],
     *,
@@ -42,7 +42,7 @@ def generate(
         if len(seen) == turn + 1 and cache[0].length:
             cache, ids = empty_cache(decoder, capacity=len(prompt_ids) + max_tokens), list(seen)
         logits_V = _next_logits(decoder, torch.tensor([ids], device=device), cache)
-        chosen = choose(logits_V[:vocab_size], temperature=temperature, top_k=top_k, generator=generator)
+        chosen = sample_token(logits_V[:vocab_size], temperature=temperature, top_k=top_k, generator=generator)
         if chosen == stop_id:
             return
         yield chosen
@@ -57,13 +57,13 @@ def _new_positions_after(model: Model) -> int:
 
 
 @torch.inference_mode()
-def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[KeyValues]) -> Tensor:
+def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[LayerKvCache]) -> Tensor:
     """Scores of what follows the tokens, in float32."""
     x_1LD = decoder.hidden(tokens_1L, cache=cache)
     return decoder.logits(x_1LD[0, -1]).float()
 
 
-def choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def sample_token(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw an id from the `top_k` likeliest (0: from all) at a temperature; at 0, take the likeliest."""
     if temperature == 0:
         return int(logits_V.argmax())

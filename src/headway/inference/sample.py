@@ -16,16 +16,16 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError
-from headway.inference.generate import generate, text_pieces
+from headway.inference.generate import generate_ids, text_pieces
 from headway.models import Decoder, empty_decoder
 from headway.recipe import Recipe
 from headway.state.tensors import read_tensors
 from headway.track import RunFolder, read_recipe
 
-__all__ = ["Request", "main", "sample"]
+__all__ = ["SampleRequest", "main", "sample"]
 
 
-class Request(BaseModel):
+class SampleRequest(BaseModel):
     """What to continue, with which weights, and how to choose."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,7 +42,7 @@ class Request(BaseModel):
     seed: int = 0
 
 
-def sample(request: Request) -> Iterator[dict[str, Any]]:
+def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     """Yield pieces of text by prompt, one prompt after the other."""
     run = RunFolder(request.run)
     recipe = read_recipe(run)
@@ -57,7 +57,7 @@ def sample(request: Request) -> Iterator[dict[str, Any]]:
     for index, prompt in enumerate(request.prompts):
         ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
         with _precision(recipe, device):
-            made = generate(
+            made = generate_ids(
                 decoder,
                 ids,
                 max_tokens=request.max_tokens,
@@ -74,7 +74,7 @@ def sample(request: Request) -> Iterator[dict[str, Any]]:
 def main() -> int:
     """Answer the request on stdin; returns the exit status."""
     try:
-        request = Request.model_validate_json(sys.stdin.buffer.read())
+        request = SampleRequest.model_validate_json(sys.stdin.buffer.read())
         for piece in sample(request):
             print(json.dumps(piece), flush=True)
     except HeadwayError as error:

@@ -31,18 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels.addresses import map_of, named_type, uploaded
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.pointer_table import map_of, named_type, uploaded
+from headway.kernels.triton_compat import tl, triton
 from headway.state.box import Box
 
 __all__ = [
     "AHEAD",
+    "AdamwPart",
+    "AdamwTable",
+    "AdamwVariant",
     "Draw",
-    "Kind",
     "Launch",
-    "Part",
-    "Table",
     "adamw",
     "advanced",
     "cut_of",
@@ -73,7 +73,7 @@ WARPS = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class AdamwPart:
     """What one worker has of a parameter, its gradient and its moments; all but the gradient are updated in place."""
 
     weight: Tensor
@@ -95,7 +95,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kind:
+class AdamwVariant:
     """What a launch is compiled for."""
 
     weight: torch.dtype
@@ -129,7 +129,7 @@ class Kind:
 class Launch:
     """Parts of one kind."""
 
-    kind: Kind
+    kind: AdamwVariant
     owners: tuple[tuple[int, int], ...]
     """Of each entry, the number of its part and how many of the part's elements come before."""
     entries: Tensor
@@ -138,7 +138,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Table:
+class AdamwTable:
     """Where the parts of a group lie; good for as long as all but gradients lie there."""
 
     addresses: tuple[tuple[Any, ...], ...]
@@ -146,28 +146,28 @@ class Table:
     launches: tuple[Launch, ...]
 
 
-def table_of(parts: Sequence[Part], draw: Draw | None, before: Table | None = None) -> Table:
+def table_of(parts: Sequence[AdamwPart], draw: Draw | None, before: AdamwTable | None = None) -> AdamwTable:
     """The table of a step: of the one of before, all that still holds."""
     addresses = tuple(_addresses(part) for part in parts)
     gradients = tuple(part.gradient.data_ptr() for part in parts)
     if before is None or before.addresses != addresses:
-        before = Table(addresses, (), tuple(_launches(parts)))
+        before = AdamwTable(addresses, (), tuple(_launches(parts)))
     stays = before.gradients == gradients
     launches = tuple(
         launch if stays and not launch.kind.rounds else replace(launch, fresh=_fresh(launch, parts, gradients, draw))
         for launch in before.launches
     )
-    return Table(addresses, gradients, launches)
+    return AdamwTable(addresses, gradients, launches)
 
 
-def _addresses(part: Part) -> tuple[Any, ...]:
+def _addresses(part: AdamwPart) -> tuple[Any, ...]:
     kept = (part.weight, part.mean, part.square, part.step, part.shown, *(part.scales or ()))
     places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in kept)
     return (*places, part.gradient.dtype, part.gradient.data_ptr() % 16, part.box, part.shape)
 
 
-def _launches(parts: Sequence[Part]) -> Iterator[Launch]:
-    kinds = dict[Kind, list[tuple[tuple[int, int], list[int]]]]()
+def _launches(parts: Sequence[AdamwPart]) -> Iterator[Launch]:
+    kinds = dict[AdamwVariant, list[tuple[tuple[int, int], list[int]]]]()
     for number, part in enumerate(parts):
         kind = _kind(part)
         for before, rows, row in _stretches(part) if not kind.flat else [(0, 0, 0)]:
@@ -181,7 +181,7 @@ def _launches(parts: Sequence[Part]) -> Iterator[Launch]:
         yield Launch(kind, owners, entries, uploaded(map_of(counts.tolist()), device))
 
 
-def _kind(part: Part) -> Kind:
+def _kind(part: AdamwPart) -> AdamwVariant:
     """ValueError for what no kernel takes."""
     like = [part.gradient, part.mean, part.square, *([] if part.shown is None else [part.shown])]
     if any(other.shape != part.weight.shape or other.device != part.weight.device for other in like):
@@ -201,7 +201,7 @@ def _kind(part: Part) -> Kind:
     columns = part.box.shape[-1]
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (part.weight, *like))
     types = (part.weight.dtype, part.gradient.dtype, part.mean.dtype, part.shown is not None)
-    made = Kind(*types, aligned and part.weight.numel() % 16 == 0, tall=1, span=TILE)
+    made = AdamwVariant(*types, aligned and part.weight.numel() % 16 == 0, tall=1, span=TILE)
     if made.flat:
         return made
     if columns >= 1 << 28:
@@ -211,7 +211,7 @@ def _kind(part: Part) -> Kind:
     return replace(made, aligned=aligned and columns % 16 == 0, tall=TILE // span, span=span)
 
 
-def _stretches(part: Part) -> Iterator[tuple[int, int, int]]:
+def _stretches(part: AdamwPart) -> Iterator[tuple[int, int, int]]:
     """Rows that follow each other in the part and in the whole: elements before them, how many, the first's number."""
     *lead, columns = part.box.shape
     whole = part.shape[:-1]
@@ -228,7 +228,7 @@ def _stretches(part: Part) -> Iterator[tuple[int, int, int]]:
         yield number * rows * columns, rows, first
 
 
-def _entry(part: Part, kind: Kind, before: int, rows: int, row: int) -> list[int]:
+def _entry(part: AdamwPart, kind: AdamwVariant, before: int, rows: int, row: int) -> list[int]:
     scales = part.scales or (None, None)
     kept = [part.weight, part.mean, part.square]
     places = [tensor.data_ptr() + before * tensor.element_size() for tensor in kept]
@@ -243,7 +243,7 @@ def _entry(part: Part, kind: Kind, before: int, rows: int, row: int) -> list[int
     return [*places, part.step.data_ptr(), rows, columns, length, row, part.box.start[-1]]
 
 
-def _fresh(launch: Launch, parts: Sequence[Part], gradients: Sequence[int], draw: Draw | None) -> Tensor:
+def _fresh(launch: Launch, parts: Sequence[AdamwPart], gradients: Sequence[int], draw: Draw | None) -> Tensor:
     """Where gradients lie now, and the keys of this step."""
     made = np.empty((len(launch.owners), 5), dtype=np.int64)
     sizes = launch.kind.gradient.itemsize
@@ -452,7 +452,7 @@ def shares_of(betas: tuple[float, float]) -> tuple[float, float, float, float]:
     return betas[0], 1 - betas[0], betas[1], 1 - betas[1]
 
 
-def cut_of(kind: Kind, clipped: bool) -> dict[str, Any]:
+def cut_of(kind: AdamwVariant, clipped: bool) -> dict[str, Any]:
     """The constants of a launch that every form of AdamW has."""
     types = {"WEIGHT": named_type(kind.weight), "GRADIENT": named_type(kind.gradient)}
     shape = {"ALIGNED": kind.aligned, "EACH": kind.each, "TALL": kind.tall, "LOOPS": LOOPS, "num_warps": WARPS}
@@ -460,7 +460,7 @@ def cut_of(kind: Kind, clipped: bool) -> dict[str, Any]:
 
 
 def adamw(
-    parts: Sequence[Part],
+    parts: Sequence[AdamwPart],
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -468,8 +468,8 @@ def adamw(
     weight_decay: float,
     factor: Tensor | None = None,
     draw: Draw | None = None,
-    before: Table | None = None,
-) -> Table:
+    before: AdamwTable | None = None,
+) -> AdamwTable:
     """One update of all parts, in place. Give the table that comes back to the next call.
 
     `lr` may be, and `factor` is, a float32 scalar on the device; gradients are multiplied by the factor on their way.
@@ -497,7 +497,7 @@ def adamw(
 
 
 def reference(
-    parts: Sequence[Part],
+    parts: Sequence[AdamwPart],
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -528,7 +528,7 @@ def reference(
             part.shown.copy_(w)
 
 
-def _word(part: Part, draw: Draw | None) -> Tensor:
+def _word(part: AdamwPart, draw: Draw | None) -> Tensor:
     assert draw is not None, "who rounds has keys"
     k, device = struct.unpack("<4i", draw(part.name)), part.weight.device
     rows = torch.cat([torch.arange(first, first + count) for _, count, first in _stretches(part)])
@@ -549,7 +549,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1, shown: bool = False) -> Ahead:
+def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1, shown: bool = False) -> LaunchSpec:
     weight, gradient, moment = ({"f": tl.float32, "b": tl.bfloat16}[one] for one in types)
     flat = types[0] == types[2] == "f"
     floats = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
@@ -563,13 +563,13 @@ def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1, shown: bo
         "SPAN": TILE // tall,
         "LOOPS": LOOPS,
     }
-    return Ahead(name, _adamw_kernel, arguments, constants | shape, WARPS)
+    return LaunchSpec(name, _adamw_kernel, arguments, constants | shape, WARPS)
 
 
 _RATES = {"entries": "*i64", "factors": "*fp32", "count": "i32", "lr": "fp32", "weight_decay": "fp32"}
 _LOGS = {"log1": "fp32", "log2": "fp32"}
 AHEAD = (
-    Ahead(
+    LaunchSpec(
         "adamw factors", _factors_kernel, _RATES | _LOGS, {"LR_LOADED": False, "BLOCK": 128}, odd=frozenset({"count"})
     ),
     _ahead("adamw fp32", "fff"),

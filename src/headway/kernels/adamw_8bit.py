@@ -27,9 +27,9 @@ from headway.kernels.adamw import (
     LOOPS,
     WARPS,
     WORDS,
+    AdamwPart,
+    AdamwTable,
     Draw,
-    Part,
-    Table,
     advanced,
     cut_of,
     factors_of,
@@ -41,10 +41,10 @@ from headway.kernels.adamw import (
     table_of,
 )
 from headway.kernels.adamw import reference as reference_adamw
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import tl, triton
 
-__all__ = ["AHEAD", "Books", "adamw_8bit", "books_of", "reference"]
+__all__ = ["AHEAD", "Codebooks", "adamw_8bit", "books_of", "reference"]
 
 BLOCK = tl.constexpr(256)
 UNITS = tl.constexpr(4)
@@ -54,7 +54,7 @@ TOP = 0x3F80
 
 
 @dataclass(frozen=True)
-class Books:
+class Codebooks:
     """The numbers that codes stand for, and the cells that codes are found by."""
 
     numbers: Tensor
@@ -65,14 +65,14 @@ class Books:
     """The cell below which no share has a border."""
 
 
-def books_of(signed: Tensor, unsigned: Tensor, device: torch.device) -> Books:
+def books_of(signed: Tensor, unsigned: Tensor, device: torch.device) -> Codebooks:
     """Of 256 rising numbers each, on the CPU."""
     edges = [_borders(numbers) for numbers in (signed, unsigned)]
     lowest = min(int(abs(found).min().view(np.int32)) >> 16 for found in edges) - 1
     sides = [(edges[0], False), (edges[0], True), (edges[1], False)]
     cells = np.concatenate([_cells(borders, lowest, negative) for borders, negative in sides])
     numbers = torch.cat([signed, unsigned]).to(torch.float32)
-    return Books(numbers.to(device), torch.from_numpy(cells).to(device), lowest)
+    return Codebooks(numbers.to(device), torch.from_numpy(cells).to(device), lowest)
 
 
 def _borders(numbers: Tensor) -> np.ndarray:
@@ -230,8 +230,8 @@ def _adamw_8bit_kernel(
 
 
 def adamw_8bit(
-    parts: Sequence[Part],
-    books: Books,
+    parts: Sequence[AdamwPart],
+    books: Codebooks,
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -239,8 +239,8 @@ def adamw_8bit(
     weight_decay: float,
     factor: Tensor | None = None,
     draw: Draw | None = None,
-    before: Table | None = None,
-) -> Table:
+    before: AdamwTable | None = None,
+) -> AdamwTable:
     """One update of all parts, in place: their means and squares are codes, of which squares' are of the roots.
 
     Give the table that comes back to the next call. A part begins at a multiple of 256 columns of the whole.
@@ -268,8 +268,8 @@ def adamw_8bit(
 
 
 def reference(
-    parts: Sequence[Part],
-    books: Books,
+    parts: Sequence[AdamwPart],
+    books: Codebooks,
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -284,7 +284,9 @@ def reference(
         numbers = books.numbers.view(2, 256)
         mean = _decoded(part.mean, part.scales[0], numbers[0])
         square = _decoded(part.square, part.scales[1], numbers[1]).square_()
-        opened = Part(part.weight, part.gradient, mean, square, part.step, part.name, part.box, part.shape, part.shown)
+        opened = AdamwPart(
+            part.weight, part.gradient, mean, square, part.step, part.name, part.box, part.shape, part.shown
+        )
         reference_adamw([opened], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, factor=factor, draw=draw)
         kept = ((part.mean, part.scales[0], mean), (part.square, part.scales[1], square.sqrt_()))
         for (codes, scales, value), book in zip(kept, numbers, strict=True):
@@ -308,14 +310,14 @@ def _encoded(value: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., :length], scales
 
 
-def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1) -> Ahead:
+def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1) -> LaunchSpec:
     weight, gradient = ({"f": tl.float32, "b": tl.bfloat16}[one] for one in types)
     tables = {"entries": "*i64", "fresh": "*i64", "pieces": "*i32", "factors": "*fp32", "factor": "*fp32"}
     floats = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     arguments = tables | {"numbers": "*fp32", "cells": "*i32", "lowest": "i32"} | floats
     constants = {"WEIGHT": weight, "GRADIENT": gradient, "SHOWN": False, "CLIPPED": True, "ALIGNED": aligned}
     shape = {"EACH": 4 if "f" in types else 8, "TALL": tall, "LOOPS": LOOPS}
-    return Ahead(name, _adamw_8bit_kernel, arguments, constants | shape, WARPS, odd=frozenset({"lowest"}))
+    return LaunchSpec(name, _adamw_8bit_kernel, arguments, constants | shape, WARPS, odd=frozenset({"lowest"}))
 
 
 AHEAD = (

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels.addresses import map_of, named_type, uploaded
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.pointer_table import map_of, named_type, uploaded
+from headway.kernels.triton_compat import tl, triton
 
 __all__ = [
     "AHEAD",
-    "Table",
+    "NormTable",
     "clip_factor",
     "gradient_norm",
     "reference",
@@ -60,7 +60,7 @@ class _Launch:
 
 
 @dataclass(frozen=True)
-class Table:
+class NormTable:
     """Where some tensors lie; good for as long as they lie there."""
 
     addresses: tuple[tuple[int, int, torch.dtype], ...]
@@ -68,7 +68,7 @@ class Table:
     device: torch.device
 
 
-def table_of(tensors: Sequence[Tensor], before: Table | None = None) -> Table:
+def table_of(tensors: Sequence[Tensor], before: NormTable | None = None) -> NormTable:
     """A table of tensors of one device: the one of before where all lie as they did.
 
     Each must fill its memory without gaps, in whatever order of dims; ValueError otherwise.
@@ -88,7 +88,7 @@ def table_of(tensors: Sequence[Tensor], before: Table | None = None) -> Table:
         pieces = map_of([-(-length // (BLOCK * LOOPS)) for _, length in entries])
         made = uploaded(np.array(entries, dtype=np.int64), device)
         launches.append(_Launch(dtype, aligned, made, uploaded(pieces, device)))
-    return Table(addresses, tuple(launches), device)
+    return NormTable(addresses, tuple(launches), device)
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -154,7 +154,7 @@ def _scale_kernel(
             tl.store(data + places, (x * share).to(TYPE), mask=inside)
 
 
-def sum_of_squares(table: Table) -> Tensor:
+def sum_of_squares(table: NormTable) -> Tensor:
     """Over all elements of a table's tensors: a float64 scalar on their device."""
     sums = torch.empty(sum(len(launch.pieces) for launch in table.launches), device=table.device)
     first = 0
@@ -174,7 +174,7 @@ def sum_of_squares(table: Table) -> Tensor:
     return sums.sum(dtype=torch.float64)
 
 
-def gradient_norm(table: Table) -> Tensor:
+def gradient_norm(table: NormTable) -> Tensor:
     """The norm of all of a table's tensors together: a float32 scalar on their device."""
     return sum_of_squares(table).sqrt().float()
 
@@ -184,7 +184,7 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor:
     return (clip / (norm + LEAST_NORM)).clamp(max=1.0).float()
 
 
-def scale(table: Table, factor: Tensor) -> None:
+def scale(table: NormTable, factor: Tensor) -> None:
     """Multiply all of a table's tensors by a float32 scalar of their device, in place; by 1 touches none."""
     if factor.dtype != torch.float32 or factor.numel() != 1:
         raise ValueError(f"the factor is one float32 number, not {factor.dtype} of shape {tuple(factor.shape)}")
@@ -219,9 +219,9 @@ def reference_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
 _TABLE = {"entries": "*i64", "pieces": "*i32"}
 
 
-def _ahead(name: str, kernel: Any, last: str, dtype: str, aligned: bool) -> Ahead:
+def _ahead(name: str, kernel: Any, last: str, dtype: str, aligned: bool) -> LaunchSpec:
     constants = {"TYPE": getattr(tl, dtype), "ALIGNED": aligned, "BLOCK": BLOCK, "LOOPS": LOOPS}
-    return Ahead(name, kernel, _TABLE | {last: "*fp32"}, constants, WARPS)
+    return LaunchSpec(name, kernel, _TABLE | {last: "*fp32"}, constants, WARPS)
 
 
 AHEAD = (

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton, triton_op
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import tl, triton, triton_op
 
 __all__ = ["AHEAD", "geglu", "reference_geglu", "reference_swiglu", "swiglu"]
 
@@ -226,19 +226,19 @@ _gated.register_autograd(_backward, setup_context=_keep)
 # -- launches to compile ahead of time
 
 
-def _launches(name: str, dtype: str, *, gelu: bool) -> tuple[Ahead, Ahead]:
+def _launches(name: str, dtype: str, *, gelu: bool) -> tuple[LaunchSpec, LaunchSpec]:
     x, count = f"*{dtype}", "i32"
     constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "BLOCK": BLOCK}
     forward = {"gate_ptr": x, "up_ptr": x, "out_ptr": x, "width": count, "gate_stride": count, "up_stride": count}
     backward = {"grad_ptr": x, "gate_ptr": x, "up_ptr": x, "dgate_ptr": x, "dup_ptr": x, "width": count}
     backward |= {"grad_stride": count, "gate_stride": count, "up_stride": count}
     return (
-        Ahead(f"{name}_{dtype}", _forward_kernel, forward, constants, warps=WARPS),
-        Ahead(f"{name}_{dtype}_backward", _backward_kernel, backward, constants, warps=WARPS),
+        LaunchSpec(f"{name}_{dtype}", _forward_kernel, forward, constants, warps=WARPS),
+        LaunchSpec(f"{name}_{dtype}_backward", _backward_kernel, backward, constants, warps=WARPS),
     )
 
 
-AHEAD: tuple[Ahead, ...] = (
+AHEAD: tuple[LaunchSpec, ...] = (
     *_launches("swiglu", "bf16", gelu=False),
     *_launches("swiglu", "fp32", gelu=False),
     *_launches("geglu", "bf16", gelu=True),

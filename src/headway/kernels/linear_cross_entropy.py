@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.kernels.ahead import Ahead
+from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.inputs import IGNORED, autocast
-from headway.kernels.language import tl, triton
 from headway.kernels.logits import loss_rows_, new_logits, slopes_, statistics
+from headway.kernels.triton_compat import tl, triton
 
 __all__ = [
     "AHEAD",
@@ -352,7 +352,7 @@ def _wanted(x: Tensor) -> bool:
 
 
 AHEAD = (
-    Ahead(
+    LaunchSpec(
         "linear_cross_entropy.scaled.bf16",
         _scaled_kernel,
         {"source": "*fp32", "factor": "*fp32", "result": "*bf16", "count": "i32"},

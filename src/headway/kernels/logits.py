@@ -13,9 +13,9 @@ cache. The plain form of it is in the references of `linear_cross_entropy.py`.
 import torch
 from torch import Tensor
 
-from headway.kernels.ahead import Ahead
+from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.inputs import IGNORED
-from headway.kernels.language import tl, triton
+from headway.kernels.triton_compat import tl, triton
 
 __all__ = ["AHEAD", "loss_rows_", "new_logits", "slopes_", "statistics"]
 
@@ -253,7 +253,7 @@ _FULL = {"LANES": 1024, "WIDE": 4, "STAGES": 4}
 
 AHEAD = (
     *(
-        Ahead(
+        LaunchSpec(
             f"logits.loss.{name}{'.capped' if capped else ''}",
             _loss_kernel,
             {"logits": f"*{name}", "labels": "*i64", "losses": "*fp32"} | _SHAPE | {"z_loss": "fp32"},
@@ -264,7 +264,7 @@ AHEAD = (
         for capped in (False, True)
     ),
     *(
-        Ahead(
+        LaunchSpec(
             f"logits.statistics.{name}",
             _statistics_kernel,
             {"logits": f"*{name}"} | _VECTORS | {"chosen": "*fp32", "entropies": "*fp32"} | _SHAPE,
@@ -273,7 +273,7 @@ AHEAD = (
         )
         for name, cut in (("bf16", _HALF), ("fp32", _FULL))
     ),
-    Ahead(
+    LaunchSpec(
         "logits.slopes.bf16",
         _slopes_kernel,
         {"logits": "*bf16"}

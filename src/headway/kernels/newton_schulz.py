@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import runs_on, tl, triton, triton_op
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import runs_on, tl, triton, triton_op
 
 __all__ = ["AHEAD", "polynomial", "reference_polynomial", "reference_symmetric", "step", "symmetric", "worth"]
 
@@ -163,7 +163,7 @@ def reference_polynomial(square: Tensor, b: float, c: float) -> Tensor:
 _INTEGERS = dict.fromkeys(("rows", "inner", "x_batch", "x_row"), "i32")
 _NUMBERS = dict.fromkeys(("scale", "share"), "fp32")
 AHEAD = tuple(
-    Ahead(
+    LaunchSpec(
         f"newton_schulz {name}",
         _symmetric_kernel,
         {"x": dtype, "out": dtype} | _INTEGERS | _NUMBERS,

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton, triton_op
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import tl, triton, triton_op
 
 __all__ = ["AHEAD", "MAX_WIDTH", "add_rms_norm", "reference", "reference_add", "rms_norm"]
 
@@ -80,7 +80,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 # -- how the work is cut
 
 
-class Cut(NamedTuple):
+class RmsNormTiling(NamedTuple):
     """A program's share."""
 
     rows: int
@@ -93,15 +93,15 @@ class Cut(NamedTuple):
     """Groups of rows that a program works on or has on their way at once."""
 
 
-def forward_cut(rows: int, width: int) -> Cut:
+def forward_cut(rows: int, width: int) -> RmsNormTiling:
     """Sixteen numbers a thread: two 16-byte loads of bfloat16 on their way, and room for 1,000 and more threads."""
     block = _power_of_two(width)
     at_once = max(1, 4096 // block)
     warps = min(32, at_once * block // 512)
-    return Cut(at_once, block, warps, -(-rows // at_once))
+    return RmsNormTiling(at_once, block, warps, -(-rows // at_once))
 
 
-def backward_cut(rows: int, width: int, column_bytes: int) -> Cut:
+def backward_cut(rows: int, width: int, column_bytes: int) -> RmsNormTiling:
     """Few programs, since each leaves a row of sums behind, and so many bytes ahead that memory is never idle.
 
     `column_bytes` are those of one number of each input. Rows of more than 8192 keep 16 registers a thread in memory.
@@ -114,7 +114,7 @@ def backward_cut(rows: int, width: int, column_bytes: int) -> Cut:
     ahead = min(3, 200 * 1024 // (each * at_once * block * column_bytes))
     groups = -(-rows // at_once)
     turns = -(-groups // (each * MULTIPROCESSORS))
-    return Cut(at_once, block, warps, -(-groups // turns), ahead + 1)
+    return RmsNormTiling(at_once, block, warps, -(-groups // turns), ahead + 1)
 
 
 def _power_of_two(number: int) -> int:
@@ -382,7 +382,9 @@ _add_rms_norm.register_autograd(_backward_sum, setup_context=_keep_sum)
 # -- launches to compile ahead of time
 
 
-def _launches(width: int, dtype: str, weight: str, *, add: bool = False, offset: float = 0.0) -> tuple[Ahead, Ahead]:
+def _launches(
+    width: int, dtype: str, weight: str, *, add: bool = False, offset: float = 0.0
+) -> tuple[LaunchSpec, LaunchSpec]:
     """Of both passes over 16,384 rows."""
     x, scale, single, count = f"*{dtype}", f"*{weight}", "*fp32", "i32"
     name = f"{'add_' if add else ''}rms_norm_{width}_{dtype}_{weight}"
@@ -397,12 +399,12 @@ def _launches(width: int, dtype: str, weight: str, *, add: bool = False, offset:
     back = backward_cut(16384, width, (3 if add else 2) * (4 if dtype == "fp32" else 2))
     back_constants = {**shared, "ROWS": back.rows, "BLOCK": back.block, "STAGES": back.stages}
     return (
-        Ahead(name, _forward_kernel, forward, constants, warps=cut.warps),
-        Ahead(f"{name}_backward", _backward_kernel, backward, back_constants, warps=back.warps),
+        LaunchSpec(name, _forward_kernel, forward, constants, warps=cut.warps),
+        LaunchSpec(f"{name}_backward", _backward_kernel, backward, back_constants, warps=back.warps),
     )
 
 
-AHEAD: tuple[Ahead, ...] = (
+AHEAD: tuple[LaunchSpec, ...] = (
     *_launches(128, "bf16", "bf16"),
     *_launches(2048, "bf16", "fp32"),
     *_launches(4096, "bf16", "bf16"),
@@ -410,7 +412,7 @@ AHEAD: tuple[Ahead, ...] = (
     *_launches(3072, "bf16", "fp32", offset=1.0),
     *_launches(8192, "fp32", "fp32"),
     _launches(16384, "bf16", "bf16")[0],
-    Ahead(
+    LaunchSpec(
         "rms_norm_sum_2048",
         _sum_kernel,
         {"partial_ptr": "*fp32", "out_ptr": "*fp32", "count": "i32"},

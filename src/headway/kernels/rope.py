@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from headway.kernels.ahead import Ahead
-from headway.kernels.language import tl, triton, triton_op
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import tl, triton, triton_op
 
 __all__ = ["AHEAD", "reference", "reference_one", "rope", "rope_one"]
 
@@ -82,7 +82,7 @@ def _check(x_BLNH: Tensor, table_2LR: Tensor) -> None:
 # -- how the work is cut
 
 
-class Cut(NamedTuple):
+class RopeTiling(NamedTuple):
     """A program's share: of one token, so many heads of each kind."""
 
     queries: int
@@ -92,13 +92,13 @@ class Cut(NamedTuple):
     warps: int
 
 
-def cut(queries: int, keys: int, size: int) -> Cut:
+def cut(queries: int, keys: int, size: int) -> RopeTiling:
     """At most 8192 numbers a program and about sixteen a thread: two 16-byte loads of bfloat16 on their way."""
     shares = 1
     while _numbers(queries, keys, size, shares) > 8192 and shares < queries:
         shares *= 2
     warps = min(8, max(1, _numbers(queries, keys, size, shares) // 512))
-    return Cut(-(-queries // shares), -(-keys // shares), shares, 1 << (warps.bit_length() - 1))
+    return RopeTiling(-(-queries // shares), -(-keys // shares), shares, 1 << (warps.bit_length() - 1))
 
 
 def _numbers(queries: int, keys: int, size: int, shares: int) -> int:
@@ -287,16 +287,16 @@ _rope_one.register_autograd(_backward_one, setup_context=_keep)
 # -- launches to compile ahead of time
 
 
-def _launch(dtype: str, queries: int, keys: int, size: int, pairs: int, *, inverse: bool = False) -> Ahead:
+def _launch(dtype: str, queries: int, keys: int, size: int, pairs: int, *, inverse: bool = False) -> LaunchSpec:
     x, strides = f"*{dtype}", [f"{which}_stride_{dim}" for which in "qk" for dim in "bln"]
     types = {"q_ptr": x, "k_ptr": x, "table_ptr": "*fp32", "q_out_ptr": x, "k_out_ptr": x, "length": "i32"}
     types |= dict.fromkeys(strides, "i32")
     name = f"rope_{dtype}_{queries}_{keys}_{size}_{pairs}{'_inverse' if inverse else ''}"
     constants = _constants(queries, keys, size, pairs, inverse=inverse)
-    return Ahead(name, _turn_kernel, types, constants, warps=cut(queries, keys, size).warps)
+    return LaunchSpec(name, _turn_kernel, types, constants, warps=cut(queries, keys, size).warps)
 
 
-AHEAD: tuple[Ahead, ...] = (
+AHEAD: tuple[LaunchSpec, ...] = (
     _launch("bf16", 32, 8, 64, 32),
     _launch("bf16", 32, 8, 128, 64),
     _launch("bf16", 32, 8, 128, 64, inverse=True),

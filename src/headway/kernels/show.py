@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from headway.kernels.table import make_plain, rows
+from headway.kernels.dispatch import make_plain, rows
 
 __all__ = ["main"]
 

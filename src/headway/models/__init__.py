@@ -1,13 +1,13 @@
 """Models: plain modules, one file a family, that know nothing of parallelism."""
 
-from headway.models.attention import KeyValues
+from headway.models.attention import LayerKvCache
 from headway.models.decoder import Decoder, empty_cache, init_weights, initial_weight
 from headway.models.families import empty_decoder
 from headway.models.huggingface import load_into, read_weights, stored_weights, write_folder
 
 __all__ = [
     "Decoder",
-    "KeyValues",
+    "LayerKvCache",
     "empty_cache",
     "empty_decoder",
     "init_weights",

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headway.kernels import table
+from headway.kernels import dispatch as table
 from headway.recipe.model import Model
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Context", "KeyValues", "attend", "choose", "see", "windows_of"]
+__all__ = ["BlockContext", "LayerKvCache", "attend", "choose", "see", "windows_of"]
 
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -37,7 +37,7 @@ CUDNN_FIRST = [
 
 
 @dataclass(frozen=True)
-class Context:
+class BlockContext:
     """What every block of a pass is told beside the stream."""
 
     bits: tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class Context:
 
 
 @dataclass
-class KeyValues:
+class LayerKvCache:
     """One layer's keys and values of the tokens read so far, with room for more."""
 
     keys: Tensor

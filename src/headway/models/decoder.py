@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from headway.models.attention import Context, KeyValues, choose, see, windows_of
+from headway.models.attention import BlockContext, LayerKvCache, choose, see, windows_of
 from headway.models.layers import Linear, RMSNorm
 from headway.models.loss import Loss
 from headway.models.rotary import rotary_table
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
 
-__all__ = ["Contexts", "Decoder", "empty_cache", "init_weights", "initial_weight"]
+__all__ = ["ContextBuilder", "Decoder", "empty_cache", "init_weights", "initial_weight"]
 
 
-class Contexts(nn.Module):
+class ContextBuilder(nn.Module):
     """Makes what every block is told of a batch; a module, so that who shares sequences out can say how long they are.
 
     A family with other rotary tables than one brings a Contexts of its own.
@@ -35,13 +35,13 @@ class Contexts(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, like_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> Context:
+    def forward(self, like_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> BlockContext:
         """That of `like`'s L positions, from `first` on; tokens of different documents do not see each other."""
         length, device = like_BL.shape[1], like_BL.device
         kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
         masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
         tables = self.tables(first, length, device)
-        return Context(tuple(table.view(torch.int32) for table in tables), masks)
+        return BlockContext(tuple(table.view(torch.int32) for table in tables), masks)
 
     def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
         """Rotary tables of the positions from `first` on."""
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
 
     def make_contexts(self) -> nn.Module:
         """What blocks are told of a batch."""
-        return Contexts(self.model)
+        return ContextBuilder(self.model)
 
     def make_block(self, layer: int) -> nn.Module:
         """One layer."""
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         return loss
 
     def hidden(
-        self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: Sequence[KeyValues] | None = None
+        self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: Sequence[LayerKvCache] | None = None
     ) -> Tensor:
         """The normalized residual stream after the last block; `cache` holds what came before."""
         first = cache[0].length if cache else 0
@@ -148,14 +148,14 @@ class Embedding(nn.Embedding):
         return x_BLD if self.scale == 1 else x_BLD * torch.full((), self.scale, dtype=x_BLD.dtype, device=x_BLD.device)
 
 
-def empty_cache(decoder: Decoder, capacity: int, batch: int = 1) -> list[KeyValues]:
+def empty_cache(decoder: Decoder, capacity: int, batch: int = 1) -> list[LayerKvCache]:
     """Room for the keys and values of `capacity` tokens, in the precision the decoder computes in."""
     like = decoder.output_weight
     kind = like.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
     shapes = [(batch, capacity, *heads) for heads in decoder.cache_shape()]
     return [
-        KeyValues(*(torch.empty(shape, dtype=dtype, device=like.device) for shape in shapes))
+        LayerKvCache(*(torch.empty(shape, dtype=dtype, device=like.device) for shape in shapes))
         for _ in range(decoder.model.layers)
     ]
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.table import LEAST_HEAD
-from headway.models.attention import Context, KeyValues, attend
+from headway.kernels.dispatch import LEAST_HEAD
+from headway.models.attention import BlockContext, LayerKvCache, attend
 from headway.models.decoder import Decoder
 from headway.models.experts import BiasBalance, Experts
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         self.o = Linear(model.heads * model.value_dim, model.dim, bias=bias)
         self.narrow = bool(model.q_rank)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         (table,) = context.tables
         q_BLNH = self.q_up(self.q_norm(self.q_down(x_BLD))) if self.narrow else self.q(x_BLD)
@@ -88,7 +88,7 @@ def _scale(model: DeepSeekV3) -> float:
     return model.head_dim**-0.5 * more * more
 
 
-def _keep(cache: KeyValues, c_BLC: Tensor, k_BL1Q: Tensor) -> Tensor:
+def _keep(cache: LayerKvCache, c_BLC: Tensor, k_BL1Q: Tensor) -> Tensor:
     """Append narrow vectors and turned keys, as keys of one head; there are no values beside them."""
     kept = torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
     return cache.extend(kept, kept[..., :0])[0]
@@ -163,7 +163,7 @@ class Block(nn.Module):
         dense = layer < model.first_dense
         self.mlp = GatedFeedForward(model.dim, model.hidden) if dense else Mixture(model)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))

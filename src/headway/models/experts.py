@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import table
+from headway.kernels import dispatch as table
 from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
 
 __all__ = [
     "BiasBalance",
-    "EvenLoad",
     "Experts",
-    "Mixture",
+    "LoadBalanceLoss",
+    "MoeFeedForward",
     "Route",
     "set_loss_scale",
     "softmax_top_k",
@@ -159,7 +159,7 @@ class _Gathered(torch.autograd.Function):
 # -- balance, by an auxiliary loss
 
 
-class EvenLoad(nn.Module):
+class LoadBalanceLoss(nn.Module):
     """Pulls a router towards experts that see few tokens, by the gradient of a loss that nobody else sees.
 
     The loss of a step is `coefficient` times the mean over its tokens of `uneven`, taken for each microbatch by itself.
@@ -210,7 +210,7 @@ class _Attached(torch.autograd.Function):
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """Tell every auxiliary loss what the loss of a step is multiplied with: 1 / tokens. Call it before the passes."""
     for module in model.modules():
-        if isinstance(module, EvenLoad):
+        if isinstance(module, LoadBalanceLoss):
             module.loss_scale.fill_(scale)
 
 
@@ -274,12 +274,12 @@ def update_balance(model: nn.Module, world_sum: Callable[[Tensor], Tensor]) -> N
 # -- the feed-forward that they make up
 
 
-class Mixture(nn.Module):
+class MoeFeedForward(nn.Module):
     """A feed-forward of experts with an even load by an auxiliary loss: Mixtral, Qwen3-MoE, gpt-oss."""
 
     def __init__(self, router: Linear, route: Route, experts: Experts, balance: float) -> None:
         super().__init__()
-        self.router, self.route, self.experts, self.balance = router, route, experts, EvenLoad(balance)
+        self.router, self.route, self.experts, self.balance = router, route, experts, LoadBalanceLoss(balance)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Transform each token by the experts it is sent to."""

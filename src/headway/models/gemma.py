@@ -8,10 +8,10 @@ and keys instead of caps of scores, and positions of their own in windowed layer
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.dispatch import uses_triton
 from headway.kernels.rms_norm import rms_norm
-from headway.kernels.table import fuses
-from headway.models.attention import Context, KeyValues, attend
-from headway.models.decoder import Contexts, Decoder, Embedding
+from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.decoder import ContextBuilder, Decoder, Embedding
 from headway.models.layers import GatedFeedForward, Linear, gelu
 from headway.models.rotary import rotary_table, rotate
 from headway.recipe.families.gemma import Gemma2, Gemma3, GemmaLike, GemmaWindowed
@@ -29,7 +29,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim; all in float32, since bfloat16 would round 1 + w to 8 bits."""
-        if fuses("rms_norm", x):
+        if uses_triton("rms_norm", x):
             return rms_norm(x, self.weight, self.eps, offset=1.0)
         return nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(model.head_dim, model.norm_eps) if normed else None
         self.k_norm = Norm(model.head_dim, model.norm_eps) if normed else None
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.mlp_norm = Norm(model.dim, model.norm_eps)
         self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
@@ -97,7 +97,7 @@ class WindowedBlock(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
         self.mlp_out_norm = Norm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention_out_norm(self.attention(self.attention_norm(x_BLD), context, cache))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BLD)))
@@ -133,7 +133,7 @@ class Gemma2Decoder(GemmaDecoder):
 
     def make_contexts(self) -> nn.Module:
         """A cap decides which kernel computes attention, and so what kind of masks it needs."""
-        contexts = Contexts(self.model)
+        contexts = ContextBuilder(self.model)
         contexts.capped = self.model.attention_cap > 0
         return contexts
 
@@ -160,7 +160,7 @@ class Gemma3Decoder(GemmaDecoder):
         return WindowedBlock(self.model, layer)
 
 
-class TwoTables(Contexts):
+class TwoTables(ContextBuilder):
     """Rotary tables of layers that see all tokens, and of those that look through a window."""
 
     def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:

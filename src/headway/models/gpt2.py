@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
-from headway.models.attention import Context, KeyValues, attend
+from headway.models.attention import BlockContext, LayerKvCache, attend
 from headway.models.decoder import Decoder, Embedding
 from headway.models.layers import FeedForward, LayerNorm, Linear
 from headway.recipe.families.gpt2 import GPT2
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.v = Linear(model.dim, model.dim)
         self.o = Linear(model.dim, model.dim)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if cache is not None:
@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(model.dim, model.norm_eps)
         self.mlp = FeedForward(model.dim, model.hidden, model.activation)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headway.models.attention import Context, KeyValues, attend
-from headway.models.decoder import Contexts, Decoder
-from headway.models.experts import Experts, Mixture, top_k_softmax
+from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.decoder import ContextBuilder, Decoder
+from headway.models.experts import Experts, MoeFeedForward, top_k_softmax
 from headway.models.layers import Linear
 from headway.models.mixtral import Block
 from headway.models.rotary import rotate
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.v = Linear(model.dim, kv_width, bias=model.qkv_bias)
         self.o = Linear(width, model.dim, bias=model.output_bias)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         q_BLNH = rotate(self.q(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
         k_BLKH = rotate(self.k(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
@@ -47,7 +47,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-class GptOssContexts(Contexts):
+class GptOssContexts(ContextBuilder):
     """Attention has sinks."""
 
     sinks = True
@@ -66,7 +66,7 @@ class GptOssDecoder(Decoder):
         """One layer."""
         model = self.model
         activation = partial(clamped_swiglu, alpha=model.swiglu_alpha, limit=model.swiglu_limit)
-        mixture = Mixture(
+        mixture = MoeFeedForward(
             Linear(model.dim, model.experts),
             partial(top_k_softmax, count=model.top_k),
             Experts(model.experts, model.dim, model.expert_width, bias=True, activation=activation),

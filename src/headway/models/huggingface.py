@@ -18,7 +18,7 @@ from headway.models.decoder import Decoder
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state import huggingface as folders
-from headway.state.huggingface import TokenizerFile, Weight
+from headway.state.huggingface import LazyWeight, TokenizerFile
 
 __all__ = ["load_into", "read_weights", "stored_weights", "write_folder"]
 
@@ -86,12 +86,12 @@ def _check(tensors: Mapping[str, Tensor], model: Model, where: str) -> None:
     folders.check_weights(shapes, model.tensors() | model.buffers(), where)
 
 
-def _weight(tensor: Tensor) -> Weight:
+def _weight(tensor: Tensor) -> LazyWeight:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Weight(dtype, tuple(tensor.shape), partial(_block, tensor))
+    return LazyWeight(dtype, tuple(tensor.shape), partial(_block, tensor))
 
 
-def _read(weight: Weight) -> Tensor:
+def _read(weight: LazyWeight) -> Tensor:
     """A weight in memory."""
     joined = bytearray(b"".join(bytes(block) for block in weight.blocks()))
     return torch.frombuffer(joined, dtype=getattr(torch, weight.dtype)).view(weight.shape)

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.dispatch import uses_triton
 from headway.kernels.gated import geglu, swiglu
 from headway.kernels.rms_norm import rms_norm
-from headway.kernels.table import fuses
 
 __all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", "gated", "gelu", "silu"]
 
@@ -29,7 +29,7 @@ FUSED: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {s
 
 def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """A bent gate times what it lets through."""
-    if fuses("gated", gate) and activation in FUSED:
+    if uses_triton("gated", gate) and activation in FUSED:
         return FUSED[activation](gate, up)
     return activation(gate) * up
 
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim."""
-        if fuses("rms_norm", x):
+        if uses_triton("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
         # rms_norm sums bfloat16 in float32 by itself; given two dtypes it would leave its fused kernel.
         return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

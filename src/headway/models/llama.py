@@ -3,7 +3,7 @@ SwiGLU."""
 
 from torch import Tensor, nn
 
-from headway.models.attention import Context, KeyValues, attend
+from headway.models.attention import BlockContext, LayerKvCache, attend
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = GatedFeedForward(model.dim, model.hidden, model.mlp_bias)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))

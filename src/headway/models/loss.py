@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels import linear_cross_entropy
+from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
-from headway.kernels.table import fuses
 
 __all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy"]
 
@@ -38,7 +38,7 @@ def summed_cross_entropy(
 
     `z_loss` counts where gradients are wanted: an evaluation measures the cross-entropy alone.
     """
-    if fuses("loss", x_TD):
+    if uses_triton("loss", x_TD):
         return linear_cross_entropy.summed_cross_entropy(x_TD, weight_VD, labels_T, softcap, z_loss)
     x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)

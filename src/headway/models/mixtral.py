@@ -4,9 +4,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from headway.models.attention import Context, KeyValues
+from headway.models.attention import BlockContext, LayerKvCache
 from headway.models.decoder import Decoder
-from headway.models.experts import Experts, Mixture, softmax_top_k
+from headway.models.experts import Experts, MoeFeedForward, softmax_top_k
 from headway.models.layers import Linear, RMSNorm
 from headway.models.llama import Attention
 from headway.recipe.families.mixtral import Mixtral, MixtureLike
@@ -24,16 +24,16 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
-def softmax_mixture(model: MixtureLike, renormalize: bool) -> Mixture:
+def softmax_mixture(model: MixtureLike, renormalize: bool) -> MoeFeedForward:
     """Experts chosen by their probabilities. Each layer has its share of the auxiliary loss, so that `balance` weighs
     the mean over layers, however many there are."""
-    return Mixture(
+    return MoeFeedForward(
         Linear(model.dim, model.experts, bias=False),
         partial(softmax_top_k, count=model.top_k, renormalize=renormalize),
         Experts(model.experts, model.dim, model.expert_width),

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from headway.models.attention import Context, KeyValues, attend
+from headway.models.attention import BlockContext, LayerKvCache, attend
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, model.norm_eps)
         self.k_norm = RMSNorm(kv_width, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Mix each token with those before it."""
         q_BLNH = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim))
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden)
         self.mlp_out_norm = RMSNorm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: Context, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
         """Pass the residual stream on, with what this layer adds."""
         x_BLD = x_BLD + self.attention_out_norm(self.attention(x_BLD, context, cache))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(x_BLD))

@@ -5,15 +5,15 @@ import math
 import torch
 from torch import Tensor
 
+from headway.kernels.dispatch import uses_triton
 from headway.kernels.rope import rope_one
-from headway.kernels.table import fuses
-from headway.recipe.rope import Scaling
+from headway.recipe.rope import RopeScaling
 
 __all__ = ["frequencies", "rotary_table", "rotate", "rotate_pairs", "scaled"]
 
 
 def rotary_table(
-    first: int, length: int, dim: int, theta: float, device: torch.device, scaling: Scaling | None = None
+    first: int, length: int, dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> Tensor:
     """Cosines and sines [2, L, R] of the positions from `first` on, float32."""
     turns_R, factor = scaled(frequencies(dim, theta, device), theta, scaling, first + length)
@@ -29,16 +29,16 @@ def frequencies(dim: int, theta: float, device: torch.device | None = None) -> T
     return 1.0 / theta**exponents
 
 
-def scaled(plain_R: Tensor, theta: float, scaling: Scaling | None, length: int) -> tuple[Tensor, float]:
+def scaled(plain_R: Tensor, theta: float, scaling: RopeScaling | None, length: int) -> tuple[Tensor, float]:
     """Frequencies as scaling has them, and what cosines and sines are multiplied by, for a length."""
     match scaling:
         case None:
             return plain_R, 1.0
-        case Scaling(kind="linear"):
+        case RopeScaling(kind="linear"):
             return plain_R / scaling.factor, 1.0
-        case Scaling(kind="llama3"):
+        case RopeScaling(kind="llama3"):
             return _llama3(plain_R, scaling), 1.0
-        case Scaling(kind="yarn"):
+        case RopeScaling(kind="yarn"):
             return _yarn(plain_R, theta, scaling), _yarn_factor(scaling)
     assert scaling.original is not None
     factors = scaling.long_factors if length > scaling.original else scaling.short_factors
@@ -46,7 +46,7 @@ def scaled(plain_R: Tensor, theta: float, scaling: Scaling | None, length: int) 
     return 1.0 / (plain_R.new_tensor(factors) / plain_R), scaling.attention or default
 
 
-def _llama3(plain_R: Tensor, scaling: Scaling) -> Tensor:
+def _llama3(plain_R: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow turns are stretched, fast ones stay, and between them goes a ramp over turns in the original length."""
     assert scaling.original is not None
     turns_R = scaling.original * plain_R / (2 * math.pi)
@@ -54,7 +54,7 @@ def _llama3(plain_R: Tensor, scaling: Scaling) -> Tensor:
     return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
 
 
-def _yarn(plain_R: Tensor, theta: float, scaling: Scaling) -> Tensor:
+def _yarn(plain_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """The same over dims: the ramp goes from where a pair turns `fast` times to where it turns `slow` times."""
     assert scaling.original is not None
     count, length = len(plain_R), scaling.original
@@ -71,7 +71,7 @@ def _yarn(plain_R: Tensor, theta: float, scaling: Scaling) -> Tensor:
     return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
 
 
-def _yarn_factor(scaling: Scaling) -> float:
+def _yarn_factor(scaling: RopeScaling) -> float:
     if scaling.attention is not None:
         return scaling.attention
     if scaling.mscale and scaling.mscale_all:
@@ -86,7 +86,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
     """Turn each pair (i, i + R) of a head by its position's angle, in float32; numbers beyond 2R stay."""
-    if fuses("rope", x_BLNH):
+    if uses_triton("rope", x_BLNH):
         return rope_one(x_BLNH, table_2LR)
     cos_L1R, sin_L1R = table_2LR.unsqueeze(2).unbind(0)
     turned, rest = x_BLNH, None

@@ -1,7 +1,7 @@
 """How a plain model is made to run on several devices: from outside, in one visible order.
 
     split      this worker's stages of the model                    pipeline.py
-    cut        each matrix over the tensor axis                     tensor.py, vocabulary.py
+    cut        each matrix over the tensor axis                     tensor.py, vocab_parallel.py
     recompute  activations that blocks make again                   recompute.py
     compile    each block
     shard      parameters over the data axes                        shard.py
@@ -23,26 +23,26 @@ from headway.errors import ModelError
 from headway.models import Decoder
 from headway.models.experts import set_loss_scale
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import Cuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
-from headway.parallel.pipeline import Schedule, Stage, Stages, has_ties, split, tie_group
+from headway.parallel.layout import TensorCuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
+from headway.parallel.pipeline import LocalStage, PipelineRunner, StageSplit, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
 from headway.parallel.tensor import SEQUENCE, cut_tensors
-from headway.parallel.vocabulary import Shape, cross_entropy_of_logits, shared_loss
+from headway.parallel.vocab_parallel import LogitOptions, cross_entropy_of_logits, shared_loss
 from headway.parallel.world import Axis, World
-from headway.recipe import Layout, Parallel, Recipe
+from headway.recipe import ModelLayout, Parallel, Recipe
 
-__all__ = ["Spread", "apply"]
+__all__ = ["ParallelModel", "parallelize_model"]
 
 
 @dataclass(frozen=True)
-class Spread:
+class ParallelModel:
     """A model as one worker holds it."""
 
     model: nn.Module
     """This worker's part, by the names of the plain model."""
-    stages: tuple[Stage, ...]
-    schedule: Schedule | None
+    stages: tuple[LocalStage, ...]
+    schedule: PipelineRunner | None
     """The order of a pipeline; None where there is none."""
     missing: Missing
     """Sums of gradients that backward passes leave open."""
@@ -106,7 +106,7 @@ class Spread:
             release_weights(stage.module)
 
 
-def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[str] = ()) -> Spread:
+def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[str] = ()) -> ParallelModel:
     """Put a recipe's choices onto a model that lies on the meta device; its memory is this worker's part alone.
 
     `mutations` are mistakes made on purpose, by which `headway check` is tested.
@@ -123,7 +123,7 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
 
     # this worker's stages
     _, blocks = blocks_of(model, layout)
-    stages = Stages(model, (Stage(0, model, tuple(blocks)),))
+    stages = StageSplit(model, (LocalStage(0, model, tuple(blocks)),))
     stream = torch.Size(())
     if pipeline.size > 1:
         counts = stages_of(model, layout, parallel, pipeline.size)
@@ -170,8 +170,8 @@ def apply(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[
     schedule = None
     if pipeline.size > 1:
         wrong = "pipeline-loss-scale" in mutations
-        schedule = Schedule(stages, world, parallel, stream, _stream_dtype(recipe, world), divides=wrong)
-    return Spread(
+        schedule = PipelineRunner(stages, world, parallel, stream, _stream_dtype(recipe, world), divides=wrong)
+    return ParallelModel(
         model=stages.model,
         stages=stages.stages,
         schedule=schedule,
@@ -198,7 +198,7 @@ def _named(documents: Tensor | None) -> dict[str, Tensor]:
 
 
 def stream_shape(
-    model: nn.Module, block: nn.Module, rows: int, seq: int, cuts: Cuts | None, tensor: Axis
+    model: nn.Module, block: nn.Module, rows: int, seq: int, cuts: TensorCuts | None, tensor: Axis
 ) -> torch.Size:
     """The shape of what stages pass on, of one microbatch: seen in a pass of the plain model on the meta device, which
     computes nothing."""
@@ -227,14 +227,16 @@ def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
     return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.data.size > 1 else torch.float32
 
 
-def _set_forward(stage: Stage, recipe: Recipe, world: World, cuts: Cuts | None, vocabulary: int | None) -> None:
+def _set_forward(
+    stage: LocalStage, recipe: Recipe, world: World, cuts: TensorCuts | None, vocabulary: int | None
+) -> None:
     """Have a stage make a summed loss of tokens and labels, or pass the stream on, in the recipe's precision."""
     model, tensor = stage.module, world.axis("tensor")
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
-            shape = Shape(model.loss.softcap, recipe.train.z_loss)
+            shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
             model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence, shape)
             if not stage.first:
                 model.context = WholeSequence(model.context, tensor.size)
@@ -296,7 +298,7 @@ class WholeSequence(nn.Module):
         return self.context(whole, documents, first)
 
 
-def _shared_vocabulary(model: nn.Module, cuts: Cuts) -> int | None:
+def _shared_vocabulary(model: nn.Module, cuts: TensorCuts) -> int | None:
     """Rows of the whole head, where a module that makes logits has a share of them."""
     modules = dict(model.named_modules())
     heads = [modules[name] for name, cut in cuts.cuts.items() if cut == "vocabulary" and name in modules]
@@ -304,7 +306,7 @@ def _shared_vocabulary(model: nn.Module, cuts: Cuts) -> int | None:
     return sizes[0] if sizes else None
 
 
-def _others_buffers(model: nn.Module, layout: Layout, pipeline: Axis) -> dict[str, str]:
+def _others_buffers(model: nn.Module, layout: ModelLayout, pipeline: Axis) -> dict[str, str]:
     """Buffers outside of what a pipeline cuts: every stage has them, and the first one writes them."""
     if pipeline.rank == 0:
         return {}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from headway.kernels.clip import gradient_norm, table_of
-from headway.kernels.table import fuses
-from headway.parallel.local import local
+from headway.kernels.dispatch import uses_triton
+from headway.parallel.local_part import to_local
 from headway.parallel.world import World
 
 __all__ = ["Missing", "finish_gradients", "total_norm"]
@@ -23,7 +23,7 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], missing: Missing) -
     """Add up what backward passes left in parts, all that one group shares in one exchange."""
     for names, group in missing:
         found = [p.grad for name, p in parameters.items() if name in names and p.grad is not None]
-        parts = [local(gradient) for gradient in found]
+        parts = [to_local(gradient) for gradient in found]
         if parts:
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=group)
@@ -36,7 +36,7 @@ def total_norm(parameters: Mapping[str, nn.Parameter], world: World, borrowed: C
     by_copies = dict[int, list[Tensor]]()
     for name, parameter in parameters.items():
         if parameter.grad is not None and name not in borrowed:
-            by_copies.setdefault(_copies(parameter.grad), []).append(local(parameter.grad))
+            by_copies.setdefault(_copies(parameter.grad), []).append(to_local(parameter.grad))
     norms = {copies: _norm(parts) for copies, parts in by_copies.items()}
     if world.size == 1:
         return norms[1]
@@ -47,7 +47,7 @@ def total_norm(parameters: Mapping[str, nn.Parameter], world: World, borrowed: C
 
 
 def _norm(parts: list[Tensor]) -> Tensor:
-    if parts and fuses("norm", parts[0]):
+    if parts and uses_triton("norm", parts[0]):
         return gradient_norm(table_of([part for part in parts if part.numel()]))
     return torch.nn.utils.get_total_norm(parts)
 

@@ -11,14 +11,24 @@ from torch import nn
 from headway.errors import ModelError
 from headway.models import Decoder
 from headway.plan.stages import stages_by_cost
-from headway.recipe import Layout, Parallel, Recipe
+from headway.recipe import ModelLayout, Parallel, Recipe
 
-__all__ = ["Cut", "Cuts", "blocks_of", "check_layout", "check_pipeline", "cuts_of", "layout_of", "named", "stages_of"]
+__all__ = [
+    "Cut",
+    "TensorCuts",
+    "blocks_of",
+    "check_layout",
+    "check_pipeline",
+    "cuts_of",
+    "layout_of",
+    "named",
+    "stages_of",
+]
 
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 """How the tensor axis cuts a module; `keys` is a projection to fewer heads than there are workers, held whole."""
 
-DECODER = Layout(
+DECODER = ModelLayout(
     blocks="layers",
     first=("embed",),
     last=("norm", "head"),
@@ -33,12 +43,12 @@ DECODER = Layout(
 )
 
 
-def layout_of(model: nn.Module, stated: Layout | None) -> Layout:
+def layout_of(model: nn.Module, stated: ModelLayout | None) -> ModelLayout:
     """The layout of one of Headway's own models, or the one that a recipe states."""
-    return DECODER if isinstance(model, Decoder) else stated or Layout()
+    return DECODER if isinstance(model, Decoder) else stated or ModelLayout()
 
 
-def blocks_of(model: nn.Module, layout: Layout) -> tuple[str, list[nn.Module]]:
+def blocks_of(model: nn.Module, layout: ModelLayout) -> tuple[str, list[nn.Module]]:
     """The name of the list of blocks, and the blocks; without a layout, the longest list there is."""
     if layout.blocks is not None:
         blocks = dict(model.named_modules()).get(layout.blocks)
@@ -57,7 +67,7 @@ def _lacks(module: nn.Module | None) -> str:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class TensorCuts:
     """What the tensor axis does to each module, by name."""
 
     cuts: dict[str, Cut]
@@ -79,7 +89,7 @@ class Cuts:
         return not any(".".join(parts[:end]) in self.whole for end in range(1, len(parts)))
 
 
-def cuts_of(model: nn.Module, layout: Layout, size: int) -> Cuts:
+def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
     """A layout's names found in a model, and its shapes seen to be cut evenly; ModelError says what is not."""
     if isinstance(model, Decoder) and model.model.UNCUT:
         family, why = model.model.family, model.model.UNCUT
@@ -93,7 +103,7 @@ def cuts_of(model: nn.Module, layout: Layout, size: int) -> Cuts:
         cuts |= {name: "keys" for name in cuts if name.endswith((".attention.k", ".attention.v"))}
     whole = frozenset(n for pattern in layout.whole for n in _matches(model, pattern, modules, "whole"))
     heads = model.model.kv_heads if isinstance(model, Decoder) else 0
-    made = Cuts(cuts, whole, tuple(_divided(model, layout, modules, size)), heads)
+    made = TensorCuts(cuts, whole, tuple(_divided(model, layout, modules, size)), heads)
     if not {"columns", "rows"} <= {*cuts.values()}:
         raise ModelError(
             f"parallel.tensor is {size}, and model.layout does not say how {_class(model)} is cut",
@@ -131,7 +141,7 @@ def _divisors(length: int) -> str:
     return f"tensor may be {', '.join(str(n) for n in range(1, min(length, 64) + 1) if length % n == 0)}"
 
 
-def _check_ties(model: nn.Module, cuts: Cuts) -> None:
+def _check_ties(model: nn.Module, cuts: TensorCuts) -> None:
     """A parameter that several modules have is cut one way."""
     seen = dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -144,7 +154,7 @@ def _check_ties(model: nn.Module, cuts: Cuts) -> None:
             )
 
 
-def _check_covered(model: nn.Module, cuts: Cuts) -> None:
+def _check_covered(model: nn.Module, cuts: TensorCuts) -> None:
     """By sequence, it matters of every parameter whether it sees all tokens or a share of them."""
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -155,7 +165,9 @@ def _check_covered(model: nn.Module, cuts: Cuts) -> None:
             )
 
 
-def _divided(model: nn.Module, layout: Layout, modules: dict[str, nn.Module], size: int) -> Iterator[tuple[str, str]]:
+def _divided(
+    model: nn.Module, layout: ModelLayout, modules: dict[str, nn.Module], size: int
+) -> Iterator[tuple[str, str]]:
     for pattern in layout.divide:
         owner, _, attribute = pattern.rpartition(".")
         for name in _matches(model, owner, modules, "divide") if owner else [""]:
@@ -186,12 +198,12 @@ def check_layout(model: nn.Module, recipe: Recipe, workers: int) -> None:
         check_pipeline(model, layout, stages_of(model, layout, parallel, sizes["pipeline"]))
 
 
-def stages_of(model: nn.Module, layout: Layout, parallel: Parallel, ranks: int) -> tuple[int, ...]:
+def stages_of(model: nn.Module, layout: ModelLayout, parallel: Parallel, ranks: int) -> tuple[int, ...]:
     """Blocks of each stage of a pipeline: as stated, or as even as can be."""
     return parallel.stages or stages_by_cost(len(blocks_of(model, layout)[1]), 0.0, 0.0, ranks, parallel.chunks)
 
 
-def check_pipeline(model: nn.Module, layout: Layout, counts: Iterable[int]) -> None:
+def check_pipeline(model: nn.Module, layout: ModelLayout, counts: Iterable[int]) -> None:
     """See that a model can be cut into stages of so many blocks; ModelError says why not."""
     counts = tuple(counts)
     if layout.blocks is None:

@@ -25,13 +25,13 @@ from headway.errors import ModelError
 from headway.models import Decoder
 from headway.parallel.layout import blocks_of, named
 from headway.parallel.world import Axis, World
-from headway.recipe import Layout, Parallel
+from headway.recipe import ModelLayout, Parallel
 
-__all__ = ["PassThrough", "Schedule", "Stage", "Stages", "has_ties", "split", "tie_group"]
+__all__ = ["LocalStage", "PassThrough", "PipelineRunner", "StageSplit", "has_ties", "split", "tie_group"]
 
 
 @dataclass(frozen=True)
-class Stage:
+class LocalStage:
     """One stage that this worker has."""
 
     index: int
@@ -44,12 +44,12 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageSplit:
     """A model as far as this worker has it."""
 
     model: nn.Module
     """All of that, by the names of the plain model."""
-    stages: tuple[Stage, ...]
+    stages: tuple[LocalStage, ...]
     count: int = 1
     """Of all workers."""
     borrowed: Mapping[str, str] | None = None
@@ -75,7 +75,7 @@ class PassThrough(nn.Module):
         return x
 
 
-def split(model: nn.Module, layout: Layout, counts: Sequence[int], axis: Axis) -> Stages:
+def split(model: nn.Module, layout: ModelLayout, counts: Sequence[int], axis: Axis) -> StageSplit:
     """This worker's stages of a model on the meta device; stage i, of `counts[i]` blocks, is on rank i % ranks."""
     name, blocks = blocks_of(model, layout)
     ends = [0, *accumulate(counts)]
@@ -91,9 +91,9 @@ def split(model: nn.Module, layout: Layout, counts: Sequence[int], axis: Axis) -
     stages = []
     for i in mine:
         module = part(range(ends[i], ends[i + 1]), i == 0, i == len(counts) - 1)
-        stages.append(Stage(i, module, tuple(blocks[ends[i] : ends[i + 1]]), i == 0, i == len(counts) - 1))
+        stages.append(LocalStage(i, module, tuple(blocks[ends[i] : ends[i + 1]]), i == 0, i == len(counts) - 1))
     holder = part([block for i in mine for block in range(ends[i], ends[i + 1])], has_first, has_last)
-    return Stages(
+    return StageSplit(
         model=holder if len(stages) > 1 else stages[0].module,
         stages=tuple(stages),
         count=len(counts),
@@ -103,7 +103,7 @@ def split(model: nn.Module, layout: Layout, counts: Sequence[int], axis: Axis) -
 
 
 def _elsewhere(
-    model: nn.Module, layout: Layout, name: str, count: int, own: Sequence[int], first: bool, last: bool
+    model: nn.Module, layout: ModelLayout, name: str, count: int, own: Sequence[int], first: bool, last: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """Stand-ins for the modules that a stage does not have."""
     for block in set(range(count)) - set(own):
@@ -132,7 +132,7 @@ def _with(module: nn.Module, others: Mapping[str, nn.Module], prefix: str = "") 
     return made
 
 
-def _ties(model: nn.Module, layout: Layout) -> list[tuple[str, str]]:
+def _ties(model: nn.Module, layout: ModelLayout) -> list[tuple[str, str]]:
     """Parameters that the first and the last stage share: their names in the first and in the last."""
     if _lends(model):
         return [("embed.weight", "embed.weight")]
@@ -148,7 +148,7 @@ def _ties(model: nn.Module, layout: Layout) -> list[tuple[str, str]]:
     return found
 
 
-def has_ties(model: nn.Module, layout: Layout) -> bool:
+def has_ties(model: nn.Module, layout: ModelLayout) -> bool:
     """Whether the first and the last stage of a model share a parameter."""
     return bool(_ties(model, layout))
 
@@ -169,12 +169,12 @@ def tie_group(world: World) -> dist.ProcessGroup | None:
 # -- the schedule
 
 
-class Schedule:
+class PipelineRunner:
     """Runs a step's microbatches through all stages, in the order of a schedule."""
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StageSplit,
         world: World,
         parallel: Parallel,
         shape: torch.Size,
@@ -227,7 +227,7 @@ class Schedule:
         kind = ScheduleInterleaved1F1B if self._parallel.schedule == "interleaved" else ScheduleInterleavedZeroBubble
         return kind(made, **options)
 
-    def _stage(self, stage: Stage) -> PipelineStage:
+    def _stage(self, stage: LocalStage) -> PipelineStage:
         stream = torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True)
         tokens = torch.empty(self._shape[:2], dtype=torch.int64, device="meta")
         return PipelineStage(

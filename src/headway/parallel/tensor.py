@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headway.parallel.collectives import copied, gathered, scattered, summed
-from headway.parallel.layout import Cut, Cuts
-from headway.parallel.local import local
+from headway.parallel.layout import Cut, TensorCuts
+from headway.parallel.local_part import to_local
 from headway.parallel.pipeline import PassThrough
 from headway.parallel.world import Axis
 
@@ -28,7 +28,7 @@ SEQUENCE = 1
 Forward = Callable[..., Tensor]
 
 
-def cut_tensors(model: nn.Module, cuts: Cuts, mesh: DeviceMesh, axis: Axis) -> frozenset[str]:
+def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis) -> frozenset[str]:
     """Share a model out over an axis; returns the parameters whose gradients must be added up over it."""
     modules = dict(model.named_modules())
     made = dict[int, nn.Parameter]()  # by the parameter they stand for, so that tied ones stay tied
@@ -56,7 +56,7 @@ def share_of(length: int, axis: Axis) -> tuple[int, int]:
     return min(each * axis.rank, length), min(each * (axis.rank + 1), length)
 
 
-def _cut_of(name: str, cuts: Cuts) -> Cut | None:
+def _cut_of(name: str, cuts: TensorCuts) -> Cut | None:
     """What is said of a module, or of the one that it is a part of."""
     while name:
         if name in cuts.cuts:
@@ -85,7 +85,7 @@ def _placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, axi
 # -- what happens before and after a module's own arithmetic
 
 
-def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: Cuts, axis: Axis) -> None:
+def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: TensorCuts, axis: Axis) -> None:
     """Put a module's exchanges around its own `forward`, which sees local tensors."""
     computes = any(True for _ in module.parameters(recurse=False)) or name in cuts.whole
     if not computes or isinstance(module, PassThrough):
@@ -101,13 +101,13 @@ def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: Cuts, axis
     module.forward = forward
 
 
-def _enter(cuts: Cuts, axis: Axis) -> Callable[[Tensor], Tensor]:
+def _enter(cuts: TensorCuts, axis: Axis) -> Callable[[Tensor], Tensor]:
     """What brings the stream to a module that sees all of it."""
     assert axis.group is not None, "an axis of one place cuts nothing"
     return partial(gathered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(copied, group=axis.group)
 
 
-def _leave(cuts: Cuts, axis: Axis) -> Callable[[Tensor], Tensor]:
+def _leave(cuts: TensorCuts, axis: Axis) -> Callable[[Tensor], Tensor]:
     """What makes the stream of everyone's part of a sum."""
     assert axis.group is not None, "an axis of one place cuts nothing"
     return partial(scattered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(summed, group=axis.group)
@@ -125,7 +125,7 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
         return {**_local(parameters), **({} if bias is None else {"bias": None})}
 
     y = leave(_on_local(module, plain, without_bias, x))
-    return y if bias is None else y + local(bias)
+    return y if bias is None else y + to_local(bias)
 
 
 def _embed(
@@ -153,7 +153,7 @@ def _on_local(
 def _local(parameters: dict[str, Any]) -> dict[str, Any]:
     # Where workers hold all of a parameter, its gradient may be a part of a sum: `finish_gradients` adds those up once
     # a step and all at once, and autograd is left to believe that they are whole.
-    return {key: None if parameter is None else local(parameter) for key, parameter in parameters.items()}
+    return {key: None if parameter is None else to_local(parameter) for key, parameter in parameters.items()}
 
 
 def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,7 @@ are needed.
 """
 
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.flops import (
-    flops_per_token,
-    flops_per_token_full_attention,
-    matmul_parameters,
-    parameters,
-)
+from headway.plan.flops import flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 
 __all__ = [
     "Architecture",

@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.recipe import Model
-from headway.recipe.architecture import Architecture, Experts, LatentAttention
+from headway.recipe.architecture import Architecture, ExpertShape, LatentAttention
 
-__all__ = ["Architecture", "Experts", "LatentAttention", "Matrix", "architecture_of", "layer_kinds", "layer_matrices"]
+__all__ = [
+    "Architecture",
+    "ExpertShape",
+    "LatentAttention",
+    "Matrix",
+    "architecture_of",
+    "layer_kinds",
+    "layer_matrices",
+]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from headway.hardware import Cluster
 from headway.plan.architecture import Architecture
 from headway.plan.checks import divisors, valid
 from headway.plan.settings import AXES, Mesh, Schedule, Settings
-from headway.plan.task import Choices, Task
+from headway.plan.task import SearchSpace, TrainingTask
 
 __all__ = ["LONG", "candidates", "held_microbatches", "settings_of"]
 
@@ -24,7 +24,7 @@ MOST_TOKENS_IN_PIPELINE = 2**16
 MOST_CHUNKS = 8
 
 
-def candidates(task: Task, cluster: Cluster, choices: Choices, context: bool = False) -> Iterator[Settings]:
+def candidates(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context: bool = False) -> Iterator[Settings]:
     """Every valid way to run that the choices leave, sequences shared only with `context`.
 
     Meshes that can win nothing are left out. Copies of the whole exist without sharding (`zero` 0), and with sharded
@@ -37,7 +37,7 @@ def candidates(task: Task, cluster: Cluster, choices: Choices, context: bool = F
             yield from _variants(task, cluster, choices, mesh, zero)
 
 
-def settings_of(task: Task, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
+def settings_of(task: TrainingTask, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
     """The plainest way to run a task on a mesh."""
     software = task.software.on(mesh, task.batch // (mesh.data * microbatch))
     return Settings(
@@ -46,7 +46,7 @@ def settings_of(task: Task, mesh: Mesh, zero: int, microbatch: int = 1) -> Setti
     )  # fmt: skip
 
 
-def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: int) -> Iterator[Settings]:
+def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: Mesh, zero: int) -> Iterator[Settings]:
     """One mesh with every microbatch, schedule, recomputation and precision."""
     arch, limits = task.architecture, choices.limits
     sizes = choices.microbatches or _sizes(task, mesh)
@@ -75,13 +75,13 @@ def _variants(task: Task, cluster: Cluster, choices: Choices, mesh: Mesh, zero: 
                 yield made
 
 
-def _sizes(task: Task, mesh: Mesh) -> tuple[int, ...]:
+def _sizes(task: TrainingTask, mesh: Mesh) -> tuple[int, ...]:
     """Microbatches that divide a data rank's share, up to where larger ones bring no more."""
     most = MOST_TOKENS_IN_PIPELINE if mesh.pipeline > 1 else MOST_TOKENS
     return divisors(task.batch // mesh.data, max(1, most * mesh.context // task.seq))
 
 
-def _orders(arch: Architecture, choices: Choices, pipeline: int) -> Iterator[tuple[Schedule, int]]:
+def _orders(arch: Architecture, choices: SearchSpace, pipeline: int) -> Iterator[tuple[Schedule, int]]:
     """Schedules with their chunks; without a pipeline there is one."""
     if pipeline == 1:
         yield "1f1b", 1
@@ -100,7 +100,7 @@ def _even_chunks(layers: int, pipeline: int) -> tuple[int, ...]:
     return tuple(n for n in fit if layers % (n * pipeline) == 0 or (layers + 2) % (n * pipeline) == 0) or tuple(fit[:1])
 
 
-def _meshes(task: Task, cluster: Cluster, choices: Choices, context: bool) -> Iterator[tuple[Mesh, int]]:
+def _meshes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context: bool) -> Iterator[tuple[Mesh, int]]:
     if choices.mesh is not None:
         for zero in _zeros(task.architecture, choices.mesh, choices.mesh.shard, choices.zero):
             yield choices.mesh, zero

@@ -11,22 +11,22 @@ from typing import Literal
 
 from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster, find_ceilings
-from headway.plan.efficiencies import IDEAL, Parameters, fitted_parameters
-from headway.plan.network import Network
+from headway.plan.collective_times import NetworkModel
+from headway.plan.efficiencies import IDEAL, Efficiencies, fitted_parameters
 from headway.plan.rates import LimitRates, MeasuredRates, ModelRates, Rates, family
 
-__all__ = ["Costs", "Fidelity", "make_costs"]
+__all__ = ["CostModel", "Fidelity", "make_cost_model"]
 
 Fidelity = Literal["limit", "default", "measured", "calibrated"]
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
+class CostModel:
     """A cluster, and how fast its devices and links are taken to be."""
 
     cluster: Cluster
     rates: Rates
-    parameters: Parameters = field(default_factory=Parameters)
+    parameters: Efficiencies = field(default_factory=Efficiencies)
     demand: float = 1.0
     """Power that products would draw at full clock, over the chip's own limit."""
     fidelity: Fidelity = "default"
@@ -37,22 +37,22 @@ class Costs:
         return self.fidelity == "limit"
 
     @property
-    def network(self) -> Network:
+    def network(self) -> NetworkModel:
         """Links as collectives reach them."""
         p = self.parameters
-        return Network(self.cluster, p.near, p.far, latency=p.latency)
+        return NetworkModel(self.cluster, p.near, p.far, latency=p.latency)
 
 
-def make_costs(
+def make_cost_model(
     cluster: Cluster,
     fidelity: Fidelity = "default",
-    parameters: Parameters | None = None,
+    parameters: Efficiencies | None = None,
     ceilings: Ceilings | None = None,
-) -> Costs:
+) -> CostModel:
     """Costs at a fidelity; `measured` takes the ceilings given, or those that Headway ships for the chip."""
     chip = cluster.chip
     if fidelity == "limit":
-        return Costs(cluster, LimitRates(chip), IDEAL, fidelity=fidelity)
+        return CostModel(cluster, LimitRates(chip), IDEAL, fidelity=fidelity)
     parameters = parameters or fitted_parameters()
     ceilings = ceilings or (find_ceilings(chip) if fidelity == "measured" else None)
     if ceilings is None and fidelity == "measured":
@@ -61,6 +61,6 @@ def make_costs(
             hint="headway hardware measure writes such a file; --ceilings FILE names it",
         )
     if ceilings is None:
-        return Costs(cluster, ModelRates(chip), parameters, family(chip).demand, fidelity)
+        return CostModel(cluster, ModelRates(chip), parameters, family(chip).demand, fidelity)
     share = ceilings.sustained_share("bf16") if ceilings.sustained else 1.0
-    return Costs(cluster, MeasuredRates(chip, ceilings), parameters.measured(), share**-2, fidelity)
+    return CostModel(cluster, MeasuredRates(chip, ceilings), parameters.measured(), share**-2, fidelity)

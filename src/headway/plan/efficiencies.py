@@ -10,11 +10,11 @@ from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
-__all__ = ["IDEAL", "SPREAD", "Parameters", "fitted_parameters"]
+__all__ = ["IDEAL", "SPREAD", "Efficiencies", "fitted_parameters"]
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Efficiencies:
     """Multipliers are near 1: what training gets of a kernel's or a link's modelled speed."""
 
     ampere: float = 0.92
@@ -44,13 +44,13 @@ class Parameters:
     loop_s: float = 0.01
     """Seconds of each step in which the device waits for the loop: data, norm, logging."""
 
-    def measured(self) -> "Parameters":
+    def measured(self) -> "Efficiencies":
         """For measured ceilings: kernels' speeds are known, so that what was fitted to the kernel model is not
         applied."""
         return replace(self, ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0)
 
 
-IDEAL = Parameters(
+IDEAL = Efficiencies(
     ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0, host_s=0.0, near=1.0, far=1.0,
     latency=0.0, contention=0.0, hidden=1.0, loop_s=0.0,
 )  # fmt: skip
@@ -72,10 +72,10 @@ def _fitted() -> dict[str, dict[str, float]]:
     return parsed
 
 
-def fitted_parameters(without: str | None = None) -> Parameters:
+def fitted_parameters(without: str | None = None) -> Efficiencies:
     """Parameters fitted to all published runs, or to those of all programs but one.
 
     A program that none of the runs is of was seen by neither.
     """
     found = _fitted()
-    return Parameters(**found.get(without or "all", found["all"]))
+    return Efficiencies(**found.get(without or "all", found["all"]))

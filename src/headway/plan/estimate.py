@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from headway.plan.architecture import Architecture
-from headway.plan.costs import Costs
+from headway.plan.costs import CostModel
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention
-from headway.plan.memory import Memory, memory
+from headway.plan.memory import PeakMemory, memory
 from headway.plan.settings import Settings
 from headway.plan.step import Step, cut_stages, step
 
@@ -20,7 +20,7 @@ class Estimate:
     architecture: Architecture
     settings: Settings
     step: Step
-    memory: Memory
+    memory: PeakMemory
     peak_flops_s: float
     """Of one device, at the precision of the products."""
 
@@ -46,7 +46,7 @@ class Estimate:
         return self.tokens_s_per_device * flops / self.peak_flops_s
 
 
-def estimate(arch: Architecture, settings: Settings, costs: Costs) -> Estimate:
+def estimate(arch: Architecture, settings: Settings, costs: CostModel) -> Estimate:
     """Time and memory of one way to run; stages that are left to the software are cut."""
     settings = cut_stages(arch, settings, costs)
     made = step(arch, settings, costs)

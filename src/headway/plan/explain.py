@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 from headway.plan.architecture import layer_kinds
-from headway.plan.costs import Costs
-from headway.plan.efficiencies import Parameters
+from headway.plan.communication import CommCost, exchanges
+from headway.plan.costs import CostModel
+from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate
-from headway.plan.exchanges import Exchange, exchanges
 from headway.plan.flops import flops_per_token
 from headway.plan.layer import Speed, Work, layer, layer_mix, phases, speed
 from headway.plan.memory import (
@@ -27,14 +27,14 @@ from headway.plan.memory import (
     outside_parameters,
 )
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
-from headway.plan.own_exchanges import end_exchanges
 from headway.plan.pipeline import in_flight
 from headway.plan.rates import power_share
-from headway.plan.roofline import Point
+from headway.plan.roofline import RooflinePoint
 from headway.plan.settings import Settings
 from headway.plan.stages import blocks_of_ranks, recomputed_share, stage_counts
+from headway.plan.trainer_communication import end_exchanges
 
-__all__ = ["Cell", "Section", "explain", "parameter_meanings", "roofline_points", "step_terms"]
+__all__ = ["Cell", "ExplainTable", "explain", "parameter_meanings", "roofline_points", "step_terms"]
 
 Cell = str | float | None
 GIB = 2**30
@@ -50,7 +50,7 @@ BUBBLES = {
 
 
 @dataclass(frozen=True)
-class Section:
+class ExplainTable:
     """One table of an explanation."""
 
     title: str
@@ -60,7 +60,7 @@ class Section:
     """What to know of it, in a sentence."""
 
 
-def explain(made: Estimate, costs: Costs) -> list[Section]:
+def explain(made: Estimate, costs: CostModel) -> list[ExplainTable]:
     """Every term of a plan's step and memory, with its formula."""
     arch = made.architecture
     kinds = list(layer_kinds(arch))
@@ -83,12 +83,12 @@ def _trained(part: Part, settings: Settings) -> Part:
     return tuple(one for one in part if not (settings.frozen and one.phase == "weight_grad"))
 
 
-def _work(made: Estimate, costs: Costs, part: Part) -> Work:
+def _work(made: Estimate, costs: CostModel, part: Part) -> Work:
     forward, inputs, weights = phases(costs.rates, part, made.settings.software.attention)
     return forward + inputs + weights
 
 
-def _fast(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Speed:
+def _fast(made: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Speed:
     """What training sustains of kernels' speed, in a layer or at the ends of the model."""
     settings, mix = made.settings, _work(made, costs, part)
     if inside:
@@ -96,7 +96,7 @@ def _fast(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Spee
     return speed(costs, settings.shape.other, mix)
 
 
-def _rows(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
+def _rows(made: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
     fast = _fast(made, costs, part, inside)
     for one in part:
         seconds = fast.seconds(_work(made, costs, (one,)))
@@ -104,7 +104,7 @@ def _rows(made: Estimate, costs: Costs, part: Part, inside: bool = True) -> Iter
         yield (one.name, PASSES[one.phase], *sizes, one.flops, one.bytes, seconds, _of_roof(costs, one, seconds))
 
 
-def _of_roof(costs: Costs, one: Operation, seconds: float) -> float:
+def _of_roof(costs: CostModel, one: Operation, seconds: float) -> float:
     """What the operation must take at least over what it takes."""
     memory = one.bytes / costs.cluster.chip.bandwidth_bytes_s
     return max(memory, one.flops / costs.rates.peak(one.precision) if one.flops else 0.0) / seconds
@@ -113,27 +113,27 @@ def _of_roof(costs: Costs, one: Operation, seconds: float) -> float:
 COLUMNS = ("operation", "pass", "m", "n", "k", "flops", "bytes", "seconds", "of roof")
 
 
-def _operations(made: Estimate, costs: Costs, experts: bool, count: int) -> Section:
+def _operations(made: Estimate, costs: CostModel, experts: bool, count: int) -> ExplainTable:
     settings, shape = made.settings, made.settings.shape
     kind = "layer with experts" if experts else "layer"
     one = layer(made.architecture, experts, settings, costs)
     tokens = f"{shape.sequences} x {shape.seq:,} tokens" + (f" / context {shape.context}" if shape.context > 1 else "")
     together = one.forward + one.input_grad + one.weight_grad
     note = f"{together * 1e3:.4g} ms a layer and microbatch, at the clock that power leaves; there are {count} layers"
-    return Section(f"one {kind}, {tokens}", COLUMNS, tuple(_rows(made, costs, _part(made, experts))), note)
+    return ExplainTable(f"one {kind}, {tokens}", COLUMNS, tuple(_rows(made, costs, _part(made, experts))), note)
 
 
-def _ends(made: Estimate, costs: Costs) -> Section:
+def _ends(made: Estimate, costs: CostModel) -> ExplainTable:
     parts = head_operations(made.architecture, made.settings.shape, made.settings.software)
     rows = (_rows(made, costs, _trained(part, made.settings), inside=False) for part in parts)
-    return Section("the ends of the model, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
+    return ExplainTable("the ends of the model, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
 
 
-def roofline_points(made: Estimate, costs: Costs) -> list[Point]:
+def roofline_points(made: Estimate, costs: CostModel) -> list[RooflinePoint]:
     """All that a device computes in a step, by operation: layers, recomputation, head, loss, and the optimizer."""
     settings, arch = made.settings, made.architecture
     runs = settings.microbatches
-    points: dict[str, Point] = {}
+    points: dict[str, RooflinePoint] = {}
     for experts, count in layer_kinds(arch):
         part = _part(made, experts)
         each = count / settings.mesh.pipeline * runs
@@ -142,10 +142,15 @@ def roofline_points(made: Estimate, costs: Costs) -> list[Point]:
         part = _trained(part, settings)
         _add(points, made, costs, part, runs, _fast(made, costs, part, inside=False))
     update = made.step.accounts["optimizer"]
-    return [*points.values(), Point("optimizer", 0.0, _updated(made) * optimizer_bytes(settings.software), update)]
+    return [
+        *points.values(),
+        RooflinePoint("optimizer", 0.0, _updated(made) * optimizer_bytes(settings.software), update),
+    ]
 
 
-def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, times: float, fast: Speed) -> None:
+def _add(
+    points: dict[str, RooflinePoint], made: Estimate, costs: CostModel, part: Part, times: float, fast: Speed
+) -> None:
     inside = part[0].name != "embedding" and not any(one.name == "head" for one in part)
     settings = made.settings
     kept = settings.recompute == "selective" and settings.software.keeps_products
@@ -154,9 +159,9 @@ def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, tim
     again = dict(zip(("product", "attention", "memory"), (part_of * share for share in shares), strict=True))
     for one in part:
         runs = times * (1 + (again[one.kind] if inside and one.phase == "forward" else 0.0))
-        old = points.get(one.name, Point(one.name, 0.0, 0.0, 0.0))
+        old = points.get(one.name, RooflinePoint(one.name, 0.0, 0.0, 0.0))
         seconds = fast.seconds(_work(made, costs, (one,)))
-        points[one.name] = Point(
+        points[one.name] = RooflinePoint(
             one.name, old.flops + runs * one.flops, old.bytes + runs * one.bytes, old.seconds + runs * seconds
         )
 
@@ -164,7 +169,7 @@ def _add(points: dict[str, Point], made: Estimate, costs: Costs, part: Part, tim
 # -- passes and the step
 
 
-def _passes(made: Estimate, costs: Costs, experts: bool) -> Section:
+def _passes(made: Estimate, costs: CostModel, experts: bool) -> ExplainTable:
     """One layer's forward and backward pass."""
     one = layer(made.architecture, experts, made.settings, costs)
     blocks = made.settings.recompute_blocks
@@ -186,7 +191,7 @@ def _passes(made: Estimate, costs: Costs, experts: bool) -> Section:
     ]
     both = one.whole_forward + one.backward
     title = "one layer with experts, both passes" if experts else "one layer, both passes"
-    return Section(title, ("term", "formula", "seconds"), tuple(rows), f"together {both * 1e3:.4g} ms")
+    return ExplainTable(title, ("term", "formula", "seconds"), tuple(rows), f"together {both * 1e3:.4g} ms")
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,7 @@ class _Mean:
     waits: float
 
 
-def _mean(made: Estimate, costs: Costs) -> _Mean:
+def _mean(made: Estimate, costs: CostModel) -> _Mean:
     arch = made.architecture
     kinds = [(one, count / arch.layers) for _, count, one in layer_mix(arch, made.settings, costs)]
 
@@ -208,7 +213,7 @@ def _mean(made: Estimate, costs: Costs) -> _Mean:
     return _Mean(over("whole_forward"), over("backward"), over("waits_for_host"))
 
 
-def step_terms(made: Estimate, costs: Costs) -> tuple[tuple[str, str, float], ...]:
+def step_terms(made: Estimate, costs: CostModel) -> tuple[tuple[str, str, float], ...]:
     """What a device does in a step, on average over a pipeline's stages: names, formulas, and seconds that sum up to
     it."""
     settings, step, arch = made.settings, made.step, made.architecture
@@ -243,7 +248,7 @@ def _bubble(settings: Settings) -> str:
     return f"{settings.schedule}, {mesh.pipeline} stages x {settings.chunks}, {settings.microbatches} microbatches"
 
 
-def _end_seconds(made: Estimate, costs: Costs) -> tuple[float, float]:
+def _end_seconds(made: Estimate, costs: CostModel) -> tuple[float, float]:
     """Of one microbatch: the embedding, and the last norm, head and loss."""
     embedding, head = (
         _trained(part, made.settings)
@@ -253,12 +258,14 @@ def _end_seconds(made: Estimate, costs: Costs) -> tuple[float, float]:
     return both[0], both[1]
 
 
-def _step(made: Estimate, costs: Costs) -> Section:
+def _step(made: Estimate, costs: CostModel) -> ExplainTable:
     note = f"together {made.step.seconds:.4g} s a step"
-    return Section("a step, on average over devices", ("term", "formula", "seconds"), step_terms(made, costs), note)
+    return ExplainTable(
+        "a step, on average over devices", ("term", "formula", "seconds"), step_terms(made, costs), note
+    )
 
 
-def _useful(made: Estimate) -> Section:
+def _useful(made: Estimate) -> ExplainTable:
     settings = made.settings
     tokens = settings.batch * settings.seq
     flops = flops_per_token(made.architecture, settings.seq)
@@ -271,7 +278,7 @@ def _useful(made: Estimate) -> Section:
     )
     full = f"{100 * made.mfu_full_attention:.1f} % counting full attention"
     note = f"MFU {100 * made.mfu:.1f} %: useful over the step; {full}"
-    return Section("what of it is useful", ("term", "formula", "seconds"), rows, note)
+    return ExplainTable("what of it is useful", ("term", "formula", "seconds"), rows, note)
 
 
 def _updated(made: Estimate) -> float:
@@ -287,7 +294,7 @@ def _sharded(settings: Settings, routed: float, dense: float) -> float:
     return dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
 
 
-def _update(made: Estimate, costs: Costs) -> str:
+def _update(made: Estimate, costs: CostModel) -> str:
     if made.settings.software.offloads_moments:
         return f"{_updated(made):.4g} parameters, whose moments come from the host and go back"
     moved, seconds = optimizer_bytes(made.settings.software), made.step.accounts["optimizer"]
@@ -299,20 +306,20 @@ def _update(made: Estimate, costs: Costs) -> str:
 # -- exchanges and the pipeline
 
 
-def _exchanges(made: Estimate, costs: Costs) -> Section:
+def _exchanges(made: Estimate, costs: CostModel) -> ExplainTable:
     columns = ("exchange", "operation", "bytes", "group", "over", "seconds", "times", "exposed")
     rows = tuple(_exchange_row(one) for one in exchanges(made, costs))
     exposed = made.step.accounts["exposed communication"]
     note = f"{exposed:.4g} s of a step are exposed" if rows else "one device exchanges nothing"
-    return Section("what travels in a step", columns, rows, note)
+    return ExplainTable("what travels in a step", columns, rows, note)
 
 
-def _exchange_row(one: Exchange) -> tuple[Cell, ...]:
+def _exchange_row(one: CommCost) -> tuple[Cell, ...]:
     group = f"{one.group.size}" + (f" by {one.group.stride}" if one.group.stride > 1 else "")
     return one.name, one.operation, one.bytes, group, one.level, one.seconds, one.times, one.exposed
 
 
-def _pipeline(made: Estimate) -> Iterator[Section]:
+def _pipeline(made: Estimate) -> Iterator[ExplainTable]:
     settings, step = made.settings, made.step
     if settings.mesh.pipeline == 1:
         return
@@ -325,13 +332,13 @@ def _pipeline(made: Estimate) -> Iterator[Section]:
         ("activations held", f"of {step.in_flight:.3g} microbatches on the first rank", None),
     )
     note = f"{100 * step.bubble_share:.1f} % of the passes, on the busiest rank"
-    yield Section("the pipeline", ("term", "formula", "seconds"), rows, note)
+    yield ExplainTable("the pipeline", ("term", "formula", "seconds"), rows, note)
 
 
 # -- memory
 
 
-def _memory(made: Estimate, costs: Costs) -> Section:
+def _memory(made: Estimate, costs: CostModel) -> ExplainTable:
     settings, memory = made.settings, made.memory
     software = settings.software
     states, _ = _kept(made)
@@ -345,7 +352,7 @@ def _memory(made: Estimate, costs: Costs) -> Section:
         ("overhead", _overhead(made, costs), memory.overhead),
     ]
     note = f"together {memory.total / GIB:.1f} of {memory.capacity / GIB:.0f} GB, at the peak"
-    return Section("memory of the device that needs most", ("part", "formula", "bytes"), tuple(rows), note)
+    return ExplainTable("memory of the device that needs most", ("part", "formula", "bytes"), tuple(rows), note)
 
 
 def _held(made: Estimate, each: float, shared: bool) -> tuple[str, float]:
@@ -418,7 +425,7 @@ def _held_microbatches(made: Estimate) -> float:
     return max(1.0, most[made.memory.rank] / settings.chunks)
 
 
-def _overhead(made: Estimate, costs: Costs) -> str:
+def _overhead(made: Estimate, costs: CostModel) -> str:
     if costs.cluster.chip.name == "cpu":
         return "assumed for the process itself"
     mesh = made.settings.mesh
@@ -430,7 +437,7 @@ def _overhead(made: Estimate, costs: Costs) -> str:
 # -- clock and parameters
 
 
-def _clock(made: Estimate, costs: Costs) -> Section:
+def _clock(made: Estimate, costs: CostModel) -> ExplainTable:
     chip, limit = costs.cluster.chip, costs.cluster.power_w
     rows: list[tuple[Cell, ...]] = []
     for experts, _ in layer_kinds(made.architecture):
@@ -445,18 +452,18 @@ def _clock(made: Estimate, costs: Costs) -> Section:
         f"products would draw {costs.demand:.3g} x the chip's {chip.power_w:.0f} W at full clock, and the limit is "
         f"{limit:.0f} W; the other columns are speeds over the kernel model's"
     )
-    return Section("power and speed", columns, tuple(rows), note)
+    return ExplainTable("power and speed", columns, tuple(rows), note)
 
 
-def _parameters(costs: Costs) -> Section:
+def _parameters(costs: CostModel) -> ExplainTable:
     meanings = parameter_meanings()
     rows = tuple((name, value, meanings.get(name, "")) for name, value in asdict(costs.parameters).items())
-    return Section("parameters of the cost model", ("name", "value", "meaning"), rows)
+    return ExplainTable("parameters of the cost model", ("name", "value", "meaning"), rows)
 
 
 def parameter_meanings() -> dict[str, str]:
     """What each parameter of the cost model means: the docstrings under its fields."""
-    body = ast.parse(inspect.getsource(Parameters)).body[0]
+    body = ast.parse(inspect.getsource(Efficiencies)).body[0]
     assert isinstance(body, ast.ClassDef), "Parameters is a class"
     found: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.plan.architecture import Architecture, layer_kinds
-from headway.plan.costs import Costs
-from headway.plan.network import Group, collective_seconds
+from headway.plan.collective_times import DeviceGroup, collective_seconds
+from headway.plan.costs import CostModel
 from headway.plan.operations import Part, layer_operations
 from headway.plan.rates import Rates, family_name, power_share
-from headway.plan.settings import LOW, Settings, Shape, Software
+from headway.plan.settings import LOW, MicrobatchShape, Settings, Software
 from headway.plan.stages import recomputed_share
 
-__all__ = ["HIDDEN_TENSOR", "Layer", "Speed", "Work", "layer", "layer_mix", "phases", "speed"]
+__all__ = ["HIDDEN_TENSOR", "LayerTime", "Speed", "Work", "layer", "layer_mix", "phases", "speed"]
 
 HIDDEN_TENSOR = 0.6
 """What an overlapped tensor axis hides of its exchanges: async tensor parallelism and user buffers split them into
@@ -43,7 +43,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerTime:
     """Seconds of one layer on one microbatch."""
 
     forward: float
@@ -100,7 +100,7 @@ def phases(rates: Rates, part: Part, kernel: str) -> tuple[Work, Work, Work]:
 
 @lru_cache(maxsize=65536)
 def _layer_phases(
-    rates: Rates, arch: Architecture, experts: bool, shape: Shape, software: Software
+    rates: Rates, arch: Architecture, experts: bool, shape: MicrobatchShape, software: Software
 ) -> tuple[Work, Work, Work]:
     return phases(rates, layer_operations(arch, experts, shape, software), software.attention)
 
@@ -118,7 +118,7 @@ class Speed:
         return work.product / self.product + work.attention / self.attention + work.memory / self.memory
 
 
-def speed(costs: Costs, precision: str, mix: Work, scaling: str = "tensor") -> Speed:
+def speed(costs: CostModel, precision: str, mix: Work, scaling: str = "tensor") -> Speed:
     """What power and the parameters leave of each kind of kernel's speed, where kernels come in such a mix."""
     if costs.ideal:
         return Speed(1.0, 1.0, 1.0)
@@ -130,7 +130,7 @@ def speed(costs: Costs, precision: str, mix: Work, scaling: str = "tensor") -> S
     return Speed(product * clock, p.attention * clock, p.memory)
 
 
-def layer(arch: Architecture, experts: bool, settings: Settings, costs: Costs) -> Layer:
+def layer(arch: Architecture, experts: bool, settings: Settings, costs: CostModel) -> LayerTime:
     """One layer of a kind on one microbatch."""
     shape = settings.shape
     forward, inputs, weights = _layer_phases(costs.rates, arch, experts, shape, settings.software)
@@ -141,10 +141,10 @@ def layer(arch: Architecture, experts: bool, settings: Settings, costs: Costs) -
     ahead, behind, repeated = _exchanges(arch, experts, settings, costs, (one, two, three))
     again = fast.seconds(_recomputed(forward, settings)) + repeated
     host_forward, host_backward = _host(experts, settings, costs)
-    return Layer(one, two, three, again, ahead, behind, host_forward, host_backward)
+    return LayerTime(one, two, three, again, ahead, behind, host_forward, host_backward)
 
 
-def layer_mix(arch: Architecture, settings: Settings, costs: Costs) -> list[tuple[bool, float, Layer]]:
+def layer_mix(arch: Architecture, settings: Settings, costs: CostModel) -> list[tuple[bool, float, LayerTime]]:
     """Every kind of layer with how many there are: with experts or not, computed again or not."""
     again = recomputed_share(arch.layers, settings)
     found = []
@@ -166,7 +166,7 @@ def _recomputed(forward: Work, settings: Settings) -> Work:
     return Work()
 
 
-def _host(experts: bool, settings: Settings, costs: Costs) -> tuple[float, float]:
+def _host(experts: bool, settings: Settings, costs: CostModel) -> tuple[float, float]:
     software = settings.software
     if software.graphs or costs.ideal:
         return 0.0, 0.0
@@ -184,7 +184,7 @@ def _host(experts: bool, settings: Settings, costs: Costs) -> tuple[float, float
 
 
 def _exchanges(
-    arch: Architecture, experts: bool, settings: Settings, costs: Costs, times: tuple[float, float, float]
+    arch: Architecture, experts: bool, settings: Settings, costs: CostModel, times: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Exposed seconds of what a layer's devices exchange: forward, backward, and once more where the layer is computed
     again."""
@@ -207,7 +207,7 @@ def _exchanges(
 
 
 def _tensor(
-    arch: Architecture, experts: bool, settings: Settings, costs: Costs, weights: float
+    arch: Architecture, experts: bool, settings: Settings, costs: CostModel, weights: float
 ) -> tuple[float, float, float]:
     """Two pairs of gather and scatter a pass, or two all-reduces; experts are not split, so that one pair remains.
 
@@ -215,7 +215,7 @@ def _tensor(
     hides behind the input's gradient. Where the program lets it, what is known of an input's gradient travels beside
     the weights' one. A pass that is repeated exchanges all again, but for the last sum where nothing is gathered twice.
     """
-    software, group = settings.software, Group(settings.mesh.tensor)
+    software, group = settings.software, DeviceGroup(settings.mesh.tensor)
     leaving = settings.shape.tokens * arch.dim * settings.shape.width
     entering = settings.shape.tokens * arch.dim * settings.stream_width
     pairs = 1 if experts else 2
@@ -244,22 +244,22 @@ def _tensor(
     return ahead, must + may, again
 
 
-def _ring(arch: Architecture, settings: Settings, costs: Costs) -> tuple[float, float]:
+def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """Keys and values once around the ring; backward also their gradients."""
     mesh = settings.mesh
     heads = max(1.0, arch.kv_heads / mesh.tensor)
     size = heads * (arch.head_dim + arch.value_dim) * settings.shape.tokens * settings.shape.width
-    group = Group(2, max(1, mesh.tensor * mesh.context // 2))
+    group = DeviceGroup(2, max(1, mesh.tensor * mesh.context // 2))
     once = (mesh.context - 1) * collective_seconds(costs.network, "send", size, group)
     return once, 2 * once
 
 
-def _to_experts(arch: Architecture, settings: Settings, costs: Costs) -> tuple[float, float]:
+def _to_experts(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """Tokens to their experts and back, each way; backward the same for their gradients."""
     assert arch.experts is not None, "a layer with experts belongs to a model with experts"
     mesh = settings.mesh
     routed = settings.shape.tokens / mesh.tensor * arch.experts.top_k * arch.dim * settings.imbalance
-    group = Group(mesh.expert)
+    group = DeviceGroup(mesh.expert)
     low = 1 if settings.precision in LOW else settings.shape.width
     sent = collective_seconds(costs.network, "all_to_all", routed * low, group)
     back = collective_seconds(costs.network, "all_to_all", routed * settings.shape.width, group)

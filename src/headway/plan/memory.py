@@ -11,12 +11,12 @@ from headway.hardware import Cluster
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.flops import layer_parameters, routed_parameters
 from headway.plan.pipeline import in_flight as held_forwards
-from headway.plan.settings import LOW, Settings, Shape
+from headway.plan.rank_share import block_parameters, is_exact, rest_parameters, worker_blocks
+from headway.plan.settings import LOW, MicrobatchShape, Settings
 from headway.plan.stages import blocks_of_ranks
-from headway.plan.worker import block_parameters, is_exact, rest_parameters, worker_blocks
 
 __all__ = [
-    "Memory",
+    "PeakMemory",
     "activation_bytes",
     "gradients_wait",
     "kept_of_each",
@@ -40,7 +40,7 @@ CHUNK_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes at the peak, on the device that needs most."""
 
     weights: float
@@ -79,7 +79,9 @@ class Memory:
         return self.total <= self.capacity
 
 
-def activation_bytes(arch: Architecture, with_experts: bool, shape: Shape, settings: Settings) -> tuple[float, float]:
+def activation_bytes(
+    arch: Architecture, with_experts: bool, shape: MicrobatchShape, settings: Settings
+) -> tuple[float, float]:
     """Bytes one layer keeps for its backward pass of one microbatch: without recomputation, and with the policy at
     hand."""
     software, tokens, split = settings.software, shape.tokens, shape.tensor
@@ -144,7 +146,7 @@ def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> t
     return routed, dense + arch.positions * arch.dim
 
 
-def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> Memory:
+def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> PeakMemory:
     """The peak on the device that needs most: a pipeline's first stage, which holds `in_flight` microbatches'
     activations, or its last, which holds one microbatch's and the loss. Of our own trainer, which may give the stages
     between more blocks, any."""
@@ -181,7 +183,7 @@ def _places(arch: Architecture, settings: Settings) -> list[_Place]:
     ]
 
 
-def _stage(arch: Architecture, settings: Settings, cluster: Cluster, place: _Place) -> Memory:
+def _stage(arch: Architecture, settings: Settings, cluster: Cluster, place: _Place) -> PeakMemory:
     mesh, software, shape = settings.mesh, settings.software, settings.shape
     weights, gradients, states = _states(arch, settings, place.rank)
     layers = [(n, *activation_bytes(arch, experts, shape, settings)) for experts, n in layer_kinds(arch)]
@@ -200,7 +202,7 @@ def _stage(arch: Architecture, settings: Settings, cluster: Cluster, place: _Pla
     backward = (gradients, waiting + working, 0.0 if software.casts_weights else gathered, 0.0)
     parts = max(forward, backward, key=sum)
     made = weights + states + sum(parts)
-    return Memory(
+    return PeakMemory(
         weights=weights, optimizer=states, gradients=parts[0], activations=parts[1], gathered=parts[2], logits=parts[3],
         overhead=_overhead(settings, cluster, made), capacity=cluster.chip.memory_bytes, rank=place.rank,
     )  # fmt: skip

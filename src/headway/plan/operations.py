@@ -11,7 +11,7 @@ from typing import Literal
 
 from headway.plan.architecture import Architecture, Matrix, layer_matrices
 from headway.plan.flops import seen_share
-from headway.plan.settings import LOW, Shape, Software
+from headway.plan.settings import LOW, MicrobatchShape, Software
 
 __all__ = ["Operation", "Part", "head_operations", "layer_operations", "optimizer_bytes"]
 
@@ -64,7 +64,7 @@ def product(name: str, phase: Phase, m: float, n: float, k: float, count: float,
 
 
 @lru_cache(maxsize=65536)
-def layer_operations(arch: Architecture, with_experts: bool, shape: Shape, software: Software) -> Part:
+def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchShape, software: Software) -> Part:
     """One layer, forward and backward."""
     found: list[Operation] = []
     for matrix in layer_matrices(arch, with_experts):
@@ -78,13 +78,13 @@ def layer_operations(arch: Architecture, with_experts: bool, shape: Shape, softw
     return tuple(_widened(found, shape))
 
 
-def _widened(operations: Sequence[Operation], shape: Shape) -> Iterator[Operation]:
+def _widened(operations: Sequence[Operation], shape: MicrobatchShape) -> Iterator[Operation]:
     """Bytes of memory-bound operations are counted for two a number; in float32 there are four."""
     for operation in operations:
         yield replace(operation, bytes=operation.bytes * shape.width / 2) if operation.kind == "memory" else operation
 
 
-def _split(matrix: Matrix, shape: Shape) -> tuple[float, float, float, float]:
+def _split(matrix: Matrix, shape: MicrobatchShape) -> tuple[float, float, float, float]:
     """Tokens, inputs, outputs and number of a matrix's products on this device."""
     inputs = matrix.inputs / (shape.tensor if matrix.split == "inputs" else 1)
     outputs = matrix.outputs / (shape.tensor if matrix.split == "outputs" else 1)
@@ -96,7 +96,7 @@ def _split(matrix: Matrix, shape: Shape) -> tuple[float, float, float, float]:
     return tokens, matrix.inputs, matrix.outputs, local
 
 
-def _products(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
+def _products(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
     tokens, inputs, outputs, count = _split(matrix, shape)
     precision = shape.other if matrix.name == "router" else shape.precision
     yield product(matrix.name, "forward", tokens, outputs, inputs, count, precision)
@@ -104,7 +104,7 @@ def _products(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
     yield product(matrix.name, "weight_grad", outputs, inputs, tokens, count, precision)
 
 
-def _quantize(matrix: Matrix, shape: Shape, software: Software) -> Iterator[Operation]:
+def _quantize(matrix: Matrix, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
     """Cast inputs, weights and output gradients down, each in the two layouts that products want.
 
     Tensor-wise scales take one more pass to find the largest value; kernels that fuse the cast behind the
@@ -119,7 +119,7 @@ def _quantize(matrix: Matrix, shape: Shape, software: Software) -> Iterator[Oper
     yield Operation(f"{matrix.name}.quantize", "memory", "input_grad", bytes=gradients * (read + write))
 
 
-def _cast(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
+def _cast(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
     """Autocast: float32 weights rounded for each forward pass, gradients widened after each backward pass."""
     _, inputs, outputs, count = _split(matrix, shape)
     weights = inputs * outputs * count
@@ -127,7 +127,7 @@ def _cast(matrix: Matrix, shape: Shape) -> Iterator[Operation]:
     yield Operation(f"{matrix.name}.cast", "memory", "weight_grad", bytes=weights * (F32 + BF16))
 
 
-def _attention(arch: Architecture, shape: Shape, software: Software) -> Iterator[Operation]:
+def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
     """Attention itself: causal kernels skip what is masked, products with a mask added do not."""
     heads = arch.heads / shape.tensor
     pairs = shape.tokens * shape.seq * heads
@@ -154,7 +154,9 @@ def _attention(arch: Architecture, shape: Shape, software: Software) -> Iterator
         yield Operation("attention.softmax", "memory", phase, bytes=BF16 * pairs * passes, kernels=2)
 
 
-def _elementwise(arch: Architecture, with_experts: bool, shape: Shape, software: Software) -> Iterator[Operation]:
+def _elementwise(
+    arch: Architecture, with_experts: bool, shape: MicrobatchShape, software: Software
+) -> Iterator[Operation]:
     """Norms, residuals, rotary positions, activations, dropout, routing: all that memory bounds."""
     stream = shape.tokens * arch.dim / (shape.tensor if software.sequence_parallel else 1)
     forward, backward = _stream_bytes(arch, software)
@@ -219,7 +221,7 @@ def _activation(name: str, arch: Architecture, elements: float, software: Softwa
 
 
 @lru_cache(maxsize=4096)
-def head_operations(arch: Architecture, shape: Shape, software: Software) -> tuple[Part, Part]:
+def head_operations(arch: Architecture, shape: MicrobatchShape, software: Software) -> tuple[Part, Part]:
     """The embedding's look-up, and the last norm, head and loss."""
     stream = shape.tokens * arch.dim * BF16
     embed = [Operation("embedding", "memory", "forward", bytes=2 * stream)]

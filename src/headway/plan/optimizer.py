@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headway.recipe import Model, Train
 from headway.recipe.patterns import first_match
 
-__all__ = ["States", "kept_bytes", "states_of", "update_flops"]
+__all__ = ["OptimizerFootprint", "kept_bytes", "states_of", "update_flops"]
 
 BLOCKS = "layers."
 EIGHTBIT_BLOCK = 256
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class States:
+class OptimizerFootprint:
     """Of a model's parameters, on the average: of those in blocks, and of those outside, which pipelines keep apart."""
 
     block_bytes: float
@@ -35,7 +35,7 @@ class States:
     """Of an update, for each parameter in blocks."""
 
 
-def states_of(model: Model, train: Train) -> States | None:
+def states_of(model: Model, train: Train) -> OptimizerFootprint | None:
     """What a recipe's optimizer keeps; None for AdamW on all parameters, of which `Software` says enough."""
     if train.optimizer == "adamw" and not train.freeze and train.ema is None:
         return None
@@ -48,7 +48,7 @@ def states_of(model: Model, train: Train) -> States | None:
     def mean(parts: list[tuple[str, Shape]], values: Iterator[float]) -> float:
         return sum(values) / max(1, sum(math.prod(shape) for _, shape in parts))
 
-    return States(
+    return OptimizerFootprint(
         mean(inside, (kept_bytes(name, shape, train) for name, shape in inside)),
         mean(outside, (kept_bytes(name, shape, train) for name, shape in outside)),
         mean(inside, (math.prod(shape) * _trained(name, train) for name, shape in inside)),

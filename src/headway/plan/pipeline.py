@@ -26,7 +26,7 @@ from math import inf
 
 from headway.errors import UsageError
 
-__all__ = ["SCHEDULES", "Stage", "Timeline", "check_schedule", "in_flight", "simulate"]
+__all__ = ["SCHEDULES", "StageTime", "Timeline", "check_schedule", "in_flight", "simulate"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -39,7 +39,7 @@ Round = Callable[[State, int], State]
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTime:
     """Times of one microbatch on one virtual stage, a chunk of layers."""
 
     forward: float
@@ -118,7 +118,7 @@ def _check_counts(schedule: str, ranks: int, chunks: int, microbatches: int) -> 
 
 
 def simulate(
-    schedule: str, stages: Sequence[Stage], ranks: int, microbatches: int, transfer_s: float = 0.0
+    schedule: str, stages: Sequence[StageTime], ranks: int, microbatches: int, transfer_s: float = 0.0
 ) -> Timeline:
     """The timeline of one step of `microbatches` through `stages`; virtual stage i lives on rank i % ranks.
 
@@ -132,7 +132,9 @@ def simulate(
 
 
 @lru_cache(maxsize=4096)
-def _timeline(schedule: str, stages: tuple[Stage, ...], ranks: int, microbatches: int, transfer_s: float) -> Timeline:
+def _timeline(
+    schedule: str, stages: tuple[StageTime, ...], ranks: int, microbatches: int, transfer_s: float
+) -> Timeline:
     if schedule == "gpipe":
         seconds = _gpipe(stages, microbatches, transfer_s)
     elif not transfer_s and stages.count(stages[0]) == len(stages):
@@ -160,7 +162,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tupl
     return tuple(min(count, microbatches * chunks) for count in most)
 
 
-def _gpipe(stages: Sequence[Stage], microbatches: int, transfer_s: float) -> float:
+def _gpipe(stages: Sequence[StageTime], microbatches: int, transfer_s: float) -> float:
     """Closed form, stages even or not.
 
     Equal jobs pass a row of machines in the time of one job plus, for each further one, that of the slowest machine.
@@ -171,7 +173,7 @@ def _gpipe(stages: Sequence[Stage], microbatches: int, transfer_s: float) -> flo
     return sum(rows)
 
 
-def _even(schedule: str, stage: Stage, ranks: int, chunks: int, microbatches: int) -> float:
+def _even(schedule: str, stage: StageTime, ranks: int, chunks: int, microbatches: int) -> float:
     """Closed form for stages that all take the same, with transfers that take nothing.
 
     1f1b and interleaved: a rank's work and ranks - 1 idle turns of one chunk. zero-bubble, with at least as many
@@ -188,7 +190,7 @@ def _even(schedule: str, stage: Stage, ranks: int, chunks: int, microbatches: in
     return work + (filled - 1) * turn + (ranks - filled) * (forward + input_grad)
 
 
-def _one_chunk(split: bool, stages: Sequence[Stage], microbatches: int, transfer_s: float) -> float:
+def _one_chunk(split: bool, stages: Sequence[StageTime], microbatches: int, transfer_s: float) -> float:
     """1f1b and zero-bubble (`split`), in rounds.
 
     In round k rank r does, as far as they exist, the forward of microbatch k + ranks - 1 - r, the backward of
@@ -221,7 +223,7 @@ def _one_chunk(split: bool, stages: Sequence[Stage], microbatches: int, transfer
     return max(end + min(rank, microbatches) * weight[rank] for rank, end in enumerate(free))
 
 
-def _interleaved(stages: Sequence[Stage], ranks: int, microbatches: int, transfer_s: float) -> float:
+def _interleaved(stages: Sequence[StageTime], ranks: int, microbatches: int, transfer_s: float) -> float:
     """Megatron-LM's interleaved 1f1b, in rounds.
 
     Every rank takes microbatches in groups of `ranks`: a group's forwards chunk by chunk, its backwards chunk by

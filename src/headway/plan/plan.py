@@ -7,18 +7,18 @@ from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.costs import Fidelity, make_costs
-from headway.plan.efficiencies import Parameters
+from headway.plan.costs import Fidelity, make_cost_model
+from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate
+from headway.plan.fit_advice import smallest_change
 from headway.plan.flops import parameters
 from headway.plan.goodput import Goodput, goodput, save_seconds, stall_seconds
-from headway.plan.search import Found, Rank, Ranked, search
-from headway.plan.shortfall import smallest_change
-from headway.plan.task import Choices, Task
+from headway.plan.search import Rank, RankedPlan, SearchResult, search
+from headway.plan.task import SearchSpace, TrainingTask
 from headway.plan.trainer import stated_mesh, trainer_precision, trainer_software
 from headway.recipe import Recipe
 
-__all__ = ["Plan", "Run", "capped", "fixed", "make_task", "plan"]
+__all__ = ["Plan", "RunForecast", "capped", "fixed", "make_task", "plan"]
 
 MOST_SEQUENCES = 10**8
 """In a batch, and tokens in a sequence, that somebody means."""
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Run:
+class RunForecast:
     """The whole recipe at one plan's speed, failures and checkpoints included."""
 
     steps: int
@@ -64,30 +64,32 @@ class Plan:
     fidelity: Fidelity
     seq: int
     batch: int
-    found: Found
+    found: SearchResult
     """The best plan and its runner-ups."""
-    run: Run
+    run: RunForecast
     """The recipe at the best plan's speed."""
 
     @property
-    def best(self) -> Ranked:
+    def best(self) -> RankedPlan:
         """The plan that won."""
         return self.found.plans[0]
 
     @property
-    def runnable(self) -> Ranked | None:
+    def runnable(self) -> RankedPlan | None:
         """The best that this version's trainer runs; None where none fits."""
         return self.found.runnable
 
 
-def make_task(recipe: Recipe, cluster: Cluster, arch: Architecture | None = None, imbalance: float = 1.0) -> Task:
+def make_task(
+    recipe: Recipe, cluster: Cluster, arch: Architecture | None = None, imbalance: float = 1.0
+) -> TrainingTask:
     """What the recipe asks to train, as Headway's trainer would; another architecture may stand in for its model."""
     if arch is None and recipe.model.class_ is not None:
         raise UsageError(
             f"model.class is {recipe.model.class_}: what a class of your own costs is not known",
             hint="it trains without a plan, on the mesh that [parallel] states",
         )
-    return Task(
+    return TrainingTask(
         architecture=arch or architecture_of(recipe.model),
         seq=recipe.data.seq,
         batch=max(recipe.train.batches),
@@ -102,11 +104,11 @@ def plan(
     cluster: Cluster,
     *,
     fidelity: Fidelity = "default",
-    parameters: Parameters | None = None,
+    parameters: Efficiencies | None = None,
     ceilings: Ceilings | None = None,
     arch: Architecture | None = None,
     imbalance: float = 1.0,
-    choices: Choices | None = None,
+    choices: SearchSpace | None = None,
     rank: Rank = "time",
     price: float | None = None,
     keep: int = 6,
@@ -115,9 +117,9 @@ def plan(
     if max(recipe.train.batches) > MOST_SEQUENCES or recipe.data.seq > MOST_SEQUENCES:
         raise UsageError(f"a batch of {recipe.train.batch:,} sequences of {recipe.data.seq:,} tokens is no plan's size")
     cluster = capped(cluster, recipe)
-    costs = make_costs(cluster, fidelity, parameters, ceilings)
+    costs = make_cost_model(cluster, fidelity, parameters, ceilings)
     task = make_task(recipe, cluster, arch, imbalance)
-    wanted = fixed(recipe, cluster, choices or Choices())
+    wanted = fixed(recipe, cluster, choices or SearchSpace())
     found = search(task, costs, wanted, rank=rank, keep=keep)
     if not found.plans:
         raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, wanted))
@@ -141,7 +143,7 @@ def capped(cluster: Cluster, recipe: Recipe) -> Cluster:
     return replace(cluster, chip=replace(cluster.chip, memory_bytes=int(most * GIB)))
 
 
-def fixed(recipe: Recipe, cluster: Cluster, choices: Choices) -> Choices:
+def fixed(recipe: Recipe, cluster: Cluster, choices: SearchSpace) -> SearchSpace:
     """What the recipe itself settles is not searched; of what the trainer can do, what it leaves open is."""
     train, parallel = recipe.train, recipe.parallel
     if train.microbatch is not None and choices.microbatches is None:
@@ -167,7 +169,7 @@ def fixed(recipe: Recipe, cluster: Cluster, choices: Choices) -> Choices:
     )
 
 
-def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) -> Run:
+def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) -> RunForecast:
     steps, sequences = recipe.train.steps, recipe.train.sequences(recipe.train.steps)
     failures = cluster.gpu_hours_between_failures
     if failures is None and cluster.chip.name != "cpu":
@@ -189,4 +191,4 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
     )
     hours = made.wall_s / 3600 * cluster.devices
     per_hour = price if price is not None else cluster.price_per_gpu_hour
-    return Run(steps, sequences * recipe.data.seq, made.wall_s, hours, per_hour, made)
+    return RunForecast(steps, sequences * recipe.data.seq, made.wall_s, hours, per_hour, made)

@@ -17,7 +17,7 @@ from headway.plan.settings import Software
 
 __all__ = [
     "FAMILIES",
-    "Family",
+    "ChipGeneration",
     "LimitRates",
     "MeasuredRates",
     "ModelRates",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Family:
+class ChipGeneration:
     """What chips of a generation share: how their kernels behave. Shares are of the vendor's dense peak."""
 
     processors: int
@@ -65,16 +65,16 @@ def _by(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float
     return MappingProxyType({name: value for name, value in given.items() if value})
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ChipGeneration] = MappingProxyType(
     {
-        "ampere": Family(
+        "ampere": ChipGeneration(
             108, _by(0.89), _by(96),
             MappingProxyType({
                 "flash1": (0.27, 0.31, 1.0, 230), "triton1": (0.29, 0.29, 1.0, 230), "flash2": (0.62, 0.56, 1.05, 486),
             }),
             0.86, 2.5e-6, 1.05, f"{_MAMF}: A100 SXM 271 of 312; {_FLASH}",
         ),
-        "hopper": Family(
+        "hopper": ChipGeneration(
             132, _by(0.85, 0.82), _by(128, 400),
             MappingProxyType({
                 "flash1": (0.14, 0.16, 1.0, 215), "triton1": (0.16, 0.16, 1.0, 215),
@@ -82,24 +82,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             }),
             0.87, 2.5e-6, 1.45, f"{_OURS}; {_MAMF}: H100 SXM 795 of 989; {_FLASH}",
         ),
-        "blackwell": Family(
+        "blackwell": ChipGeneration(
             148, _by(0.80, 0.78, 0.68), _by(192, 512, 800),
             MappingProxyType({
                 "flash2": (0.2, 0.17, 1.02, 525), "flash3": (0.5, 0.40, 1.2, 600), "cudnn": (0.5, 0.40, 1.2, 600),
             }),
             0.87, 2.5e-6, 1.35, f"{_MAMF}: B200 1745 of 2250, GB200 1822 of 2500; FlashAttention-4 abstract",
         ),
-        "cdna3": Family(
+        "cdna3": ChipGeneration(
             304, _by(0.55, 0.52), _by(256, 512),
             MappingProxyType({"flash2": (0.27, 0.22, 1.2, 600)}),
             0.8, 4e-6, 1.2, f"{_MAMF}: MI300X 668 of 1300; attention assumed",
         ),
-        "ada": Family(
+        "ada": ChipGeneration(
             142, _by(0.85, 0.8), _by(128, 256),
             MappingProxyType({"flash1": (0.27, 0.31, 1.0, 230), "flash2": (0.6, 0.55, 1.05, 486)}),
             0.88, 2.5e-6, 1.3, "assumed like Ampere",
         ),
-        "cpu": Family(
+        "cpu": ChipGeneration(
             16, MappingProxyType({"bf16": 0.4, "float32": 0.5}), _by(32),
             MappingProxyType({"flash2": (0.2, 0.2, 1.0, 64)}),
             0.6, 10e-6, 1.0, "assumed",
@@ -118,7 +118,7 @@ def family_name(chip: Chip) -> str:
     return _FAMILY_OF[chip.name.split("-")[0]]
 
 
-def family(chip: Chip) -> Family:
+def family(chip: Chip) -> ChipGeneration:
     """The generation a chip belongs to."""
     return FAMILIES[_FAMILY_OF[chip.name.split("-")[0]]]
 

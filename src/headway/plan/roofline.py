@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-__all__ = ["Placed", "Point", "draw_roofline", "place", "text_roofline"]
+__all__ = ["PlacedPoint", "RooflinePoint", "draw_roofline", "place", "text_roofline"]
 
 T = 1e12
 HEADS = ("FLOP/byte", "TFLOP/s", "of roof", "of time", "bound by")
@@ -37,7 +37,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top: printer's p
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """An operation, or all of its kind in a step: FLOPs, bytes and seconds are then sums."""
 
     name: str
@@ -48,10 +48,10 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPoint:
     """A point and what the roof makes of it."""
 
-    point: Point
+    point: RooflinePoint
     intensity: float
     """FLOPs for each byte; infinite where none moves."""
     flops_s: float
@@ -67,7 +67,7 @@ class Placed:
         return self.flops_s > 0 and self.intensity < math.inf
 
 
-def place(points: Sequence[Point], peak_flops_s: float, bandwidth_bytes_s: float) -> list[Placed]:
+def place(points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float) -> list[PlacedPoint]:
     """Points that take time, the longest first."""
     total_s = sum(point.seconds for point in points)
     if not total_s > 0:
@@ -78,7 +78,7 @@ def place(points: Sequence[Point], peak_flops_s: float, bandwidth_bytes_s: float
             continue
         memory_s, compute_s = point.bytes / bandwidth_bytes_s, point.flops / peak_flops_s
         placed.append(
-            Placed(
+            PlacedPoint(
                 point,
                 intensity=point.flops / point.bytes if point.bytes else math.inf,
                 flops_s=point.flops / point.seconds,
@@ -91,7 +91,7 @@ def place(points: Sequence[Point], peak_flops_s: float, bandwidth_bytes_s: float
 
 
 def text_roofline(
-    points: Sequence[Point], peak_flops_s: float, bandwidth_bytes_s: float, title: str, width: int = 78
+    points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float, title: str, width: int = 78
 ) -> str:
     """A chart of letters under the roof, and a line for each: at most `width` columns, and 80.
 
@@ -127,7 +127,7 @@ class _Frame:
         return math.log(self.high / flops_s) / math.log(self.high / self.low)
 
 
-def _frame(placed: Sequence[Placed], peak: float, bandwidth: float) -> _Frame:
+def _frame(placed: Sequence[PlacedPoint], peak: float, bandwidth: float) -> _Frame:
     """Room for all points, the ridge, and a stretch of the roof on either side of it."""
     drawn = [one for one in placed if one.drawable]
     ridge = peak / bandwidth
@@ -138,7 +138,7 @@ def _frame(placed: Sequence[Placed], peak: float, bandwidth: float) -> _Frame:
     return _Frame(left, right, low, high)
 
 
-def _chart(placed: Sequence[Placed], peak: float, bandwidth: float, width: int) -> list[str]:
+def _chart(placed: Sequence[PlacedPoint], peak: float, bandwidth: float, width: int) -> list[str]:
     frame = _frame(placed, peak, bandwidth)
     columns = width - MARGIN
     cells = [[" "] * columns for _ in range(ROWS)]
@@ -157,7 +157,7 @@ def _chart(placed: Sequence[Placed], peak: float, bandwidth: float, width: int) 
     return [f"{'TFLOP/s':>{MARGIN - 1}}", *rows, *_bottom(frame, columns)]
 
 
-def _lettered(placed: Sequence[Placed]) -> list[tuple[str, Placed]]:
+def _lettered(placed: Sequence[PlacedPoint]) -> list[tuple[str, PlacedPoint]]:
     """A letter for each in the chart, a dash for one without a place there."""
     letters = iter("abcdefghijkl")
     return [(next(letters) if one.drawable else "-", one) for one in placed]
@@ -184,7 +184,7 @@ def _decades(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
 
 
-def _legend(placed: Sequence[Placed], width: int) -> list[str]:
+def _legend(placed: Sequence[PlacedPoint], width: int) -> list[str]:
     names = width - 3 - 47
     heads = "{:>10}{:>9}{:>9}{:>9}  {:<8}"
     lines = [f"   {'operation':<{names}}{heads.format(*HEADS)}"]
@@ -193,7 +193,7 @@ def _legend(placed: Sequence[Placed], width: int) -> list[str]:
     return lines
 
 
-def _figures(one: Placed) -> tuple[str, ...]:
+def _figures(one: PlacedPoint) -> tuple[str, ...]:
     """What stands under HEADS."""
     intensity = "-" if one.intensity == math.inf else _short(one.intensity)
     return intensity, _short(one.flops_s / T), _percent(one.of_roof), _percent(one.of_time), one.bound
@@ -217,7 +217,7 @@ def _roof_line(peak: float, bandwidth: float) -> str:
     return f"roof: {bandwidth / T:.3g} TB/s up to {ridge} FLOP/byte, {_short(peak / T)} TFLOP/s beyond"
 
 
-def _notes(placed: Sequence[Placed]) -> list[str]:
+def _notes(placed: Sequence[PlacedPoint]) -> list[str]:
     shown, rest = placed[:MOST], placed[MOST:]
     notes = [f"and {len(rest)} smaller ones, {sum(one.of_time for one in rest):.1%} of the time"] if rest else []
     if not all(one.drawable for one in shown):
@@ -226,7 +226,7 @@ def _notes(placed: Sequence[Placed]) -> list[str]:
 
 
 def draw_roofline(
-    points: Sequence[Point], peak_flops_s: float, bandwidth_bytes_s: float, title: str, file: Path
+    points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float, title: str, file: Path
 ) -> None:
     """The chart as an .svg or .png file: an area for each point's share of the time. Equal input gives equal SVG."""
     if file.suffix not in (".svg", ".png"):
@@ -275,12 +275,12 @@ def _draw_roof(axes: "Axes", frame: _Frame, peak: float, bandwidth: float) -> No
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _area(one: Placed) -> float:
+def _area(one: PlacedPoint) -> float:
     """Of the marker, in square points; never so small that nobody sees it."""
     return 20 + 900 * one.of_time
 
 
-def _draw_points(axes: "Axes", placed: Sequence[Placed]) -> None:
+def _draw_points(axes: "Axes", placed: Sequence[PlacedPoint]) -> None:
     for bound, colour in COLOURS.items():
         group = [one for one in placed if one.bound == bound]
         at = [one.intensity for one in group], [one.flops_s / T for one in group]
@@ -311,7 +311,7 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterator[Box]:
             yield _around(x0 + (x1 - x0) * part / count, y0 + (y1 - y0) * part / count, 2, 2)
 
 
-def _draw_table(axes: "Axes", shown: Sequence[tuple[str, Placed]], note: str) -> None:
+def _draw_table(axes: "Axes", shown: Sequence[tuple[str, PlacedPoint]], note: str) -> None:
     columns = (0.0, 0.03, 0.53, 0.65, 0.77, 0.89, 0.91)
     axes.set_axis_off()
     axes.set(xlim=(0, 1), ylim=(len(shown) + 1.5, -0.5))
@@ -326,7 +326,7 @@ def _draw_table(axes: "Axes", shown: Sequence[tuple[str, Placed]], note: str) ->
             axes.text(x, height, text, ha=side, va="center", fontsize=8, color=ink, fontweight=weight)
 
 
-def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, Placed]], taken: list[Box]) -> None:
+def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, PlacedPoint]], taken: list[Box]) -> None:
     """Beside the points: each at the nearest place where it covers nothing, or else least."""
     if not drawn:
         return

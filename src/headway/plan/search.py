@@ -15,16 +15,16 @@ from headway.hardware import Cluster
 from headway.plan.architecture import Architecture
 from headway.plan.candidates import LONG, candidates, held_microbatches, settings_of
 from headway.plan.checks import check
-from headway.plan.costs import Costs
+from headway.plan.costs import CostModel
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.layer import layer_mix
 from headway.plan.memory import memory
 from headway.plan.settings import Mesh, Settings
 from headway.plan.stages import blocks_of_ranks, stage_counts
 from headway.plan.step import cut_stages, ends_of_the_model
-from headway.plan.task import RUNNABLE, Choices, Task
+from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
 
-__all__ = ["Found", "Point", "Rank", "Ranked", "lower_bound", "search", "search_devices"]
+__all__ = ["NodeCountPlan", "Rank", "RankedPlan", "SearchResult", "lower_bound", "search", "search_devices"]
 
 Rank = Literal["time", "cost"]
 RECOMPUTED = ("none", "attention", "selective", "full")
@@ -35,7 +35,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedPlan:
     """One plan among others."""
 
     estimate: Estimate
@@ -46,10 +46,10 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
-    plans: tuple[Ranked, ...]
+    plans: tuple[RankedPlan, ...]
     """The best of each kind of mesh, best first; none where nothing fits."""
     tried: int
     """Ways to run that there were."""
@@ -59,35 +59,37 @@ class Found:
     """Of those that fit, the ones whose step was gone through."""
 
     @property
-    def best(self) -> Ranked | None:
+    def best(self) -> RankedPlan | None:
         """The plan that won."""
         return self.plans[0] if self.plans else None
 
     @property
-    def runnable(self) -> Ranked | None:
+    def runnable(self) -> RankedPlan | None:
         """The best plan that this version's trainer runs."""
         able = (plan for plan in self.plans if plan.runnable)
         return min(able, key=lambda plan: plan.estimate.step.seconds, default=None)
 
 
 @dataclass(frozen=True)
-class Point:
+class NodeCountPlan:
     """The best plan for one number of nodes."""
 
     nodes: int
-    plan: Ranked | None
+    plan: RankedPlan | None
     reason: str
     """How it compares with the best number of nodes, or why there is no plan."""
 
 
-def search(task: Task, costs: Costs, choices: Choices | None = None, rank: Rank = "time", keep: int = 8) -> Found:
+def search(
+    task: TrainingTask, costs: CostModel, choices: SearchSpace | None = None, rank: Rank = "time", keep: int = 8
+) -> SearchResult:
     """The best plan and its runners-up, each the best of its kind of mesh: eight variants of one would teach nothing.
 
     A kind is the sizes of the tensor, pipeline, context and expert axes; how the rest is split into copies and shards,
     and all else, is settled within it. The best plan that this version's trainer runs comes last where it is not among
     them anyway. UsageError where nothing can run, memory aside; where nothing fits, no plans.
     """
-    choices = choices or Choices()
+    choices = choices or SearchSpace()
     context = choices.context if choices.context is not None else task.seq >= LONG
     found = _search(task, costs, choices, rank, keep, context)
     for wider in _wider(costs, choices, context):
@@ -98,7 +100,7 @@ def search(task: Task, costs: Costs, choices: Choices | None = None, rank: Rank 
     return found
 
 
-def _wider(costs: Costs, choices: Choices, context: bool) -> Iterator[Choices]:
+def _wider(costs: CostModel, choices: SearchSpace, context: bool) -> Iterator[SearchSpace]:
     """What is tried where nothing fits: shared sequences, then tensor axes that cross the fastest links' border too."""
     if choices.context is None and not context:
         yield replace(choices, context=True)
@@ -107,27 +109,27 @@ def _wider(costs: Costs, choices: Choices, context: bool) -> Iterator[Choices]:
 
 
 def search_devices(
-    task: Task,
-    costs_for: Callable[[int], Costs],
+    task: TrainingTask,
+    costs_for: Callable[[int], CostModel],
     nodes: Sequence[int],
-    choices: Choices | None = None,
+    choices: SearchSpace | None = None,
     rank: Rank = "time",
-) -> tuple[Point, ...]:
+) -> tuple[NodeCountPlan, ...]:
     """The best plan for each number of nodes, in their order, compared by time of a step or device time of a token."""
     found = [(count, _best_or_why(task, costs_for(count), choices, rank)) for count in nodes]
-    plans = [plan.estimate for _, plan in found if isinstance(plan, Ranked)]
+    plans = [plan.estimate for _, plan in found if isinstance(plan, RankedPlan)]
     best = min(plans, key=lambda plan: _price(plan, rank), default=None)
     points = []
     for count, plan in found:
         if isinstance(plan, str):
-            points.append(Point(count, None, plan))
+            points.append(NodeCountPlan(count, None, plan))
         else:
             assert best is not None, "where there is a plan there is a best one"
-            points.append(Point(count, plan, _against(plan.estimate, best, rank)))
+            points.append(NodeCountPlan(count, plan, _against(plan.estimate, best, rank)))
     return tuple(points)
 
 
-def _best_or_why(task: Task, costs: Costs, choices: Choices | None, rank: Rank) -> Ranked | str:
+def _best_or_why(task: TrainingTask, costs: CostModel, choices: SearchSpace | None, rank: Rank) -> RankedPlan | str:
     try:
         found = search(task, costs, choices, rank, keep=1)
     except UsageError as error:
@@ -135,7 +137,7 @@ def _best_or_why(task: Task, costs: Costs, choices: Choices | None, rank: Rank) 
     return found.best or "does not fit"
 
 
-def _nothing(task: Task, costs: Costs, choices: Choices) -> UsageError:
+def _nothing(task: TrainingTask, costs: CostModel, choices: SearchSpace) -> UsageError:
     """Why nothing can run: the first clash of the mesh that was asked for, or of the plainest one."""
     mesh = choices.mesh or Mesh(shard=costs.cluster.devices)
     sizes = choices.microbatches or (1,)
@@ -149,7 +151,9 @@ def _nothing(task: Task, costs: Costs, choices: Choices) -> UsageError:
 # -- going through the candidates
 
 
-def _search(task: Task, costs: Costs, choices: Choices, rank: Rank, keep: int, context: bool) -> Found:
+def _search(
+    task: TrainingTask, costs: CostModel, choices: SearchSpace, rank: Rank, keep: int, context: bool
+) -> SearchResult:
     bounds = _Bounds(task, costs)
     least = choices.least_blocks
     cut = map(bounds.cut, candidates(task, costs.cluster, choices, context))
@@ -163,13 +167,18 @@ def _search(task: Task, costs: Costs, choices: Choices, rank: Rank, keep: int, c
         best += [plan for plan in more if all(plan.settings != other.settings for other in best)]
         estimated += again
     plans = tuple(
-        Ranked(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
+        RankedPlan(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
     )  # fmt: skip
-    return Found(plans, len(ways), unfit, estimated)
+    return SearchResult(plans, len(ways), unfit, estimated)
 
 
 def _estimate_best(
-    task: Task, costs: Costs, ways: Iterable[tuple[float, Settings]], rank: Rank, keep: int, choices: Choices
+    task: TrainingTask,
+    costs: CostModel,
+    ways: Iterable[tuple[float, Settings]],
+    rank: Rank,
+    keep: int,
+    choices: SearchSpace,
 ) -> tuple[list[Estimate], int, int]:
     """The best of each of the best kinds of mesh, how many ways did not fit, and how many were estimated."""
     best: dict[tuple[int, ...], Estimate] = {}
@@ -195,7 +204,7 @@ def _estimate_best(
     return sorted(best.values(), key=lambda plan: _order(plan, rank))[:keep], unfit, estimated
 
 
-def fitting(arch: Architecture, way: Settings, cluster: Cluster, choices: Choices) -> Settings | None:
+def fitting(arch: Architecture, way: Settings, cluster: Cluster, choices: SearchSpace) -> Settings | None:
     """The way to run if it fits; where that is left open, with as few layers recomputed as do. None where it does
     not."""
 
@@ -241,7 +250,7 @@ def _order(plan: Estimate, rank: Rank) -> tuple[object, ...]:
 class _Bounds:
     """Seconds that a step takes at least, computed once for what candidates share."""
 
-    def __init__(self, task: Task, costs: Costs) -> None:
+    def __init__(self, task: TrainingTask, costs: CostModel) -> None:
         self._task, self._costs = task, costs
         self._layers: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._ends: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
@@ -296,7 +305,7 @@ def _shape(way: Settings) -> tuple[object, ...]:
     return *sizes, way.recompute, way.recompute_blocks, way.precision, casts
 
 
-def lower_bound(task: Task, way: Settings, costs: Costs) -> float:
+def lower_bound(task: TrainingTask, way: Settings, costs: CostModel) -> float:
     """Seconds that a step takes at least."""
     return _Bounds(task, costs).of(way)
 
@@ -331,7 +340,7 @@ def _passes_at_least(
 # -- why a plan lost
 
 
-def _reason(plan: Estimate, best: Estimate, rank: Rank, costs: Costs) -> str:
+def _reason(plan: Estimate, best: Estimate, rank: Rank, costs: CostModel) -> str:
     if plan is best:
         return "fastest" if rank == "time" else "cheapest"
     sentence = _against(plan, best, rank)

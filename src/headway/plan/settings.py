@@ -5,9 +5,9 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from headway.errors import UsageError
-from headway.plan.optimizer import States
+from headway.plan.optimizer import OptimizerFootprint
 
-__all__ = ["AXES", "LOW", "Mesh", "Recompute", "Schedule", "Settings", "Shape", "Software", "parse_mesh"]
+__all__ = ["AXES", "LOW", "Mesh", "MicrobatchShape", "Recompute", "Schedule", "Settings", "Software", "parse_mesh"]
 
 LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below bfloat16: of the layers' linear products only, between casts."""
@@ -127,7 +127,7 @@ class Software:
     """Of each weight's master copy; 0 where weights are their own."""
     moment_bytes: float = 4
     """Of each of Adam's two moments."""
-    states: States | None = None
+    states: OptimizerFootprint | None = None
     """What the optimizer keeps of each parameter, where that is more or less than a master copy and two moments of
     all."""
     gradient_bytes: int = 4
@@ -162,7 +162,7 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MicrobatchShape:
     """What one device sees of one microbatch."""
 
     sequences: int
@@ -231,11 +231,11 @@ class Settings:
         return max(1, round(self.batch / (self.mesh.data * self.microbatch)))
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> MicrobatchShape:
         """What one device sees of one microbatch."""
         mesh = self.mesh
         sizes = (self.microbatch, self.seq, mesh.tensor, mesh.context, mesh.expert)
-        return Shape(*sizes, self.precision, self.imbalance)
+        return MicrobatchShape(*sizes, self.precision, self.imbalance)
 
     @property
     def stream_width(self) -> int:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headway.plan.architecture import Architecture, layer_kinds
-from headway.plan.costs import Costs
+from headway.plan.collective_times import DeviceGroup, collective_seconds
+from headway.plan.costs import CostModel
 from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
-from headway.plan.layer import Layer, Work, layer_mix, phases, speed
+from headway.plan.layer import LayerTime, Work, layer_mix, phases, speed
 from headway.plan.memory import local_parameters, outside_parameters
-from headway.plan.network import Group, collective_seconds
 from headway.plan.operations import head_operations, optimizer_bytes
-from headway.plan.own_exchanges import NEVER_HIDDEN, end_exchanges, of_the_rest, once_a_step
-from headway.plan.pipeline import Stage, Timeline, simulate
+from headway.plan.pipeline import StageTime, Timeline, simulate
+from headway.plan.rank_share import block_parameters, is_exact
 from headway.plan.rates import family
 from headway.plan.settings import LOW, Settings
 from headway.plan.stages import stage_counts, stages_by_cost
-from headway.plan.worker import block_parameters, is_exact
+from headway.plan.trainer_communication import NEVER_HIDDEN, end_exchanges, of_the_rest, once_a_step
 
 __all__ = ["ACCOUNTS", "Step", "cut_stages", "ends_of_the_model", "layer_pieces", "step"]
 
@@ -75,11 +75,11 @@ class _Passes:
     """Last norm, head and loss, forward and backward."""
 
 
-def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
+def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
     """Seconds of one step and where they go."""
     layers = [(one, count / arch.layers) for _, count, one in layer_mix(arch, settings, costs)]
 
-    def mean(get: Callable[[Layer], float]) -> float:
+    def mean(get: Callable[[LayerTime], float]) -> float:
         return sum(get(one) * share for one, share in layers)
 
     forward, backward = mean(lambda one: one.whole_forward), mean(lambda one: one.backward)
@@ -144,13 +144,13 @@ def step(arch: Architecture, settings: Settings, costs: Costs) -> Step:
     )
 
 
-def useful_seconds(arch: Architecture, settings: Settings, costs: Costs) -> float:
+def useful_seconds(arch: Architecture, settings: Settings, costs: CostModel) -> float:
     """What the step's model FLOPs take at the chip's peak."""
     flops = flops_per_token(arch, settings.seq) * settings.batch * settings.seq
     return flops / (settings.mesh.devices * costs.rates.peak(settings.precision))
 
 
-def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[Layer, float]]) -> float:
+def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[LayerTime, float]]) -> float:
     each = sum((one.host_forward + one.host_backward) * share for one, share in layers)
     return each * arch.layers / settings.mesh.pipeline * settings.microbatches
 
@@ -158,7 +158,7 @@ def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[Layer
 Ends = tuple[tuple[float, float], tuple[float, float]]
 
 
-def ends_of_the_model(arch: Architecture, settings: Settings, costs: Costs) -> Ends:
+def ends_of_the_model(arch: Architecture, settings: Settings, costs: CostModel) -> Ends:
     """Forward and backward seconds of the embedding, and of the last norm, head and loss."""
     parts = head_operations(arch, settings.shape, settings.software)
     made = []
@@ -174,7 +174,7 @@ def ends_of_the_model(arch: Architecture, settings: Settings, costs: Costs) -> E
 # -- the order of microbatches
 
 
-def _schedule(arch: Architecture, settings: Settings, costs: Costs, passes: _Passes) -> Timeline:
+def _schedule(arch: Architecture, settings: Settings, costs: CostModel, passes: _Passes) -> Timeline:
     mesh, count = settings.mesh, settings.microbatches
     stages = _stages(arch.layers, settings, passes)
     if mesh.pipeline == 1:
@@ -184,7 +184,7 @@ def _schedule(arch: Architecture, settings: Settings, costs: Costs, passes: _Pas
     return simulate(settings.schedule, stages, mesh.pipeline, count, transfer)
 
 
-def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[Stage, ...]:
+def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[StageTime, ...]:
     counts = stage_counts(layers, settings)
     stages = []
     for i, count in enumerate(counts):
@@ -195,11 +195,11 @@ def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[Stage, ..
             forward, weight = forward + passes.first[0], weight + passes.first[1]
         if i == len(counts) - 1:
             forward, inputs = forward + passes.last[0], inputs + passes.last[1]
-        stages.append(Stage(forward, inputs, weight))
+        stages.append(StageTime(forward, inputs, weight))
     return tuple(stages)
 
 
-def cut_stages(arch: Architecture, settings: Settings, costs: Costs) -> Settings:
+def cut_stages(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
     """The settings with a pipeline's stages cut by cost, where the software does so and nobody has said how."""
     mesh = settings.mesh
     if mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
@@ -210,22 +210,22 @@ def cut_stages(arch: Architecture, settings: Settings, costs: Costs) -> Settings
     return settings.but(stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
 
 
-def _transfer(arch: Architecture, settings: Settings, costs: Costs) -> float:
+def _transfer(arch: Architecture, settings: Settings, costs: CostModel) -> float:
     """What a stage waits for its neighbour's activations beyond their making."""
     mesh, software = settings.mesh, settings.software
     size = settings.shape.tokens * arch.dim * settings.stream_width / (mesh.tensor if software.sequence_parallel else 1)
-    group = Group(2, mesh.tensor * mesh.context * mesh.data)
+    group = DeviceGroup(2, mesh.tensor * mesh.context * mesh.data)
     return collective_seconds(costs.network, "send", size, group)
 
 
 # -- what travels between data ranks
 
 
-def _sharded(arch: Architecture, settings: Settings, costs: Costs) -> tuple[float, float, float]:
+def _sharded(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float, float]:
     """ZeRO 3, a layer and microbatch: seconds of weights gathered forward, of weights and gradients backward, and of
     weights that nothing hides. In a pipeline weights stay gathered for the step, and travel once."""
     mesh, software = settings.mesh, settings.software
-    group = Group(mesh.shard * mesh.context, mesh.tensor)
+    group = DeviceGroup(mesh.shard * mesh.context, mesh.tensor)
     if settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
         return 0.0, 0.0, 0.0
     gather = scatter = 0.0
@@ -243,20 +243,20 @@ def _sharded(arch: Architecture, settings: Settings, costs: Costs) -> tuple[floa
     return (gather, again + scatter, 0.0) if software.prefetch else (gather, scatter, again)
 
 
-def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Iterator[tuple[str, float, Group]]:
+def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Iterator[tuple[str, float, DeviceGroup]]:
     """Parameters of a layer that travel together, and among whom."""
     mesh = settings.mesh
-    group = Group(mesh.shard * mesh.context, mesh.tensor)
+    group = DeviceGroup(mesh.shard * mesh.context, mesh.tensor)
     if is_exact(arch, settings):
         yield "weights", block_parameters(arch, mesh.tensor), group
         return
     routed = routed_parameters(arch) if experts else 0
     yield "weights", (layer_parameters(arch, experts) - routed) / mesh.tensor, group
     if routed and group.size * mesh.tensor > mesh.expert:
-        yield "experts", routed / mesh.expert, Group(group.size * mesh.tensor // mesh.expert, mesh.expert)
+        yield "experts", routed / mesh.expert, DeviceGroup(group.size * mesh.tensor // mesh.expert, mesh.expert)
 
 
-def _beside(compute: float, travel: float, settings: Settings, costs: Costs) -> tuple[float, float]:
+def _beside(compute: float, travel: float, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """By how much compute is slowed by what travels beside it, and what of that stays exposed."""
     if travel == 0.0 or costs.ideal:
         return 0.0, 0.0
@@ -266,7 +266,7 @@ def _beside(compute: float, travel: float, settings: Settings, costs: Costs) -> 
     return p.contention * min(compute, travel), max(0.0, travel - compute * p.hidden)
 
 
-def _gradients(arch: Architecture, settings: Settings, costs: Costs, window: float) -> float:
+def _gradients(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> float:
     """Exposed seconds of gradients that travel once a step beside a backward pass, and of weights that come back."""
     mesh, software, p = settings.mesh, settings.software, costs.parameters
     if settings.frozen or costs.ideal:
@@ -275,10 +275,10 @@ def _gradients(arch: Architecture, settings: Settings, costs: Costs, window: flo
         return sum(one.exposed for one in once_a_step(arch, settings, costs, window))
     count = sum(local_parameters(arch, settings))
     if settings.zero >= 3 and mesh.pipeline == 1:
-        group = Group(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
+        group = DeviceGroup(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
         size = count / (mesh.shard * mesh.context) * software.reduce_bytes
         return collective_seconds(costs.network, "all_reduce", size, group)
-    group = Group(mesh.data * mesh.context, mesh.tensor)
+    group = DeviceGroup(mesh.data * mesh.context, mesh.tensor)
     if group.size == 1:
         return 0.0
     reduce = _in_pieces(
@@ -291,13 +291,13 @@ def _gradients(arch: Architecture, settings: Settings, costs: Costs, window: flo
     return max(NEVER_HIDDEN * reduce, reduce - hidden) + max(NEVER_HIDDEN * back, back - hidden / 2)
 
 
-def _in_pieces(costs: Costs, operation: str, size: float, group: Group, settings: Settings) -> float:
+def _in_pieces(costs: CostModel, operation: str, size: float, group: DeviceGroup, settings: Settings) -> float:
     """A collective that goes in buckets, one after the other."""
     pieces = max(1, round(size / settings.software.bucket_bytes))
     return pieces * collective_seconds(costs.network, operation, size / pieces, group)
 
 
-def _update(arch: Architecture, settings: Settings, costs: Costs) -> float:
+def _update(arch: Architecture, settings: Settings, costs: CostModel) -> float:
     """The optimizer's own kernels: memory bounds them."""
     mesh, chip = settings.mesh, costs.cluster.chip
     if settings.frozen:

@@ -7,11 +7,11 @@ from headway.hardware import precision
 from headway.plan.architecture import Architecture
 from headway.plan.settings import AXES, Mesh, Recompute, Schedule, Settings, Software
 
-__all__ = ["RUNNABLE", "Choices", "Limits", "Task", "pipeline_clash"]
+__all__ = ["RUNNABLE", "SearchSpace", "TrainerLimits", "TrainingTask", "pipeline_clash"]
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What is to be trained, whatever the way."""
 
     architecture: Architecture
@@ -27,7 +27,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrainerLimits:
     """What a trainer can run."""
 
     axes: tuple[str, ...] = AXES
@@ -74,7 +74,7 @@ def pipeline_clash(settings: Settings) -> str | None:
     return None
 
 
-RUNNABLE = Limits(
+RUNNABLE = TrainerLimits(
     axes=("replicate", "shard", "tensor", "pipeline"),
     zero=(3,),
     recompute=("none", "selective", "full"),
@@ -86,7 +86,7 @@ RUNNABLE = Limits(
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """What a search may vary; None leaves it to the search, which then tries all that is sensible."""
 
     mesh: Mesh | None = None
@@ -118,5 +118,5 @@ class Choices:
     """Otherwise as many devices as the fastest links join."""
     context: bool | None = None
     """Whether to share sequences among devices; otherwise long ones, and any where nothing else fits."""
-    limits: Limits | None = None
+    limits: TrainerLimits | None = None
     """What the trainer can run, where only that counts."""

@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from headway.plan.architecture import Architecture
-from headway.plan.settings import Settings
-from headway.plan.worker import (
+from headway.plan.rank_share import (
     block_parameters,
     is_exact,
     rest_parameters,
@@ -18,6 +17,7 @@ from headway.plan.worker import (
     table_parameters,
     worker_blocks,
 )
+from headway.plan.settings import Settings
 
 __all__ = ["STATISTICS_BYTES", "Kind", "summed_bytes", "tied_bytes", "traffic"]
 

@@ -1,10 +1,10 @@
 """What to train: typed, validated, TOML in, JSON out."""
 
-from headway.recipe.assignment import Assignment, Doubt, Judge, Trial
-from headway.recipe.changes import CHANGEABLE, changes, check_resumable
+from headway.recipe.assignment import Assignment, ParityTrial, SpikeReference, SuspectElement
+from headway.recipe.changes import CHANGEABLE, changed_keys, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
-from headway.recipe.model import Layout, Model
+from headway.recipe.model import Model, ModelLayout
 from headway.recipe.schema import Checkpoint, Data, Eval, Health, Parallel, Recipe, Store, Train
 
 __all__ = [
@@ -12,20 +12,20 @@ __all__ = [
     "Assignment",
     "Checkpoint",
     "Data",
-    "Doubt",
     "Eval",
     "Fault",
     "FaultPlan",
     "Health",
-    "Judge",
-    "Layout",
     "Model",
+    "ModelLayout",
     "Parallel",
+    "ParityTrial",
     "Recipe",
+    "SpikeReference",
     "Store",
+    "SuspectElement",
     "Train",
-    "Trial",
-    "changes",
+    "changed_keys",
     "check_resumable",
     "load_recipe",
     "nearest_keys",

@@ -5,11 +5,11 @@ Every family says what it comes to (`Model.architecture`), and so does a line of
 
 from dataclasses import dataclass
 
-__all__ = ["Architecture", "Experts", "LatentAttention"]
+__all__ = ["Architecture", "ExpertShape", "LatentAttention"]
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertShape:
     """A feed-forward of which each token sees a few experts."""
 
     count: int
@@ -75,7 +75,7 @@ class Architecture:
     """Tokens that windowed layers see."""
     windowed_layers: int = 0
     """How many layers see a window only."""
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     latent: LatentAttention | None = None
 
     @property

@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.recipe.faults import FaultPlan
 
-__all__ = ["Assignment", "Doubt", "Judge", "Trial"]
+__all__ = ["Assignment", "ParityTrial", "SpikeReference", "SuspectElement"]
 
 
-class Trial(BaseModel):
+class ParityTrial(BaseModel):
     """A few steps whose every number is written down, to be held against those of another mesh."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,7 +20,7 @@ class Trial(BaseModel):
     """How many steps of plain gradient descent to make."""
 
 
-class Judge(BaseModel):
+class SpikeReference(BaseModel):
     """What a step's loss is held against, when it is made again after a spike."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,7 +32,7 @@ class Judge(BaseModel):
     """Their robust standard deviation."""
 
 
-class Doubt(BaseModel):
+class SuspectElement(BaseModel):
     """A parameter's element that differed between replicas in an attempt before this one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,15 +75,15 @@ class Assignment(BaseModel):
     """The checkpoint to go on from, a folder or an address in an object store; None starts at step 0."""
     from_memory: bool = False
     """Go on from the state in the agent's memory, which comes over the line."""
-    judge: Judge | None = None
+    judge: SpikeReference | None = None
     """A step whose loss was a spike before: what to hold it against now that it comes again."""
-    doubt: Doubt | None = None
+    doubt: SuspectElement | None = None
     """What differed between replicas before: the record says what it is this time."""
     accept: tuple[int, ...] = ()
     """Steps whose spikes came again and are taken as they are."""
     draw: bool = False
     """Only make the first weights of a class of the user's own, and leave them in the run's folder."""
-    trial: Trial | None = None
+    trial: ParityTrial | None = None
     """Make a trial instead of training."""
     faults: FaultPlan = FaultPlan()
     """What to break on purpose."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
-from headway.recipe.model import Layout
+from headway.recipe.model import ModelLayout
 from headway.recipe.schema import Checkpoint, Health, Parallel, Recipe, Store
 
-__all__ = ["CHANGEABLE", "changes", "check_resumable"]
+__all__ = ["CHANGEABLE", "changed_keys", "check_resumable"]
 
 CHANGEABLE = {
     "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
@@ -38,7 +38,7 @@ CHANGEABLE = {
     },
     **{
         f"model.layout.{key}": "it says how a class of your own is cut; same gradients up to rounding"
-        for key in Layout.model_fields
+        for key in ModelLayout.model_fields
     },
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
@@ -53,7 +53,7 @@ CHANGEABLE = {
 _ANY_DATA_SET = re.compile(r"^data\.mixture\.[^.]+\.")
 
 
-def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values; a section that is left out counts as one of defaults."""
     before, after = (dict(leaves(_whole(recipe))) for recipe in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
@@ -62,13 +62,13 @@ def changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _whole(recipe: Recipe) -> dict[str, Any]:
-    model = recipe.model.model_copy(update={"layout": recipe.model.layout or Layout()})
+    model = recipe.model.model_copy(update={"layout": recipe.model.layout or ModelLayout()})
     return recipe.model_copy(update={"model": model, "parallel": recipe.parallel or Parallel()}).model_dump()
 
 
 def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The changes, or a RecipeError naming the first that would make another run of it."""
-    found = changes(old, new)
+    found = changed_keys(old, new)
     refused = [key for key in found if _ANY_DATA_SET.sub("data.mixture.*.", key) not in CHANGEABLE]
     if refused:
         key, (old_value, new_value) = refused[0], found[refused[0]]

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from headway.recipe.section import NotNegative, Positive, Section
 
-__all__ = ["Data", "Part"]
+__all__ = ["Data", "MixturePart"]
 
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -46,7 +46,7 @@ def _from_the_first_step(weight: float | tuple[tuple[int, float], ...]) -> float
     return weight
 
 
-class Part(Section):
+class MixturePart(Section):
     """One data set of a mixture."""
 
     path: str
@@ -90,7 +90,7 @@ class Data(Section):
 
     path: str | None = None
     """Folder made by `headway data build`."""
-    mixture: dict[Name, Part] = Field(default_factory=dict)
+    mixture: dict[Name, MixturePart] = Field(default_factory=dict)
     """Several data sets instead of one, by names of your choice, each with a share of the samples."""
     version: str | None = None
     """Refuse to train on any other version of the data (a prefix of at least 8 characters is enough)."""
@@ -137,11 +137,11 @@ class Data(Section):
         return sorted({1, *(step for part in self.mixture.values() for step in part.changes)})
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, MixturePart]:
         """The data sets by name; one that is alone is called after its folder."""
         if self.path is None:
             return dict(self.mixture)
-        return {PurePath(self.path).name or "data": Part(path=self.path, version=self.version)}
+        return {PurePath(self.path).name or "data": MixturePart(path=self.path, version=self.version)}
 
 
 def _by_name(parts: Any) -> dict[str, Any]:

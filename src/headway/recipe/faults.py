@@ -17,7 +17,18 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AGENT", "KEEPER", "POINTS", "Fault", "FaultPlan", "Mutation", "Struck", "carry_out", "strike", "struck"]
+__all__ = [
+    "AGENT",
+    "KEEPER",
+    "POINTS",
+    "Fault",
+    "FaultPlan",
+    "FiredFault",
+    "Mutation",
+    "execute_fault",
+    "mark_fired",
+    "struck",
+]
 
 AGENT, KEEPER = -1, -2
 """The agent and the process that keeps it, where faults count ranks. It is the agent that strikes its keeper."""
@@ -134,7 +145,7 @@ def _reached(fault: Fault, step: int) -> bool:
     return step >= fault.step if fault.point == "watch" or fault.action == "slow" else step == fault.step
 
 
-class Struck(BaseModel):
+class FiredFault(BaseModel):
     """What has struck: the fault's number in its plan, whom, when."""
 
     number: int
@@ -144,10 +155,10 @@ class Struck(BaseModel):
     step: int
 
 
-def strike(folder: Path, number: int, fault: Fault, rank: int, step: int) -> bool:
+def mark_fired(folder: Path, number: int, fault: Fault, rank: int, step: int) -> bool:
     """Note that a fault strikes now; False if it has struck this rank before and is not meant to do so again."""
     folder.mkdir(exist_ok=True)
-    moment = Struck(number=number, rank=rank, at_ns=time.monotonic_ns(), step=step).model_dump_json()
+    moment = FiredFault(number=number, rank=rank, at_ns=time.monotonic_ns(), step=step).model_dump_json()
     try:
         with (folder / f"{number:04d}-rank-{rank}.json").open("x") as file:
             file.write(moment)
@@ -156,13 +167,13 @@ def strike(folder: Path, number: int, fault: Fault, rank: int, step: int) -> boo
     return True
 
 
-def struck(folder: Path) -> list[Struck]:
+def struck(folder: Path) -> list[FiredFault]:
     """What has struck a run, in the order it did."""
-    found = [Struck.model_validate_json(text) for path in folder.glob("*.json") if (text := path.read_text())]
+    found = [FiredFault.model_validate_json(text) for path in folder.glob("*.json") if (text := path.read_text())]
     return sorted(found, key=lambda one: one.at_ns)
 
 
-def carry_out(fault: Fault, pid: int | None = None) -> None:
+def execute_fault(fault: Fault, pid: int | None = None) -> None:
     """Break what a fault says, in this process or, where that is by a signal, in another."""
     match fault.action:
         case "kill":

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from headway.recipe.architecture import Architecture
 from headway.recipe.section import DERIVED, Positive, Section
 
-__all__ = ["Config", "Layout", "Model", "Own", "Shapes", "Stored", "linear"]
+__all__ = ["Config", "CustomModel", "HfTensor", "Model", "ModelLayout", "Shapes", "linear"]
 
 Config = Mapping[str, Any]
 """A config.json."""
@@ -34,7 +34,7 @@ Module = Annotated[str, Field(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]*(\.[A-Za-z0-9_*
 """A module's dotted name inside a model; `*` stands for any one part: blocks.*.attention.out."""
 
 
-class Layout(Section):
+class ModelLayout(Section):
     """How a model of your own is cut, by the names of its modules; `*` stands for any one part of a name.
 
     Sharding and copies need none of it. A pipeline needs `blocks`, `first` and `last`; a tensor axis needs `columns`,
@@ -84,7 +84,7 @@ def _arguments(args: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class HfTensor:
     """A tensor of a Hugging Face folder: which of ours it holds, and how."""
 
     name: str
@@ -132,7 +132,7 @@ class Model(Section):
     """A class of your own, as package.module:Class: a plain module that makes logits [B, L, V] of tokens [B, L]."""
     args: Annotated[dict[str, Any], AfterValidator(_arguments)] = Field(default_factory=dict)
     """What that class is called with, by name."""
-    layout: Layout | None = None
+    layout: ModelLayout | None = None
     """How that class is cut, for tensor and pipeline axes."""
     family: str = "llama"
     """Which family of decoders it is of."""
@@ -237,10 +237,10 @@ class Model(Section):
         """What is kept beside the parameters, as float32: nothing, for most."""
         return {}
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """The tensors of a Hugging Face folder, in which ours are found again."""
         for name in (*self.tensors(), *self.buffers()):
-            yield Stored(self.theirs(name), (name,))
+            yield HfTensor(self.theirs(name), (name,))
 
     def theirs(self, name: str) -> str:
         """What a Hugging Face folder calls one of ours that it has as it is."""
@@ -308,7 +308,7 @@ class Model(Section):
         return self.vocab_size
 
 
-class Own(Model):
+class CustomModel(Model):
     """A class of your own."""
 
     family: Literal["own"] = "own"
@@ -333,6 +333,6 @@ def _of_one_kind(kind: type[Model], values: dict[str, Any]) -> dict[str, Any]:
         if key == "class_" or value in (None, {}) or _belongs(key, own) or (own and key == "family"):
             continue
         why = "a class of your own: put it into model.args" if own else "a decoder: model.class names your own"
-        raise PydanticCustomError("at_key", "model.{key} says nothing of {why}", {"key": key, "why": why})
+        raise PydanticCustomError("at_key", "model.{key} does not apply to {why}", {"key": key, "why": why})
     # What was taken back leaves nothing behind; a decoder's own fields say themselves that they need a value.
     return {key: v for key, v in given.items() if v is not None or (_belongs(key, own) and key != "args")}

@@ -8,13 +8,13 @@ from headway.errors import ModelError
 from headway.recipe.model import Config, Model
 from headway.recipe.section import Positive, Section
 
-__all__ = ["RotaryModel", "Scaling", "given", "rope_settings", "rotary_config", "scaling_from"]
+__all__ = ["RopeScaling", "RotaryModel", "given", "rope_settings", "rotary_config", "scaling_from"]
 
 AboveZero = Annotated[float, Field(gt=0)]
 KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
-class Scaling(Section):
+class RopeScaling(Section):
     """How rotary positions are stretched."""
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -59,7 +59,7 @@ class RotaryModel(Model):
 
     rope_theta: AboveZero = 10_000.0
     """Base of the rotary position embedding."""
-    rope_scaling: Scaling | None = None
+    rope_scaling: RopeScaling | None = None
     """How positions are stretched to sequences longer than those trained on."""
 
     @property

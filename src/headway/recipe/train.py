@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 
-__all__ = ["Group", "Optimizer", "Train"]
+__all__ = ["Optimizer", "ParameterGroup", "Train"]
 
 Optimizer = Literal["adamw", "muon", "adamw-8bit", "adafactor"]
 Operation = Literal["attention", "experts", "rms_norm", "rope", "gated", "loss", "adamw", "norm", "newton_schulz"]
@@ -18,7 +18,7 @@ Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*$")]
 Decay = Annotated[float, Field(ge=0, le=10)]
 
 
-class Group(Section):
+class ParameterGroup(Section):
     """Parameters that are updated in a way of their own; of several groups that match, the first counts."""
 
     match: Annotated[tuple[Pattern, ...], Field(min_length=1)]
@@ -92,7 +92,7 @@ class Train(Section):
     """AdamW's guard against division by zero."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Muon's decay of the gradient's mean; by default 0.95."""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
     """Parameters with a rate or a weight decay of their own."""
     freeze: tuple[Pattern, ...] = ()
     """Names of parameters that stay as they are; `*` stands for any one part, `**` for any number of them."""
@@ -173,11 +173,11 @@ class Train(Section):
             )
         for key, speaks, of in self._says():
             if not speaks and getattr(self, key) != type(self).model_fields[key].default:
-                raise PydanticCustomError("at_key", "train.{key} says nothing of {of}", {"key": key, "of": of})
+                raise PydanticCustomError("at_key", "train.{key} has no effect with {of}", {"key": key, "of": of})
         if self.weights == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError('weights = "bfloat16" needs dtype = "bfloat16": products cannot have more than weights')
         if self.offload_optimizer and (name := self._not_offloaded):
-            raise ValueError(f"offload_optimizer is of adamw with all of it in float32, and {name}")
+            raise ValueError(f"offload_optimizer needs float32 adamw, but {name}")
         if self.update_in_backward and (why := self._not_early):
             raise ValueError(f"update_in_backward {why}")
         return self

@@ -4,22 +4,36 @@
 """
 
 from headway.state.box import Box
-from headway.state.buffer import Buffer, BufferPlan, InMemory, map_files, plan_buffer
-from headway.state.checkpoint import (
-    Entry,
+from headway.state.channel import Channel, ChannelClosed, Message
+from headway.state.digest import digest_box, state_digest
+from headway.state.layout import Layout, LayoutPart, spread, whole
+from headway.state.manifest import (
+    CheckpointFacts,
+    CheckpointManifest,
+    FileEntry,
+    PieceEntry,
+    TensorEntry,
+    dump_manifest,
+)
+from headway.state.move import Move, all_moves, moves
+from headway.state.read_checkpoint import OpenCheckpoint, VerifyResult, open_checkpoint, read_box, verify_checkpoint
+from headway.state.save_buffer import BufferPlan, MemoryCheckpoint, SaveBuffer, map_files, plan_buffer
+from headway.state.source import CheckpointSource, FolderCheckpoint
+from headway.state.write_checkpoint import (
+    CheckpointEntry,
+    PartialCheckpoint,
     Piece,
     PieceShape,
-    Save,
-    Shard,
+    ShardEntry,
     abandon,
-    begin,
-    collect,
+    begin_checkpoint,
+    collect_shard_entries,
     commit,
     describe_shard,
     fence,
     find_checkpoint,
     image_of,
-    leave,
+    leave_shard_entry,
     list_checkpoints,
     merge,
     partial_folder,
@@ -27,43 +41,36 @@ from headway.state.checkpoint import (
     shard_name,
     write_shard,
 )
-from headway.state.digest import digest_box, state_digest
-from headway.state.layout import Layout, Part, spread, whole
-from headway.state.line import Line, LineClosed, Message
-from headway.state.manifest import Facts, FileEntry, Manifest, PieceEntry, TensorEntry, dump_manifest
-from headway.state.move import Move, all_moves, moves
-from headway.state.restore import Checkpoint, Verified, open_checkpoint, read_box, verify
-from headway.state.source import Folder, Source
 
 __all__ = [
     "Box",
-    "Buffer",
     "BufferPlan",
-    "Checkpoint",
-    "Entry",
-    "Facts",
+    "Channel",
+    "ChannelClosed",
+    "CheckpointEntry",
+    "CheckpointFacts",
+    "CheckpointManifest",
+    "CheckpointSource",
     "FileEntry",
-    "Folder",
-    "InMemory",
+    "FolderCheckpoint",
     "Layout",
-    "Line",
-    "LineClosed",
-    "Manifest",
+    "LayoutPart",
+    "MemoryCheckpoint",
     "Message",
     "Move",
-    "Part",
+    "OpenCheckpoint",
+    "PartialCheckpoint",
     "Piece",
     "PieceEntry",
     "PieceShape",
-    "Save",
-    "Shard",
-    "Source",
+    "SaveBuffer",
+    "ShardEntry",
     "TensorEntry",
-    "Verified",
+    "VerifyResult",
     "abandon",
     "all_moves",
-    "begin",
-    "collect",
+    "begin_checkpoint",
+    "collect_shard_entries",
     "commit",
     "describe_shard",
     "digest_box",
@@ -71,7 +78,7 @@ __all__ = [
     "fence",
     "find_checkpoint",
     "image_of",
-    "leave",
+    "leave_shard_entry",
     "list_checkpoints",
     "map_files",
     "merge",
@@ -84,7 +91,7 @@ __all__ = [
     "shard_name",
     "spread",
     "state_digest",
-    "verify",
+    "verify_checkpoint",
     "whole",
     "write_shard",
 ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headway.errors import UsageError
 from headway.recipe import Store
-from headway.state.restore import Checkpoint, open_checkpoint
+from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint
 
 __all__ = ["address_in_store", "is_in_store", "open_address", "store_url"]
 
@@ -27,16 +27,16 @@ def store_url(rules: Store, run: str) -> str:
     return f"{rules.url.rstrip('/')}/{run}"
 
 
-def open_address(address: str) -> Checkpoint:
+def open_address(address: str) -> OpenCheckpoint:
     """Open a checkpoint wherever it lies."""
     if not is_in_store(address):
         return open_checkpoint(Path(address))
     # Object stores need a library that folders do not.
-    from headway.state.remote import Remote
-    from headway.state.store import open_store
+    from headway.state.object_store import open_store
+    from headway.state.store_checkpoint import StoreCheckpoint
 
     match = _IN_STORE.fullmatch(address)
     if match is None:
         open_store(address)  # says what is wrong with the place itself, and repeats no password
         raise UsageError(f"{address} is no checkpoint's address", hint="for example s3://bucket/prefix/RUN/step-100")
-    return open_checkpoint(Remote(open_store(match[1]), int(match[2])))
+    return open_checkpoint(StoreCheckpoint(open_store(match[1]), int(match[2])))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.state.box import Box, bands
-from headway.state.restore import Checkpoint, read_box
+from headway.state.read_checkpoint import OpenCheckpoint, read_box
 from headway.state.safetensors_file import bits_dtype
 
 __all__ = ["band_bytes", "read_bands"]
@@ -14,13 +14,13 @@ __all__ = ["band_bytes", "read_bands"]
 BAND_BYTES = 32 << 20
 
 
-def band_bytes(*checkpoints: Checkpoint) -> int:
+def band_bytes(*checkpoints: OpenCheckpoint) -> int:
     """How much of a tensor to read at a time; one of format 1 whole: each part of a piece costs reading all of it."""
     old = any(checkpoint.manifest.digest_function == 1 for checkpoint in checkpoints)
     return 1 << 62 if old else BAND_BYTES
 
 
-def read_bands(checkpoint: Checkpoint, name: str, limit: int) -> Iterator[NDArray[np.unsignedinteger]]:
+def read_bands(checkpoint: OpenCheckpoint, name: str, limit: int) -> Iterator[NDArray[np.unsignedinteger]]:
     """A tensor's bits, checked, band by band in row-major order; each is valid until the next one is asked for."""
     entry = checkpoint.manifest.tensors[name]
     buffer = np.empty(0, bits_dtype(entry.dtype))

@@ -21,26 +21,26 @@ import numpy as np
 from headway.errors import ModelError, StateError
 from headway.recipe import Model
 from headway.recipe.huggingface import config_from_model
-from headway.recipe.model import Stored
-from headway.state import packing
+from headway.recipe.model import HfTensor
+from headway.state import hf_packing as packing
 from headway.state.bands import band_bytes, read_bands
-from headway.state.companions import lay_companions
+from headway.state.hf_sidecars import lay_companions
 from headway.state.manifest import CHUNK_BYTES
-from headway.state.restore import Checkpoint, read_box
-from headway.state.safetensors_file import DTYPES, Image, bits_dtype, plan_image, read_image
+from headway.state.read_checkpoint import OpenCheckpoint, read_box
+from headway.state.safetensors_file import DTYPES, SafetensorsLayout, bits_dtype, plan_file, read_header
 from headway.track import make_durable
 
 __all__ = [
     "BLOCK_BYTES",
+    "LazyWeight",
     "Progress",
     "TokenizerFile",
-    "Weight",
     "check_weights",
+    "from_hf",
     "known_as",
-    "ours_of",
     "saved_weights",
     "stored_weights",
-    "theirs_of",
+    "to_hf",
     "weight_files",
     "write_folder",
 ]
@@ -57,7 +57,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Weight:
+class LazyWeight:
     """A tensor by its dtype and shape, and a way to its bytes; a block is valid until the next one is asked for."""
 
     dtype: str
@@ -89,9 +89,9 @@ def known_as(name: str, model: Model) -> str | None:
     return None if tied or model.follows(name) else name
 
 
-def stored_weights(folder: Path, model: Model) -> dict[str, Weight]:
+def stored_weights(folder: Path, model: Model) -> dict[str, LazyWeight]:
     """The weights of a Hugging Face folder by our names, checked against the shapes that a model has."""
-    found: dict[str, Weight] = {}
+    found: dict[str, LazyWeight] = {}
     for file in weight_files(folder):
         for stored, place in _image(file).places.items():
             name = known_as(stored, model)
@@ -100,11 +100,11 @@ def stored_weights(folder: Path, model: Model) -> dict[str, Weight]:
             if name in found:
                 raise ModelError(f"{folder} has {name} in two of its files", hint="remove the file that is left over")
             blocks = partial(_read_file, file, place.begin, place.end)
-            found[name] = Weight(place.dtype, place.shape, blocks)
-    return ours_of(found, model, str(folder))
+            found[name] = LazyWeight(place.dtype, place.shape, blocks)
+    return from_hf(found, model, str(folder))
 
 
-def ours_of(found: Mapping[str, Weight], model: Model, where: str) -> dict[str, Weight]:
+def from_hf(found: Mapping[str, LazyWeight], model: Model, where: str) -> dict[str, LazyWeight]:
     """A folder's weights by our names: as they are, or rearranged when they are read."""
     shapes = model.tensors() | model.buffers()
     forms = list(model.stored())
@@ -113,28 +113,30 @@ def ours_of(found: Mapping[str, Weight], model: Model, where: str) -> dict[str, 
         {form.name: packing.packed_shape(form, shapes) for form in forms},
         where,
     )
-    pieces: dict[str, list[tuple[Stored, int]]] = {}
+    pieces: dict[str, list[tuple[HfTensor, int]]] = {}
     for form in forms:
         for i, name in enumerate(form.ours):
             pieces.setdefault(name, []).append((form, i))
     return {name: _unpacked(shapes[name], pieces[name], found) for name in shapes}
 
 
-def _unpacked(shape: tuple[int, ...], pieces: list[tuple[Stored, int]], found: Mapping[str, Weight]) -> Weight:
+def _unpacked(
+    shape: tuple[int, ...], pieces: list[tuple[HfTensor, int]], found: Mapping[str, LazyWeight]
+) -> LazyWeight:
     """One of our tensors, made of those of theirs that have a part of it."""
     sources = [found[form.name] for form, _ in pieces]
     if pieces[0][0].form == "same":
         return sources[0]
     if pieces[0][0].form == "expert":
         parts = [source for _, source in sorted(zip((form.index for form, _ in pieces), sources, strict=True))]
-        return Weight(sources[0].dtype, shape, partial(_one_after_the_other, parts))
+        return LazyWeight(sources[0].dtype, shape, partial(_one_after_the_other, parts))
     (form, which), source = pieces[0], sources[0]
-    return Weight(source.dtype, shape, partial(_rearranged, form, which, source))
+    return LazyWeight(source.dtype, shape, partial(_rearranged, form, which, source))
 
 
-def theirs_of(weights: Mapping[str, Weight], model: Model) -> dict[str, Weight]:
+def to_hf(weights: Mapping[str, LazyWeight], model: Model) -> dict[str, LazyWeight]:
     """The tensors of a Hugging Face folder, of weights by our names."""
-    made = dict[str, Weight]()
+    made = dict[str, LazyWeight]()
     shapes = {name: weight.shape for name, weight in weights.items()}
     for form in model.stored():
         first = weights[form.ours[0]]
@@ -142,14 +144,14 @@ def theirs_of(weights: Mapping[str, Weight], model: Model) -> dict[str, Weight]:
         if form.form == "same":
             made[form.name] = first
         elif form.form == "expert":
-            made[form.name] = Weight(first.dtype, shape, partial(_slice, first, form.index))
+            made[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
         else:
             parts = [weights[name] for name in form.ours]
-            made[form.name] = Weight(first.dtype, shape, partial(_packed, form, parts))
+            made[form.name] = LazyWeight(first.dtype, shape, partial(_packed, form, parts))
     return made
 
 
-def _one_after_the_other(parts: Iterable[Weight]) -> Iterator[memoryview]:
+def _one_after_the_other(parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
     """All bytes of some weights; every block but the last is a full one, as checksums of chunks ask for."""
     buffer, held = memoryview(bytearray(BLOCK_BYTES)), 0
     for block in (block for part in parts for block in part.blocks()):
@@ -164,7 +166,7 @@ def _one_after_the_other(parts: Iterable[Weight]) -> Iterator[memoryview]:
         yield buffer[:held]
 
 
-def _slice(weight: Weight, index: int) -> Iterator[memoryview]:
+def _slice(weight: LazyWeight, index: int) -> Iterator[memoryview]:
     """The bytes of one slice of a weight's first dim."""
     if weight.slice_at is not None:
         yield from weight.slice_at(index)
@@ -180,24 +182,24 @@ def _slice(weight: Weight, index: int) -> Iterator[memoryview]:
             return
 
 
-def _rearranged(form: Stored, which: int, source: Weight) -> Iterator[memoryview]:
+def _rearranged(form: HfTensor, which: int, source: LazyWeight) -> Iterator[memoryview]:
     yield np.ascontiguousarray(packing.unpack(form, _array(source), which)).view(np.uint8).reshape(-1).data
 
 
-def _packed(form: Stored, parts: Iterable[Weight]) -> Iterator[memoryview]:
+def _packed(form: HfTensor, parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
     yield np.ascontiguousarray(packing.pack(form, [_array(part) for part in parts])).view(np.uint8).reshape(-1).data
 
 
-def _array(weight: Weight) -> packing.Bits:
+def _array(weight: LazyWeight) -> packing.Bits:
     """All of a weight, as numbers of its size: its bits are moved and never computed with."""
     joined = np.frombuffer(b"".join(bytes(block) for block in weight.blocks()), dtype=np.uint8)
     return joined.view(f"u{DTYPES[weight.dtype][1]}").reshape(weight.shape)
 
 
-def saved_weights(checkpoint: Checkpoint, shapes: Shapes, prefix: str = "model/") -> dict[str, Weight]:
+def saved_weights(checkpoint: OpenCheckpoint, shapes: Shapes, prefix: str = "model/") -> dict[str, LazyWeight]:
     """The weights of a checkpoint, whatever pieces it has them in, checked against the shapes that a model has."""
     found = {
-        name.removeprefix(prefix): Weight(
+        name.removeprefix(prefix): LazyWeight(
             entry.dtype,
             entry.shape,
             partial(_read_checkpoint, checkpoint, name),
@@ -247,7 +249,7 @@ def weight_files(folder: Path) -> list[Path]:
 def write_folder(
     folder: Path,
     model: Model,
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, LazyWeight],
     *,
     tokenizer: TokenizerFile | None = None,
     companions: Path | None = None,
@@ -266,7 +268,7 @@ def write_folder(
     beside = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     try:
         beside.mkdir(parents=True)
-        _write_weights(beside, theirs_of(weights, model), shard_bytes, progress)
+        _write_weights(beside, to_hf(weights, model), shard_bytes, progress)
         if tokenizer is not None:
             _write_tokenizer(beside, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id
@@ -283,9 +285,11 @@ def write_folder(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Weight], shard_bytes: int, progress: Progress | None) -> None:
+def _write_weights(
+    folder: Path, weights: Mapping[str, LazyWeight], shard_bytes: int, progress: Progress | None
+) -> None:
     """One file, or several of at most `shard_bytes` (or one tensor) each with an index."""
-    shards: list[dict[str, Weight]] = [{}]
+    shards: list[dict[str, LazyWeight]] = [{}]
     room = shard_bytes
     for name, weight in weights.items():
         if weight.bytes > room and shards[-1]:
@@ -306,9 +310,9 @@ def _write_weights(folder: Path, weights: Mapping[str, Weight], shard_bytes: int
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_file(path: Path, weights: Mapping[str, Weight]) -> Iterator[int]:
+def _write_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
     """Write one file and make it durable, saying how many bytes each block had."""
-    image = plan_image((name, weight.dtype, weight.shape) for name, weight in weights.items())
+    image = plan_file((name, weight.dtype, weight.shape) for name, weight in weights.items())
     with path.open("xb") as file:
         file.write(_told_format(image))
         for name in image.places:
@@ -319,7 +323,7 @@ def _write_file(path: Path, weights: Mapping[str, Weight]) -> Iterator[int]:
         os.fsync(file.fileno())
 
 
-def _told_format(image: Image) -> bytes:
+def _told_format(image: SafetensorsLayout) -> bytes:
     """The file's header with the note that older versions of `transformers` insist on."""
     entries = json.loads(image.header[8:])
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
@@ -337,11 +341,11 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFile, seq: int) -> None:
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _image(file: Path) -> Image:
+def _image(file: Path) -> SafetensorsLayout:
     if not file.exists():
         raise ModelError(f"{file} is missing, though the folder's index names it")
     try:
-        return read_image(file)
+        return read_header(file)
     except StateError as error:
         raise ModelError(error.message, hint="download or copy the file again") from None
 
@@ -368,13 +372,13 @@ def _fill(opened: Any, block: memoryview) -> None:
         block = block[count:]
 
 
-def _read_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:
+def _read_checkpoint(checkpoint: OpenCheckpoint, name: str) -> Iterator[memoryview]:
     """A tensor of a checkpoint, some rows at a time, checked."""
     for bits in read_bands(checkpoint, name, band_bytes(checkpoint)):
         yield bits.view(np.uint8).data
 
 
-def _read_slice(checkpoint: Checkpoint, name: str, index: int) -> Iterator[memoryview]:
+def _read_slice(checkpoint: OpenCheckpoint, name: str, index: int) -> Iterator[memoryview]:
     """A slice of a tensor of a checkpoint, checked."""
     entry = checkpoint.manifest.tensors[name]
     bits = np.empty((1, *entry.shape[1:]), bits_dtype(entry.dtype))

@@ -12,11 +12,11 @@ from itertools import accumulate, product
 
 from headway.state.box import Box, overlap
 
-__all__ = ["BoxIndex", "Layout", "Part", "box_at", "layout_fault", "spread", "whole"]
+__all__ = ["BoxIndex", "Layout", "LayoutPart", "box_at", "layout_fault", "spread", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """A holder and the region that it has, which may be empty."""
 
     holder: int
@@ -29,13 +29,13 @@ class Layout:
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    parts: tuple[Part, ...]
+    parts: tuple[LayoutPart, ...]
 
 
 def whole(shape: Sequence[int], holders: Sequence[int]) -> Layout:
     """A copy of the whole tensor on each holder."""
     box = Box((0,) * len(shape), tuple(shape))
-    return Layout(tuple(shape), tuple(Part(holder, box) for holder in holders))
+    return Layout(tuple(shape), tuple(LayoutPart(holder, box) for holder in holders))
 
 
 def spread(
@@ -57,7 +57,7 @@ def spread(
         among_cuts = tuple([place[axis] for axis, _ in cuts])
         if among_cuts not in boxes:
             boxes[among_cuts] = box_at(shape, mesh, cuts, place)
-        parts.append(Part(rank, boxes[among_cuts]))
+        parts.append(LayoutPart(rank, boxes[among_cuts]))
     return Layout(tuple(shape), tuple(parts))
 
 

@@ -18,9 +18,9 @@ from headway.state.safetensors_file import DTYPES
 __all__ = [
     "CHUNK_BYTES",
     "FORMAT",
-    "Facts",
+    "CheckpointFacts",
+    "CheckpointManifest",
     "FileEntry",
-    "Manifest",
     "PieceEntry",
     "TensorEntry",
     "chunk_checksums",
@@ -46,7 +46,7 @@ class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Facts(_Entry):
+class CheckpointFacts(_Entry):
     """What is saved beside the tensors: where the run is in its data, its history and its randomness."""
 
     cursor: Count
@@ -101,7 +101,7 @@ class FileEntry(_Entry):
     """Where it lies in an object store; without this, beside the manifest."""
 
 
-class Manifest(Facts):
+class CheckpointManifest(CheckpointFacts):
     """A whole checkpoint but for the bytes of its tensors."""
 
     format: Literal[2] = 2
@@ -127,7 +127,7 @@ class Manifest(Facts):
         return sum(file.bytes for file in self.files.values())
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: CheckpointManifest) -> bytes:
     """The bytes of manifest.json."""
     fields = manifest.model_dump(mode="json")
     order = ["format", "step", "digest", *(key for key in fields if key not in ("format", "step", "digest"))]
@@ -135,7 +135,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return body[:-1] + _seal(body)
 
 
-def parse_manifest(content: bytes, place: str) -> Manifest:
+def parse_manifest(content: bytes, place: str) -> CheckpointManifest:
     """Read and check the bytes of a manifest.json; StateError when it is damaged or too new."""
     body = content[: -len(_seal(b""))] + b"}"
     if content != body[:-1] + _seal(body):
@@ -147,7 +147,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
                 f"{place} has format {fields['format']}, and this version reads up to {FORMAT}",
                 hint="upgrade headway",
             )
-        manifest = Manifest.model_validate(_upgrade(fields))
+        manifest = CheckpointManifest.model_validate(_upgrade(fields))
         "".join(manifest.tensors).encode()  # names that are no text would fail later
     except (ValidationError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedState(f"{place} is not a checkpoint's manifest", hint=_HINT) from error
@@ -169,7 +169,7 @@ def chunk_checksums(view: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[s
     )
 
 
-def _fault(manifest: Manifest, tensor: TensorEntry) -> str | None:
+def _fault(manifest: CheckpointManifest, tensor: TensorEntry) -> str | None:
     """What a reader would trip over."""
     if any(len(piece.start) != len(tensor.shape) or len(piece.shape) != len(tensor.shape) for piece in tensor.pieces):
         return "a piece has too few or many dimensions"

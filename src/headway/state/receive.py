@@ -8,20 +8,20 @@ from pathlib import Path
 import xxhash
 
 from headway.errors import StateError
-from headway.state.buffer import FilePlan
-from headway.state.checkpoint import Shard, link_unchanged, writing
 from headway.state.manifest import CHUNK_BYTES
-from headway.state.restore import Checkpoint
+from headway.state.read_checkpoint import OpenCheckpoint
+from headway.state.save_buffer import FilePlan
+from headway.state.write_checkpoint import ShardEntry, explain_write_errors, link_unchanged
 
 __all__ = ["receive_shard"]
 
 
 def receive_shard(
     partial: Path,
-    shard: Shard,
+    shard: ShardEntry,
     part: FilePlan,
     read: Callable[[int, memoryview], None],
-    before: Checkpoint | None = None,
+    before: OpenCheckpoint | None = None,
 ) -> None:
     """Write one file and make it durable; `shard` is what the other machine says of it, and must be as planned.
 
@@ -30,7 +30,7 @@ def receive_shard(
     """
     _check_plan(shard, part)
     path = partial / shard.name
-    with writing(f"{shard.name} could not be written in {partial}", removes=(path,)):
+    with explain_write_errors(f"{shard.name} could not be written in {partial}", removes=(path,)):
         if before is not None and link_unchanged(before, path, shard):
             return
         buffer = memoryview(bytearray(min(CHUNK_BYTES, shard.file.bytes)))
@@ -45,7 +45,7 @@ def receive_shard(
             os.fsync(file.fileno())
 
 
-def _check_plan(shard: Shard, part: FilePlan) -> None:
+def _check_plan(shard: ShardEntry, part: FilePlan) -> None:
     """See that what is told of a file is what its worker said it would hold."""
     planned = {piece.name: (piece.dtype, piece.shape, piece.start, piece.local_shape) for piece in part.pieces}
     told = {
@@ -64,7 +64,7 @@ def _check_plan(shard: Shard, part: FilePlan) -> None:
         raise StateError(f"{shard.name} is not what its worker said that it saves")
 
 
-def _chunks(shard: Shard, part: FilePlan) -> Iterator[tuple[int, int, str]]:
+def _chunks(shard: ShardEntry, part: FilePlan) -> Iterator[tuple[int, int, str]]:
     """Each stretch of a file in its order: where it begins, its size, its checksum."""
     yield 0, shard.file.header_bytes, shard.file.header_xxh3
     for name, place in sorted(part.image.places.items(), key=lambda one: one[1].begin):

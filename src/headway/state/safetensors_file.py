@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from headway.errors import DamagedState
 
-__all__ = ["DTYPES", "Image", "Place", "bits_dtype", "plan_image", "read_image", "write_file", "write_memory"]
+__all__ = [
+    "DTYPES",
+    "SafetensorsLayout",
+    "TensorSpan",
+    "bits_dtype",
+    "plan_file",
+    "read_header",
+    "write_file",
+    "write_memory",
+]
 
 Bits = NDArray[np.unsignedinteger]
 
@@ -51,7 +60,7 @@ _WRITE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSpan:
     """Where a tensor lies in a file: its dtype and shape, its first byte and the one after its last."""
 
     dtype: str
@@ -61,11 +70,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Image:
+class SafetensorsLayout:
     """A whole file but for the bytes of its tensors."""
 
     header: bytes
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorSpan]
 
     @property
     def bytes(self) -> int:
@@ -83,7 +92,7 @@ def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"<u{DTYPES[dtype][1]}")
 
 
-def plan_image(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Image:
+def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> SafetensorsLayout:
     """Lay tensors (name, dtype, shape) out in a file; their bytes begin at a page's beginning."""
     entries: dict[str, Any] = {}
     end = 0
@@ -95,7 +104,7 @@ def plan_image(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Image:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % _PAGE)
     header = len(text).to_bytes(8, "little") + text
-    return Image(header, {name: _place(entry, len(header)) for name, entry in entries.items()})
+    return SafetensorsLayout(header, {name: _place(entry, len(header)) for name, entry in entries.items()})
 
 
 def write_file(path: Path, header: bytes, blocks: Iterable[memoryview]) -> None:
@@ -127,7 +136,7 @@ def write_memory(path: Path, memory: memoryview, size: int) -> None:
         os.close(descriptor)
 
 
-def read_image(path: Path) -> Image:
+def read_header(path: Path) -> SafetensorsLayout:
     """The header of a file; StateError when it is not a whole, well-formed safetensors file."""
     try:
         with path.open("rb") as file:
@@ -141,12 +150,12 @@ def read_image(path: Path) -> Image:
     except OSError as error:
         raise DamagedState(f"{path} cannot be read: {error.strerror or error}") from error
     places = dict(_entries(path, header, size - 8 - length))
-    return Image(length.to_bytes(8, "little") + header, places)
+    return SafetensorsLayout(length.to_bytes(8, "little") + header, places)
 
 
-def _place(entry: Mapping[str, Any], origin: int) -> Place:
+def _place(entry: Mapping[str, Any], origin: int) -> TensorSpan:
     begin, end = entry["data_offsets"]
-    return Place(_NAMES[entry["dtype"]], tuple(entry["shape"]), origin + begin, origin + end)
+    return TensorSpan(_NAMES[entry["dtype"]], tuple(entry["shape"]), origin + begin, origin + end)
 
 
 def _open_direct(path: Path) -> int:
@@ -182,7 +191,7 @@ def _stop_direct(descriptor: int) -> bool:
     return bool(flags & direct)
 
 
-def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, Place]]:
+def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, TensorSpan]]:
     """Each tensor's place; together they must fill the data exactly."""
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
@@ -201,7 +210,7 @@ def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, Place]
         raise _damaged(path, f"its tensors have {place} bytes, and the file has {size}")
     origin = 8 + len(header)
     for name, dtype, shape, begin, end in found:
-        yield name, Place(dtype, shape, origin + begin, origin + end)
+        yield name, TensorSpan(dtype, shape, origin + begin, origin + end)
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

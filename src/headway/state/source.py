@@ -11,14 +11,14 @@ from typing import ClassVar
 
 from headway.errors import DamagedState, StateError
 
-__all__ = ["Folder", "Source"]
+__all__ = ["CheckpointSource", "FolderCheckpoint"]
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 30
 _HINT = "headway checkpoint ls lists what there is; headway checkpoint verify finds the newest that is whole"
 
 
-class Source(ABC):
+class CheckpointSource(ABC):
     """One checkpoint's files. Several threads may read at once."""
 
     place: str
@@ -45,7 +45,7 @@ class Source(ABC):
         return f"{self.place}/{file}"
 
 
-class Folder(Source):
+class FolderCheckpoint(CheckpointSource):
     """A checkpoint in a folder."""
 
     def __init__(self, path: Path) -> None:

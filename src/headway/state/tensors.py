@@ -21,15 +21,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.errors import StateError
 from headway.state.box import Box, bands
-from headway.state.checkpoint import Piece, PieceShape
 from headway.state.layout import Layout, box_at, spread, whole
 from headway.state.move import all_moves
-from headway.state.restore import Checkpoint, open_checkpoint, read_box
+from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint, read_box
 from headway.state.safetensors_file import DTYPES, bits_dtype
+from headway.state.write_checkpoint import Piece, PieceShape
 
 __all__ = [
-    "Held",
-    "Owned",
+    "ModelShare",
+    "OwnedPiece",
     "as_tensor",
     "box_of",
     "boxes_of",
@@ -59,7 +59,7 @@ _FILES = -1
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelShare:
     """What of a model a rank holds, and who else does."""
 
     rank: int = 0
@@ -71,18 +71,18 @@ class Held:
     """Names of the model's tensors that other ranks may hold."""
 
 
-ALL = Held()
+ALL = ModelShare()
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedPiece:
     """What this rank writes of a tensor: which box of it, and the tensor that has just that."""
 
     piece: PieceShape
     tensor: torch.Tensor
 
 
-def owned(tensors: Mapping[str, torch.Tensor], held: Held = ALL) -> list[Owned]:
+def owned(tensors: Mapping[str, torch.Tensor], held: ModelShare = ALL) -> list[OwnedPiece]:
     """What this rank has to write of these tensors. Every rank finds its own share without asking another."""
     others = {*held.borrowed.values()}
     mine = {name: tensor for name, tensor in tensors.items() if _parameter_of(name) not in others}
@@ -94,16 +94,16 @@ def owned(tensors: Mapping[str, torch.Tensor], held: Held = ALL) -> list[Owned]:
         if held.rank in writers or (not writers and held.rank == held.ranks[0]):
             local, box = _local(name, tensor)
             shape = PieceShape(name, _dtype_name(name, local), tuple(tensor.shape), box.start, box.shape)
-            found.append(Owned(shape, local))
+            found.append(OwnedPiece(shape, local))
     return found
 
 
-def pieces(tensors: Mapping[str, torch.Tensor], held: Held = ALL) -> list[Piece]:
+def pieces(tensors: Mapping[str, torch.Tensor], held: ModelShare = ALL) -> list[Piece]:
     """What this rank has to write of these tensors, with its bytes; what lies on a GPU is copied to memory."""
     return [mine.piece.filled(_bits(mine.tensor.contiguous().cpu())) for mine in owned(tensors, held)]
 
 
-def still_names(model: nn.Module, held: Held = ALL) -> frozenset[str]:
+def still_names(model: nn.Module, held: ModelShare = ALL) -> frozenset[str]:
     """Tensors that training leaves alone, by what the model says; they get a file of their own."""
     return frozenset(f"model/{_plain(name, held)}" for name, p in model.named_parameters() if not p.requires_grad)
 
@@ -118,7 +118,7 @@ def boxes_of(tensor: torch.Tensor) -> dict[int, Box]:
     return {part.holder: part.box for part in _layout("a tensor", tensor, ALL).parts}
 
 
-def named_parameters(model: nn.Module, held: Held = ALL) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module, held: ModelShare = ALL) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters, each once, under the names they have without wrappers and with their owner."""
     for name, parameter in model.named_parameters():
         yield _plain(name, held), parameter
@@ -138,7 +138,7 @@ def _parameter_of(name: str) -> str:
 def named_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    held: Held = ALL,
+    held: ModelShare = ALL,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every tensor that a run must not lose, by name: model/<parameter>, optimizer/<parameter>/<key>, ema/<parameter>
@@ -155,14 +155,14 @@ def named_state(
 
 
 def load_state(
-    checkpoint: Path | Checkpoint,
+    checkpoint: Path | OpenCheckpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    held: Held = ALL,
+    held: ModelShare = ALL,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Copy a checkpoint into a live model and optimizer, in place; nothing is touched unless all fits."""
-    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
     live = named_state(model, optimizer, held, average)
     _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/", "ema/"), held)
     with ThreadPoolExecutor(min(_READERS, torch.get_num_threads()), thread_name_prefix="read") as readers:
@@ -175,7 +175,7 @@ def load_state(
             raise
 
 
-def load_weights(checkpoint: Path | Checkpoint, model: nn.Module, held: Held = ALL) -> None:
+def load_weights(checkpoint: Path | OpenCheckpoint, model: nn.Module, held: ModelShare = ALL) -> None:
     """Copy only a checkpoint's weights into a live model, in place."""
     load_state(checkpoint, model, held=held)
 
@@ -187,9 +187,9 @@ def fill(name: str, tensor: torch.Tensor, source: torch.Tensor) -> None:
     local.copy_(source[box.slices((0,) * source.ndim)])
 
 
-def read_tensors(checkpoint: Path | Checkpoint, prefix: str = "model/") -> dict[str, torch.Tensor]:
+def read_tensors(checkpoint: Path | OpenCheckpoint, prefix: str = "model/") -> dict[str, torch.Tensor]:
     """Whole tensors whose names begin with the prefix, in memory, named without it."""
-    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
     found = {}
     for name, entry in source.manifest.tensors.items():
         if name.startswith(prefix):
@@ -207,7 +207,7 @@ def _as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _model_tensors(model: nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
+def _model_tensors(model: nn.Module, held: ModelShare) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, each once, under the names they have without wrappers and with their owner."""
     yield from named_parameters(model, held)
     transient = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
@@ -216,7 +216,9 @@ def _model_tensors(model: nn.Module, held: Held) -> Iterator[tuple[str, torch.Te
             yield _plain(name, held), buffer
 
 
-def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -> Iterator[tuple[str, nn.Parameter]]:
+def _optimized(
+    model: nn.Module, optimizer: torch.optim.Optimizer, held: ModelShare
+) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that an optimizer holds, by their names in the model."""
     names = {id(parameter): name for name, parameter in named_parameters(model, held)}
     for group in optimizer.param_groups:
@@ -225,13 +227,13 @@ def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer, held: Held) -
             yield names[id(parameter)], parameter
 
 
-def _plain(name: str, held: Held) -> str:
+def _plain(name: str, held: ModelShare) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return held.borrowed.get(name, name)
 
 
-def _check(source: Checkpoint, live: Mapping[str, torch.Tensor], kinds: tuple[str, ...], held: Held) -> None:
+def _check(source: OpenCheckpoint, live: Mapping[str, torch.Tensor], kinds: tuple[str, ...], held: ModelShare) -> None:
     """See that the checkpoint has exactly the tensors wanted, each with the same shape and dtype."""
     saved = source.manifest.tensors
     hint = "the checkpoint is of another model: compare the two recipes"
@@ -257,7 +259,7 @@ def _check(source: Checkpoint, live: Mapping[str, torch.Tensor], kinds: tuple[st
 
 
 @torch.no_grad()
-def _load_tensor(source: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+def _load_tensor(source: OpenCheckpoint, name: str, tensor: torch.Tensor) -> None:
     """Fill this rank's part of a tensor; a contiguous one in memory is read into directly."""
     local, box = _local(name, tensor)
     if local.numel() == 0:
@@ -277,7 +279,7 @@ def _load_tensor(source: Checkpoint, name: str, tensor: torch.Tensor) -> None:
         local[part.slices(box.start)].copy_(read)
 
 
-def _layout(name: str, tensor: torch.Tensor, held: Held) -> Layout:
+def _layout(name: str, tensor: torch.Tensor, held: ModelShare) -> Layout:
     """How a tensor lies on the ranks: a plain one whole on each that holds this part of the model."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):

@@ -1,6 +1,6 @@
 """The record of a run: its events, the ledger made of them, its metrics, chain and folder."""
 
-from headway.track.chain import START, Comparison, checkpoint_digests, compare, extend
+from headway.track.chain import START, RunComparison, checkpoint_digests, compare_runs, extend_chain
 from headway.track.events import (
     FORMAT,
     Event,
@@ -18,7 +18,7 @@ from headway.track.events import (
     upgrade,
 )
 from headway.track.files import make_durable, read_recipe, write_json
-from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Loss, account, largest_loss
+from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, TimeLoss, account, largest_loss
 from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
@@ -27,9 +27,9 @@ from headway.track.runs import (
     RunSummary,
     create_run,
     find_run,
-    hold,
-    holder,
     list_runs,
+    lock_holder,
+    lock_run,
     next_attempt,
     parse_ref,
     run_id,
@@ -43,34 +43,34 @@ __all__ = [
     "FORMAT",
     "START",
     "AttemptTime",
-    "Comparison",
     "Event",
     "Header",
     "Incident",
     "Ledger",
-    "Loss",
     "Record",
     "Recorder",
+    "RunComparison",
     "RunFolder",
     "RunPlan",
     "RunState",
     "RunSummary",
     "Series",
     "Tail",
+    "TimeLoss",
     "account",
     "checkpoint_digests",
     "clock_offset",
-    "compare",
+    "compare_runs",
     "create_run",
     "export_tensorboard",
-    "extend",
+    "extend_chain",
     "find_run",
     "history",
-    "hold",
-    "holder",
     "kept_until",
     "largest_loss",
     "list_runs",
+    "lock_holder",
+    "lock_run",
     "make_durable",
     "metric_names",
     "next_attempt",

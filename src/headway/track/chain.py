@@ -13,7 +13,7 @@ from headway.track.events import Event, Record, read_run
 from headway.track.metrics import history
 from headway.track.runs import RunFolder
 
-__all__ = ["START", "Comparison", "checkpoint_digests", "compare", "extend"]
+__all__ = ["START", "RunComparison", "checkpoint_digests", "compare_runs", "extend_chain"]
 
 START = "0" * 32
 """The chain before the first step."""
@@ -21,14 +21,14 @@ START = "0" * 32
 _NAMED = 8  # differing tensors to name: the first layers tell the story
 
 
-def extend(chain: str, step: int, cursor: int, loss: float, grad_norm: float) -> str:
+def extend_chain(chain: str, step: int, cursor: int, loss: float, grad_norm: float) -> str:
     """Return the chain after a step: a hash of the chain so far and the bits of what the step did."""
     fields = struct.pack("<QQdd", step, cursor, loss, grad_norm)
     return sha256(chain.encode("ascii") + fields).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Whether two runs agree at every step they share, else where and in what they part."""
 
     equal: bool
@@ -61,7 +61,7 @@ class Comparison:
         return f"they part at step {self.step}: {', '.join(self.differs)} differ"
 
 
-def compare(run_a: RunFolder, run_b: RunFolder) -> Comparison:
+def compare_runs(run_a: RunFolder, run_b: RunFolder) -> RunComparison:
     """Compare two runs' chains at every common step, and their checkpoints' digests."""
     records = [[*read_run(run, "rank-0"), *read_run(run, "agent")] for run in (run_a, run_b)]
     steps_a, steps_b = ({event["step"]: event for event in history(r)} for r in records)
@@ -70,7 +70,7 @@ def compare(run_a: RunFolder, run_b: RunFolder) -> Comparison:
     saved = sorted(digests_a.keys() & digests_b.keys())
     step = next((s for s in common if steps_a[s].get("chain") != steps_b[s].get("chain")), None)
     save = next((s for s in saved if digests_a[s] != digests_b[s]), None)
-    found = Comparison(step is None and save is None and bool(common or saved), len(common), len(saved))
+    found = RunComparison(step is None and save is None and bool(common or saved), len(common), len(saved))
     if step is None and save is None:
         return found
     parted = min(s for s in (step, save) if s is not None)
@@ -78,7 +78,7 @@ def compare(run_a: RunFolder, run_b: RunFolder) -> Comparison:
     if parted == save:
         differs = (*differs, "digest")
     tensors_step, tensors = _first_tensors(run_a, run_b, [s for s in saved if digests_a[s] != digests_b[s]])
-    return Comparison(False, len(common), len(saved), parted, differs, tensors_step, tensors)
+    return RunComparison(False, len(common), len(saved), parted, differs, tensors_step, tensors)
 
 
 def checkpoint_digests(records: Sequence[Record]) -> dict[int, str]:

@@ -9,7 +9,7 @@ from pydantic_core import from_json, to_json
 
 from headway.errors import RunError
 from headway.recipe import Recipe
-from headway.recipe.stored import stored_recipe
+from headway.recipe.upgrade import upgrade_recipe
 from headway.track.runs import RunFolder
 
 __all__ = ["make_durable", "read_recipe", "write_json"]
@@ -19,7 +19,7 @@ def read_recipe(run: RunFolder) -> Recipe:
     """The resolved recipe of a run."""
     path = run.recipe_file
     try:
-        return stored_recipe(from_json(path.read_bytes()))
+        return upgrade_recipe(from_json(path.read_bytes()))
     except OSError as error:
         raise RunError(
             f"{path} cannot be read: {error.strerror}", hint="without its recipe a run cannot go on"

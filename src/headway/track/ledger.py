@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from headway.track.events import Event, Header, Record, clock_offset, kept_until
-from headway.track.replicas import at_fault
+from headway.track.replica_vote import blame_replica
 
-__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "Loss", "account", "largest_loss"]
+__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "TimeLoss", "account", "largest_loss"]
 
 ACCOUNTS = (
     "start-up",
@@ -76,7 +76,7 @@ class Incident(NamedTuple):
     text: str
 
 
-class Loss(NamedTuple):
+class TimeLoss(NamedTuple):
     """An account that is no training, how much went there, and what to try."""
 
     account: str
@@ -180,10 +180,10 @@ def account(records: Iterable[Record]) -> Ledger:
     )
 
 
-def largest_loss(ledger: Ledger) -> Loss | None:
+def largest_loss(ledger: Ledger) -> TimeLoss | None:
     """Return the account other than compute that took most, and what to try; None when nothing was lost."""
     name = max((name for name in ACCOUNTS if name != "compute"), key=lambda name: ledger.accounts[name])
-    return Loss(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
+    return TimeLoss(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
 
 
 # -- intervals
@@ -429,7 +429,7 @@ class _Life:
             text = f"{many} left out, first at step {first.get('step')}: the one before was still being written"
             yield Incident(self._wall(_time(first) or 0), self.number, text)
         if self.outcome is None and self.failed:
-            yield Incident(self._wall(self.end_t), self.number, "the agent was gone without a word")
+            yield Incident(self._wall(self.end_t), self.number, "the agent vanished without recording an end")
         told = {"agent": self.agent.events} | {f"worker {rank}": story.rest for rank, story in self.ranks.items()}
         for who, events in told.items():
             for event in events:
@@ -453,7 +453,7 @@ class _Life:
         """Tell which replica was at fault, once this attempt has made the doubtful step again."""
         doubts = [event for story in self.ranks.values() for event in story.rest if event["kind"] == "doubt"]
         errors = {} if before is None else before.errors("Corrupted")
-        words = at_fault(errors, doubts) if errors else None
+        words = blame_replica(errors, doubts) if errors else None
         if words is not None:
             t = _time(doubts[0]) if doubts else self.begin_t
             yield Incident(self._wall(t or 0), self.number, words)
@@ -506,7 +506,7 @@ def _in_words(event: Event, who: str) -> str | None:
             return str(event["text"])
         case "rhythm":
             every, cost = _number(event.get("seconds")), _number(event.get("cost"))
-            return f"saves every {every:,.0f} s from here on: one costs the steps {cost:.3f} s"
+            return f"saving every {every:,.0f} s from now on; each save stalls for {cost:.3f} s"
         case "unsaved":
             what = "uploaded" if event.get("tier") == "store" else "saved"
             return f"step {event.get('step')} was not {what}: {event.get('message')}"

@@ -32,9 +32,9 @@ __all__ = [
     "RunSummary",
     "create_run",
     "find_run",
-    "hold",
-    "holder",
     "list_runs",
+    "lock_holder",
+    "lock_run",
     "next_attempt",
     "parse_ref",
     "run_id",
@@ -250,7 +250,7 @@ def _active(run: RunFolder) -> int:
 
 
 @contextmanager
-def hold(run: RunFolder, seize: bool = False) -> Iterator[None]:
+def lock_run(run: RunFolder, seize: bool = False) -> Iterator[None]:
     """Hold a run for this process, or refuse when another one has it; the kernel lets go when it dies.
 
     Whoever has the right to may `seize` it from one that cannot be reached.
@@ -281,7 +281,7 @@ def hold(run: RunFolder, seize: bool = False) -> Iterator[None]:
         os.close(file)
 
 
-def holder(run: RunFolder) -> int | None:
+def lock_holder(run: RunFolder) -> int | None:
     """Return the process that holds a run, None when nobody does; 0 when it has not said its name."""
     try:
         file = os.open(run.lock_file, os.O_RDONLY | os.O_CLOEXEC)
@@ -376,7 +376,7 @@ def summarize(run: RunFolder) -> RunSummary:
 
 
 def _state(run: RunFolder, end: Event) -> RunState:
-    if holder(run) is not None:
+    if lock_holder(run) is not None:
         return "running"
     outcomes: dict[object, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
     return outcomes.get(end.get("outcome"), "interrupted")

@@ -23,7 +23,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from headway.track.pulse import Arrival
+from headway.track.heartbeat import Arrival
 
 __all__ = ["Straggler", "straggler"]
 

@@ -14,28 +14,28 @@ from torch.distributed.tensor import DTensor
 from headway.data import WindowReader
 from headway.data.corpus import Corpus, open_corpus
 from headway.errors import ModelError
-from headway.kernels.table import make_plain
+from headway.kernels.dispatch import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
-from headway.models.own import build_own
-from headway.parallel import Spread, World, apply
+from headway.models.custom import build_own
+from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
-from headway.recipe import Assignment, Layout, Model, Recipe
-from headway.state import Checkpoint
+from headway.recipe import Assignment, Model, ModelLayout, Recipe
+from headway.state import OpenCheckpoint
 from headway.state.address import open_address
-from headway.state.tensors import Held, fill, load_weights
+from headway.state.tensors import ModelShare, fill, load_weights
 from headway.track import Recorder, RunFolder, chain
-from headway.track.pulse import Beat
-from headway.train.draw import initial_weights, load_buffers
-from headway.train.feed import Feed
-from headway.train.inject import Injector
-from headway.train.marks import mark_blocks
+from headway.track.heartbeat import HeartbeatWriter
+from headway.train.custom_init import initial_weights, load_buffers
+from headway.train.fail_together import fail_together
+from headway.train.fault_injector import WorkerFaultInjector
+from headway.train.feed import DeviceFeed
+from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
-from headway.train.optim import Average, build_optimizer, freeze, lower, widen_gradients
+from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
-from headway.train.together import together
 
-__all__ = ["Parts", "Progress", "RecordLost", "build"]
+__all__ = ["Parts", "RecordLost", "RunProgress", "build"]
 
 
 class RecordLost(Exception):
@@ -43,7 +43,7 @@ class RecordLost(Exception):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run has come: steps done, samples consumed, and the chain over both and what came of them."""
 
     step: int
@@ -58,13 +58,13 @@ class Parts:
     recipe: Recipe
     run: RunFolder
     world: World
-    spread: Spread
+    spread: ParallelModel
     """The model as this worker holds it."""
-    held: Held
+    held: ModelShare
     optimizer: torch.optim.Optimizer
-    average: Average | None
+    average: WeightEma | None
     """Of the weights, where the recipe asks for one."""
-    feed: Feed
+    feed: DeviceFeed
     corpus: Corpus
     reader: WindowReader
     held_out: np.ndarray
@@ -72,10 +72,10 @@ class Parts:
     data_version: str
     recorder: Recorder
     meter: Meter
-    faults: Injector
-    beat: Beat
+    faults: WorkerFaultInjector
+    beat: HeartbeatWriter
     stop: StopRequest
-    start: Progress
+    start: RunProgress
 
 
 def build(
@@ -84,8 +84,8 @@ def build(
     world: World,
     recorder: Recorder,
     stop: StopRequest,
-    beat: Beat,
-    state: Checkpoint | None,
+    beat: HeartbeatWriter,
+    state: OpenCheckpoint | None,
 ) -> Parts:
     """Model, optimizer and data of one worker, brought to where the run stands."""
     data = world.data
@@ -103,12 +103,12 @@ def build(
     lower(model, recipe.train)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
-    spread = apply(model, recipe, world, assignment.faults.mutations)
+    spread = parallelize_model(model, recipe, world, assignment.faults.mutations)
     if world.data.size == 1 and spread.accumulates:
         widen_gradients(spread.model)
     if not recipe.compiles(world.device.type):
-        mark_blocks(spread, beat)
-    held = Held(world.rank, world.stage, spread.borrowed, spread.names)
+        add_heartbeat_hooks(spread, beat)
+    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
     if recipe.model.class_ is not None:
         load_buffers(run, spread.model)
     else:
@@ -117,12 +117,12 @@ def build(
     if state is None:
         draw_weights(spread.model, recipe, held, run)
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
-    average = Average(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
-    start = Progress(0, 0, chain.START)
+    average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
+    start = RunProgress(0, 0, chain.START)
     if state is not None:
         beat.enter("restore")
-        with recorder.span("restore"), together(world, "read the checkpoint"):
-            start = Progress(*restore(state, spread.model, optimizer, held, world, average))
+        with recorder.span("restore"), fail_together(world, "read the checkpoint"):
+            start = RunProgress(*restore(state, spread.model, optimizer, held, world, average))
     return Parts(
         recipe=recipe,
         run=run,
@@ -131,14 +131,14 @@ def build(
         held=held,
         optimizer=optimizer,
         average=average,
-        feed=Feed(loader, world.device),
+        feed=DeviceFeed(loader, world.device),
         corpus=corpus,
         reader=reader,
         held_out=corpus.held_out(recipe.eval.windows),
         data_version=corpus.version,
         recorder=recorder,
         meter=make_meter(world.device),
-        faults=Injector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults),
+        faults=WorkerFaultInjector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults),
         beat=beat,
         stop=stop,
         start=start,
@@ -150,7 +150,7 @@ def empty_model(model: Model) -> nn.Module:
     return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")
 
 
-def check_ties(model: nn.Module, layout: Layout | None) -> None:
+def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:
     """Workers gather, cut and pass on one block at a time: none may share a parameter with what lies outside of it."""
     where, blocks = blocks_of(model, layout_of(model, layout))
     prefix = f"{where}." if where else ""
@@ -165,7 +165,7 @@ def check_ties(model: nn.Module, layout: Layout | None) -> None:
             )
 
 
-def draw_weights(model: nn.Module, recipe: Recipe, held: Held, run: RunFolder) -> None:
+def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFolder) -> None:
     """This worker's part of the first weights: drawn from the seed, or read from `model.init`; a tensor at a time."""
     init = recipe.model.init
     if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):

@@ -5,12 +5,12 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 
 from headway.track import Recorder
-from headway.track.pulse import Beat, Phase
+from headway.track.heartbeat import HeartbeatWriter, Phase
 
 __all__ = ["record_compilation"]
 
 
-def record_compilation(recorder: Recorder, beat: Beat) -> None:
+def record_compilation(recorder: Recorder, beat: HeartbeatWriter) -> None:
     """Write a `compile` span around each compilation, forward and backward, first and again; it is a phase too."""
     during: list[Phase] = []
 

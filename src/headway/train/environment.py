@@ -14,7 +14,7 @@ from headway.plan import architecture_of, flops_per_token, flops_per_token_full_
 from headway.recipe import Assignment, Recipe
 from headway.track import write_json
 from headway.train.build import Parts
-from headway.train.draw import draw_facts
+from headway.train.custom_init import draw_facts
 
 __all__ = ["record_environment", "record_facts"]
 

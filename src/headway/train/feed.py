@@ -14,12 +14,12 @@ from torch import Tensor
 from headway.data import Loader
 from headway.train.meter import DeviceMeter
 
-__all__ = ["Fed", "Feed"]
+__all__ = ["DeviceBatch", "DeviceFeed"]
 
 TURNS = DeviceMeter.LAG + 2
 
 
-class Fed(NamedTuple):
+class DeviceBatch(NamedTuple):
     """This worker's rows of one step."""
 
     inputs: Tensor
@@ -40,7 +40,7 @@ class _Buffer(NamedTuple):
     """The documents' memory as an array."""
 
 
-class Feed:
+class DeviceFeed:
     """Reads a step's rows and puts them onto the device. What it returns is good until `TURNS` steps later."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Feed:
         numbers = None if documents is None else documents.numpy()
         return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:], documents, numbers)
 
-    def read(self, cursor: int, batch: int | None = None) -> Fed:
+    def read(self, cursor: int, batch: int | None = None) -> DeviceBatch:
         """The step that starts when `cursor` samples have been seen; `batch` where it is smaller than the largest."""
         self._turn = (self._turn + 1) % TURNS
         buffer = self._buffers[self._turn]
@@ -74,7 +74,7 @@ class Feed:
             documents = None if documents is None else documents.to(self._device, non_blocking=True)
         if self.masks:
             labels = torch.from_numpy(read.labels).to(self._device)
-        return Fed(inputs, labels, read.trained, documents)
+        return DeviceBatch(inputs, labels, read.trained, documents)
 
 
 def _part(buffer: _Buffer, rows: int) -> _Buffer:

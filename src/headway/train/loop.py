@@ -14,24 +14,26 @@ import torch
 from headway.data.order import after_skips
 from headway.models.experts import update_balance
 from headway.parallel import finish_gradients, total_norm
-from headway.recipe.assignment import Doubt
+from headway.recipe.assignment import SuspectElement
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
-from headway.train.build import Parts, Progress, RecordLost
-from headway.train.early import early_updates
+from headway.train.build import Parts, RecordLost, RunProgress
+from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
-from headway.train.graphs import passes_of
-from headway.train.meter import Measured
-from headway.train.numbers import BadNumbers, Watch
+from headway.train.meter import MeasuredStep
+from headway.train.numerics import BadNumbers, NumericsMonitor
 from headway.train.optim import clip, set_step
-from headway.train.replicas import Replicas
-from headway.train.save import Saves
+from headway.train.optimizer_in_backward import early_updates
+from headway.train.replica_check import ReplicaChecker
+from headway.train.save import SaveClient
 from headway.train.schedule import learning_rate
 
 __all__ = ["train"]
 
 
-def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt | None = None) -> bool:
+def train(
+    parts: Parts, saves: SaveClient, watch: NumericsMonitor | None = None, doubt: SuspectElement | None = None
+) -> bool:
     """Train from where the parts stand; True when all steps are done, False when stopped before.
 
     `watch` looks at the numbers of every step; what `doubt` names is put into the record when its step has come.
@@ -40,11 +42,11 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
     beat, passes = parts.beat, passes_of(spread, recipe, world)
     parameters = dict(spread.model.named_parameters())
     early = early_updates(spread, optimizer, recipe, world)
-    recorded, wanted = parts.start, Wanted()
+    recorded, wanted = parts.start, StepRequests()
     step, cursor, durable = recorded.step, recorded.cursor, recorded.step
-    watch = watch or Watch(recipe.health)
+    watch = watch or NumericsMonitor(recipe.health)
     every, copies = recipe.health.compare_every_steps, world.axis("replicate").size
-    replicas = Replicas(parameters, world, every, step, doubt) if every and copies > 1 else None
+    replicas = ReplicaChecker(parameters, world, every, step, doubt) if every and copies > 1 else None
     parts.faults.reach("restore", step + 1)
 
     while step < recipe.train.steps and not wanted.stop:
@@ -137,7 +139,7 @@ def train(parts: Parts, saves: Saves, watch: Watch | None = None, doubt: Doubt |
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StepRequests:
     """What any worker has asked of all, as of the last step that was read."""
 
     stop: bool = False
@@ -146,11 +148,13 @@ class Wanted:
     """Whether some worker had no buffer free at that step."""
 
 
-def record(parts: Parts, watch: Watch, before: Progress, result: Measured, wanted: Wanted) -> tuple[Progress, Wanted]:
+def record(
+    parts: Parts, watch: NumericsMonitor, before: RunProgress, result: MeasuredStep, wanted: StepRequests
+) -> tuple[RunProgress, StepRequests]:
     """Write one step's event; extend the chain; say what any worker has asked for. BadNumbers if they are."""
     loss, stop, save, full, norm = result.values
     step, cursor, batch = (result.note[key] for key in ("step", "cursor", "batch"))
-    after = Progress(step, cursor, chain.extend(before.chain, step, cursor, loss, norm))
+    after = RunProgress(step, cursor, chain.extend_chain(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
     if result.note["waited"] is not None:
         times["checkpoint"] = int(result.note["waited"]() * 1e9)
@@ -165,10 +169,10 @@ def record(parts: Parts, watch: Watch, before: Progress, result: Measured, wante
     bad = watch.look(step, loss, norm)
     if bad is not None:
         raise BadNumbers(bad, cursor - batch, batch)
-    return after, Wanted(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
+    return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 
-def compare(parts: Parts, replicas: Replicas, step: int) -> None:
+def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:
     """Hold replicas against each other, and leave their common digest in the record. Corrupted if there is none."""
     with parts.recorder.span("compare"):
         digest = replicas.compare(step)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceMeter", "HostMeter", "Measured", "Meter", "make_meter"]
+__all__ = ["DeviceMeter", "HostMeter", "MeasuredStep", "Meter", "make_meter"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step: what the caller noted of it, the values the device computed, and when it ran (monotonic ns)."""
 
     note: Any
@@ -40,11 +40,11 @@ class Meter(ABC):
         """The data is there; the model runs from here."""
 
     @abstractmethod
-    def end(self, note: Any, values: Tensor) -> list[Measured]:
+    def end(self, note: Any, values: Tensor) -> list[MeasuredStep]:
         """The step is done, or will be when the device gets there; returns the steps that can be read by now."""
 
     @abstractmethod
-    def drain(self) -> list[Measured]:
+    def drain(self) -> list[MeasuredStep]:
         """Wait for the device; returns all steps not returned yet."""
 
 
@@ -59,13 +59,13 @@ class HostMeter(Meter):
         """See Meter."""
         self._compute = time.monotonic_ns()
 
-    def end(self, note: Any, values: Tensor) -> list[Measured]:
+    def end(self, note: Any, values: Tensor) -> list[MeasuredStep]:
         """See Meter."""
         numbers = values.tolist()
         now = time.monotonic_ns()
-        return [Measured(note, numbers, now, self._compute - self._begin, now - self._compute)]
+        return [MeasuredStep(note, numbers, now, self._compute - self._begin, now - self._compute)]
 
-    def drain(self) -> list[Measured]:
+    def drain(self) -> list[MeasuredStep]:
         """See Meter."""
         return []
 
@@ -101,7 +101,7 @@ class DeviceMeter(Meter):
         self._compute = torch.cuda.Event(enable_timing=True)
         self._compute.record()
 
-    def end(self, note: Any, values: Tensor) -> list[Measured]:
+    def end(self, note: Any, values: Tensor) -> list[MeasuredStep]:
         """See Meter."""
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         pinned.copy_(values, non_blocking=True)
@@ -110,7 +110,7 @@ class DeviceMeter(Meter):
         self._pending.append(_Pending(note, pinned, self._host_data_ns, self._compute, event))
         return [self._read()] if len(self._pending) > self.LAG else []
 
-    def drain(self) -> list[Measured]:
+    def drain(self) -> list[MeasuredStep]:
         """See Meter."""
         return [self._read() for _ in range(len(self._pending))]
 
@@ -121,7 +121,7 @@ class DeviceMeter(Meter):
         self._last_end.synchronize()
         self._last_end_ns = time.monotonic_ns()
 
-    def _read(self) -> Measured:
+    def _read(self) -> MeasuredStep:
         step = self._pending.popleft()
         step.end.synchronize()
         # The device idles from one step's end to the next one's first kernel; as much of that as the host spent on
@@ -131,7 +131,7 @@ class DeviceMeter(Meter):
         self._last_end_ns += idle_ns + compute_ns
         self._last_end = step.end
         data_ns = min(idle_ns, step.host_data_ns)
-        return Measured(step.note, step.values.tolist(), self._last_end_ns, data_ns, compute_ns)
+        return MeasuredStep(step.note, step.values.tolist(), self._last_end_ns, data_ns, compute_ns)
 
 
 def make_meter(device: torch.device) -> Meter:

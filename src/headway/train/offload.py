@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from headway.kernels import adamw as kernels
-from headway.kernels.table import fuses
-from headway.parallel.local import local
+from headway.kernels.dispatch import uses_triton
+from headway.parallel.local_part import to_local
 from headway.state.box import Box
 
 __all__ = ["OffloadedAdamW"]
@@ -30,7 +30,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
         for group in self.param_groups:
             for parameter in group["params"]:
-                mine = local(parameter)
+                mine = to_local(parameter)
                 pinned = mine.device.type == "cuda"
                 self.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=mine.device),
@@ -43,19 +43,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """One update, a bucket of parameters after the other."""
         assert closure is None, "the loss is made before"
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and local(p).numel() > 0]
+            parameters = [p for p in group["params"] if p.grad is not None and to_local(p).numel() > 0]
             for bucket in _buckets(parameters):
                 self._update(bucket, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
-        device = local(parameters[0]).device
+        device = to_local(parameters[0]).device
         moments = [[state[key].to(device, non_blocking=True) for state in states] for key in ("exp_avg", "exp_avg_sq")]
-        weights = [local(parameter).detach() for parameter in parameters]
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        weights = [to_local(parameter).detach() for parameter in parameters]
+        gradients = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         steps = [state["step"] for state in states]
         rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
-        if fuses("adamw", weights[0]):
+        if uses_triton("adamw", weights[0]):
             torch._foreach_add_(steps, 1.0)
             parts = [_part(*tensors) for tensors in zip(weights, gradients, *moments, steps, strict=True)]
             kernels.adamw(parts, betas=group["betas"], **rates)
@@ -70,18 +70,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 state[key].copy_(moment, non_blocking=True)
 
 
-def _part(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> kernels.Part:
+def _part(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> kernels.AdamwPart:
     """In float32 throughout, so that nothing is rounded by its name or place."""
     weight, gradient, mean, square = (x.view(1) if x.ndim == 0 else x for x in (weight, gradient, mean, square))
     shape = tuple(weight.shape)
-    return kernels.Part(weight, gradient.contiguous(), mean, square, step, "", Box((0,) * len(shape), shape), shape)
+    return kernels.AdamwPart(
+        weight, gradient.contiguous(), mean, square, step, "", Box((0,) * len(shape), shape), shape
+    )
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters whose moments fit into a bucket together; one that does not fit goes alone."""
     bucket, held = list[Tensor](), 0
     for parameter in parameters:
-        size = 2 * local(parameter).nbytes
+        size = 2 * to_local(parameter).nbytes
         if bucket and held + size > BUCKET_BYTES:
             yield bucket
             bucket, held = [], 0

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from headway.errors import StateError, WorkerError
-from headway.state import Buffer, BufferPlan, Line, LineClosed, Message, plan_buffer
-from headway.state.buffer import NEVER
-from headway.state.tensors import Owned, as_tensor, named_state, owned, still_names
+from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffer, plan_buffer
+from headway.state.save_buffer import NEVER
+from headway.state.tensors import OwnedPiece, as_tensor, named_state, owned, still_names
 from headway.state.tiers import Tier
 from headway.train.build import Parts
 from headway.train.rng import rng_state
 
-__all__ = ["Saves"]
+__all__ = ["SaveClient"]
 
 FLUSH_S = 1.0
 WORD_S = 0.5
@@ -46,10 +46,10 @@ class _Copy:
         return max(0.0, self.reached.elapsed_time(self.done) / 1e3)
 
 
-class Saves:
+class SaveClient:
     """The line to the agent, and the buffers that came over it."""
 
-    def __init__(self, line: Line, parts: Parts, attempt: int) -> None:
+    def __init__(self, line: Channel, parts: Parts, attempt: int) -> None:
         self._attempt = attempt
         model, held, world = parts.spread.model, parts.held, parts.world
         self._line, self._model, self._held, self._world = line, model, held, world
@@ -63,7 +63,7 @@ class Saves:
         self._moving = {f"model/{name}" for name, _ in model.named_buffers()}
         shapes = [own.piece for own in self._owned]
         self._plan: BufferPlan = plan_buffer(shapes[:trained], shapes[trained:])
-        self._buffers: list[Buffer] = []
+        self._buffers: list[SaveBuffer] = []
         self._targets: list[list[Tensor]] = []
         self._free = set[int]()
         self._steps = dict[int, int]()
@@ -174,7 +174,7 @@ class Saves:
         now = owned({name: t for name, t in named_state(self._model, held=self._held).items() if name in self._moving},
                     self._held)  # fmt: skip
         tensors = {own.piece: own.tensor for own in now}
-        self._owned = [Owned(own.piece, tensors.get(own.piece, own.tensor)) for own in self._owned]
+        self._owned = [OwnedPiece(own.piece, tensors.get(own.piece, own.tensor)) for own in self._owned]
 
     # -- the line
 
@@ -203,7 +203,7 @@ class Saves:
                     raise StateError(message.fields["message"], hint=message.fields["hint"])
 
     def _take_buffers(self, descriptors: list[int]) -> None:
-        self._buffers = [Buffer(self._plan, descriptor) for descriptor in descriptors]
+        self._buffers = [SaveBuffer(self._plan, descriptor) for descriptor in descriptors]
         for buffer in self._buffers:
             if self._stream is not None:
                 _page_lock(buffer)
@@ -213,18 +213,18 @@ class Saves:
     def _say(self, kind: str, **fields: Any) -> None:
         try:
             self._line.send(kind, **fields)
-        except LineClosed:
+        except ChannelClosed:
             raise WorkerError("the agent is gone") from None
 
 
-def _receive(line: Line, timeout_s: float | None) -> list[Message]:
+def _receive(line: Channel, timeout_s: float | None) -> list[Message]:
     try:
         return line.receive(timeout_s)
-    except LineClosed:
+    except ChannelClosed:
         raise WorkerError("the agent is gone") from None
 
 
-def _page_lock(buffer: Buffer) -> None:
+def _page_lock(buffer: SaveBuffer) -> None:
     """Have the driver lock a buffer's pages: copies from the device then run at the link's speed, by themselves."""
     memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
     status: Callable[[int, int, int], Any] = torch.cuda.cudart().cudaHostRegister

@@ -10,28 +10,28 @@ import torch
 from headway.errors import HeadwayError, RunError, WorkerError
 from headway.parallel import join, leave
 from headway.recipe import Assignment, Parallel, Recipe
-from headway.state import Line, LineClosed, Message
+from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, read_recipe, record_path
-from headway.track.pulse import Beat, Pulses
-from headway.train import stacks
+from headway.track.heartbeat import HeartbeatPages, HeartbeatWriter
+from headway.train import stack_responder as stacks
 from headway.train.build import Parts, RecordLost, build
 from headway.train.compilation import record_compilation
-from headway.train.draw import draw
+from headway.train.custom_init import init_custom_model
 from headway.train.environment import record_environment, record_facts
+from headway.train.fail_together import PeerFailed
 from headway.train.loop import train
-from headway.train.numbers import Watch
+from headway.train.numerics import NumericsMonitor
+from headway.train.parity_trial import trial
 from headway.train.restore import open_state
-from headway.train.save import Saves
+from headway.train.save import SaveClient
 from headway.train.stop import StopRequest
-from headway.train.together import PeerFailed
-from headway.train.trial import trial
 
 __all__ = ["main"]
 
 FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
-def main(line: Line) -> int:
+def main(line: Channel) -> int:
     """Wait for an assignment, then work as one rank of an attempt; returns the exit status."""
     _be_called("hw-spare")
     told = _wait(line)
@@ -42,7 +42,7 @@ def main(line: Line) -> int:
     run = RunFolder(Path(assignment.run))
     name = "draw" if assignment.draw else f"rank-{assignment.rank}"
     _be_called(f"hw {run.name[-5:]} {name}")
-    stacks.listen(run.stacks, assignment.attempt, assignment.rank)
+    stacks.answer_requests(run.stacks, assignment.attempt, assignment.rank)
     try:
         recorder = Recorder(record_path(run.events, assignment.attempt, name), attempt=assignment.attempt, process=name)
     except RunError:
@@ -54,7 +54,7 @@ def main(line: Line) -> int:
         recorder.event("begin", at=assignment.asked_ns, name="startup")
         torch.set_num_threads(assignment.threads)
         if assignment.draw:
-            draw(run, recipe, assignment.workers)
+            init_custom_model(run, recipe, assignment.workers)
             return FINISHED
         return FINISHED if work(assignment, recipe, recorder, stop, line, told) else STOPPED
     except RecordLost:
@@ -72,11 +72,11 @@ def main(line: Line) -> int:
 
 
 def work(
-    assignment: Assignment, recipe: Recipe, recorder: Recorder, stop: StopRequest, line: Line, told: Message
+    assignment: Assignment, recipe: Recipe, recorder: Recorder, stop: StopRequest, line: Channel, told: Message
 ) -> bool:
     """Join the others, build the parts, train; True when all steps are done, False when stopped before."""
     pulse, *files = told.descriptors
-    beat = Beat(Pulses(assignment.workers, pulse).page(assignment.rank))
+    beat = HeartbeatWriter(HeartbeatPages(assignment.workers, pulse).page(assignment.rank))
     beat.enter("join")
     if assignment.device == "cuda":
         with recorder.span("context"):  # apart, for nothing makes it shorter
@@ -87,10 +87,10 @@ def work(
     state = open_state(assignment, files, told.fields)
     parts = build(assignment, recipe, world, recorder, stop, beat, state)
     tell_beginning(parts, assignment)
-    saves = Saves(line, parts, assignment.attempt) if assignment.trial is None else None
+    saves = SaveClient(line, parts, assignment.attempt) if assignment.trial is None else None
     recorder.event("end-span", name="startup")
     if saves is not None:
-        watch = Watch(recipe.health, assignment.judge, assignment.accept)
+        watch = NumericsMonitor(recipe.health, assignment.judge, assignment.accept)
         finished = train(parts, saves, watch, assignment.doubt)
     else:
         assert assignment.trial is not None
@@ -100,11 +100,11 @@ def work(
     return finished
 
 
-def _wait(line: Line) -> Message | None:
+def _wait(line: Channel) -> Message | None:
     """What the agent says first, soon or after a long time as a spare; None when it is not needed after all."""
     try:
         return next(message for message in line.receive(None))
-    except LineClosed:
+    except ChannelClosed:
         return None
 
 

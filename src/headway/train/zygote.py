@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.state import Line, LineClosed, Message
+from headway.state import Channel, ChannelClosed, Message
 
 __all__ = ["main"]
 
@@ -44,7 +44,7 @@ def main(descriptor: int) -> None:
     gc.enable()
     assert threading.active_count() == 1, "a fork would lose the zygote's threads"
 
-    agent = Line(socket.socket(fileno=descriptor))
+    agent = Channel(socket.socket(fileno=descriptor))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this until they can listen
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -60,7 +60,7 @@ def main(descriptor: int) -> None:
         if agent in readable:
             try:
                 requests = agent.receive()
-            except LineClosed:
+            except ChannelClosed:
                 break
             while requests:
                 request = requests.pop(0)
@@ -83,7 +83,7 @@ class _Family:
     """The last pids and codes."""
 
 
-def _fork(agent: Line, family: _Family, request: Message, work: Any, ours: list[int]) -> None:
+def _fork(agent: Channel, family: _Family, request: Message, work: Any, ours: list[int]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -101,7 +101,7 @@ def _fork(agent: Line, family: _Family, request: Message, work: Any, ours: list[
         agent.close()
         _die_with(parent)
         (descriptor,) = request.descriptors
-        code = work(Line(socket.socket(fileno=descriptor)))
+        code = work(Channel(socket.socket(fileno=descriptor)))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -120,7 +120,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _list(agent: Line, family: _Family) -> None:
+def _list(agent: Channel, family: _Family) -> None:
     """Tell a new agent what the one before may have heard and taken with it."""
     for pid, number in family.living.items():
         _send(agent, kind="forked", id=number, pid=pid)
@@ -129,7 +129,7 @@ def _list(agent: Line, family: _Family) -> None:
     _send(agent, kind="listed", living=len(family.living))
 
 
-def _report_exits(agent: Line, family: _Family) -> None:
+def _report_exits(agent: Channel, family: _Family) -> None:
     while family.living:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -139,8 +139,8 @@ def _report_exits(agent: Line, family: _Family) -> None:
         _send(agent, kind="exit", pid=pid, code=family.ended[-1][1])
 
 
-def _send(agent: Line, kind: str, **fields: Any) -> None:
-    with contextlib.suppress(LineClosed):
+def _send(agent: Channel, kind: str, **fields: Any) -> None:
+    with contextlib.suppress(ChannelClosed):
         agent.send(kind, **fields)
 
 

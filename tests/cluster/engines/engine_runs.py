@@ -10,9 +10,9 @@ from pathlib import Path
 
 from conftest import Lived
 from eventually import eventually
-from headway.agent import new_run, supervise
-from headway.cluster import submit as submitting
-from headway.cluster.engines.engine import OVER, Status
+from headway.agent import new_run, supervise_run
+from headway.cluster.engines.engine import OVER, JobStatus
+from headway.cluster.submit import runs as submitting
 from headway.hardware import parse_on
 from headway.recipe import Recipe, load_recipe
 from headway.track import RunFolder
@@ -47,7 +47,7 @@ def demo(dataset: Path, **settings: object) -> Recipe:
 def left_alone(recipe: Recipe, folder: Path, workers: int = 2) -> Lived:
     """The same mesh on this machine, each worker with one thread, as on an engine's machines."""
     attempt = new_run(recipe, folder, workers=workers).model_copy(update={"threads": 1})
-    return Lived(attempt.folder, supervise(attempt))
+    return Lived(attempt.folder, supervise_run(attempt))
 
 
 def wait_for(there: Callable[[], object], what: str, more: Callable[[], str] = str) -> None:
@@ -73,14 +73,14 @@ class EngineRun:
     @classmethod
     def submitted(cls, recipe: Recipe, root: Path, engine: str, on: str = "cpux1x2", spares: int = 0) -> "EngineRun":
         more = {"spares": spares} if spares else {}
-        return cls(root, submitting.submit(recipe, root, parse_on(on), engine, "demo", **more).request.name)
+        return cls(root, submitting.submit_run(recipe, root, parse_on(on), engine, "demo", **more).request.name)
 
     @property
     def folder(self) -> RunFolder:
         return RunFolder(self.root / self.name)
 
     @property
-    def status(self) -> Status:
+    def status(self) -> JobStatus:
         return submitting.standings(self.root, [self.folder])[0].status
 
     def reaches(self, step: int, starts: int) -> None:
@@ -95,7 +95,7 @@ class EngineRun:
         steps = [json.loads(line)["step"] for line in lines if '"kind":"step"' in line and line.endswith("}")]
         return max(steps, default=-1)
 
-    def ended(self) -> Status:
+    def ended(self) -> JobStatus:
         """How its job ended."""
         wait_for(lambda: self.status.state in OVER, "its end", self.told)
         return self.status
@@ -124,7 +124,7 @@ class EngineRun:
         return found
 
 
-def preempted_and_bereft(run: EngineRun, lose: Callable[[str], None], which: int) -> Status:
+def preempted_and_bereft(run: EngineRun, lose: Callable[[str], None], which: int) -> JobStatus:
     """Has a run saved and started again, and then one of its machines lost; how it ended. `headway` tells of it."""
     run.reaches(20, starts=1)
     assert headway("requeue", run.name, "--runs", str(run.root))

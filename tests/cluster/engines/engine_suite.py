@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from eventually import eventually
-from headway.cluster.engines import OVER, Engine, Request, Status
+from headway.cluster.engines import OVER, Engine, JobStatus, LaunchRequest
 from headway.errors import EngineError, UsageError
 
 SECRET = "a-value-that-is-written-nowhere"
@@ -69,17 +69,17 @@ class Rig:
     def __post_init__(self) -> None:
         self.engine = self.make()
 
-    def request(self, script: str, *words: str, **options: object) -> Request:
+    def request(self, script: str, *words: str, **options: object) -> LaunchRequest:
         """A job that has bash run a script, in a folder of its own."""
         folder = self.folder / f"test-{next(self.numbers)}"
         folder.mkdir(parents=True)
         command = ("bash", "-c", script, "bash", *words)
-        return replace(Request("test", command, folder, grace_s=5), **options)  # type: ignore[arg-type]
+        return replace(LaunchRequest("test", command, folder, grace_s=5), **options)  # type: ignore[arg-type]
 
-    def until(self, job: str, *states: str) -> Status:
+    def until(self, job: str, *states: str) -> JobStatus:
         """How a job stands once it is in one of these states."""
 
-        def reached() -> Status | None:
+        def reached() -> JobStatus | None:
             status = self.engine.status([job])[job]
             if status.state in states:
                 return status
@@ -88,7 +88,7 @@ class Rig:
 
         return eventually(reached, lambda: (self.engine.status([job]), self.said(job)), poll_s=0.05)
 
-    def over(self, job: str) -> Status:
+    def over(self, job: str) -> JobStatus:
         """How a job ended."""
         return self.until(job, *OVER)
 
@@ -165,7 +165,7 @@ def test_words_arrive_as_they_are(rig: Rig) -> None:
     folder = rig.folder / 'a folder\'s "name" $(x)'
     folder.mkdir()
     words = (sys.executable, "-c", program, *AWKWARD)
-    request = Request("words", words, folder, environment={"AWKWARD": "".join(AWKWARD)})
+    request = LaunchRequest("words", words, folder, environment={"AWKWARD": "".join(AWKWARD)})
     job = rig.engine.launch(request)
     assert rig.over(job).state == "finished", rig.said(job)
     assert json.loads(rig.said(job)[0]) == [AWKWARD, "".join(AWKWARD), str(folder)]
@@ -417,7 +417,7 @@ def test_two_hundred_short_jobs(rig: Rig, bereft: object, number: int) -> None:
     jobs = [rig.engine.launch(replace(request, command=("touch", f"ran-{index}"))) for index in range(number)]
     assert len(set(jobs)) == number
 
-    def over() -> dict[str, Status] | None:
+    def over() -> dict[str, JobStatus] | None:
         statuses = rig.engine.status(jobs)
         return statuses if all(status.state in OVER for status in statuses.values()) else None
 

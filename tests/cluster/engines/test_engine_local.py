@@ -12,19 +12,19 @@ from engine_suite import *  # noqa: F403
 from engine_suite import Rig, appears
 
 from eventually import eventually
-from headway.cluster.engines import Request
-from headway.cluster.engines.local import Local
-from headway.cluster.engines.local_jobs import Job, Room, startable
+from headway.cluster.engines import LaunchRequest
+from headway.cluster.engines.local.engine import LocalEngine
+from headway.cluster.engines.local.jobs import LocalJob, MachineCapacity, startable
 from headway.cluster.engines.scripts import start_script
 from headway.errors import EngineError, UsageError
 
-OWNER = "headway.cluster.engines.local_owner"
+OWNER = "headway.cluster.engines.local.daemon"
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("local")
-    return Rig(lambda: Local(folder / "queue", cpus=4, gpus=4), folder, machines=1, cpus=4, gpus=4)
+    return Rig(lambda: LocalEngine(folder / "queue", cpus=4, gpus=4), folder, machines=1, cpus=4, gpus=4)
 
 
 def owner_of(place: Path) -> int:
@@ -42,7 +42,7 @@ def kill_owner(place: Path) -> None:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Rig]:
     """A queue of its own, with room for one job."""
-    made = Rig(lambda: Local(tmp_path / "queue", cpus=1, gpus=0), tmp_path, machines=1, cpus=1, gpus=0)
+    made = Rig(lambda: LocalEngine(tmp_path / "queue", cpus=1, gpus=0), tmp_path, machines=1, cpus=1, gpus=0)
     yield made
     for folder in (tmp_path / "queue" / "jobs").glob("*"):  # of a test that failed
         made.engine.cancel(folder.name)
@@ -139,14 +139,14 @@ def test_nothing_outlives_its_job(alone: Rig) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match="cannot hold a queue"):
-        Local(tmp_path / "file" / "queue", cpus=1, gpus=0).launch(Request("x", ("true",), tmp_path))
+        LocalEngine(tmp_path / "file" / "queue", cpus=1, gpus=0).launch(LaunchRequest("x", ("true",), tmp_path))
 
 
 def test_nobody_overtakes(tmp_path: Path) -> None:
-    room = Room(4, ("0", "1", "2"))
+    room = MachineCapacity(4, ("0", "1", "2"))
 
-    def job(number: int, state: str = "waiting", has: tuple[str, ...] = (), **asks: int) -> Job:
-        return Job(f"{number:x}", number, Request("x", ("true",), tmp_path, **asks), state=state, gpus=has)
+    def job(number: int, state: str = "waiting", has: tuple[str, ...] = (), **asks: int) -> LocalJob:
+        return LocalJob(f"{number:x}", number, LaunchRequest("x", ("true",), tmp_path, **asks), state=state, gpus=has)
 
     running = job(0, "running", ("1",), gpus=1)
     for waiting, started in [
@@ -173,4 +173,4 @@ def test_a_request_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     ]:
         fields = {"name": "x", "command": ("true",), "folder": tmp_path, **change}
         with pytest.raises(UsageError, match=word):
-            Request(**fields)  # type: ignore[arg-type]
+            LaunchRequest(**fields)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from engine_suite import *  # noqa: F403
 from engine_suite import SECRET, Rig, appears
 from ray_cluster import CPUS, GPUS, HEAD, NODES, RayCluster, ray_cluster
 
-from headway.cluster.engines.ray import Ray
-from headway.cluster.engines.ray_data import ray_encoders
-from headway.data import BuildOptions, build
+from headway.cluster.engines.ray.encode import ray_encoders
+from headway.cluster.engines.ray.engine import RayEngine
+from headway.data import BuildOptions, build_dataset
 from headway.errors import EngineError, UsageError
 
 UNTIL_TOLD = (
@@ -57,7 +57,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Rig:
         return lambda: None  # nothing below needs it, and a node takes seconds to start
 
     own = {"limit_s": 16, "limit_grace_s": 2, "essential": (HEAD,)}  # a start takes its time on a busy machine
-    return Rig(lambda: Ray(cluster.address), tmp_path_factory.mktemp("jobs"), NODES, CPUS, GPUS, lose=lose, **own)
+    return Rig(lambda: RayEngine(cluster.address), tmp_path_factory.mktemp("jobs"), NODES, CPUS, GPUS, lose=lose, **own)
 
 
 def test_bundles_side_by_side_on_one_machine(rig: Rig) -> None:
@@ -82,7 +82,7 @@ def test_who_submitted_it_may_go(rig: Rig, cluster: RayCluster) -> None:
     request = rig.request("echo >up; until [ -e end ]; do sleep 0.05; done")
     program = (
         "import sys; from pathlib import Path; from headway.cluster.engines import Request\n"
-        "from headway.cluster.engines.ray import Ray\n"
+        "from headway.cluster.engines.ray.engine import Ray\n"
         "print(Ray(sys.argv[1]).launch(Request('gone', tuple(sys.argv[3:]), Path(sys.argv[2]))))"
     )
     words = [sys.executable, "-c", program, cluster.address, str(request.folder), *request.command]
@@ -157,13 +157,13 @@ def test_a_cluster_that_is_not_there_is_told_at_once(address: str, error: str, m
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises((EngineError, UsageError), match=error):
-        Ray(address).inventory()
+        RayEngine(address).inventory()
 
 
 def test_without_ray_it_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['ray'] = None\n"
-        "from headway.cluster.engines.ray import Ray\n"
+        "from headway.cluster.engines.ray.engine import Ray\n"
         "try: Ray('127.0.0.1:9').inventory()\n"
         "except Exception as error: print(error.message, '|', error.hint)"
     )
@@ -175,8 +175,10 @@ def test_without_ray_it_says_what_to_install() -> None:
 def test_a_data_set_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tmp_path: Path) -> None:
     sources = [f"{Path(json.__file__).parent.parent}/[ab]*.py"]
     options = BuildOptions(vocab_size=300, shard_tokens=100_000)
-    here = build(tmp_path / "here", sources, options)
-    there = build(tmp_path / "there", sources, options, elsewhere=ray_encoders(Ray(cluster.address), 1 << 17))
+    here = build_dataset(tmp_path / "here", sources, options)
+    there = build_dataset(
+        tmp_path / "there", sources, options, elsewhere=ray_encoders(RayEngine(cluster.address), 1 << 17)
+    )
     assert there.manifest.version == here.manifest.version
     names = sorted(path.name for path in here.path.iterdir())
     assert len(names) > 4

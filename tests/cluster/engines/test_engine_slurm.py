@@ -8,7 +8,7 @@ from engine_suite import *  # noqa: F403
 from engine_suite import Rig, appears
 from slurm_cluster import CPUS, GPUS, NODES, SlurmCluster, slurm_cluster
 
-from headway.cluster.engines.slurm import Slurm
+from headway.cluster.engines.slurm.engine import SlurmEngine
 from headway.errors import EngineError
 
 
@@ -29,7 +29,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, cluster: SlurmCluster) -> Rig:
     # Slurm counts limits in minutes, looks at them every thirty seconds, and tells up to thirty seconds too early: with
     # this grace, no sooner than 25 seconds after a start.
     limits = {"limit_s": 60, "limit_grace_s": 5}
-    return Rig(lambda: Slurm(folder / "records", cleared_s=3), folder, NODES, CPUS, GPUS, lose=lose, **limits)
+    return Rig(lambda: SlurmEngine(folder / "records", cleared_s=3), folder, NODES, CPUS, GPUS, lose=lose, **limits)
 
 
 def test_who_is_preempted_saves_and_comes_back(rig: Rig) -> None:

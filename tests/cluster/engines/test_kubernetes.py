@@ -8,14 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headway.cluster.engines import Request
-from headway.cluster.engines.kubernetes import SITE, Kubernetes, job_sets
+from headway.cluster.engines import LaunchRequest
+from headway.cluster.engines.kubernetes.engine import SITE, KubernetesEngine, job_sets
 from headway.errors import EngineError, UsageError
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset-v1alpha2.json").read_text())
 """JobSet 0.12.0's own, without descriptions and without the parts that nothing here uses."""
 CLUSTER = {"image": "example.org/headway:1", "claim": "shared", "mount": "/shared"}
-EVERYTHING = Request(
+EVERYTHING = LaunchRequest(
     "My_run.1",
     ("headway", "agent", "--run", "a b", "$(HOME)"),
     Path("/shared/runs/a"),
@@ -31,7 +31,7 @@ EVERYTHING = Request(
     avoid=("node-7",),
     site={**dict.fromkeys(SITE, "some"), **CLUSTER, "restarts": "3"},
 )
-SMALL = Request("small", ("true",), Path("/shared"), site=CLUSTER)
+SMALL = LaunchRequest("small", ("true",), Path("/shared"), site=CLUSTER)
 
 
 def check(job_set: dict[str, Any]) -> None:
@@ -39,8 +39,8 @@ def check(job_set: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("request_", [EVERYTHING, SMALL], ids=["everything", "small"])
-def test_what_is_written_is_a_valid_job_set(request_: Request) -> None:
-    job_set = json.loads(Kubernetes().describe(request_))
+def test_what_is_written_is_a_valid_job_set(request_: LaunchRequest) -> None:
+    job_set = json.loads(KubernetesEngine().describe(request_))
     check(job_set)
     assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
 
@@ -98,8 +98,8 @@ def test_secrets_are_names_and_values_are_what_they_are() -> None:
 
 
 def test_each_copy_of_an_array_is_a_job_set_of_its_own() -> None:
-    request = Request("many", ("true",), Path("/shared"), array=3, site=CLUSTER)
-    whole = json.loads(Kubernetes().describe(request))
+    request = LaunchRequest("many", ("true",), Path("/shared"), array=3, site=CLUSTER)
+    whole = json.loads(KubernetesEngine().describe(request))
     assert whole["kind"] == "List"
     assert [one["metadata"]["name"] for one in whole["items"]] == ["many-0", "many-1", "many-2"]
     for number, one in enumerate(whole["items"]):
@@ -119,16 +119,16 @@ def test_each_copy_of_an_array_is_a_job_set_of_its_own() -> None:
 )
 def test_settings_that_are_wrong_are_told(site: dict[str, str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
-        Kubernetes().describe(Request("small", ("true",), Path("/shared"), site=site))
+        KubernetesEngine().describe(LaunchRequest("small", ("true",), Path("/shared"), site=site))
 
 
 def test_a_name_that_kubernetes_would_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="too long"):
-        job_sets(Request("a" * 41, ("true",), Path("/shared"), site=CLUSTER))
+        job_sets(LaunchRequest("a" * 41, ("true",), Path("/shared"), site=CLUSTER))
 
 
 def test_applying_comes_later() -> None:
-    engine = Kubernetes()
+    engine = KubernetesEngine()
     for act in (engine.inventory, lambda: engine.launch(SMALL), lambda: engine.cancel("small")):
         with pytest.raises(EngineError, match="does not apply them yet"):
             act()

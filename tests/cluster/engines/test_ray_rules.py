@@ -5,16 +5,24 @@ from typing import Any
 
 import pytest
 
-from headway.cluster.engines import Machine, Request
-from headway.cluster.engines.ray_rules import End, Next, after, bundle, machines_of, misfit, pause_s
+from headway.cluster.engines import LaunchRequest, Machine
+from headway.cluster.engines.ray.rules import (
+    NextState,
+    TaskExit,
+    bundle,
+    machines_of,
+    next_state,
+    pause_s,
+    why_never_fits,
+)
 from headway.errors import UsageError
 
 SAVED = "it has saved, and waits to be started again"
 SMALL = [Machine(f"m{one}", "free", gpus=2, gpus_free=2, cpus=4, memory_bytes=8 << 30) for one in range(3)]
 
 
-def ask(**fields: Any) -> Request:
-    return Request("job", ("true",), Path("/nowhere"), **fields)
+def ask(**fields: Any) -> LaunchRequest:
+    return LaunchRequest("job", ("true",), Path("/nowhere"), **fields)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +42,12 @@ def ask(**fields: Any) -> Request:
     ],
 )
 def test_what_can_never_fit_is_known_at_once(fields: dict[str, Any], fits: bool) -> None:
-    assert (misfit(ask(**fields), SMALL) is None) == fits
+    assert (why_never_fits(ask(**fields), SMALL) is None) == fits
 
 
 def test_the_reason_says_what_was_asked_and_what_there_is() -> None:
     busy = [*SMALL, Machine("gone", "away", gpus=8, cpus=64)]
-    assert misfit(ask(machines=1, gpus=4, cpus=2), busy) == (
+    assert why_never_fits(ask(machines=1, gpus=4, cpus=2), busy) == (
         "1 machine with 4 GPUs and 2 cores each were asked for, and of its 3 machines there is room for 0; "
         "the largest has 2 GPUs, 4 cores and 8 GiB"
     )
@@ -48,7 +56,7 @@ def test_the_reason_says_what_was_asked_and_what_there_is() -> None:
 @pytest.mark.parametrize("site", [{"strategy": "tight"}, {"partition": "gpu"}])
 def test_what_ray_does_not_know_is_refused(site: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"strategy 'TIGHT'|no 'partition'"):
-        misfit(ask(site=site), SMALL)
+        why_never_fits(ask(site=site), SMALL)
 
 
 def test_a_bundle_holds_what_is_asked_for_and_nothing_else() -> None:
@@ -59,37 +67,57 @@ def test_a_bundle_holds_what_is_asked_for_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("ends", "told", "want"),
     [
-        ([End(0, 0), End(1, 0)], {}, Next("finished", "", 0)),
-        ([End(0, 0), End(1, 3)], {}, Next("failed", "its command exited with 3 on b", 3)),
-        ([End(0, 75), End(1, 0)], {}, Next("waiting", "it has saved, and waits to be started again", 75)),
-        ([End(0, 75), End(1, 137)], {}, Next("failed", "its command exited with 137 on b", 137)),
-        ([End(1, lost="x"), End(0, 138)], {}, Next("waiting", "b was lost (x); it is started again")),
-        ([End(1, lost="x"), End(0, 138)], {"cancelled": True}, Next("cancelled", "somebody cancelled it")),
-        ([End(0, 75), End(1, 75)], {"cancelled": True}, Next("cancelled", "somebody cancelled it", 75)),
-        ([End(0, 0), End(1, 0)], {"cancelled": True}, Next("finished", "", 0)),
-        ([End(0, 137), End(1, 137)], {"limit_s": 9.0}, Next("failed", "it was ended at its limit of 9 s", 137)),
+        ([TaskExit(0, 0), TaskExit(1, 0)], {}, NextState("finished", "", 0)),
+        ([TaskExit(0, 0), TaskExit(1, 3)], {}, NextState("failed", "its command exited with 3 on b", 3)),
         (
-            [End(0, 75), End(1, 75)],
-            {"limit_s": 9.0},
-            Next("waiting", "it has saved, and waits to be started again", 75),
-        ),
-        ([End(0, 138), End(1, 0)], {"told_after_s": 1.0}, Next("waiting", SAVED, 138)),
-        ([End(0, 138), End(1, 0)], {"told_after_s": 99.0}, Next("failed", "its command exited with 138 on a", 138)),
-        ([End(0, error="no folder"), End(1, lost="called off")], {}, Next("failed", "no folder")),
-        # One that knows how the whole ended is believed, whoever else was lost or failed.
-        ([End(0, 0, said=0), End(1, lost="gone")], {}, Next("finished", "b was lost (gone)", 0)),
-        ([End(0, 137), End(1, 0, said=0)], {}, Next("finished", "", 0)),
-        (
-            [End(0, 1, said=1), End(1, 75, said=75)],
+            [TaskExit(0, 75), TaskExit(1, 0)],
             {},
-            Next("waiting", "it has saved, and waits to be started again", 75),
+            NextState("waiting", "it has saved, and waits to be started again", 75),
         ),
-        ([End(0, 75, said=75), End(1, 0)], {"cancelled": True}, Next("cancelled", "somebody cancelled it", 75)),
-        ([End(0, 1, said=1), End(1, 9)], {}, Next("failed", "its command exited with 9 on b", 9)),
+        ([TaskExit(0, 75), TaskExit(1, 137)], {}, NextState("failed", "its command exited with 137 on b", 137)),
+        ([TaskExit(1, lost="x"), TaskExit(0, 138)], {}, NextState("waiting", "b was lost (x); it is started again")),
+        (
+            [TaskExit(1, lost="x"), TaskExit(0, 138)],
+            {"cancelled": True},
+            NextState("cancelled", "somebody cancelled it"),
+        ),
+        ([TaskExit(0, 75), TaskExit(1, 75)], {"cancelled": True}, NextState("cancelled", "somebody cancelled it", 75)),
+        ([TaskExit(0, 0), TaskExit(1, 0)], {"cancelled": True}, NextState("finished", "", 0)),
+        (
+            [TaskExit(0, 137), TaskExit(1, 137)],
+            {"limit_s": 9.0},
+            NextState("failed", "it was ended at its limit of 9 s", 137),
+        ),
+        (
+            [TaskExit(0, 75), TaskExit(1, 75)],
+            {"limit_s": 9.0},
+            NextState("waiting", "it has saved, and waits to be started again", 75),
+        ),
+        ([TaskExit(0, 138), TaskExit(1, 0)], {"told_after_s": 1.0}, NextState("waiting", SAVED, 138)),
+        (
+            [TaskExit(0, 138), TaskExit(1, 0)],
+            {"told_after_s": 99.0},
+            NextState("failed", "its command exited with 138 on a", 138),
+        ),
+        ([TaskExit(0, error="no folder"), TaskExit(1, lost="called off")], {}, NextState("failed", "no folder")),
+        # One that knows how the whole ended is believed, whoever else was lost or failed.
+        ([TaskExit(0, 0, said=0), TaskExit(1, lost="gone")], {}, NextState("finished", "b was lost (gone)", 0)),
+        ([TaskExit(0, 137), TaskExit(1, 0, said=0)], {}, NextState("finished", "", 0)),
+        (
+            [TaskExit(0, 1, said=1), TaskExit(1, 75, said=75)],
+            {},
+            NextState("waiting", "it has saved, and waits to be started again", 75),
+        ),
+        (
+            [TaskExit(0, 75, said=75), TaskExit(1, 0)],
+            {"cancelled": True},
+            NextState("cancelled", "somebody cancelled it", 75),
+        ),
+        ([TaskExit(0, 1, said=1), TaskExit(1, 9)], {}, NextState("failed", "its command exited with 9 on b", 9)),
     ],
 )
-def test_what_follows_when_processes_have_ended(ends: list[End], told: dict[str, Any], want: Next) -> None:
-    assert after(ends, ["a", "b"], **{"cancelled": False, "limit_s": None, **told}) == want
+def test_what_follows_when_processes_have_ended(ends: list[TaskExit], told: dict[str, Any], want: NextState) -> None:
+    assert next_state(ends, ["a", "b"], **{"cancelled": False, "limit_s": None, **told}) == want
 
 
 def test_who_is_over_soon_waits_longer_and_longer_but_not_for_ever() -> None:

@@ -10,8 +10,8 @@ from slurm_cluster import slurm_cluster
 from conftest import Lab
 from eventually import eventually
 from headway.cluster.engines import OVER
-from headway.cluster.engines.slurm import Slurm
-from headway.cluster.submit import standings, submit
+from headway.cluster.engines.slurm.engine import SlurmEngine
+from headway.cluster.submit.runs import standings, submit_run
 from headway.hardware import parse_on
 from headway.recipe import Recipe
 from headway.track import RunFolder, read_run
@@ -35,9 +35,9 @@ def test_a_run_on_slurm_ends_as_one_that_was_left_alone(
     root, run = tmp_path / "submitted", RunFolder(tmp_path / "submitted" / "told")
     (tmp_path / "slurm").mkdir()
     with slurm_cluster(tmp_path / "slurm"):
-        job = submit(small, root, parse_on("cpux1"), "slurm", "told").job
+        job = submit_run(small, root, parse_on("cpux1"), "slurm", "told").job
         eventually(lambda: len(events(run, "step")) > 20, poll_s=0.1)
-        Slurm(root / ".slurm").signal(job, signal.SIGUSR1)
+        SlurmEngine(root / ".slurm").signal(job, signal.SIGUSR1)
         alone = lab.train(small)
         eventually(lambda: standings(root)[0].status.state in OVER, poll_s=0.1)
         status = standings(root)[0].status

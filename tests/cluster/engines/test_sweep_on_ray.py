@@ -9,10 +9,10 @@ from engine_runs import ONE_CORE, demo, left_alone
 from ray_cluster import ray_cluster
 
 from conftest import Lived
-from headway.cluster.brought import Records
-from headway.cluster.grid import parse_grid
-from headway.cluster.results import until_over
-from headway.cluster.sweeps import start_sweep, wanted_sweep
+from headway.cluster.submit.grid import parse_grid
+from headway.cluster.submit.sweep_results import wait_for_sweep
+from headway.cluster.submit.sweep_sync import SweepSync
+from headway.cluster.submit.sweeps import request_sweep, start_sweep
 from headway.hardware import parse_on
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
@@ -33,10 +33,10 @@ def test_copies_have_their_runs_from_the_store(tmp_path: Path, dataset: Path, mo
             f'[ray]\nshared = false\naddress = "{cluster.address}"\nsetup = {setup}\n'
         )
         axes = parse_grid(["seed=1,2"], [])
-        wanted = wanted_sweep(tmp_path / "r.toml", [], axes, engine="ray", on=parse_on("cpux2"), name="s")
+        wanted = request_sweep(tmp_path / "r.toml", [], axes, engine="ray", on=parse_on("cpux2"), name="s")
         sweep, _ = start_sweep(wanted, tmp_path / "runs")
-        records = Records(tmp_path / "runs", sweep)
-        rows = until_over(tmp_path / "runs", sweep, records, lambda _: None)
+        records = SweepSync(tmp_path / "runs", sweep)
+        rows = wait_for_sweep(tmp_path / "runs", sweep, records, lambda _: None)
     assert {row.state for row in rows} == {"finished"}, rows
     assert records.trouble == ""
     ran = sorted(path.name for path in (tmp_path / "machines").glob("*/headway-*/runs/*"))

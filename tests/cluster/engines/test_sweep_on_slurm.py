@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from slurm_cluster import slurm_cluster
 
-from headway.cluster.brought import Records
-from headway.cluster.grid import parse_grid
-from headway.cluster.results import until_over
-from headway.cluster.sweeps import start_sweep, wanted_sweep
+from headway.cluster.submit.grid import parse_grid
+from headway.cluster.submit.sweep_results import wait_for_sweep
+from headway.cluster.submit.sweep_sync import SweepSync
+from headway.cluster.submit.sweeps import request_sweep, start_sweep
 from headway.hardware import parse_on
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
@@ -67,11 +67,11 @@ def test_a_sweep_by_its_store_reads_nothing_of_the_runs_folder(tmp_path: Path, r
     (tmp_path / "r.toml").write_text(to_toml(recipe({"name": "tiny", "checkpoint.store": store})))
     with slurm_cluster(tmp_path / "slurm"):
         axes = parse_grid(["seed=1,2"], [])
-        wanted = wanted_sweep(tmp_path / "r.toml", [], axes, engine="slurm", on=parse_on("cpux1"), name="s")
+        wanted = request_sweep(tmp_path / "r.toml", [], axes, engine="slurm", on=parse_on("cpux1"), name="s")
         sweep, _ = start_sweep(wanted, tmp_path / "submitted")
         (job,) = (tmp_path / "submitted").rglob("jobs/slurm-*")
         script = (job / "job.sh").read_text()
-        rows = until_over(tmp_path / "submitted", sweep, Records(tmp_path / "submitted", sweep), lambda _: None)
+        rows = wait_for_sweep(tmp_path / "submitted", sweep, SweepSync(tmp_path / "submitted", sweep), lambda _: None)
     shutil.rmtree(Path(f"/tmp/headway-{os.getuid()}") / job.name)
     assert {row.state for row in rows} == {"finished"}, rows
     assert str(tmp_path / "submitted") not in script

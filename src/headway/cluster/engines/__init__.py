@@ -5,6 +5,6 @@ local*.py        this machine, with a queue of its own
 slurm*.py        Slurm, with the rights that every user has
 """
 
-from headway.cluster.engines.engine import OVER, REQUEUE, Engine, Machine, Request, State, Status
+from headway.cluster.engines.engine import OVER, REQUEUE, Engine, JobStatus, LaunchRequest, Machine, State
 
-__all__ = ["OVER", "REQUEUE", "Engine", "Machine", "Request", "State", "Status"]
+__all__ = ["OVER", "REQUEUE", "Engine", "JobStatus", "LaunchRequest", "Machine", "State"]

@@ -28,15 +28,15 @@ __all__ = [
     "OVER",
     "REQUEUE",
     "Engine",
+    "JobStatus",
+    "LaunchRequest",
     "Machine",
-    "Request",
     "State",
-    "Status",
+    "array_status",
     "end_of",
     "read_end",
     "secret_values",
-    "together",
-    "verdict",
+    "state_after_exit",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -76,7 +76,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """What to start, and on what. A job is over when all of its commands are; the highest exit status is the job's,
     unless one of them has said how the whole ended (`end_of`)."""
 
@@ -158,7 +158,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Status:
+class JobStatus:
     """How a job stands."""
 
     state: State
@@ -173,7 +173,7 @@ class Status:
     """The engine's own word for the state."""
 
 
-def verdict(exit_status: int, cancelled: bool, told_after_s: float | None = None) -> State:
+def state_after_exit(exit_status: int, cancelled: bool, told_after_s: float | None = None) -> State:
     """What a job is whose command has exited so: `waiting` is one that is started again. One that heard SIGUSR1 so soon
     after its start that it did not listen yet has died of it, and has lost nothing."""
     if exit_status == 128 + signal.SIGUSR1 and told_after_s is not None and told_after_s < EARLY_S:
@@ -201,7 +201,7 @@ def end_of(said: Iterable[int]) -> int | None:
     return 0 if 0 in found else REQUEUE if REQUEUE in found else max(found, default=None)
 
 
-def together(copies: Sequence[Status]) -> Status:
+def array_status(copies: Sequence[JobStatus]) -> JobStatus:
     """How an array stands: as the liveliest of its copies; once all are over, as the worst."""
     order: tuple[State, ...] = (
         "ending",
@@ -217,7 +217,7 @@ def together(copies: Sequence[Status]) -> Status:
     counts = {state: sum(one.state == state for one in copies) for state in order}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     statuses = [one.exit_status for one in copies if one.exit_status is not None]
-    return Status(
+    return JobStatus(
         state=first.state,
         reason=f"of {len(copies)} copies: {told}" + (f"; {first.reason}" if first.reason else ""),
         machines=tuple(dict.fromkeys(name for one in copies for name in one.machines)),
@@ -227,7 +227,7 @@ def together(copies: Sequence[Status]) -> Status:
     )
 
 
-def secret_values(request: Request) -> dict[str, str]:
+def secret_values(request: LaunchRequest) -> dict[str, str]:
     """The secrets of a job from this process's environment."""
     missing = [name for name in request.secrets if name not in os.environ]
     if missing:
@@ -249,15 +249,15 @@ class Engine(ABC):
         """All machines that may be asked for."""
 
     @abstractmethod
-    def describe(self, request: Request) -> str:
+    def describe(self, request: LaunchRequest) -> str:
         """Exactly what `launch` would send, without sending it; UsageError where it would refuse the request."""
 
     @abstractmethod
-    def launch(self, request: Request) -> str:
+    def launch(self, request: LaunchRequest) -> str:
         """Have a job started as soon as there is room; its id. A job that can never start is refused."""
 
     @abstractmethod
-    def status(self, jobs: Sequence[str]) -> dict[str, Status]:
+    def status(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
         """How jobs stand, by their ids; all of them in as few questions as the engine allows."""
 
     @abstractmethod

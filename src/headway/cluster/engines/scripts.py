@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.cluster.engines.engine import Request
+from headway.cluster.engines.engine import LaunchRequest
 
 __all__ = ["PASSED_ON", "log_of", "logs_in", "passed_on", "start_script", "task_script"]
 
@@ -18,7 +18,7 @@ def passed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
-def task_script(request: Request, first: Sequence[str] = (), folder: str | None = None) -> str:
+def task_script(request: LaunchRequest, first: Sequence[str] = (), folder: str | None = None) -> str:
     """What runs on each machine of a job: an engine's own lines, the folder (the request's, or one that the shell knows
     by this word), the variables, the set-up lines, and then the command in the script's place, so that what is meant
     for the one is heard by the other."""

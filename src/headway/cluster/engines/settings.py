@@ -19,11 +19,11 @@ from typing import Any
 from headway.cluster.engines.engine import Engine
 from headway.errors import UsageError
 
-__all__ = ["ENGINES", "Settings", "engine_settings", "open_engine", "settings_file"]
+__all__ = ["ENGINES", "EngineSettings", "engine_settings", "open_engine", "settings_file"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """What a site says of an engine."""
 
     setup: tuple[str, ...] = ()
@@ -56,49 +56,49 @@ class Settings:
     """What only this engine understands."""
 
 
-def _local(runs: Path, _: Settings) -> Engine:
-    from headway.cluster.engines.local import Local
+def _local(runs: Path, _: EngineSettings) -> Engine:
+    from headway.cluster.engines.local.engine import LocalEngine
 
-    return Local(runs / ".local")
-
-
-def _slurm(runs: Path, _: Settings) -> Engine:
-    from headway.cluster.engines.slurm import Slurm
-
-    return Slurm(runs / ".slurm")
+    return LocalEngine(runs / ".local")
 
 
-def _ray(_: Path, settings: Settings) -> Engine:
-    from headway.cluster.engines.ray import Ray
+def _slurm(runs: Path, _: EngineSettings) -> Engine:
+    from headway.cluster.engines.slurm.engine import SlurmEngine
 
-    return Ray(settings.site.get("address"))
+    return SlurmEngine(runs / ".slurm")
+
+
+def _ray(_: Path, settings: EngineSettings) -> Engine:
+    from headway.cluster.engines.ray.engine import RayEngine
+
+    return RayEngine(settings.site.get("address"))
 
 
 def _ray_keys() -> Mapping[str, str]:
-    from headway.cluster.engines.ray_rules import SITE
+    from headway.cluster.engines.ray.rules import SITE
 
     return SITE
 
 
-def _kubernetes(_: Path, __: Settings) -> Engine:
-    from headway.cluster.engines.kubernetes import Kubernetes
+def _kubernetes(_: Path, __: EngineSettings) -> Engine:
+    from headway.cluster.engines.kubernetes.engine import KubernetesEngine
 
-    return Kubernetes()
+    return KubernetesEngine()
 
 
 def _kubernetes_keys() -> Mapping[str, str]:
-    from headway.cluster.engines.kubernetes import SITE
+    from headway.cluster.engines.kubernetes.engine import SITE
 
     return SITE
 
 
 def _slurm_keys() -> Mapping[str, str]:
-    from headway.cluster.engines.slurm_script import SITE
+    from headway.cluster.engines.slurm.batch_script import SITE
 
     return SITE
 
 
-ENGINES: Mapping[str, tuple[Callable[[Path, Settings], Engine], Callable[[], Mapping[str, str]]]] = {
+ENGINES: Mapping[str, tuple[Callable[[Path, EngineSettings], Engine], Callable[[], Mapping[str, str]]]] = {
     "local": (_local, dict),
     "slurm": (_slurm, _slurm_keys),
     "ray": (_ray, _ray_keys),
@@ -136,7 +136,7 @@ def settings_file() -> Path:
     return Path(stated) if stated else base / "headway" / "engines.toml"
 
 
-def engine_settings(name: str, file: Path | None = None) -> Settings:
+def engine_settings(name: str, file: Path | None = None) -> EngineSettings:
     """What a site says of an engine; nothing where there is no such file."""
     _known(name)
     path = file or settings_file()
@@ -146,7 +146,7 @@ def engine_settings(name: str, file: Path | None = None) -> Settings:
     except FileNotFoundError:
         if "HEADWAY_ENGINES" in os.environ and file is None:
             raise UsageError(f"HEADWAY_ENGINES names {path}, which is not there") from None
-        return Settings()
+        return EngineSettings()
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     for other in tables:
@@ -155,7 +155,7 @@ def engine_settings(name: str, file: Path | None = None) -> Settings:
     return _settings(path, name, tables.get(name, {}))
 
 
-def _settings(path: Path, name: str, table: Mapping[str, Any]) -> Settings:
+def _settings(path: Path, name: str, table: Mapping[str, Any]) -> EngineSettings:
     keys, common, site = ENGINES[name][1](), dict[str, Any](), dict[str, str]()
     for key, value in table.items():
         where = f"{path}: {name}.{key}"
@@ -170,7 +170,7 @@ def _settings(path: Path, name: str, table: Mapping[str, Any]) -> Settings:
             site[key] = str(value)
         else:
             raise UsageError(f"{path}: [{name}] has no key {key!r}", hint=_near(key, {**_KINDS, **keys}))
-    return Settings(**common, site=site)
+    return EngineSettings(**common, site=site)
 
 
 def _plain(where: str, value: Any) -> Any:
@@ -182,7 +182,7 @@ def _plain(where: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _known(name: str) -> tuple[Callable[[Path, Settings], Engine], Callable[[], Mapping[str, str]]]:
+def _known(name: str) -> tuple[Callable[[Path, EngineSettings], Engine], Callable[[], Mapping[str, str]]]:
     if name not in ENGINES:
         raise UsageError(f"there is no engine {name!r}", hint=_near(name, ENGINES))
     return ENGINES[name]

@@ -1,22 +1,22 @@
 """The simulator: jobs of a log go through the same decisions as a live cluster's, months of them in seconds."""
 
-from headway.cluster.simulate.compare import compare, find_policies, without_waiting
-from headway.cluster.simulate.engine import Away, Setup, simulate
-from headway.cluster.simulate.generate import generate
-from headway.cluster.simulate.outcome import Outcome, summary
+from headway.cluster.simulate.job_trace import JobTrace, read_trace
+from headway.cluster.simulate.metrics import SimulationResult, summary
+from headway.cluster.simulate.policy_comparison import compare_policies, find_policies, zero_wait_bound
 from headway.cluster.simulate.sacct import import_sacct
+from headway.cluster.simulate.simulator import MaintenanceWindow, SimulationSetup, simulate
 from headway.cluster.simulate.site import Site, read_away, read_site, read_topology
-from headway.cluster.simulate.trace import Trace, read_trace
+from headway.cluster.simulate.synthetic import generate_trace
 
 __all__ = [
-    "Away",
-    "Outcome",
-    "Setup",
+    "JobTrace",
+    "MaintenanceWindow",
+    "SimulationResult",
+    "SimulationSetup",
     "Site",
-    "Trace",
-    "compare",
+    "compare_policies",
     "find_policies",
-    "generate",
+    "generate_trace",
     "import_sacct",
     "read_away",
     "read_site",
@@ -24,5 +24,5 @@ __all__ = [
     "read_trace",
     "simulate",
     "summary",
-    "without_waiting",
+    "zero_wait_bound",
 ]

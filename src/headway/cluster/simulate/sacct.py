@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headway.errors import UsageError
 
-__all__ = ["Imported", "import_sacct"]
+__all__ = ["SacctImport", "import_sacct"]
 
 NEEDED = ("JobID", "Submit", "ElapsedRaw")
 SAMPLE = (
@@ -26,7 +26,7 @@ UNFINISHED = ("PENDING", "RUNNING", "REQUEUED", "RESIZING", "SUSPENDED", "COMPLE
 
 
 @dataclass(frozen=True)
-class Imported:
+class SacctImport:
     """What became of the lines of a file."""
 
     jobs: int
@@ -46,7 +46,7 @@ class _Line:
     limit_s: int | None
 
 
-def import_sacct(source: Path, out: Path) -> Imported:
+def import_sacct(source: Path, out: Path) -> SacctImport:
     """Write the jobs of sacct's output that had GPUs, ran and ended, as CSV; UsageError names a line that is wrong."""
     if out.exists():
         raise UsageError(f"{out} is there already", hint="remove it, or name another")
@@ -72,7 +72,7 @@ def import_sacct(source: Path, out: Path) -> Imported:
                 writer.writerow([line.name, submit, line.duration_s, line.gpus, line.tenant, line.user, limit])
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from None
-    return Imported(len(lines), **counts)
+    return SacctImport(len(lines), **counts)
 
 
 def _lines(source: Path, text: str, counts: dict[str, int]) -> Iterator[_Line]:

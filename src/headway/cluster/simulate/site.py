@@ -29,11 +29,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.simulate.trace import check_columns, read_number, read_text
-from headway.cluster.snapshot import Snapshot
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.simulate.job_trace import check_columns, read_number, read_text
 from headway.errors import UsageError
 
-__all__ = ["Site", "Tenant", "Window", "read_away", "read_site", "read_topology"]
+__all__ = ["NodeMaintenance", "Site", "Tenant", "read_away", "read_site", "read_topology"]
 
 
 AWAY = ("node", "from_s", "to_s")
@@ -53,7 +53,7 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Window:
+class NodeMaintenance:
     """A node is away from one time to another."""
 
     node: str
@@ -71,10 +71,10 @@ class Site:
     """Of each level, from the smallest, the domain of each host."""
     tenants: tuple[Tenant, ...] = ()
     """Empty: those of the log, each with a guarantee in proportion to its demand."""
-    away: tuple[Window, ...] = ()
+    away: tuple[NodeMaintenance, ...] = ()
     """When nodes are looked after."""
 
-    def join_nodes(self, snapshot: Snapshot, chip: str, per_node: int, nodes: int, spares: int) -> None:
+    def join_nodes(self, snapshot: ClusterSnapshot, chip: str, per_node: int, nodes: int, spares: int) -> None:
         """Nodes join an empty snapshot."""
         if self.hosts and len(self.hosts) != nodes:
             raise UsageError(
@@ -84,7 +84,7 @@ class Site:
         names = self.hosts or [f"node-{number:04}" for number in range(nodes)]
         snapshot.nodes.join(chip, per_node, names, self.domains or None, spares)
 
-    def join_tenants(self, snapshot: Snapshot) -> None:
+    def join_tenants(self, snapshot: ClusterSnapshot) -> None:
         """Tenants join."""
         for one in self.tenants:
             snapshot.tenants.join(one.name, one.guarantee, one.parent, one.borrow, one.lend, one.budget_gpu_h)
@@ -116,14 +116,14 @@ def read_topology(file: Path) -> Site:
     return Site(tuple(hosts), domains)
 
 
-def read_away(file: Path) -> tuple[Window, ...]:
+def read_away(file: Path) -> tuple[NodeMaintenance, ...]:
     """UsageError names the line of the first mistake."""
     lines = csv.DictReader(io.StringIO(read_text(file, "nodes that will be away")))
     check_columns(file, lines.fieldnames or (), AWAY, ())
-    found = dict[str, Window]()
+    found = dict[str, NodeMaintenance]()
     for line in lines:
         where, node = f"{file}: line {lines.line_num}", (line["node"] or "").strip()
-        one = Window(node, read_number(where, line, "from_s"), read_number(where, line, "to_s"))
+        one = NodeMaintenance(node, read_number(where, line, "from_s"), read_number(where, line, "to_s"))
         if not node:
             raise UsageError(f"{where}: a node without a name")
         if node in found:

@@ -17,7 +17,7 @@ from headway.recipe.families.olmo2 import OLMo2
 from headway.recipe.families.phi3 import Phi3
 from headway.recipe.families.qwen3_moe import Qwen3Moe
 from headway.recipe.families.smollm3 import SmolLM3
-from headway.recipe.model import Model, Own
+from headway.recipe.model import CustomModel, Model
 
 __all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "families_with", "family_name"]
 
@@ -80,7 +80,7 @@ def families_with(key: str) -> list[str]:
 
 def class_of(values: Mapping[str, Any]) -> type[Model]:
     """The kind of section that such values make; an unknown family is left for the section to refuse."""
-    return Own if family_name(values) == "own" else FAMILIES.get(family_name(values), Llama)
+    return CustomModel if family_name(values) == "own" else FAMILIES.get(family_name(values), Llama)
 
 
 def _tag(values: Any) -> str:
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     AnyModel = Model
 else:
     AnyModel = Annotated[
-        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**FAMILIES, "own": Own}.items())],  # noqa: UP007
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**FAMILIES, "own": CustomModel}.items())],  # noqa: UP007
         Discriminator(_tag),
     ]
     """A model section of whatever family its `family` names."""

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.errors import ModelError
-from headway.recipe.architecture import Architecture, Experts, LatentAttention
+from headway.recipe.architecture import Architecture, ExpertShape, LatentAttention
 from headway.recipe.families.llama import checked, common_config, costs, mlp_tensors, refuse_what_differs, sizes
-from headway.recipe.model import Config, Model, Shapes, Stored, linear
+from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
 from headway.recipe.section import DERIVED, NotNegative, Positive
 
@@ -185,7 +185,7 @@ class DeepSeekV3(RotaryModel):
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
             latent=LatentAttention(self.q_rank, self.kv_rank, self.rope_dim, self.value_dim),
-            experts=Experts(self.experts, self.top_k, self.expert_hidden, self.shared_experts, self.first_dense),
+            experts=ExpertShape(self.experts, self.top_k, self.expert_hidden, self.shared_experts, self.first_dense),
         )
 
     def block_tensors(self, layer: int) -> Shapes:
@@ -224,16 +224,16 @@ class DeepSeekV3(RotaryModel):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return super().follows(name) or (layer is not None and int(layer[1]) >= self.layers)
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """Every expert's matrices are tensors of their own."""
         for name in (*self.tensors(), *self.buffers()):
             layer, _, which = name.removeprefix("layers.").partition(".mlp.experts.")
             if not which:
-                yield Stored(self.theirs(name), (name,))
+                yield HfTensor(self.theirs(name), (name,))
                 continue
             for i in range(self.experts):
                 theirs = f"{self.LAYERS}.{layer}.mlp.experts.{i}.{EXPERTS[which]}.weight"
-                yield Stored(theirs, (name,), "expert", i)
+                yield HfTensor(theirs, (name,), "expert", i)
 
 
 def _refuse_others(config: Config) -> None:

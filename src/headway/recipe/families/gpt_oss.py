@@ -10,7 +10,7 @@ from headway.errors import ModelError
 from headway.recipe.architecture import Architecture
 from headway.recipe.families.llama import LlamaLike, attention_tensors, checked, refuse_what_differs
 from headway.recipe.families.mixtral import MixtureLike, expert_tensors
-from headway.recipe.model import Config, Model, Shapes, Stored
+from headway.recipe.model import Config, HfTensor, Model, Shapes
 from headway.recipe.rope import given
 from headway.recipe.section import Positive
 
@@ -68,23 +68,23 @@ class GptOss(MixtureLike):
             **expert_tensors(self, bias=True),
         }
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """Experts lie stacked and turned round; gates and what they let through alternate."""
         for name in self.tensors():
             prefix, _, part = name.partition(".mlp.experts.")
             theirs = f"{prefix.replace('layers', self.LAYERS)}.mlp.experts"
             match part:
                 case "":
-                    yield Stored(self.theirs(name), (name,))
+                    yield HfTensor(self.theirs(name), (name,))
                 case "gate":
-                    yield Stored(f"{theirs}.gate_up_proj", (name, f"{prefix}.mlp.experts.up"), "experts-paired")
+                    yield HfTensor(f"{theirs}.gate_up_proj", (name, f"{prefix}.mlp.experts.up"), "experts-paired")
                 case "gate_bias":
                     both = (name, f"{prefix}.mlp.experts.up_bias")
-                    yield Stored(f"{theirs}.gate_up_proj_bias", both, "experts-paired")
+                    yield HfTensor(f"{theirs}.gate_up_proj_bias", both, "experts-paired")
                 case "down":
-                    yield Stored(f"{theirs}.down_proj", (name,), "experts-transposed")
+                    yield HfTensor(f"{theirs}.down_proj", (name,), "experts-transposed")
                 case "down_bias":
-                    yield Stored(f"{theirs}.down_proj_bias", (name,))
+                    yield HfTensor(f"{theirs}.down_proj_bias", (name,))
 
     @classmethod
     def from_config(cls, config: Config) -> Model:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.errors import ModelError
-from headway.recipe.architecture import Architecture, Experts
+from headway.recipe.architecture import Architecture, ExpertShape
 from headway.recipe.families.llama import (
     LlamaLike,
     attention_tensors,
@@ -17,7 +17,7 @@ from headway.recipe.families.llama import (
     refuse_what_differs,
     sizes,
 )
-from headway.recipe.model import Config, Model, Shapes, Stored, linear
+from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import given, rope_settings, scaling_from
 from headway.recipe.section import Positive
 
@@ -74,7 +74,7 @@ class MixtureLike(LlamaLike):
         dense = self.layers - self.mixtures
         return replace(
             super().architecture(),
-            experts=Experts(self.experts, self.top_k, self.expert_width, dense_layers=dense),
+            experts=ExpertShape(self.experts, self.top_k, self.expert_width, dense_layers=dense),
             window=self.window,
             windowed_layers=windowed,
         )
@@ -88,10 +88,10 @@ class MixtureLike(LlamaLike):
         shapes["mlp_norm.weight"] = (self.dim,)
         return shapes | (expert_tensors(self) if self.has_experts(layer) else mlp_tensors(self))
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """Every expert's matrices by themselves."""
         for name in self.tensors():
-            yield from one_by_one(self, name, self.EXPERTS) or (Stored(self.theirs(name), (name,)),)
+            yield from one_by_one(self, name, self.EXPERTS) or (HfTensor(self.theirs(name), (name,)),)
 
     @classmethod
     def _described(cls, config: Config, theta: float, kv_heads: int, eps: float) -> dict[str, Any]:
@@ -179,11 +179,11 @@ def expert_tensors(model: MixtureLike, bias: bool = False) -> Shapes:
     return shapes
 
 
-def one_by_one(model: MixtureLike, name: str, experts: dict[str, str]) -> tuple[Stored, ...]:
+def one_by_one(model: MixtureLike, name: str, experts: dict[str, str]) -> tuple[HfTensor, ...]:
     """The tensors of a folder that hold one of our stacks, an expert each; none where it is no stack."""
     parts = name.split(".", 2)
     theirs = experts.get(parts[-1]) if parts[0] == "layers" else None
     if theirs is None:
         return ()
     prefix = f"{model.LAYERS}.{parts[1]}."
-    return tuple(Stored(prefix + theirs.format(e), (name,), "expert", e) for e in range(model.experts))
+    return tuple(HfTensor(prefix + theirs.format(e), (name,), "expert", e) for e in range(model.experts))

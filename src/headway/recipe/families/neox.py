@@ -18,7 +18,7 @@ from headway.recipe.families.gpt2 import (
     with_more,
 )
 from headway.recipe.families.llama import NUMBERS, attention_tensors, checked, costs, sizes
-from headway.recipe.model import Config, Model, Shapes, Stored
+from headway.recipe.model import Config, HfTensor, Model, Shapes
 from headway.recipe.rope import RotaryModel, given, rope_settings, rotary_config, scaling_from
 
 __all__ = ["NeoX"]
@@ -136,10 +136,10 @@ class NeoX(RotaryModel):
         """Those of all decoders, and the last norm's bias."""
         return with_more(super().tensors(), {"norm.weight": {"norm.bias": (self.dim,)}})
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """Queries, keys and values lie in one, head by head."""
         for ours in fused(self.tensors()):
             if len(ours) == 1:
-                yield Stored(self.theirs(ours[0]), ours)
+                yield HfTensor(self.theirs(ours[0]), ours)
             else:
-                yield Stored(self.theirs(ours[0].replace(".q.", ".qkv.")), ours, "heads", index=self.heads)
+                yield HfTensor(self.theirs(ours[0].replace(".q.", ".qkv.")), ours, "heads", index=self.heads)

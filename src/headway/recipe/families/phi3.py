@@ -12,7 +12,7 @@ from pydantic import Field
 from headway.errors import ModelError
 from headway.recipe.architecture import Architecture
 from headway.recipe.families.llama import LlamaLike, checked, common_config, refuse_experts, refuse_what_differs, sizes
-from headway.recipe.model import Config, Model, Stored
+from headway.recipe.model import Config, HfTensor, Model
 from headway.recipe.rope import given, rope_settings, scaling_from
 from headway.recipe.section import NotNegative
 
@@ -91,7 +91,7 @@ class Phi3(LlamaLike):
         """The same in all layers."""
         return self.window or None
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[HfTensor]:
         """Two matrices of theirs hold five of ours, one below the other."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         fused = (
@@ -107,11 +107,11 @@ class Phi3(LlamaLike):
                 ours = tuple(f"layers.{layer}.{one}" for one in first[rest].ours)
                 yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", ours=ours)
             elif rest not in others:
-                yield Stored(self.theirs(name), (name,))
+                yield HfTensor(self.theirs(name), (name,))
 
 
-def _rows(theirs: str, ours: tuple[str, ...], rows: tuple[int, ...]) -> Stored:
-    return Stored(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), "rows", rows=rows)
+def _rows(theirs: str, ours: tuple[str, ...], rows: tuple[int, ...]) -> HfTensor:
+    return HfTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), "rows", rows=rows)
 
 
 def _rope(config: Config) -> dict[str, Any]:

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headway.parallel.local import local
-from headway.train.optim.kept import State, Trained, add_up, laid_out, opened, sharded_axes, zeros_like
-from headway.train.optim.rounding import Dice
+from headway.parallel.local_part import to_local
+from headway.train.optim.parameter_state import (
+    ParameterState,
+    State,
+    add_up,
+    laid_out,
+    opened,
+    sharded_axes,
+    zeros_like,
+)
+from headway.train.optim.rounding import RoundingBits
 
 __all__ = ["adafactor", "adafactor_states"]
 
@@ -27,7 +35,7 @@ LARGEST = 1.0
 """Root mean square of an update."""
 
 
-def adafactor_states(one: Trained) -> State:
+def adafactor_states(one: ParameterState) -> State:
     """Means of squares: of rows and columns of a matrix, or of each element of what is none."""
     state = {"step": torch.zeros((), dtype=torch.float32, device=one.weight.device)}
     if not _factored(one):
@@ -38,7 +46,7 @@ def adafactor_states(one: Trained) -> State:
     return state
 
 
-def adafactor(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:
+def adafactor(items: Sequence[ParameterState], group: Mapping[str, Any], dice: RoundingBits) -> None:
     """One update of each."""
     torch._foreach_add_([one.state["step"] for one in items], 1.0)
     for shared in _by_team(items):
@@ -53,25 +61,25 @@ def adafactor(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) ->
             one.put("weight", one.weight, weight, dice)
 
 
-def _factored(one: Trained) -> bool:
+def _factored(one: ParameterState) -> bool:
     return len(one.shape) >= 2
 
 
-def _shapes(one: Trained) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shapes(one: ParameterState) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the means of rows and of columns."""
     return one.shape[:-1], (*one.shape[:-2], one.shape[-1])
 
 
-def _by_team(items: Sequence[Trained]) -> Iterator[list[Trained]]:
+def _by_team(items: Sequence[ParameterState]) -> Iterator[list[ParameterState]]:
     """Parameters whose parts lie on the same workers."""
-    teams = dict[Any, list[Trained]]()
+    teams = dict[Any, list[ParameterState]]()
     for one in items:
         mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
         teams.setdefault((mesh, sharded_axes(one.parameter)), []).append(one)
     yield from teams.values()
 
 
-def _learn(items: Sequence[Trained]) -> None:
+def _learn(items: Sequence[ParameterState]) -> None:
     """Bring the means of squares up to this step."""
     factored = [one for one in items if _factored(one)]
     sums = [part for one in factored for part in _sums(one)]
@@ -85,13 +93,13 @@ def _learn(items: Sequence[Trained]) -> None:
     for one in items:
         weight = one.state["step"] ** EXPONENT  # of what is new
         if _factored(one):
-            local(one.state["rows"]).lerp_(next(totals) / one.shape[-1], weight)
-            local(one.state["columns"]).lerp_(next(totals) / one.shape[-2], weight)
+            to_local(one.state["rows"]).lerp_(next(totals) / one.shape[-1], weight)
+            to_local(one.state["columns"]).lerp_(next(totals) / one.shape[-2], weight)
         else:
             one.moment("square").lerp_(opened(one.gradient).square().add_(LEAST_SQUARE), weight)
 
 
-def _sums(one: Trained) -> tuple[Tensor, Tensor]:
+def _sums(one: ParameterState) -> tuple[Tensor, Tensor]:
     """Sums of squares over rows and columns of the whole, as far as this worker has them."""
     square = opened(one.gradient).square().add_(LEAST_SQUARE)
     rows, columns = (square.new_zeros(shape) for shape in _shapes(one))
@@ -101,7 +109,7 @@ def _sums(one: Trained) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def _update(one: Trained) -> Tensor:
+def _update(one: ParameterState) -> Tensor:
     """The gradient over the root of its mean square, before it is clipped."""
     if not _factored(one):
         return opened(one.gradient) * one.moment("square").rsqrt()
@@ -109,7 +117,7 @@ def _update(one: Trained) -> Tensor:
     return (opened(one.gradient) * rows.unsqueeze(-1)).mul_(columns.unsqueeze(-2))
 
 
-def _update_square(one: Trained) -> Tensor:
+def _update_square(one: ParameterState) -> Tensor:
     """The sum of its squares; of a matrix, without making it: that would be as much new memory again."""
     if not _factored(one):
         return _update(one).square().sum()
@@ -118,9 +126,9 @@ def _update_square(one: Trained) -> Tensor:
     return (along_rows * rows.square()).sum()
 
 
-def _shares(one: Trained) -> tuple[Tensor, Tensor]:
+def _shares(one: ParameterState) -> tuple[Tensor, Tensor]:
     """What each row and each column of this worker's part is multiplied by."""
     slices = one.box.slices((0,) * len(one.shape))
-    rows, columns = local(one.state["rows"]), local(one.state["columns"])
+    rows, columns = to_local(one.state["rows"]), to_local(one.state["columns"])
     shares = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt()
     return shares[slices[:-1]], columns.rsqrt()[(*slices[:-2], slices[-1])]

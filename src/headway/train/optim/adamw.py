@@ -17,11 +17,11 @@ from torch import Tensor
 
 from headway.errors import ModelError
 from headway.kernels import adamw as kernels
-from headway.kernels.adamw import Table
-from headway.kernels.adamw_8bit import Books, adamw_8bit, books_of
+from headway.kernels.adamw import AdamwTable
+from headway.kernels.adamw_8bit import Codebooks, adamw_8bit, books_of
 from headway.train.optim.eightbit import BLOCK, blocks, codebook, decode, encode
-from headway.train.optim.kept import State, Trained, laid_out, opened, zeros_like
-from headway.train.optim.rounding import Dice
+from headway.train.optim.parameter_state import ParameterState, State, laid_out, opened, zeros_like
+from headway.train.optim.rounding import RoundingBits
 
 __all__ = ["adamw", "adamw_states", "eightbit_states", "fused_adamw"]
 
@@ -33,12 +33,12 @@ ROOT = "exp_avg_root"
 """Of the second moment, which is what eight bits keep."""
 
 
-def adamw_states(one: Trained, dtype: torch.dtype) -> State:
+def adamw_states(one: ParameterState, dtype: torch.dtype) -> State:
     """Two moments of one precision, there from the start: what a save copies never changes its shape."""
     return _step(one) | {key: zeros_like(one.parameter, dtype) for key in ("exp_avg", "exp_avg_sq")}
 
 
-def eightbit_states(one: Trained) -> State:
+def eightbit_states(one: ParameterState) -> State:
     """Two moments in eight bits; ModelError for a mesh that would cut one of their blocks."""
     for box in one.boxes.values():
         inside = [edge for edge in (box.start[-1], box.stop[-1]) if edge % BLOCK and edge != one.shape[-1]]
@@ -58,7 +58,7 @@ def eightbit_states(one: Trained) -> State:
     return found
 
 
-def _step(one: Trained) -> State:
+def _step(one: ParameterState) -> State:
     return {"step": torch.zeros((), dtype=torch.float32, device=one.weight.device)}
 
 
@@ -66,7 +66,7 @@ def _step(one: Trained) -> State:
 class _Rows:
     """Some rows of what this worker has of a parameter."""
 
-    one: Trained
+    one: ParameterState
     first: int
     end: int
 
@@ -83,7 +83,7 @@ class _Rows:
         )
         return mean, root.square_()
 
-    def put(self, weight: Tensor, mean: Tensor, square: Tensor, dice: Dice) -> None:
+    def put(self, weight: Tensor, mean: Tensor, square: Tensor, dice: RoundingBits) -> None:
         """Put all back to where they are kept."""
         one = self.one
         one.put("weight", self.of(one.weight), weight, dice, self.first)
@@ -98,8 +98,12 @@ class _Rows:
 
 
 def fused_adamw(
-    items: Sequence[Trained], group: Mapping[str, Any], dice: Dice, factor: Tensor | None, before: Table | None
-) -> Table | None:
+    items: Sequence[ParameterState],
+    group: Mapping[str, Any],
+    dice: RoundingBits,
+    factor: Tensor | None,
+    before: AdamwTable | None,
+) -> AdamwTable | None:
     """One update of each, and of what shows a master copy; gradients are multiplied by the factor on their way.
 
     Returns where everything lies, which the next call may be given.
@@ -115,9 +119,9 @@ def fused_adamw(
     return adamw_8bit(parts, books, **rates, factor=factor, draw=dice.key, before=before)
 
 
-def _part(one: Trained) -> kernels.Part:
+def _part(one: ParameterState) -> kernels.AdamwPart:
     eight = ROOT in one.state
-    return kernels.Part(
+    return kernels.AdamwPart(
         weight=one.weight.detach(),
         gradient=one.gradient.contiguous(),
         mean=one.moment("exp_avg"),
@@ -132,12 +136,12 @@ def _part(one: Trained) -> kernels.Part:
 
 
 @cache
-def _books(device: torch.device) -> Books:
+def _books(device: torch.device) -> Codebooks:
     cpu = torch.device("cpu")
     return books_of(codebook(True, cpu), codebook(False, cpu), device)
 
 
-def adamw(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice) -> None:
+def adamw(items: Sequence[ParameterState], group: Mapping[str, Any], dice: RoundingBits) -> None:
     """One update of each."""
     if not items:
         return
@@ -173,7 +177,7 @@ def _filled(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor.reshape(-1), (0, missing)) if missing else tensor
 
 
-def _buckets(items: Sequence[Trained]) -> Iterator[list[_Rows]]:
+def _buckets(items: Sequence[ParameterState]) -> Iterator[list[_Rows]]:
     """Rows that fit into a bucket together; a row that does not fit goes alone."""
     bucket, held = list[_Rows](), 0
     for one in items:

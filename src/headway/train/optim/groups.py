@@ -10,9 +10,9 @@ from torch import nn
 from headway.errors import ModelError
 from headway.models import Decoder
 from headway.parallel.layout import blocks_of, layout_of
-from headway.recipe import Layout, Train
+from headway.recipe import ModelLayout, Train
 from headway.recipe.patterns import first_match, matched
-from headway.state.tensors import Held, named_parameters
+from headway.state.tensors import ModelShare, named_parameters
 
 __all__ = ["Rule", "freeze", "groups_of", "lower", "set_step", "widen_gradients"]
 
@@ -43,7 +43,9 @@ def widen_gradients(model: nn.Module) -> None:
             parameter.grad_dtype = torch.float32
 
 
-def groups_of(model: nn.Module, train: Train, held: Held, layout: Layout | None = None) -> list[dict[str, Any]]:
+def groups_of(
+    model: nn.Module, train: Train, held: ModelShare, layout: ModelLayout | None = None
+) -> list[dict[str, Any]]:
     """What an optimizer takes: parameters that are treated alike, with their names and how."""
     inside = {name for name, _ in _block_matrices(model, held, layout)} if train.optimizer != "adamw" else set()
     found = dict[_Way, dict[str, Any]]()
@@ -104,7 +106,9 @@ def _way(train: Train, name: str, parameter: nn.Parameter, inside: bool, factor:
     return _Way(len(train.groups) if group is None else group, rule, matrix, factor)
 
 
-def _block_matrices(model: nn.Module, held: Held, layout: Layout | None) -> Iterator[tuple[str, nn.Parameter]]:
+def _block_matrices(
+    model: nn.Module, held: ModelShare, layout: ModelLayout | None
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Matrices inside blocks, and stacks of them: no tables, filters, biases or routers."""
     container, _ = blocks_of(model, layout_of(model, layout))
     if not container:

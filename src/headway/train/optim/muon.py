@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.kernels import newton_schulz
-from headway.kernels.table import fuses
+from headway.kernels.dispatch import uses_triton
 from headway.state.box import Box
-from headway.train.optim.kept import State, Trained, opened, team_of, zeros_like
-from headway.train.optim.rounding import Dice
+from headway.train.optim.parameter_state import ParameterState, State, opened, shard_group, zeros_like
+from headway.train.optim.rounding import RoundingBits
 
 __all__ = ["muon", "muon_states", "orthogonalized"]
 
@@ -34,7 +34,7 @@ ROUND_ELEMENTS = 1 << 26
 """Of this worker's parts of the matrices that are under way at once."""
 
 
-def muon_states(one: Trained, dtype: torch.dtype) -> State:
+def muon_states(one: ParameterState, dtype: torch.dtype) -> State:
     """The momentum, there from the start."""
     return {"momentum": zeros_like(one.parameter, dtype)}
 
@@ -46,7 +46,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     a, b, c = QUINTIC
-    fused = fuses("newton_schulz", x)
+    fused = uses_triton("newton_schulz", x)
     for _ in range(STEPS):
         if fused:
             x = newton_schulz.step(x, a, b, c)
@@ -57,11 +57,13 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return made
 
 
-def muon(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice, both: dist.ProcessGroup | None) -> None:
+def muon(
+    items: Sequence[ParameterState], group: Mapping[str, Any], dice: RoundingBits, both: dist.ProcessGroup | None
+) -> None:
     """One update of each; `both` are the workers of a matrix that two axes cut."""
-    teams = dict[dist.ProcessGroup | None, list[Trained]]()
+    teams = dict[dist.ProcessGroup | None, list[ParameterState]]()
     for one in items:
-        teams.setdefault(None if _whole(one) else team_of(one.parameter, both), []).append(one)
+        teams.setdefault(None if _whole(one) else shard_group(one.parameter, both), []).append(one)
     for team, shared in teams.items():
         for turn in _rounds(shared, 1 if team is None else team.size()):
             updates = [_directed(one, group["momentum"], dice) for one in turn]
@@ -73,14 +75,14 @@ def muon(items: Sequence[Trained], group: Mapping[str, Any], dice: Dice, both: d
                 _apply(one, update, group, dice)
 
 
-def _whole(one: Trained) -> bool:
+def _whole(one: ParameterState) -> bool:
     """Whether all workers have whole matrices of it, if they have any."""
     return all(box.shape[-2:] == one.shape[-2:] or not box.volume for box in one.boxes.values())
 
 
-def _rounds(items: Sequence[Trained], size: int) -> Iterator[list[Trained]]:
+def _rounds(items: Sequence[ParameterState], size: int) -> Iterator[list[ParameterState]]:
     """Matrices that are under way together: at least one for each worker of a team."""
-    turn, held = list[Trained](), 0
+    turn, held = list[ParameterState](), 0
     for one in items:
         each = math.prod(one.shape) // size
         if len(turn) >= size and held + each > ROUND_ELEMENTS:
@@ -92,7 +94,7 @@ def _rounds(items: Sequence[Trained], size: int) -> Iterator[list[Trained]]:
         yield turn
 
 
-def _directed(one: Trained, decay: float, dice: Dice) -> Tensor:
+def _directed(one: ParameterState, decay: float, dice: RoundingBits) -> Tensor:
     """The momentum with this step's gradient, and Nesterov's look ahead."""
     gradient, kept = opened(one.gradient), one.moment("momentum")
     momentum = opened(kept)
@@ -102,7 +104,7 @@ def _directed(one: Trained, decay: float, dice: Dice) -> Tensor:
     return share.add_(momentum * decay)
 
 
-def _apply(one: Trained, update: Tensor, group: Mapping[str, Any], dice: Dice) -> None:
+def _apply(one: ParameterState, update: Tensor, group: Mapping[str, Any], dice: RoundingBits) -> None:
     weight = opened(one.weight)
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.add_(update, alpha=-group["lr"] * MATCHES_ADAMW * math.sqrt(max(one.shape[-2:])))
@@ -112,7 +114,7 @@ def _apply(one: Trained, update: Tensor, group: Mapping[str, Any], dice: Dice) -
 # -- matrices that a team shares
 
 
-def _together(items: Sequence[Trained], updates: Sequence[Tensor], team: dist.ProcessGroup) -> list[Tensor]:
+def _together(items: Sequence[ParameterState], updates: Sequence[Tensor], team: dist.ProcessGroup) -> list[Tensor]:
     """Orthogonalize matrices whose parts lie on a team's workers; each gets its part back."""
     ranks = dist.get_process_group_ranks(team)
     me = ranks.index(dist.get_rank())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headway.state.box import Box
 
-__all__ = ["Dice", "to_bfloat16"]
+__all__ = ["RoundingBits", "to_bfloat16"]
 
 
 OTHER = 0x9E3779B1 - 2**32
@@ -30,7 +30,7 @@ OTHER = 0x9E3779B1 - 2**32
 
 
 @dataclass(frozen=True)
-class Dice:
+class RoundingBits:
     """The random bits of one step of a run."""
 
     seed: int

@@ -1,0 +1,225 @@
+"""How many workers a recipe's mesh takes, and whether it can run: one sentence, with the numbers, when it cannot."""
+
+from headway.agent.launch.auto_plan import settings_as_written
+from headway.agent.launch.trainer_support import outdated_torch
+from headway.errors import HeadwayError, RecipeError, RunError, UsageError
+from headway.hardware import Devices, default_cluster, known_chip
+from headway.plan.architecture import architecture_of
+from headway.plan.checks import check, divisors
+from headway.plan.pipeline import check_schedule
+from headway.plan.settings import AXES, Mesh, Settings
+from headway.plan.task import RUNNABLE, pipeline_clash
+from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
+from headway.recipe import ModelLayout, Parallel, Recipe
+from headway.recipe.patterns import matched
+
+__all__ = ["check_axes", "check_mesh", "check_workers", "count_workers", "default_workers", "mesh_can_run"]
+
+
+def default_workers(found: Devices) -> int:
+    """One a GPU; on a CPU one, which then uses all cores."""
+    return found.count if found.kind == "cuda" else 1
+
+
+def check_axes(recipe: Recipe, workers: int) -> None:
+    """Refuse axes that this version's trainer does not run."""
+    parallel = recipe.parallel or Parallel()
+    wanted = {axis: size for axis in AXES if (size := getattr(parallel, axis)) not in (None, 1)}
+    for axis, size in wanted.items():
+        if axis == "tensor" and recipe.model.UNCUT:
+            raise RecipeError(
+                f"parallel.tensor is {size}, and no tensor axis cuts {recipe.model.family}: {recipe.model.UNCUT}",
+                hint="shard, replicate and pipeline axes run it",
+            )
+        if axis not in RUNNABLE.axes:
+            runs = other_axes(parallel) * parallel.shard if parallel.shard else workers
+            mesh = ",".join(f"{axis}={size}" for axis, size in wanted.items())
+            *others, last = RUNNABLE.axes
+            raise RecipeError(
+                f"parallel.{axis} is {size}: this version's trainer runs {', '.join(others)} and {last} only",
+                hint=f"--mesh shard={runs} would run; headway plan --mesh {mesh} says what the other would bring",
+            )
+
+
+def check_mesh(recipe: Recipe, workers: int) -> None:
+    """Refuse a mesh that the model, its sequences or the batch cannot be shared out over, before any process starts."""
+    longest = recipe.model.longest
+    if longest is not None and recipe.data.seq > longest:
+        raise RecipeError(
+            f"data.seq is {recipe.data.seq}, and {recipe.model.family} has positions for {longest} tokens",
+            hint=f"--set data.seq={longest}",
+        )
+    if recipe.train.update_in_backward and workers > 1:
+        raise RecipeError(
+            f"train.update_in_backward needs 1 worker, not {workers}",
+            hint="--workers 1, or leave it out: several workers share gradients out",
+        )
+    if recipe.model.class_ is not None:
+        check_stated_layout(recipe, workers)
+        return
+    check_patterns(recipe)
+    cluster = default_cluster(known_chip("cpu"), workers)
+    settings = settings_as_written(recipe, cluster)
+    if settings.mesh.pipeline == 1:
+        settings = settings.but(microbatch=1)  # only a pipeline's must be of one size
+    try:
+        check(architecture_of(recipe.model), settings, cluster)
+    except UsageError as error:
+        raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
+    tensor, vocabulary = settings.mesh.tensor, recipe.model.vocab_size or 0
+    if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary and tensor > 1:
+        raise RecipeError(
+            f"[parallel] cannot run: a vocabulary of {vocabulary} is too small for tensor {tensor}",
+            hint="use a smaller tensor axis",
+        )
+    check_trainer_schedule(settings)
+
+
+def check_patterns(recipe: Recipe) -> None:
+    """Refuse patterns of parameters that no parameter matches, and to freeze them all."""
+    names = [*recipe.model.tensors()]
+    if len(matched("train.freeze", recipe.train.freeze, names)) == len(names):
+        raise RecipeError("train.freeze has every parameter, so that nothing is trained", hint="leave some out of it")
+    for i, group in enumerate(recipe.train.groups):
+        matched(f"train.groups[{i}].match", group.match, names)
+
+
+def check_stated_layout(recipe: Recipe, workers: int) -> None:
+    """Of a class of the user's own: what the recipe says is enough for its mesh. The rest its workers find out."""
+    mesh, parallel = stated_mesh(recipe.parallel, workers), recipe.parallel or Parallel()
+    layout, named = recipe.model.layout or ModelLayout(), recipe.model.class_
+    if mesh.tensor > 1 and not (layout.columns and layout.rows):
+        raise RecipeError(
+            f"parallel.tensor is {mesh.tensor}, and nothing says how {named} is cut",
+            hint="model.layout.columns and model.layout.rows name its linear modules; or leave parallel.tensor out",
+        )
+    if mesh.pipeline == 1:
+        return
+    if layout.blocks is None:
+        raise RecipeError(
+            f"parallel.pipeline is {mesh.pipeline}, and nothing says where {named} is cut",
+            hint="model.layout.blocks names its list of blocks; or leave parallel.pipeline out",
+        )
+    stages, wanted = parallel.stages, mesh.pipeline * parallel.chunks
+    if stages is not None and len(stages) != wanted:
+        raise RecipeError(
+            f"parallel.stages has {len(stages)} numbers, and the pipeline has {wanted} stages",
+            hint=f"give {wanted} numbers, or none",
+        )
+    settings = Settings(mesh, recipe.data.seq, default_microbatch(recipe, mesh), recipe.train.batch)
+    settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
+    software = trainer_software(recipe, known_chip("cpu"))
+    check_microbatch(settings)
+    try:
+        check_schedule(settings.schedule, mesh.pipeline, settings.chunks, settings.microbatches, wanted)
+    except UsageError as error:
+        raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
+    check_trainer_schedule(settings.but(software=software))
+
+
+def check_microbatch(settings: Settings) -> None:
+    """A pipeline's microbatches are all of one size."""
+    share = settings.batch // settings.mesh.data
+    if share % settings.microbatch:
+        sizes = ", ".join(map(str, divisors(share)))
+        raise RecipeError(
+            f"train.microbatch is {settings.microbatch}, which does not divide the {share} sequences of a data rank",
+            hint=f"in a pipeline it may be {sizes}",
+        )
+
+
+def check_trainer_schedule(settings: Settings) -> None:
+    """What the trainer's schedules ask of a pipeline."""
+    if settings.mesh.pipeline > 1 and settings.schedule == "zero-bubble" and outdated_torch() is not None:
+        raise RecipeError(
+            f"parallel.schedule is {settings.schedule}, which needs a newer PyTorch than {outdated_torch()}",
+            hint="use --set parallel.schedule=1f1b or interleaved, or a newer PyTorch",
+        )
+    clash = pipeline_clash(settings) if settings.mesh.pipeline > 1 else None
+    if clash is not None:
+        share, ranks = settings.batch // settings.mesh.data, settings.mesh.pipeline
+        able = [n for n in divisors(share) if pipeline_clash(settings.but(microbatch=n)) is None]
+        hint = f"train.microbatch may be {', '.join(map(str, able))}" if able else "use --set parallel.schedule=1f1b"
+        if not able and settings.schedule == "1f1b":
+            hint = f"a batch of {ranks * settings.mesh.data} sequences or more, or fewer stages"
+        raise RecipeError(f"[parallel] cannot run: {clash}", hint=hint)
+
+
+def count_workers(recipe: Recipe, asked: int | None, default: int) -> int:
+    """As many as the recipe's mesh takes; its shard axis, where that is open, takes what is left of those that were
+    asked for, or of the default."""
+    parallel = recipe.parallel
+    if parallel is None or (asked is not None and asked < 1):
+        return asked or default
+    others = other_axes(parallel)
+    sizes = " x ".join(f"{a} {n}" for a in AXES if a != "expert" and (n := getattr(parallel, a) or 1) > 1) or "shard 1"
+    if parallel.shard is None:
+        count = asked or max(default, others)
+        if count % others:
+            fit = [str(n) for n in (count - count % others, count - count % others + others) if n]
+            raise RecipeError(
+                f"[parallel] has {sizes}, {others} workers, which do not divide {count}",
+                hint=f"--workers {' or '.join(fit)}",
+            )
+        return count
+    stated = parallel.shard * others
+    if asked not in (None, stated):
+        if others == 1:
+            raise RecipeError(
+                f"parallel.shard is {stated}, but {asked} workers were asked for",
+                hint=f"--workers {stated}, or --set parallel.shard={asked}",
+            )
+        hint = f"--workers {stated}"
+        if asked is not None and asked % others == 0:
+            hint += f", or --set parallel.shard={asked // others}"
+        raise RecipeError(f"[parallel] has {sizes}: {stated} workers, but {asked} were asked for", hint=hint)
+    return stated
+
+
+def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
+    """The batch must share out evenly over the data ranks, and every worker needs a device."""
+    if workers < 1:
+        raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more")
+    if found.kind == "cuda" and workers > found.count:
+        raise RunError(
+            f"{workers} workers, but there are {found.count} GPUs ({found.name})",
+            hint=f"--workers {found.count}, or --set train.device=cpu",
+        )
+    mesh = stated_mesh(recipe.parallel, workers)
+    who = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"
+    for batch in recipe.train.batches:
+        if batch % mesh.data:
+            below = batch - batch % mesh.data
+            nearest = " or ".join(str(value) for value in (below, below + mesh.data) if value > 0)
+            key = "train.batch" if batch == recipe.train.batch else "a batch of train.batch_ramp"
+            raise RecipeError(
+                f"{key} is {batch} sequences, which {who} cannot share evenly",
+                hint=f"--set train.batch={nearest}, or another number of workers"
+                if batch == recipe.train.batch
+                else f"{nearest} could be shared; or another number of workers",
+            )
+    if mesh.pipeline > 1 and recipe.train.batch_ramp:
+        _check_ramp(recipe, mesh)
+
+
+def mesh_can_run(recipe: Recipe, workers: int) -> bool:
+    """Whether a recipe's mesh and batch can be shared out over so many workers, wherever they are."""
+    try:
+        if count_workers(recipe, workers, workers) != workers:
+            return False
+        check_workers(recipe, workers, Devices("cpu", workers, ""))
+        check_mesh(recipe, workers)
+    except HeadwayError:
+        return False
+    return True
+
+
+def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:
+    """A pipeline's microbatches are of one size in all steps, and enough of them in each."""
+    parallel, size = recipe.parallel or Parallel(), default_microbatch(recipe, mesh)
+    software = trainer_software(recipe, known_chip("cpu"))
+    for batch in recipe.train.batches:
+        settings = Settings(mesh, recipe.data.seq, size, batch, software=software)
+        settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
+        check_microbatch(settings)
+        check_trainer_schedule(settings)

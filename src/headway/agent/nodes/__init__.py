@@ -1,0 +1,1 @@
+"""Several nodes: the leader and its lease, the node group, the agent of one node."""

@@ -1,0 +1,317 @@
+"""Proof that a mesh computes what one process computes: the same few steps on both, every number compared.
+
+`check` decides everything first, so that a mesh that cannot run is refused before any process starts; then makes one
+trial in a single process and one on each mesh, in folders that are removed at the end.
+"""
+
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.agent.attempt import Attempt, worker_environment
+from headway.agent.launch.mesh_checks import count_workers, default_workers
+from headway.agent.launch.prepare import new_run, resolve_recipe
+from headway.agent.parity_compare import (
+    TOLERANCES,
+    ModuleSums,
+    Tolerances,
+    TrialNumbers,
+    Verdict,
+    compare_trials,
+    merge_marks,
+)
+from headway.agent.supervise.outcome import AttemptOutcome
+from headway.agent.supervise.supervisor import supervise_run
+from headway.agent.workers.zygote import ZygoteClient
+from headway.errors import HeadwayError, RunError, UsageError, WorkerError
+from headway.hardware import devices
+from headway.plan.settings import AXES
+from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe
+from headway.state import open_checkpoint, read_box
+from headway.track import read_recipe
+
+__all__ = ["MeshParity", "ParityReport", "TrialTensors", "check_parity", "describe", "read_trial"]
+
+ELSEWHERE = ("headway logs", "headway resume", "headway report", "checkpoint.")
+"""What hints that speak of a run that lasts contain; a trial's is gone when they are read."""
+
+
+@dataclass(frozen=True)
+class MeshParity:
+    """One mesh, and what came of it."""
+
+    mesh: str
+    """In words: shard 2 x tensor 2."""
+    parallel: Parallel
+    """As it was settled for the trial."""
+    workers: int
+    microbatch: int | None
+    """Rows in one pass; None is a worker's whole share."""
+    seconds: float
+    """The trial's and the comparison's."""
+    verdict: Verdict | None = None
+    """None where the trial failed."""
+    error: str | None = None
+    hint: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether it ran and computed what one process computes."""
+        return self.verdict is not None and self.verdict.equal
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What a check came to."""
+
+    recipe: str
+    steps: int
+    dtype: str
+    device: str
+    tolerances: Tolerances
+    losses: Sequence[float]
+    """Of the single process."""
+    meshes: tuple[MeshParity, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all meshes do."""
+        return all(mesh.equal for mesh in self.meshes)
+
+
+class _Stopped(Exception):
+    """A stop was asked for."""
+
+
+def check_parity(
+    recipe: Recipe,
+    meshes: Sequence[Parallel],
+    root: Path,
+    *,
+    steps: int = 3,
+    keep: Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    warm: ZygoteClient | None = None,
+) -> ParityReport:
+    """Hold each mesh against a single process. `root` is where runs live that the recipe may start from; `tell` hears
+    what is going on; `keep` names a new folder for the trials, which stay there."""
+    assert steps >= 1, "no step, no gradient"
+    recipe = _on_one_kind_of_device(resolve_recipe(recipe, root), meshes)
+    done = list[MeshParity]()
+    with _folder(keep) as folder, _stoppable():
+        try:
+            # 1 decide, and refuse what cannot run
+            single = _single(recipe, folder)
+            attempts = [_prepared(recipe, mesh, folder, i) for i, mesh in enumerate(meshes, 1)]
+            with _shared_zygote(folder, single, warm) as zygote:
+                # 2 one process
+                tell("one process")
+                losses = _reference(single, steps, zygote)
+                # 3 each mesh
+                for mesh, attempt in zip(meshes, attempts, strict=True):
+                    words = describe(mesh, attempt.workers)
+                    tell(f"{words}: {attempt.workers} workers on {attempt.device}")
+                    done.append(_held_against(single, attempt, words, steps, zygote))
+                    if keep is None:
+                        shutil.rmtree(attempt.run)
+        except (_Stopped, KeyboardInterrupt):
+            raise WorkerError(f"stopped on request after {len(done)} of {len(meshes)} meshes") from None
+    return ParityReport(
+        recipe.name, steps, recipe.train.dtype, single.device, TOLERANCES[recipe.train.dtype], losses, tuple(done)
+    )
+
+
+def describe(parallel: Parallel, workers: int) -> str:
+    """A mesh in words, with what else was asked for: shard 2 x pipeline 2, interleaved."""
+    sizes = parallel.sizes(workers)
+    words = [" x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1) or "one worker"]
+    if parallel.pipeline > 1 and parallel.schedule != "1f1b":
+        words.append(parallel.schedule)
+    if parallel.chunks > 2:
+        words.append(f"{parallel.chunks} chunks")
+    if parallel.stages is not None:
+        words.append(f"stages {':'.join(map(str, parallel.stages))}")
+    if parallel.keep_weights:
+        words.append("weights kept")
+    if parallel.reduce_each:
+        words.append("reduced each")
+    return ", ".join(words)
+
+
+# -- before any process
+
+
+def _on_one_kind_of_device(recipe: Recipe, meshes: Sequence[Parallel]) -> Recipe:
+    """With the device settled: all trials on GPUs if the largest mesh has enough of them, else all on the CPU."""
+    found = devices(recipe.train.device)
+    default = default_workers(found)
+    most = max(count_workers(recipe.model_copy(update={"parallel": mesh}), None, default) for mesh in meshes)
+    short = found.kind == "cuda" and most > found.count and recipe.train.device == "auto"
+    train = recipe.train.model_copy(update={"device": "cpu" if short else found.kind})
+    return recipe.model_copy(update={"train": train})
+
+
+def _single(recipe: Recipe, folder: Path) -> Attempt:
+    attempt = new_run(recipe.model_copy(update={"parallel": None}), folder, name="single", workers=1)
+    return attempt.model_copy(update={"faults": FaultPlan()})  # what is broken on purpose is the mesh
+
+
+def _prepared(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:
+    try:
+        return new_run(recipe.model_copy(update={"parallel": mesh}), folder, name=f"mesh-{number}")
+    except HeadwayError as error:
+        told = UsageError if error.exit_status == UsageError.exit_status else RunError
+        raise told(f"{describe(mesh, 1)}: {error.message}", hint=error.hint) from None
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """A place for the trials: a new folder that stays, or one that goes whatever happens."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="headway-check-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(f"--keep {keep}: there is something already", hint="name a folder that does not exist yet")
+    yield keep.resolve()
+
+
+# -- trials
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _shared_zygote(folder: Path, attempt: Attempt, warm: ZygoteClient | None) -> Iterator[ZygoteClient]:
+    """One zygote for all trials, so that torch is imported once."""
+    if warm is not None:
+        yield warm
+        return
+    zygote = ZygoteClient.start(folder / "zygote.log", worker_environment(attempt))
+    try:
+        yield zygote
+    finally:
+        zygote.kill()  # it may be in the middle of its imports, and all of its workers have ended
+        zygote.close()
+
+
+def _run(attempt: Attempt, steps: int, zygote: ZygoteClient) -> AttemptOutcome:
+    """Make one trial; a stop is an exception, whatever the workers made of it."""
+    attempt.folder.logs.mkdir(exist_ok=True)
+    stops = [0]
+    trial = ParityTrial(folder=str(_trial_folder(attempt)), steps=steps)
+    outcome = supervise_run(attempt.model_copy(update={"trial": trial}), on_tick=stops.append, warm=zygote)
+    if stops[-1] or outcome.state == "stopped":
+        raise _Stopped
+    return outcome
+
+
+def _reference(single: Attempt, steps: int, zygote: ZygoteClient) -> Sequence[float]:
+    outcome = _run(single, steps, zygote)
+    if outcome.state == "failed":
+        raise WorkerError(f"one process, without a mesh: {outcome.reason}", hint=_hint(outcome))
+    return read_trial(_trial_folder(single)).losses
+
+
+def _held_against(single: Attempt, attempt: Attempt, mesh: str, steps: int, zygote: ZygoteClient) -> MeshParity:
+    began = time.monotonic()
+    outcome = _run(attempt, steps, zygote)
+    recipe = read_recipe(attempt.folder)
+    verdict, error, hint = None, None, None
+    if outcome.state == "failed":
+        error, hint = outcome.reason, _hint(outcome)
+    else:
+        ours, theirs = read_trial(_trial_folder(single)), read_trial(_trial_folder(attempt))
+        verdict = compare_trials(ours, theirs, TOLERANCES[recipe.train.dtype])
+    return MeshParity(
+        mesh=mesh,
+        parallel=recipe.parallel or Parallel(),
+        workers=attempt.workers,
+        microbatch=recipe.train.microbatch,
+        seconds=time.monotonic() - began,
+        verdict=verdict,
+        error=error,
+        hint=hint,
+    )
+
+
+def _hint(outcome: AttemptOutcome) -> str:
+    if outcome.hint is None or any(word in outcome.hint for word in ELSEWHERE):
+        return "--keep DIR keeps the trials and their logs"
+    return outcome.hint
+
+
+def _trial_folder(attempt: Attempt) -> Path:
+    return attempt.run / "trial"
+
+
+# -- what trials wrote
+
+
+def read_trial(folder: Path) -> TrialNumbers:
+    """What a trial wrote down; its tensors stay on disk until they are asked for."""
+    told = json.loads((folder / "trial.json").read_text())
+    heard = [json.loads(file.read_text()) for file in sorted(folder.glob("marks-*.json"))]
+    steps = range(1, len(told["losses"]) + 1)
+    return TrialNumbers(
+        losses=told["losses"],
+        marks=merge_marks([_mark(row) for row in rows] for rows in heard),
+        gradients=[TrialTensors(_step(folder / "gradients", step), "gradient/") for step in steps],
+        parameters=[TrialTensors(_step(folder / "parameters", step), "model/") for step in steps],
+        adamw=TrialTensors(_step(folder / "adamw", steps[-1]), "model/"),
+        order=told["order"],
+    )
+
+
+def _mark(row: Mapping[str, Any]) -> ModuleSums:
+    return ModuleSums(tuple(row["place"]), row["name"], row["sum"], row["squares"], row["count"])
+
+
+def _step(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+class TrialTensors(Mapping[str, NDArray[Any]]):
+    """The tensors of a checkpoint whose names begin with a prefix, by the rest of their names; each read when asked."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._checkpoint = open_checkpoint(path)
+        named = self._checkpoint.manifest.tensors
+        self._names = {name.removeprefix(prefix): name for name in named if name.startswith(prefix)}
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        full = self._names[name]
+        entry = self._checkpoint.manifest.tensors[full]
+        bits = read_box(self._checkpoint, full, (0,) * len(entry.shape), entry.shape)
+        if entry.dtype == "bfloat16":  # NumPy has none: it is the upper half of a float32
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.view(entry.dtype if not entry.dtype.startswith("float8") else bits.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

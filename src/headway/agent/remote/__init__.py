@@ -1,0 +1,1 @@
+"""Machines without the run folder: bundles, the folder server, record forwarding, the store mirror."""

@@ -1,0 +1,1 @@
+"""Watch a run to its end: attempts, hang detection, failure classification, recovery."""

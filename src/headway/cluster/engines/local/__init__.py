@@ -1,0 +1,1 @@
+"""The engine `local`: a queue daemon on this machine."""

@@ -1,0 +1,1 @@
+"""The engine `ray`: a detached actor that owns the queue."""

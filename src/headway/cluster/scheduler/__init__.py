@@ -1,0 +1,1 @@
+"""The scheduler: `decide(snapshot) -> decisions`, policies, and the log that replays them."""

@@ -1,0 +1,156 @@
+"""What became of a simulated log: waiting, delay and completion of jobs, use of GPUs, and what tenants were owed."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.simulate.job_trace import JobTrace
+
+__all__ = ["CAUSES", "Cause", "SimulationMeter", "SimulationResult", "summary"]
+
+LONG_S = 86400.0
+Cause = Literal["preemption", "failure", "maintenance", "resize"]
+CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Of each job, when; of the cluster, how much."""
+
+    trace: JobTrace
+    gpus: int
+    first_start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    starts: NDArray[np.int64]
+    used_gpu_s: float
+    """Between the first submission and the last end."""
+    lost_gpu_s: dict[str, float]
+    """Work done again, and restarts, by what stopped jobs."""
+    stops: dict[str, int]
+    """How often, and of elastic jobs how often they went on at another size."""
+    owed_gpu_s: float
+    """What tenants asked for within their guarantees and did not have."""
+    guaranteed_gpu_s: float
+    cycles: int
+    times: NDArray[np.float64]
+    """Of the cycles, for plots."""
+    used: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+
+    @property
+    def completion_s(self) -> NDArray[np.float64]:
+        """From submission to the end."""
+        return self.end_s - self.trace.submit_s
+
+    @property
+    def delay_s(self) -> NDArray[np.float64]:
+        """Completion less the run time alone."""
+        return self.completion_s - self.trace.duration_s
+
+
+class SimulationMeter:
+    """Watches a simulation."""
+
+    def __init__(self, trace: JobTrace, snapshot: ClusterSnapshot) -> None:
+        self._trace, self._snapshot = trace, snapshot
+        count = len(trace)
+        self._first, self._end = np.full(count, math.nan), np.full(count, math.nan)
+        self._starts = np.zeros(count, np.int64)
+        self._leaves = np.array(snapshot.tenants.leaves())
+        self._promised = float(snapshot.tenants.guarantee[self._leaves].sum())
+        self._now = float(trace.submit_s[0])
+        self._used, self._owed, self._guaranteed = 0.0, 0.0, 0.0
+        self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self._stops: dict[str, int] = dict.fromkeys(CAUSES, 0)
+        self._cause: dict[int, Cause] = {}
+        """Of jobs that were stopped, what stopped them last."""
+        self._cycles, self._seen = 0, list[tuple[float, int, int]]()
+
+    def advance(self, now: float) -> None:
+        """Count the time since the last event."""
+        passed = now - self._now
+        if passed <= 0:
+            return
+        self._now = now
+        leaves, tenants = self._leaves, self._snapshot.tenants
+        self._used += passed * float(tenants.used[leaves].sum())
+        self._owed += passed * float(tenants.lacks()[leaves].sum())
+        self._guaranteed += passed * self._promised
+
+    def started(self, job: int, now: float) -> None:
+        """It has its GPUs."""
+        self._starts[job] += 1
+        if math.isnan(self._first[job]):
+            self._first[job] = now
+
+    def stopped(self, job: int, lost_gpu_s: float, cause: Cause) -> None:
+        """It lost them, and so much of its work."""
+        self._lost[cause] += lost_gpu_s
+        self._stops[cause] += 1
+        self._cause[job] = cause
+
+    def ended(self, job: int, now: float, late_gpu_s: float) -> None:
+        """It is done; its last start was late by what a restart takes."""
+        self._end[job] = now
+        if job in self._cause:
+            self._lost[self._cause[job]] += late_gpu_s
+
+    def cycle(self) -> None:
+        """The scheduler has decided."""
+        self._cycles += 1
+        waiting = self._snapshot.jobs.gpus[self._snapshot.queue].sum()
+        used = self._snapshot.jobs.gpus[self._snapshot.active].sum()
+        self._seen.append((self._now, int(used), int(waiting)))
+
+    def outcome(self) -> SimulationResult:
+        """At the end."""
+        seen = np.array(self._seen).reshape(-1, 3)
+        return SimulationResult(
+            self._trace,
+            self._snapshot.gpus,
+            self._first,
+            self._end,
+            self._starts,
+            self._used,
+            self._lost,
+            self._stops,
+            self._owed,
+            self._guaranteed,
+            self._cycles,
+            seen[:, 0],
+            seen[:, 1].astype(np.int64),
+            seen[:, 2].astype(np.int64),
+        )
+
+
+def summary(outcome: SimulationResult) -> dict[str, Any]:
+    """The numbers people compare."""
+    completion, delay, trace = outcome.completion_s, outcome.delay_s, outcome.trace
+    span = float(np.nanmax(outcome.end_s) - trace.submit_s[0])
+    long = trace.duration_s > LONG_S
+    return {
+        "jobs": len(trace),
+        "mean_jct_s": float(completion.mean()),
+        "p50_jct_s": float(np.percentile(completion, 50)),
+        "p90_jct_s": float(np.percentile(completion, 90)),
+        "p99_jct_s": float(np.percentile(completion, 99)),
+        "mean_delay_s": float(delay.mean()),
+        "p99_delay_s": float(np.percentile(delay, 99)),
+        "worst_delay_s": float(delay.max()),
+        "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
+        "mean_first_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
+        "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
+        "deadlines": int(np.count_nonzero(np.isfinite(trace.deadline_s))),
+        "deadline_misses": int(np.count_nonzero(outcome.end_s > trace.deadline_s)),
+        "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
+        "preemptions": outcome.stops["preemption"],
+        "failures": outcome.stops["failure"],
+        "moves": outcome.stops["maintenance"],
+        "resizes": outcome.stops["resize"],
+        "lost_gpu_s": outcome.lost_gpu_s,
+        "cycles": outcome.cycles,
+    }

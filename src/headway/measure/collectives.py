@@ -1,0 +1,175 @@
+"""Collectives between the devices of this machine; run as processes, one a device.
+
+`python -m headway.measure.collectives` reads one JSON object on standard input, {"rank", "ranks", "device",
+"rendezvous", "sizes"}; the first rank writes one line, {"collectives": [...]}. `collectives` starts them all.
+"""
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headway.errors import RunError
+from headway.hardware.ceilings import CollectiveCurve
+from headway.measure.operations import rounded
+from headway.measure.timer import DeviceTimer
+
+__all__ = ["collectives"]
+
+TIMEOUT_S = 120.0
+
+
+def collectives(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveCurve]:
+    """Start a process a device, and have them measure together."""
+    with tempfile.TemporaryDirectory() as folder:
+        requests = [
+            {"rank": rank, "ranks": ranks, "device": kind, "rendezvous": f"{folder}/store", "sizes": list(sizes)}
+            for rank in range(ranks)
+        ]
+        workers = [_start(request, Path(folder)) for request in requests]
+        try:
+            answer, _ = workers[0].communicate(timeout=TIMEOUT_S)
+            failed = [rank for rank, worker in enumerate(workers) if worker.wait(timeout=TIMEOUT_S)]
+        except subprocess.TimeoutExpired:
+            failed = [rank for rank, worker in enumerate(workers) if worker.poll() is None]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        if failed:
+            said = (Path(folder) / f"log-{failed[0]}").read_text(errors="replace").strip().splitlines()
+            reason = said[-1] if said else "it did not answer"
+            raise RunError(f"measuring collectives failed on device {failed[0]}: {reason}")
+    return [CollectiveCurve.model_validate(found) for found in json.loads(answer)["collectives"]]
+
+
+def _start(request: dict[str, Any], folder: Path) -> "subprocess.Popen[str]":
+    log = (folder / f"log-{request['rank']}").open("w")
+    with log:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "headway.measure.collectives"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if request["rank"] == 0 else subprocess.DEVNULL,
+            stderr=log,
+            text=True,
+        )
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(request))
+    worker.stdin.close()
+    worker.stdin = None  # communicate would flush it again
+    return worker
+
+
+def measure_together(
+    rank: int, ranks: int, timer: DeviceTimer, backend: str, sizes: Sequence[int]
+) -> list[CollectiveCurve]:
+    """What one rank does: every operation at every size, beside the others."""
+    found = []
+    for operation, make in OPERATIONS.items():
+        times = []
+        for size in sizes:
+            work = make(rank, ranks, max(1, size // (4 * ranks)), timer.device)
+            seconds = torch.tensor([_alike(work, timer)])
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times.append(rounded(float(seconds)))
+        sizes_moved = tuple(max(1, size // (4 * ranks)) * 4 * ranks for size in sizes)
+        found.append(
+            CollectiveCurve(
+                operation=operation, ranks=ranks, backend=backend, bytes=sizes_moved, microseconds=tuple(times)
+            )
+        )
+    return found
+
+
+def _alike(work: Callable[[], object], timer: DeviceTimer, repeats: int = 5, groups: int = 5) -> float:
+    """Seconds of one call; the same number of calls on every rank, or they would wait for ever."""
+    for _ in range(2):
+        work()
+    taken = sorted(timer.fixed(lambda _: work(), repeats) for _ in range(groups))
+    return taken[groups // 2]
+
+
+def _draw(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, device=device).normal_()
+
+
+def _all_reduce(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    whole = _draw(share * ranks, device)
+    return lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)  # a sum repeated would grow without end
+
+
+def _all_gather(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    part, whole = _draw(share, device), _draw(share * ranks, device)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return lambda: gather(whole, part)
+
+
+def _reduce_scatter(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    part, whole = _draw(share, device), _draw(share * ranks, device)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return lambda: scatter(part, whole)
+
+
+def _all_to_all(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    given, taken = _draw(share * ranks, device), _draw(share * ranks, device)
+    return lambda: dist.all_to_all_single(taken, given)
+
+
+def _send(rank: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    """Each rank to the next, all at once: what a pipeline or a ring does."""
+    given, taken = _draw(share * ranks, device), _draw(share * ranks, device)
+
+    def work() -> None:
+        ahead = dist.P2POp(dist.isend, given, (rank + 1) % ranks)
+        behind = dist.P2POp(dist.irecv, taken, (rank - 1) % ranks)
+        for request in dist.batch_isend_irecv([ahead, behind]):
+            request.wait()
+
+    return work
+
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+OPERATIONS: dict[Operation, Callable[[int, int, int, torch.device], Callable[[], object]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+}
+
+
+def main() -> int:
+    """Serve one request as one rank."""
+    request = json.load(sys.stdin)
+    rank, ranks = request["rank"], request["ranks"]
+    on_gpu = request["device"] == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.FileStore(request["rendezvous"], ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        device_id=device if on_gpu else None,
+    )
+    found = measure_together(rank, ranks, DeviceTimer(device), "nccl" if on_gpu else "gloo", request["sizes"])
+    if rank == 0:
+        print(json.dumps({"collectives": [collective.model_dump() for collective in found]}))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Losses over a vocabulary that is shared out over the tensor axis: no worker ever holds all logits of a token.
+
+Workers exchange three numbers a token: the largest logit, the sum of exponentials, and the logit of the label, which
+one of them has. Tensor names end in their shape, as in `models/layers.py`; W is this worker's share of V.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headway.models.loss import IGNORED, autocast, chunk_rows
+from headway.parallel.collectives import copied, gathered
+from headway.parallel.local_part import to_local
+from headway.parallel.tensor import SEQUENCE, share_of
+from headway.parallel.world import Axis
+
+__all__ = ["LogitOptions", "cross_entropy_of_logits", "shared_loss"]
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """What is done to logits before and after their cross-entropy: see `models.loss.Loss`."""
+
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+
+def shared_loss(
+    axis: Axis, by_sequence: bool, shape: LogitOptions, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor
+) -> Tensor:
+    """What `models.loss.Loss` computes, where every worker has a share of the head."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    vocabulary = weight_VD.shape[0]
+    begin, _ = share_of(vocabulary, axis)
+    rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))  # the same in all workers, whatever their share
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
+    wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_WD.requires_grad)
+    shape = shape if wanted else replace(shape, z_loss=0.0)
+    labels_T = labels_BL.flatten()
+    loss: Tensor = _SharedCrossEntropy.apply(x_TD, weight_WD, labels_T, begin, axis.group, rows, shape, wanted)
+    return loss
+
+
+def cross_entropy_of_logits(
+    logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None, z_loss: float = 0.0
+) -> Tensor:
+    """The summed cross-entropy of logits [B, L, V]; of a share [B, L, W] of them where `vocabulary` is V.
+
+    `z_loss` counts where gradients are wanted, as in `models.loss`.
+    """
+    scores, labels = logits.flatten(0, -2).float(), labels_BL.flatten()
+    z_loss = z_loss if torch.is_grad_enabled() and logits.requires_grad else 0.0
+    if vocabulary is not None:
+        begin, _ = share_of(vocabulary, axis)
+        shared: Tensor = _OfLogits.apply(scores, labels, begin, axis.group, z_loss)
+        return shared
+    loss = nn.functional.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        loss = loss + z_loss * scores.logsumexp(dim=1).where(labels != IGNORED, 0.0).square().sum()
+    return loss
+
+
+def _softmax_(
+    scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Turn logits into the gradient of the summed cross-entropy, in place; the loss of each token beside it."""
+    kept = labels_T != IGNORED
+    local = labels_T - begin
+    here = kept & (local >= 0) & (local < scores_TW.shape[1])
+    targets = local.where(here, 0).unsqueeze(1)
+    chosen = scores_TW.gather(1, targets).squeeze(1).where(here, 0.0)
+    largest = scores_TW.amax(dim=1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    exponentials = scores_TW.sub_(largest.unsqueeze(1)).exp_()
+    sums = torch.stack((exponentials.sum(dim=1), chosen))
+    dist.all_reduce(sums, group=group)
+    spread_T = sums[0].log() + largest  # logarithms of sums of exponentials
+    loss = (spread_T - sums[1]).where(kept, 0.0)
+    slope = exponentials.div_(sums[0].unsqueeze(1))
+    if z_loss:
+        loss += z_loss * spread_T.where(kept, 0.0).square()
+        slope.mul_((1 + 2 * z_loss * spread_T).unsqueeze(1))
+    slope.scatter_add_(1, targets, -here.to(slope.dtype).unsqueeze(1))
+    return slope.mul_(kept.unsqueeze(1)), loss
+
+
+class _SharedCrossEntropy(torch.autograd.Function):
+    """Makes the gradients in the same pass as the loss, one chunk of tokens at a time, as the plain loss does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_WD: Tensor,
+        labels_T: Tensor,
+        begin: int,
+        group: dist.ProcessGroup,
+        rows: int,
+        shape: LogitOptions,
+        wanted: bool,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        dx_TD = torch.empty_like(x_TD) if wanted else None
+        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wanted else None
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            scores, bent = (x_TD[here] @ weight_WD.T).float(), None
+            if shape.softcap is not None:
+                bent = torch.tanh(scores / shape.softcap)
+                scores = shape.softcap * bent
+            slope, losses = _softmax_(scores, labels_T[here], begin, group, shape.z_loss)
+            if bent is not None:
+                slope.mul_(1 - bent * bent)
+            total += losses.sum()
+            if dx_TD is not None and dweight_WD is not None:
+                slope = slope.to(x_TD.dtype)
+                torch.mm(slope, weight_WD, out=dx_TD[here])
+                dweight_WD += slope.T @ x_TD[here]
+        ctx.save_for_backward(dx_TD, dweight_WD)
+        ctx.dtype = weight_WD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        dx_TD, dweight_WD = ctx.saved_tensors
+        dx_TD = (dx_TD.float() * factor).to(dx_TD.dtype)
+        return dx_TD, (dweight_WD * factor).to(ctx.dtype), None, None, None, None, None, None
+
+
+class _OfLogits(torch.autograd.Function):
+    """The same for logits that are there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup, z_loss: float
+    ) -> Tensor:
+        slope, losses = _softmax_(scores_TW.clone(), labels_T, begin, group, z_loss)
+        ctx.save_for_backward(slope)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * factor, None, None, None, None

@@ -1,0 +1,334 @@
+"""How far predictions are from runs that others measured: `headway plan --against FILE.csv`.
+
+Three tables, each by source and chip: (a) unseen, with parameters that no run of the program was used for; (b)
+calibrated, with parameters refitted to a few seeded runs of the source and the rest scored; (c) fitted on all.
+"""
+
+import csv
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.errors import UsageError
+from headway.plan.accuracy.calibrate import calibrate, predict
+from headway.plan.accuracy.published_runs import (
+    ITERATION_COLUMNS,
+    RUN_COLUMNS,
+    PublishedRun,
+    UnmodelledRun,
+    read_case,
+    read_iteration,
+)
+from headway.plan.costs import make_cost_model
+from headway.plan.efficiencies import fitted_parameters
+from headway.plan.estimate import estimate
+
+__all__ = ["AccuracyReport", "ScoredRun", "Scores", "as_json", "read_cases", "score", "score_file"]
+
+CORE = ("a100", "a100-40", "h100", "h200")
+"""Chips whose dense runs the goals are set for."""
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """One line of the file."""
+
+    row: int
+    source: str
+    chip: str
+    measured: float | None
+    """Tokens a second and device, or milliseconds a step in a table of iterations."""
+    predicted: float | None
+    """Unseen; or calibrated, where that was asked for and the source has lines enough."""
+    memory_bytes: float | None
+    predicted_memory_bytes: float | None
+    skipped: str | None
+    fits: bool | None = None
+    """Whether the planner would let it run; None where it cannot say."""
+    case: PublishedRun | None = None
+    by_table: Mapping[str, float] | None = None
+    """Predictions of each table that scores this line."""
+    fitted: bool = False
+    """Whether its source's calibration saw it."""
+
+    @property
+    def error(self) -> float | None:
+        """Relative: 0.1 is a tenth too high."""
+        if self.measured is None or self.predicted is None:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of some lines: shares, not percent."""
+
+    count: int
+    mean: float
+    median: float
+    p90: float
+    bias: float
+    spearman: float | None
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """Everything `--against` prints."""
+
+    rows: tuple[ScoredRun, ...]
+    iterations: bool
+    tables: Mapping[str, Mapping[str, Scores]]
+    """By table and then by source and chip, or by group."""
+    calibrated_on: int
+    seed: int
+
+
+def score_file(
+    file: Path, calibrated_on: int | None = None, seed: int = 0, progress: Callable[[str, int, int], None] | None = None
+) -> AccuracyReport:
+    """Predict every line of a file, and score the predictions."""
+    lines, iterations = _read(file)
+    count = calibrated_on if calibrated_on is not None else (72 if iterations else 10)
+    cases, skipped = _cases(lines, iterations)
+    tell = progress or _silent
+    unseen: dict[int, float] = {}
+    for done, case in enumerate(cases):
+        unseen[case.row] = predict(case, fitted_parameters(without=case.program))
+        tell("unseen", done + 1, len(cases))
+    calibrated, seen = _calibrated(cases, count, seed, tell)
+    all_of_them = {case.row: predict(case, fitted_parameters()) for case in cases}
+    predictions = {"unseen": unseen, "calibrated": calibrated, "fitted on all": all_of_them}
+    use = calibrated if calibrated_on is not None else {}
+    rows = tuple(
+        _row(number, line, cases_by.get(number), skipped.get(number), predictions, use, seen, iterations)
+        for cases_by in ({case.row: case for case in cases},)
+        for number, line in enumerate(lines)
+    )
+    return AccuracyReport(rows, iterations, _tables(rows, seen), count, seed)
+
+
+def read_cases(file: Path) -> tuple[list[PublishedRun], dict[int, str]]:
+    """Every line of a file that can be modelled, and why each of the others cannot."""
+    return _cases(*_read(file))
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """For callers that show no progress."""
+
+
+def _read(file: Path) -> tuple[list[dict[str, str]], bool]:
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            lines = list(csv.DictReader(stream))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{file}: not a CSV file: {error}") from None
+    columns = set(lines[0]) if lines else set()
+    for wanted, iterations in ((ITERATION_COLUMNS, True), (RUN_COLUMNS, False)):
+        if columns.issuperset(wanted):
+            return [{key: value or "" for key, value in line.items() if key} for line in lines], iterations
+    missing = ", ".join(name for name in RUN_COLUMNS if name not in columns)
+    raise UsageError(
+        f"{file}: no table of runs: column {missing} missing" if lines else f"{file}: no lines",
+        hint="benchmarks/plan/published_runs.csv and a100_iterations.csv show the columns",
+    )
+
+
+def _cases(lines: Sequence[Mapping[str, str]], iterations: bool) -> tuple[list[PublishedRun], dict[int, str]]:
+    cases, skipped = [], {}
+    for number, line in enumerate(lines):
+        try:
+            cases.append(read_iteration(number, line) if iterations else read_case(number, line))
+        except UnmodelledRun as reason:
+            skipped[number] = str(reason)
+        except UsageError as error:
+            skipped[number] = f"cannot be modelled: {error.message}"
+    return cases, skipped
+
+
+def _calibrated(
+    cases: Sequence[PublishedRun], count: int, seed: int, tell: Callable[[str, int, int], None]
+) -> tuple[dict[int, float], frozenset[int]]:
+    """Predictions of each source that has twice as many lines as a calibration takes, and the lines that were taken."""
+    found: dict[int, float] = {}
+    seen: set[int] = set()
+    sources = sorted({case.source for case in cases})
+    for done, source in enumerate(sources):
+        own = [case for case in cases if case.source == source]
+        if count and len(own) >= 2 * count:
+            chosen = random.Random(f"{seed} {source}").sample(own, count)
+            calibration = calibrate(chosen, fitted_parameters(without=own[0].program))
+            found |= {case.row: calibration.predict(case) for case in own}
+            seen |= {case.row for case in chosen}
+        tell("calibrated", done + 1, len(sources))
+    return found, frozenset(seen)
+
+
+def _row(
+    number: int,
+    line: Mapping[str, str],
+    case: PublishedRun | None,
+    skipped: str | None,
+    predictions: Mapping[str, Mapping[int, float]],
+    use: Mapping[int, float],
+    seen: frozenset[int],
+    iterations: bool,
+) -> ScoredRun:
+    source = line.get("source", "")
+    if case is None:
+        return ScoredRun(number, source, line.get("gpu", ""), None, None, None, None, skipped)
+
+    def shown(tokens: float) -> float:
+        settings = case.settings
+        return settings.batch * settings.seq / tokens / settings.mesh.devices * 1e3 if iterations else tokens
+
+    needed = estimate(case.architecture, case.settings, make_cost_model(case.cluster)).memory
+    tables = {name: shown(made[number]) for name, made in predictions.items() if number in made}
+    return ScoredRun(
+        row=number,
+        source=case.source,
+        chip=case.chip,
+        measured=shown(case.tokens_s),
+        predicted=shown(use[number]) if number in use else tables["unseen"],
+        memory_bytes=case.memory_bytes,
+        predicted_memory_bytes=needed.reserved if case.reserved else needed.allocated,
+        skipped=None,
+        fits=needed.fits,
+        case=case,
+        by_table=tables,
+        fitted=number in seen,
+    )
+
+
+# -- scores
+
+
+def score(pairs: Iterable[tuple[float, float]]) -> Scores | None:
+    """Of measured and predicted values; None of none."""
+    kept = list(pairs)
+    if not kept:
+        return None
+    errors = [made / true - 1 for true, made in kept]
+    sizes = sorted(abs(error) for error in errors)
+    return Scores(
+        count=len(kept),
+        mean=sum(sizes) / len(sizes),
+        median=_quantile(sizes, 0.5),
+        p90=_quantile(sizes, 0.9),
+        bias=sum(errors) / len(errors),
+        spearman=_spearman(kept) if len(kept) >= 8 else None,
+    )
+
+
+def _quantile(rising: Sequence[float], share: float) -> float:
+    place = share * (len(rising) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(rising) - 1)
+    return rising[low] + (rising[high] - rising[low]) * (place - low)
+
+
+def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Correlation of ranks, ties sharing theirs."""
+    one, two = _ranks([true for true, _ in pairs]), _ranks([made for _, made in pairs])
+    middle = (len(pairs) - 1) / 2
+    top = sum((a - middle) * (b - middle) for a, b in zip(one, two, strict=True))
+    bottom = math.sqrt(sum((a - middle) ** 2 for a in one) * sum((b - middle) ** 2 for b in two))
+    return top / bottom if bottom else 1.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    at = 0
+    while at < len(order):
+        end = at
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[at]]:
+            end += 1
+        for place in range(at, end + 1):
+            ranks[order[place]] = (at + end) / 2
+        at = end + 1
+    return ranks
+
+
+def _tables(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, dict[str, Scores]]:
+    tables: dict[str, dict[str, Scores]] = {}
+    modelled = [row for row in rows if row.case is not None]
+    for name in ("unseen", "calibrated", "fitted on all"):
+        own = [
+            row
+            for row in modelled
+            if row.by_table and name in row.by_table and not (name == "calibrated" and row.row in seen)
+        ]
+        keys = list(dict.fromkeys((row.source, row.chip) for row in own))
+        made = {
+            f"{source} | {chip}": _score_table([r for r in own if (r.source, r.chip) == (source, chip)], name)
+            for source, chip in keys
+        }
+        tables[name] = {key: scores for key, scores in made.items() if scores is not None}
+    tables["groups"] = _groups(modelled, seen)
+    return tables
+
+
+def _score_table(rows: Sequence[ScoredRun], name: str) -> Scores | None:
+    return score((row.measured, row.by_table[name]) for row in rows if row.by_table and row.measured)
+
+
+def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores]:
+    """The sets that the goals are set for."""
+    dense = [row for row in rows if row.case and row.case.dense and row.chip in CORE]
+    others = [row for row in rows if row not in dense]
+    rest = [row for row in rows if row.by_table and "calibrated" in row.by_table and row.row not in seen]
+    groups = {
+        "unseen: dense, fully specified": _score_table(
+            [row for row in dense if row.case and not row.case.assumed], "unseen"
+        ),
+        "unseen: dense, a rule stood in": _score_table(
+            [row for row in dense if row.case and row.case.assumed], "unseen"
+        ),
+        "unseen: dense, all modelled": _score_table(dense, "unseen"),
+        "unseen: experts or other chips": _score_table(others, "unseen"),
+        "calibrated: the rest": _score_table(rest, "calibrated"),
+        "fitted on all: dense": _score_table(dense, "fitted on all"),
+        "memory": score(
+            (row.memory_bytes, row.predicted_memory_bytes)
+            for row in rows
+            if row.memory_bytes and row.predicted_memory_bytes
+        ),
+    }
+    return {name: scores for name, scores in groups.items() if scores is not None}
+
+
+def as_json(found: AccuracyReport) -> dict[str, Any]:
+    """What `--against --json` prints."""
+    gb = 2**30
+
+    def line(row: ScoredRun) -> dict[str, Any]:
+        case = row.case
+        return {
+            "row": row.row,
+            "source": row.source,
+            "chip": row.chip,
+            "tok_s_per_gpu": case.tokens_s if case else None,
+            "predicted": row.predicted,
+            "error": row.error,
+            "mem_gb": row.memory_bytes / gb if row.memory_bytes else None,
+            "predicted_mem_gb": row.predicted_memory_bytes / gb if row.predicted_memory_bytes else None,
+            "skipped": row.skipped,
+            "fits": row.fits,
+            "fitted": row.fitted,
+            "assumed": list(case.assumed) if case else [],
+            "measured": row.measured,
+            "predictions": dict(row.by_table or {}),
+        }
+
+    tables = {name: {key: vars(scores) for key, scores in table.items()} for name, table in found.tables.items()}
+    return {
+        "rows": [line(row) for row in found.rows],
+        "tables": tables,
+        "calibrated_on": found.calibrated_on,
+        "seed": found.seed,
+    }

@@ -1,0 +1,121 @@
+"""What the workers of Headway's own trainer exchange beside their layers, with seconds and what of them is exposed.
+
+Bytes are those of `traffic.py`. A pipeline's ranks do not all exchange as much: what comes once a step is taken of the
+rank that has most.
+"""
+
+from dataclasses import dataclass
+
+from headway.plan.architecture import Architecture
+from headway.plan.collective_times import DeviceGroup, collective_seconds
+from headway.plan.costs import CostModel
+from headway.plan.rank_share import block_parameters, is_exact, rest_parameters, worker_blocks
+from headway.plan.settings import Settings
+from headway.plan.traffic import STATISTICS_BYTES, summed_bytes, tied_bytes
+
+__all__ = ["NEVER_HIDDEN", "StepTransfer", "busiest_rank", "end_exchanges", "of_the_rest", "once_a_step", "rest_bytes"]
+
+NEVER_HIDDEN = 0.1
+"""Of gradients that travel once a step: the last piece has nothing left to hide behind."""
+F32 = 4
+
+
+@dataclass(frozen=True)
+class StepTransfer:
+    """Something that travels once a step."""
+
+    name: str
+    operation: str
+    axis: str
+    bytes: float
+    group: DeviceGroup
+    seconds: float
+    exposed: float
+
+
+def end_exchanges(
+    arch: Architecture, settings: Settings, costs: CostModel
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of what a microbatch exchanges over the tensor axis at the embedding, and at head and loss; forward and
+    backward."""
+    if settings.mesh.tensor == 1 or costs.ideal or not is_exact(arch, settings):
+        return (0.0, 0.0), (0.0, 0.0)
+    group, tokens = DeviceGroup(settings.mesh.tensor), settings.shape.tokens
+    stream = tokens * arch.dim * settings.stream_width
+    gather = collective_seconds(costs.network, "all_gather", stream, group)
+    scatter = collective_seconds(costs.network, "reduce_scatter", stream, group)
+    statistics = collective_seconds(costs.network, "all_reduce", STATISTICS_BYTES * tokens, group)
+    return (scatter, gather), (gather + statistics, scatter)
+
+
+def rest_bytes(arch: Architecture, settings: Settings) -> tuple[float, float]:
+    """Of what is outside of the blocks, where it is sharded and gathered in each microbatch: weights and gradients."""
+    mesh = settings.mesh
+    if mesh.shard == 1 or mesh.pipeline > 1 or not is_exact(arch, settings):
+        return 0.0, 0.0
+    count = rest_parameters(arch, settings, 0)
+    return count * settings.shape.width, count * F32
+
+
+def of_the_rest(arch: Architecture, settings: Settings, costs: CostModel) -> float:
+    """Seconds of a step: a microbatch's first layer waits for those weights, and a step's end for their gradients."""
+    weights, gradients = rest_bytes(arch, settings)
+    if not weights or costs.ideal:
+        return 0.0
+    group = DeviceGroup(settings.mesh.shard, settings.mesh.tensor * settings.mesh.context)
+    gather = settings.microbatches * collective_seconds(costs.network, "all_gather", weights, group)
+    scatter = 0.0 if settings.frozen else collective_seconds(costs.network, "reduce_scatter", gradients, group)
+    return gather + scatter * (settings.microbatches if settings.reduces_each else 1)
+
+
+def busiest_rank(arch: Architecture, settings: Settings) -> int:
+    """The rank of a pipeline that holds most parameters."""
+    return max(range(settings.mesh.pipeline), key=lambda rank: _count(arch, settings, rank))
+
+
+def _count(arch: Architecture, settings: Settings, rank: int) -> int:
+    blocks = worker_blocks(arch, settings, rank) * block_parameters(arch, settings.mesh.tensor)
+    return blocks + rest_parameters(arch, settings, rank)
+
+
+def once_a_step(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> list[StepTransfer]:
+    """Gradients that travel once a step, beside a backward pass that takes `window` seconds, and a pipeline's weights;
+    then the sums that passes leave open."""
+    mesh, rank = settings.mesh, busiest_rank(arch, settings)
+    count = _count(arch, settings, rank)
+    units = worker_blocks(arch, settings, rank) + 1
+    inner = mesh.tensor * mesh.context
+    shards, copies = DeviceGroup(mesh.shard, inner), DeviceGroup(mesh.replicate, inner * mesh.shard)
+    hidden = costs.parameters.hidden * window
+    found: list[tuple[str, str, str, float, DeviceGroup, int, float]] = []
+    if mesh.pipeline > 1:
+        found.append(("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden))
+        weights = count * settings.shape.width
+        found.append(("weights of the step", "all_gather", "shard", weights, shards, units, hidden / 2))
+    # copies add up what the shards have added up, and share the pass with them
+    left = hidden if mesh.shard == 1 else hidden / 2
+    reduced = count * F32 / mesh.shard
+    found.append(("gradients of copies", "all_reduce", "replicate", reduced, copies, units, left))
+    summed = summed_bytes(arch, settings, rank)
+    found.append(("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0))
+    ends = DeviceGroup(2, inner * mesh.data * max(1, mesh.pipeline - 1))
+    tied = tied_bytes(arch, settings)
+    found.append(("gradients of the tied table", "all_reduce", "pipeline", tied, ends, 1, 0.0))
+    return [_moved(costs, settings, *one) for one in found if one[3] and one[4].size > 1]
+
+
+def _moved(
+    costs: CostModel,
+    settings: Settings,
+    name: str,
+    operation: str,
+    axis: str,
+    size: float,
+    group: DeviceGroup,
+    pieces: int,
+    hidden: float,
+) -> StepTransfer:
+    seconds = pieces * collective_seconds(costs.network, operation, size / pieces, group)
+    beside = hidden and settings.software.data_overlap
+    exposed = max(NEVER_HIDDEN * seconds, seconds - hidden) if beside else seconds
+    return StepTransfer(name, operation, axis, size, group, seconds, exposed)

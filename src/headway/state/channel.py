@@ -1,0 +1,107 @@
+"""The line between a worker and its agent: JSON lines over a socket pair, with descriptors beside them.
+
+Both ends use this class. Nothing waits unless asked to: a step looks at what has come, and goes on. An end can be taken
+over by another process: a message that was cut in two by that is passed over.
+"""
+
+import contextlib
+import json
+import os
+import re
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Channel", "ChannelClosed", "Message"]
+
+_MOST_DESCRIPTORS = 250  # the kernel passes at most 253 with one message
+_READ_BYTES = 1 << 16
+
+
+class ChannelClosed(Exception):
+    """The other end is gone."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the other end said, and the descriptors that came with it: the receiver owns them."""
+
+    kind: str
+    fields: dict[str, Any]
+    descriptors: list[int] = field(default_factory=list)
+
+
+class Channel:
+    """One end of the line."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._unread = b""
+        self._descriptors = deque[int]()
+
+    @classmethod
+    def pair(cls) -> tuple["Channel", "Channel"]:
+        """Two ends that are connected."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), cls(theirs)
+
+    def local_host(self) -> str:
+        """The address of this end, of a line over a network."""
+        return str(self._socket.getsockname()[0])
+
+    def fileno(self) -> int:
+        """For select, and for handing an end to a child."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Say something; LineClosed when nobody can hear it."""
+        line = json.dumps({"kind": kind, "descriptors": len(descriptors), **fields}).encode() + b"\n"
+        assert len(descriptors) <= _MOST_DESCRIPTORS, "more descriptors than one message can carry"
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._socket, [line], list(descriptors))
+                line = line[sent:]
+            self._socket.sendall(line)
+        except (ConnectionError, TimeoutError) as error:
+            raise ChannelClosed from error
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """What has been said by then; None waits for the next word."""
+        messages = list[Message]()
+        while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
+            try:
+                received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+            except (ConnectionError, TimeoutError):
+                received, descriptors = b"", []
+            self._descriptors.extend(descriptors)
+            if not received:
+                if messages:
+                    return messages  # the next call tells
+                raise ChannelClosed
+            *lines, self._unread = (self._unread + received).split(b"\n")
+            messages += [message for line in lines if (message := self._message(line)) is not None]
+        return messages
+
+    def take_over(self) -> None:
+        """Begin anew after another process had this end: it may have died in the middle of a word."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next word tells
+            self._socket.sendall(b"\n")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _message(self, line: bytes) -> Message | None:
+        """A message; None of half of one, whose other half a dead process has sent or read."""
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            told = re.search(rb'^{"kind": "[^"]*", "descriptors": (\d+)', line)
+            for _ in range(int(told[1]) if told else 0):
+                os.close(self._descriptors.popleft())
+            return None
+        descriptors = [self._descriptors.popleft() for _ in range(fields.pop("descriptors"))]
+        return Message(fields.pop("kind"), fields, descriptors)

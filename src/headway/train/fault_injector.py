@@ -1,0 +1,62 @@
+"""Carries out the faults of a FaultPlan in a worker, at the named points of a step."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from headway.parallel.local_part import to_local
+from headway.recipe import FaultPlan
+from headway.recipe.faults import Fault, WorkerPoint, execute_fault, mark_fired
+
+__all__ = ["WorkerFaultInjector"]
+
+
+@dataclass(frozen=True)
+class WorkerFaultInjector:
+    """One worker's share of a plan."""
+
+    plan: FaultPlan
+    rank: int
+    attempt: int
+    model: nn.Module
+    folder: Path
+    """Where what has struck is noted."""
+    _poisoned: list[int] = field(default_factory=list)
+
+    def reach(self, point: WorkerPoint, step: int, cursor: int | None = None) -> None:
+        """Strike if a fault is due here; an empty plan costs one comparison."""
+        if not self.plan.faults:
+            return
+        for number in self.plan.due(point, step, self.rank, self.attempt, cursor):
+            fault = self.plan.faults[number]
+            if mark_fired(self.folder, number, fault, self.rank, step):
+                self._carry_out(fault, step)
+
+    def spoil(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """The loss of a step, which is not a number if a fault of this step says so."""
+        return loss * float("nan") if step in self._poisoned else loss
+
+    def _carry_out(self, fault: Fault, step: int) -> None:
+        if fault.action == "out-of-memory":
+            raise torch.OutOfMemoryError("injected")
+        if fault.action == "nan":
+            self._poisoned.append(step)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float("nan"))
+        elif fault.action == "flip":
+            _flip(next(parameter for parameter in self.model.parameters() if to_local(parameter).numel()))
+        elif fault.action == "hang" and fault.point == "collective" and dist.is_initialized():
+            dist.recv(torch.zeros(1), src=(self.rank + 1) % dist.get_world_size(), tag=99)
+        else:
+            execute_fault(fault)
+
+
+@torch.no_grad()
+def _flip(parameter: torch.Tensor) -> None:
+    """Flip the highest bit of the mantissa of the first element that a worker holds."""
+    bits = to_local(parameter).view(-1)[:1].view(torch.int32)
+    bits ^= 1 << 22

@@ -1,0 +1,177 @@
+"""A trial: a few steps whose every number is written down, to be held against those of another mesh.
+
+    <folder>/
+      gradients/step-<n>/    of each step                            as gradient/<parameter>
+      parameters/step-<n>/   after its update by plain descent       as model/<parameter>
+      adamw/step-<n>/        after one AdamW update with the last gradients
+      marks-<rank>.json      sums over what modules put out in the first step
+      trial.json             the loss of each step, and the parameters in the model's order
+
+Tensors are written as checkpoints are: each worker its part, whole together. Plain descent, because AdamW turns the
+rounding noise of a gradient near zero into a full step.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from headway.parallel import finish_gradients
+from headway.parallel.layout import blocks_of, layout_of
+from headway.parallel.pipeline import PassThrough
+from headway.recipe import ModelLayout, ParityTrial
+from headway.state import (
+    CheckpointFacts,
+    PartialCheckpoint,
+    begin_checkpoint,
+    collect_shard_entries,
+    commit,
+    leave_shard_entry,
+    partial_folder,
+    shard_name,
+    write_shard,
+)
+from headway.state.tensors import named_state, pieces
+from headway.track import chain
+from headway.train.build import Parts
+from headway.train.fail_together import fail_together
+
+__all__ = ["ActivationSums", "places", "trial"]
+
+Place = tuple[int, int]
+"""Where a module stands in the plain model: before (0), among (1) or after (2) its blocks, and which one there."""
+
+
+def trial(parts: Parts, spec: ParityTrial) -> bool:
+    """Make the steps of a trial and write them down; False when asked to stop before the end."""
+    folder, model, world = Path(spec.folder), parts.spread.model, parts.world
+    losses = list[float]()
+    cursor = 0
+    marks = ActivationSums(model, layout_of(model, parts.recipe.model.layout))
+    for step in range(1, spec.steps + 1):
+        if world.any(parts.stop.asked):
+            return False
+        parts.faults.reach("start", step)
+        losses.append(descend(parts, cursor))
+        cursor += parts.recipe.train.batch
+        if step == 1:
+            marks.remove()
+            marks.write(folder / f"marks-{world.rank}.json")
+        write(parts, folder / "gradients", step, gradients(parts))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-parts.recipe.train.lr)
+        write(parts, folder / "parameters", step, named_state(model, held=parts.held))
+        if step < spec.steps:
+            parts.optimizer.zero_grad(set_to_none=True)
+
+    parts.optimizer.step()
+    write(parts, folder / "adamw", spec.steps, named_state(model, held=parts.held))
+    if world.first:
+        order = [name for name, _ in model.named_parameters()]
+        (folder / "trial.json").write_text(json.dumps({"losses": losses, "order": order}))
+    return True
+
+
+def descend(parts: Parts, cursor: int) -> float:
+    """Forward and backward over one batch, as in `loop.train`; the loss of all workers."""
+    world, spread, recipe = parts.world, parts.spread, parts.recipe
+    inputs, labels, trained, documents = parts.feed.read(cursor)
+    if parts.feed.masks:
+        trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
+    else:
+        trained = recipe.train.batch * recipe.data.seq
+    loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
+    finish_gradients(dict(spread.model.named_parameters()), spread.missing)
+    mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+    return float(world.sum(mine))
+
+
+def gradients(parts: Parts) -> dict[str, Tensor]:
+    """Every gradient here, under the name of the parameter's owner."""
+    borrowed = parts.held.borrowed
+    named = ((name, parameter.grad) for name, parameter in parts.spread.model.named_parameters())
+    return {f"gradient/{borrowed.get(name, name)}": gradient for name, gradient in named if gradient is not None}
+
+
+def write(parts: Parts, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors whole, together with the other workers."""
+    world = parts.world
+    mine = pieces(tensors, parts.held)
+    save: PartialCheckpoint | None = None
+    with fail_together(world, "prepare a trial's files"):
+        if world.first:
+            save = begin_checkpoint(folder, step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
+    partial = partial_folder(folder, step)
+    with fail_together(world, "write its part of a trial"):
+        leave_shard_entry(partial, write_shard(partial, shard_name(world.rank), mine))
+    with fail_together(world, "put a trial's files together"):
+        if save is not None:
+            facts = CheckpointFacts(
+                cursor=step * parts.recipe.train.batch, chain=chain.START, data_version=parts.data_version
+            )
+            commit(save, facts, collect_shard_entries(partial, world.size), workers=world.size)
+
+
+# -- what modules put out
+
+
+class ActivationSums:
+    """Sums over the outputs of blocks and of what stands before and after them, while it listens.
+
+    Sums over all workers are those of one process, however rows, sequences or a vocabulary are shared out; what several
+    workers hold alike counts as often, and the number of elements says how often that is.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+        self._sums = dict[str, Tensor]()
+        self._places = {name: place for place, name, _ in places(model, layout)}
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._hook(name)) for _, name, module in places(model, layout)
+        ]
+
+    def _hook(self, name: str) -> Any:
+        def add(_: nn.Module, __: Any, out: Any) -> None:
+            if isinstance(out, Tensor) and out.is_floating_point():
+                x = out.detach().double()
+                sums = torch.stack((x.sum(), x.square().sum(), x.new_tensor(float(x.numel()))))
+                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+        return add
+
+    def remove(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+
+    def write(self, file: Path) -> None:
+        """Leave what was heard here: a list of place, name, sum, sum of squares and number of elements."""
+        keys = ("sum", "squares", "count")
+        rows: list[dict[str, Any]] = [
+            {"place": self._places[name], "name": name, **dict(zip(keys, sums.tolist(), strict=True))}
+            for name, sums in self._sums.items()
+        ]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rows))
+
+
+def places(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[Place, str, nn.Module]]:
+    """The modules of this worker that are listened to, with where they stand in the plain model."""
+    modules = dict(model.named_modules())
+    container, _ = blocks_of(model, layout)
+    first, last = layout.first, layout.last
+    if not first and not last:
+        # No layout says what stands around the blocks: the model's own parts, in the order it has them.
+        own = tuple(name for name, _ in model.named_children())
+        middle = next((i for i, name in enumerate(own) if f"{container}.".startswith(f"{name}.")), len(own))
+        first, last = own[:middle], own[middle + 1 :]
+    blocks = tuple(f"{container}.{name}" for name, _ in modules[container].named_children()) if container else ()
+    for side, names in enumerate((first, blocks, last)):
+        for i, name in enumerate(names):
+            if name in modules and not isinstance(modules[name], PassThrough):
+                yield (side, i), name, modules[name]

@@ -1,0 +1,335 @@
+"""Runs on several nodes, each with an agent of its own: the same bits as on one, and after a node is lost too."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import Lab, Lived, assert_same, when
+from eventually import CEILING_S, eventually
+from headway.agent import new_run, resume_run
+from headway.agent.fd_store import FdStore
+from headway.agent.nodes.lease import LeaderLease, newest_lease
+from headway.agent.nodes.node_group import NodeGroup
+from headway.agent.remote.folder_server import RunFolderServer
+from headway.cli.launch import start_launcher
+from headway.errors import UsageError
+from headway.recipe import Assignment, FaultPlan, Recipe
+from headway.recipe.faults import AGENT
+from headway.state import Channel
+from headway.state.handshake import call
+from headway.state.object_store import open_store
+from headway.state.store_checkpoint import list_remote
+from headway.track.runs import RunFolder, create_run
+
+SETTINGS = {"train.steps": 10, "train.restarts": 3, "checkpoint.every_steps": 5, "checkpoint.memory_every_steps": 1}
+KEY = "a key of the tests, and long enough"
+SILENT_S = 5.0
+PATIENT = {"train.silent_node_s": 100.0}  # a machine that has much to do may say nothing for long
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
+    """Two workers on one node, that nothing happened to."""
+    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    return lived
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    """No process of a node outlives its run."""
+    yield
+    left = [
+        one for one in psutil.Process().children(recursive=True) if "headway.agent.nodes.node_agent" in _command(one)
+    ]
+    assert not left
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def resumed(lived: Lived) -> list[int]:
+    return [event["step"] for event in lived.events("resumed")]
+
+
+def assert_newest_copies(lived: Lived, before: int) -> None:
+    """After each lost node the run went back to the newest state that lay on two nodes then; usually the last one."""
+    copied, at = [0], list[int]()
+    for record in sorted(lived.run.events.glob("*-agent.jsonl")):
+        steps = [json.loads(line) for line in record.read_text().splitlines()]
+        copied += [event["step"] for event in steps if event["kind"] == "copied"]
+        at.append(max(copied))
+    assert resumed(lived)[1:] == at[:-1]
+    assert max(resumed(lived)) <= before
+
+
+def sized(lived: Lived) -> list[int]:
+    """The workers of each attempt."""
+    return [event["workers"] for event in lived.events("attempt", "agent")]
+
+
+def after_copies(step: int, rank: int, attempt: int = 1) -> FaultPlan:
+    """A moment in which what was saved before reaches a second node."""
+    return FaultPlan().stall("start", step, 2.0, rank, attempt)
+
+
+def told_so_far(lab: Lab, kind: str) -> list[dict]:
+    """What agents that lead below a folder have recorded; a line that is being written is not there yet."""
+    lines = [line for path in lab.root.glob("*/events/*-agent.jsonl") for line in path.read_text().splitlines(True)]
+    return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["kind"] == kind]
+
+
+def lose_node_of(lab: Lab, rank: int) -> None:
+    """SIGKILL of a worker and of the agent of its node."""
+    worker = psutil.Process([event["pid"] for event in told_so_far(lab, "worker") if event["rank"] == rank][-1])
+    agent = worker.parent().parent()
+    assert "headway.agent.nodes.node_agent" in _command(agent)
+    agent.kill()
+    worker.kill()
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(
+    lab: Lab, recipe, tmp_path: Path, unharmed: Lived, monkeypatch
+) -> None:
+    """Step 7 waits until what was saved after step 6 lies on two nodes. No save to disk is due before the last."""
+    url = f"file://{tmp_path}/store"
+    store = {"checkpoint.every_steps": 100, "checkpoint.store": {"url": url, "every_steps": 4, "keep_last": 9}}
+    for module in ("watch", "lookout"):
+        monkeypatch.setattr(f"headway.agent.{module}.LEAST_S", CEILING_S)  # it is no hang that is under test
+    lies_on_two = lambda: any(event["step"] == 6 for event in told_so_far(lab, "copied"))  # noqa: E731
+    when(lies_on_two, lambda: lose_node_of(lab, 1), patience_s=CEILING_S)
+    faults = FaultPlan().add("hang", step=7, rank=1)
+    lived = lab.train(recipe(SETTINGS | PATIENT | store), workers=2, nodes=2, spares=1, faults=faults)
+    assert_same(lived, unharmed)
+    assert resumed(lived) == [0, 6]
+    assert_uploaded(lived, url)
+    again = resume_run(lived.run, ["train.steps=12"], nodes=None, spares=None)
+    assert (again.nodes, again.spares) == (2, 1)
+    (told,) = lived.ways_on
+    assert re.fullmatch(r"node n\d was lost: its agent is gone; back to step \d, from memory", told)
+    assert sized(lived) == [2, 2]
+    key = lived.run.key_file
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert newest_lease(lived.run.leases).number == 2  # one an attempt
+
+
+@pytest.mark.slow
+def test_what_nodes_have_is_uploaded_even_where_no_save_to_disk_is_due(lab: Lab, recipe, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    store = {"url": url, "every_steps": 4, "keep_last": 9}
+    lived = lab.train(recipe(SETTINGS | {"checkpoint.store": store, "checkpoint.every_steps": 100}), workers=2, nodes=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    assert_uploaded(lived, url)
+
+
+def assert_uploaded(lived: Lived, url: str) -> None:
+    there = list_remote(open_store(f"{url}/{lived.run.name}"))
+    assert there[-1].step == 10
+    assert {entry.step for entry in there} <= {4, 8, 10}  # one that comes while another is on its way is left out
+    assert max(path.name for path in lived.run.checkpoints.glob("step-*")) == "step-00000010"
+
+
+def test_nodes_that_all_end_as_they_start_end_the_run(lab: Lab, recipe, monkeypatch) -> None:
+    """It says why, and does not wait for anybody."""
+    monkeypatch.setenv("PYTHONPATH", str(lab.root / "broken"))
+    (lab.root / "broken").mkdir(parents=True)
+    (lab.root / "broken" / "psutil.py").write_text("raise ImportError('this disk is not there')")
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2)
+    assert lived.outcome.state == "failed"
+    assert "the agents of all nodes have ended" in lived.outcome.reason
+    assert "this disk is not there" in lived.outcome.reason
+
+
+@pytest.mark.slow
+def test_without_a_spare_it_goes_on_with_fewer_workers(lab: Lab, recipe, unharmed: Lived) -> None:
+    faults = after_copies(6, 0).add("kill-node", step=6, rank=0)
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, faults=faults)
+    (told,) = lived.ways_on
+    assert re.fullmatch(r"node n0 was lost: .*; back to step 5, from .*, with one worker instead of 2", told)
+    assert (resumed(lived), sized(lived)) == ([0, 5], [2, 1])
+    # the same change of workers at the same step, without a fault
+    truth = lab.train(recipe(SETTINGS | {"train.restarts": 0}), workers=2, faults=FaultPlan().kill(6))
+    truth = lab.resume(truth.run, workers=1)
+    losses = [[event["loss"] for event in one.events("step") if event["step"] > 5] for one in (lived, truth)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(losses[0]) == 5
+
+
+@pytest.mark.slow
+def test_an_agent_that_was_stopped_is_done_without(lab: Lab, recipe, unharmed: Lived) -> None:
+    faults = after_copies(7, 1).add("stop-node", step=7, rank=1)
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=1, faults=faults)
+    assert_same(lived, unharmed)
+    (told,) = lived.ways_on
+    assert re.match(r"node n\d was lost: it has said nothing for 5 s; back to step", told)
+    for process in psutil.process_iter():
+        if f"--run {lived.run.path} --name" in _command(process):
+            process.send_signal(signal.SIGCONT)  # it finds the run over, and goes
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_no_node(lab: Lab, recipe, unharmed: Lived) -> None:
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, faults=after_copies(7, 1).kill(7, 1))
+    assert_same(lived, unharmed)
+    assert resumed(lived) == [0, 6]
+    assert "worker 1 was killed by signal 9" in lived.ways_on[0]
+
+
+@pytest.mark.slow
+def test_a_node_that_fails_twice_in_a_row_is_done_without(lab: Lab, recipe, unharmed: Lived) -> None:
+    """One try is allowed without progress: only because the second failure is the node's own is there a third."""
+    faults = FaultPlan().kill(4, 1).kill(4, 1, attempt=2)
+    lived = lab.train(recipe(SETTINGS | {"train.restarts": 1}), workers=2, nodes=2, spares=1, faults=faults)
+    assert_same(lived, unharmed)
+    assert re.search(r"without node n\d, where 2 attempts failed in a row", lived.ways_on[-1])
+    assert resumed(lived) == [0, 3, 3]
+
+
+@pytest.mark.slow
+def test_two_nodes_lost_one_after_the_other(lab: Lab, recipe, unharmed: Lived) -> None:
+    faults = after_copies(4, 1).add("kill-node", step=4, rank=1)
+    faults = faults.stall("start", 8, 2.0, 0, 2).add("kill-node", step=8, rank=0, attempt=2)
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=2, faults=faults)
+    assert_same(lived, unharmed)
+    assert_newest_copies(lived, before=7)
+
+
+@pytest.mark.slow
+def test_agents_on_each_machine_find_each_other(recipe: Callable[..., Recipe], tmp_path: Path, unharmed: Lived) -> None:
+    """As an engine starts them, without a word to each other but the run's folder."""
+    attempt = new_run(recipe(SETTINGS), tmp_path, name="both", workers=2)
+    command = [sys.executable, "-c", "from headway.cli.main import main; main()", "agent", "--run", "both"]
+    command += ["--runs", str(tmp_path), "--nodes", "2", "--workers", "2", "--host", "127.0.0.1", "--rank"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    second = subprocess.Popen([*command, "1"], env=environment)
+    first = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, timeout=CEILING_S)
+    assert first.returncode == 0, first.stderr
+    assert second.wait(CEILING_S) == 0
+    lived = Lived(RunFolder(attempt.run), None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest)
+
+
+@pytest.mark.slow
+def test_the_next_agent_to_lead_finds_the_nodes_and_what_they_keep(recipe, tmp_path: Path, unharmed: Lived) -> None:
+    """The agent that leads is killed; its keeper starts another, and the nodes call that one."""
+    attempt = new_run(recipe(SETTINGS), tmp_path, workers=2, nodes=2)
+    faults = FaultPlan().stall("start", 7, 1.0).add("kill", point="watch", step=6, rank=AGENT)
+    keeper = start_launcher(attempt.model_copy(update={"threads": 1, "faults": faults}))
+    assert keeper.wait(CEILING_S) == 0
+    lived = Lived(attempt.folder, None)
+    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest)
+    (told,) = lived.ways_on
+    assert re.fullmatch(r"the agent died; back to step \d, from memory", told)
+    assert max(resumed(lived)) >= 5
+
+
+# -- the agent that leads and what nodes tell it, by real connections, without workers
+
+
+@dataclass
+class Clock:
+    """Moves when it is told to."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Led:
+    """A team of nodes that say what they are told to say."""
+
+    team: NodeGroup
+    clock: Clock
+    lines: dict[str, Channel] = field(default_factory=dict)
+
+    def join(self, name: str) -> None:
+        """Have a node call, and have it be ready."""
+        self.lines[name] = line = Channel(call((self.team.right.host, self.team.right.port), KEY))
+        line.send(
+            "hello", name=name, machine=name, domain="", slots=1, host="127.0.0.1", port=1, pid=1, free_bytes=0,
+            files={}, apart=False,
+        )  # fmt: skip
+        line.send("ready")
+        self.until(lambda: name in [member.name for member in self.team.able()])
+
+    def tell_that_they_live(self, *names: str) -> None:
+        """Have nodes say now how their workers are, and the team hear it."""
+        for name in names:
+            self.lines[name].send("pulses", pages={}, states={})
+        self.until(lambda: all(self.team.members[name].heard == self.clock.now for name in names))
+
+    def until(self, is_true: Callable[[], bool]) -> None:
+        eventually(lambda: (self.team.attend(), is_true())[1])
+
+    def begin(self, workers: int) -> dict[int, str]:
+        """Give workers their places, and have them live there; where they are."""
+        assert self.team.lay_out(workers)
+        places = {rank: self.team.place(rank).name for rank in range(workers)}
+        place = {"run": "r", "attempt": 1, "workers": workers, "device": "cpu", "threads": 1, "log": "log"}
+        for rank, name in places.items():
+            self.team.assign(Assignment(**place, rank=rank, rendezvous="tcp://h:1", asked_ns=1))
+            self.lines[name].send("worker", rank=rank, pid=100 + rank)
+        self.until(lambda: len(self.team.pids()) == workers)
+        return places
+
+
+@pytest.fixture
+def led(tmp_path: Path) -> Iterator[Led]:
+    run = create_run(tmp_path, "r", "r")
+    listener, clock = socket.create_server(("127.0.0.1", 0)), Clock()
+    right = LeaderLease(run.leases, "n0", *listener.getsockname()[:2])
+    right.begin()
+    led = Led(NodeGroup(KEY, listener, {}, right, FdStore(), RunFolderServer(run), SILENT_S, clock), clock)
+    yield led
+    led.team.close()
+    for line in led.lines.values():
+        line.close()
+
+
+def test_a_node_that_says_nothing_for_long_is_lost_with_its_workers(led: Led) -> None:
+    for name in ("n0", "n1", "n2"):
+        led.join(name)
+    assert led.begin(2) == {0: "n0", 1: "n1"}
+    led.clock.now += SILENT_S
+    led.tell_that_they_live("n0", "n2")
+    assert led.team.hear() == []
+    assert set(led.team.members) == {"n0", "n1", "n2"}, "silent for as long as it may be"
+    led.clock.now += 0.01
+    assert [(one.rank, one.pid) for one in led.team.hear()] == [(1, 101)]
+    assert led.team.lost == [("n1", f"it has said nothing for {SILENT_S:g} s")]
+    assert (set(led.team.members), led.team.pids()) == ({"n0", "n2"}, {0: 100})
+    assert led.begin(2) == {0: "n0", 1: "n2"}, "the spare has its place"
+    assert led.team.lost == []
+
+
+def test_a_spare_that_is_lost_costs_no_worker(led: Led) -> None:
+    for name in ("n0", "n1"):
+        led.join(name)
+    led.begin(1)
+    led.lines["n1"].close()
+    led.until(lambda: "n1" not in led.team.members)
+    assert (led.team.hear(), led.team.lost, led.team.pids()) == ([], [], {0: 100})
+    assert not led.team.lay_out(2), "there is one place left"
+
+
+def test_more_nodes_than_workers_are_refused(lab: Lab, recipe) -> None:
+    with pytest.raises(UsageError, match="--nodes 3, and 2 workers"):
+        lab.train(recipe(SETTINGS), workers=2, nodes=3)

@@ -1,0 +1,84 @@
+"""A run that is brought from its store again and again: only what is new is asked for, and nothing stays missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.agent.remote.store_mirror import StoreMirror, fetch_run
+from headway.state.object_store import ObjectStore, open_store
+from headway.track import RunFolder, create_run, run_id
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> RunFolder:
+    run = create_run(tmp_path / "there", "r", "r")
+    run.recipe_file.write_text('{"a": 1}')
+    run.tokenizer_file.write_bytes(bytes(1000))
+    run_id(run)
+    (tmp_path / "store").mkdir()
+    return run
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/r"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The objects that were read."""
+    found, get, read = list[str](), ObjectStore.get, ObjectStore.read
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key: found.append(key) or get(self, key))
+    monkeypatch.setattr(ObjectStore, "read", lambda self, key, *more: found.append(key) or read(self, key, *more))
+    return found
+
+
+def grow(run: RunFolder, url: str, text: str, lease: int = 1) -> None:
+    with (run.events / "0001-rank-0.jsonl").open("a") as file:
+        file.write(text)
+    StoreMirror(run, url, lease, lambda: True).close()
+
+
+def test_only_what_is_new_is_read(there: RunFolder, url: str, tmp_path: Path, asked: list[str]) -> None:
+    grow(there, url, "one\n")
+    here = fetch_run(url, tmp_path / "here")
+    assert "folder/tokenizer.json" in asked
+    asked.clear()
+    fetch_run(url, tmp_path / "here")
+    assert asked == ["folder/id"]
+    there.recipe_file.write_text('{"a": 2}')
+    grow(there, url, "two\n")
+    asked.clear()
+    fetch_run(url, tmp_path / "here")
+    # an agent that starts puts its small files again, whatever is there
+    assert [key for key in asked if key.startswith("records/")] == [open_store(url).list("records")[-1].key]
+    assert here.recipe_file.read_text() == '{"a": 2}'
+    assert (here.events / "0001-rank-0.jsonl").read_text() == "one\ntwo\n"
+
+
+def test_what_is_lost_or_changed_here_comes_again(there: RunFolder, url: str, tmp_path: Path) -> None:
+    grow(there, url, "one\n")
+    here = fetch_run(url, tmp_path / "here")
+    here.recipe_file.write_text('{"a": 9}')
+    (here.events / "0001-rank-0.jsonl").unlink()
+    fetch_run(url, tmp_path / "here")
+    assert here.recipe_file.read_text() == '{"a": 1}'
+    assert (here.events / "0001-rank-0.jsonl").read_text() == "one\n"
+
+
+def test_a_piece_that_comes_late_goes_below_those_after_it(there: RunFolder, url: str, tmp_path: Path) -> None:
+    """The machine that led before puts its last words after the next one's first: as if they were in order."""
+    grow(there, url, "", 1)
+    store, name = open_store(url), "events/0001-rank-0.jsonl"
+
+    def piece(lease: int, text: str) -> None:
+        head = json.dumps({"files": [[name, 0, len(text)]]})
+        store.put(f"records/{lease:06d}-00000000000001", memoryview(f"{head}\n{text}".encode()))
+
+    piece(3, "new!\n")
+    here = fetch_run(url, tmp_path / "here")
+    assert (here.path / name).read_text() == "new!\n"
+    piece(2, "late\n")
+    fetch_run(url, tmp_path / "here")
+    assert (here.path / name).read_text() == "new!\n" == (fetch_run(url, tmp_path / "anew").path / name).read_text()

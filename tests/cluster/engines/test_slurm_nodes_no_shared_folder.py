@@ -1,0 +1,128 @@
+"""A run on two nodes of a real Slurm that see no common folder: each agent has a root of its own, and the store tells
+who leads."""
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+from conftest import Lab, Lived
+from eventually import eventually
+from headway.agent.remote.store_mirror import fetch_run
+from headway.cluster.engines import OVER
+from headway.cluster.engines.slurm.batch_script import slurm_task
+from headway.cluster.submit import store_runs as stored
+from headway.cluster.submit.runs import provisional_run, request_for, standings, submit_run
+from headway.errors import RunError, StateError, UsageError
+from headway.hardware import parse_on
+from headway.recipe import Recipe
+from headway.track import RunFolder, list_runs
+
+KEY = "a key of the tests, and long enough"
+
+
+def own_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with a temporary folder each, as many threads as other tests' workers have, and the runs unseen."""
+    lines = [
+        f'export TMPDIR={tmp_path}/machine-$HEADWAY_MACHINE; mkdir -p "$TMPDIR"; cd "$TMPDIR"',
+        "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null",
+    ]
+    settings = f"[slurm]\nshared = false\nsetup = {lines!r}\n[local]\nshared = false\n"
+    (tmp_path / "engines.toml").write_text(settings)
+    monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
+    monkeypatch.delenv("HEADWAY_RUNS", raising=False)
+
+
+def with_store(recipe: Callable[..., Recipe], tmp_path: Path, **more: object) -> Recipe:
+    (tmp_path / "store").mkdir()
+    store = {"url": f"file://{tmp_path}/store", "every_steps": 20}
+    return recipe({"train.steps": 60, "checkpoint.every_steps": 20, "checkpoint.store": store} | more)
+
+
+def left_in_store(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+
+
+def test_what_would_be_sent_names_the_store_and_no_folder(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    cluster = parse_on("cpux1x2")
+    with provisional_run(with_store(recipe, tmp_path), tmp_path / "runs", cluster, "told", keep=False) as attempt:
+        request = request_for(attempt, cluster, "slurm", dry=True)
+    text = slurm_task(request)
+    assert f"agent --run file://{tmp_path}/store/told --nodes 2 --workers 2" in text
+    assert "--runs" not in text
+    assert request.secrets == ("HEADWAY_KEY",)
+    assert KEY not in text
+    assert list_runs(tmp_path / "runs") == []
+    assert left_in_store(tmp_path) == []
+
+
+def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> None:
+    for shared in (True, False):  # as engines.toml says, and as the command does
+        if shared:
+            own_roots(tmp_path, monkeypatch)
+        else:
+            monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "empty.toml"))
+            (tmp_path / "empty.toml").write_text("")
+        with pytest.raises(RunError, match="run told has no object store") as refused:
+            submit_run(recipe({}), tmp_path / "runs", parse_on("cpux1x2"), "local", "told", shared=shared)
+        assert "[checkpoint.store]" in str(refused.value.hint)
+        assert list_runs(tmp_path / "runs") == []
+
+
+def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.delenv("HEADWAY_KEY", raising=False)
+    with pytest.raises(UsageError, match="2 machines that see no common folder know each other by a key"):
+        submit_run(with_store(recipe, tmp_path), tmp_path / "runs", parse_on("cpux1x2"), "slurm", "told")
+    assert list_runs(tmp_path / "runs") == []
+    assert left_in_store(tmp_path) == []
+
+
+def test_a_store_that_does_not_answer_is_told_soon_and_nothing_is_made(recipe, tmp_path: Path, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    with socket.socket() as nobody:  # listens to no one
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for name, value in {"ENDPOINT": endpoint, "ALLOW_HTTP": "true"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"AWS_{name}", "of-the-tests")
+        monkeypatch.setattr(stored, "SOON_S", 0.2)
+        monkeypatch.setattr("headway.cluster.submit.runs.provisional_run", None)  # it does not come to that
+        small = recipe({"checkpoint.store": {"url": "s3://nowhere/runs", "every_steps": 20}})
+        with pytest.raises(StateError, match="could not be read: no connection could be made") as told:
+            submit_run(small, tmp_path / "runs", parse_on("cpux1x2"), "local", "told")
+    assert "can be reached" in str(told.value.hint)
+    assert list_runs(tmp_path / "runs") == []
+
+
+@pytest.mark.slow
+def test_a_run_on_nodes_that_see_no_common_folder(recipe, tmp_path: Path, lab: Lab, monkeypatch) -> None:
+    own_roots(tmp_path, monkeypatch)
+    monkeypatch.setenv("HEADWAY_KEY", KEY)
+    small, root = with_store(recipe, tmp_path), tmp_path / "submitted"
+    alone = lab.train(small, workers=2)
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm"):
+        submit_run(small, root, parse_on("cpux1x2"), "slurm", "apart")
+        eventually(lambda: standings(root)[0].status.state in OVER, lambda: standings(root), poll_s=0.2)
+        status = standings(root)[0].status
+    (job,) = (root / "apart" / "jobs").iterdir()
+    there = Path(f"/tmp/headway-{os.getuid()}") / job.name
+    said = "\n".join(path.read_text() for path in there.rglob("*.log"))
+    shutil.rmtree(there)
+    assert status.state == "finished", said
+    assert not list(job.rglob("*.log"))
+    assert KEY not in said
+    assert list((root / "apart" / "events").iterdir()) == []  # nobody wrote there
+    lived = Lived(fetch_run(f"file://{tmp_path}/store/apart", root), None)
+    assert (lived.chain, lived.digest) == (alone.chain, alone.digest), said
+    (led,) = tmp_path.glob("machine-*/headway-*/runs/apart")
+    assert RunFolder(led).recipe_file.exists()

@@ -1,0 +1,453 @@
+"""What is sent to Slurm, and what its commands say: pure functions, and commands that do not do what they should."""
+
+import os
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.cluster.engines import LaunchRequest
+from headway.cluster.engines.slurm.batch_script import batch_script, slurm_task
+from headway.cluster.engines.slurm.engine import SlurmEngine
+from headway.cluster.engines.slurm.parse import (
+    CommentState,
+    Partition,
+    ScriptState,
+    SlurmJobRow,
+    check_room,
+    job_status,
+    meant,
+    parse_accounts,
+    parse_comments,
+    parse_nodes,
+    parse_partitions,
+    parse_queue,
+)
+from headway.errors import EngineError, UsageError
+
+HERE = Path(__file__).parent
+JOB = Path("/home/me/runs/it's/jobs/slurm-1")
+REQUEST = LaunchRequest(
+    "demo-1",
+    ("python", "-c", "print('it is')", "$HOME", "two words"),
+    Path("/home/me/runs/it's"),
+    machines=2,
+    gpus=8,
+    cpus=32,
+    memory_bytes=2**36,
+    grace_s=120,
+    environment={"NCCL_DEBUG": "a b", "A": "'"},
+    setup=("module load cuda",),
+    avoid=("n3", "n7"),
+    array=4,
+    site={
+        "partition": "gpu",
+        "account": "ml",
+        "qos": "high",
+        "constraint": "h100&nvme",
+        "switches": "1@10:00",
+        "gres": "gpu:h100",
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("slurm_job.golden", batch_script(REQUEST, JOB, 1440)),
+        ("slurm_task.golden", slurm_task(REQUEST)),
+        ("slurm_job_apart.golden", batch_script(replace(REQUEST, shared=False), JOB, 1440)),
+    ],
+)
+def test_the_scripts_are_these(file: str, text: str) -> None:
+    """To change them: look at the difference, then write what is printed into the file."""
+    assert text == (HERE / file).read_text(), text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_a_script_whose_folder_is_gone_does_nothing(tmp_path: Path) -> None:
+    """As that of a submission which was given up, and which Slurm has all the same."""
+    script = batch_script(
+        LaunchRequest("x", ("touch", str(tmp_path / "ran")), tmp_path), tmp_path / "jobs" / "slurm-1", None
+    )
+    done = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("site", "word"),
+    [
+        ({"partitions": "gpu"}, "partition"),
+        ({"account": "a b"}, "account"),
+        ({"account": "$(id)"}, "account"),
+        ({"qos": "a\n#SBATCH --exclusive"}, "qos"),
+        ({"restart": "never"}, "restart"),
+        ({"exclusive": "1"}, "exclusive"),
+    ],
+)
+def test_settings_that_would_not_be_understood(site: dict[str, str], word: str) -> None:
+    with pytest.raises(UsageError) as told:
+        batch_script(LaunchRequest("x", ("true",), Path("/x"), site=site), Path("/x/jobs/1"), None)
+    assert word in f"{told.value.message} {told.value.hint}"
+
+
+NODES = """\
+n0|idle|64|515000|gpu:h100:8(S:0-1)|gpu:h100:0(IDX:N/A)|gpu*|none|
+n0|idle|64|515000|gpu:h100:8(S:0-1)|gpu:h100:0(IDX:N/A)|long|none|
+n1|mixed-|64|515000|gpu:h100:8|gpu:h100:3(IDX:0-2)|gpu*|none|
+n2|down*|64|515000|gpu:(null):8|gpu:(null):0(IDX:N/A)|gpu*|Not responding|
+n3|drained|64|515000|gpu:4,gpu:a100:4|gpu:0|gpu*|ECC errors|
+c0|allocated|128|257000|(null)|(null)|cpu|none|
+"""
+
+
+def test_nodes_are_read() -> None:
+    found = {machine.name: machine for machine in parse_nodes(NODES)}
+    told = {name: (one.state, one.gpus, one.gpus_free, one.groups) for name, one in found.items()}
+    assert told == {
+        "n0": ("free", 8, 8, ("gpu", "long")),
+        "n1": ("busy", 8, 5, ("gpu",)),
+        "n2": ("away", 8, 0, ("gpu",)),
+        "n3": ("away", 8, 0, ("gpu",)),
+        "c0": ("busy", 0, 0, ("cpu",)),
+    }
+    assert found["n2"].reason == "down*: Not responding"
+    assert found["n0"].memory_bytes == 515000 * 2**20
+
+
+def test_limits_are_read() -> None:
+    found = parse_partitions("gpu*|1-00:00:00\nlong|infinite\nshort|30:00\nodd|2:30:00\n")
+    assert {name: one.minutes for name, one in found.items()} == {"gpu": 1440, "long": None, "short": 30, "odd": 150}
+    assert [one.name for one in meant(found, None)] == ["gpu"]
+    assert [one.name for one in meant(found, "short,long,none")] == ["short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("asks", "fits"),
+    [
+        ({"machines": 4, "gpus": 8}, True),  # those that are down may come back
+        ({"machines": 5}, False),
+        ({"gpus": 9}, False),
+        ({"cpus": 65}, False),
+        ({"memory_bytes": 2**40}, False),
+    ],
+)
+def test_what_could_never_be(asks: dict[str, int], fits: bool) -> None:
+    request = LaunchRequest("x", ("true",), Path("/x"), **asks)
+    machines, partition = parse_nodes(NODES), Partition("gpu", None, default=True)
+    if fits:
+        check_room(request, machines, [partition])
+        return
+    with pytest.raises(UsageError, match="partition gpu has 4, of which"):
+        check_room(request, machines, [partition])
+
+
+RAN = ScriptState(1, ("n0",))
+DONE, FAILED, SAVED = ScriptState(1, ("n0",), 0), ScriptState(1, ("n0",), 3), ScriptState(1, ("n0",), 75)
+UNWANTED = ScriptState(1, ("n0",), 75, cancelled=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "own", "state"),
+    [
+        (SlurmJobRow("PENDING", "Resources"), ScriptState(), "waiting"),
+        (SlurmJobRow("PENDING", "BadConstraints"), ScriptState(), "impossible"),
+        (SlurmJobRow("PENDING", "QOSMaxWallDurationPerJobLimit"), ScriptState(), "impossible"),
+        (SlurmJobRow("PENDING", "AssocMaxGRESPerJob"), ScriptState(), "impossible"),
+        (SlurmJobRow("PENDING", "QOSMaxJobsPerUserLimit"), ScriptState(), "waiting"),
+        (SlurmJobRow("PENDING", "Resources"), ScriptState(cancelled=True), "ending"),
+        (SlurmJobRow("PENDING", "BeginTime"), UNWANTED, "ending"),
+        (SlurmJobRow("CONFIGURING"), ScriptState(), "waiting"),
+        (SlurmJobRow("RUNNING"), RAN, "running"),
+        (SlurmJobRow("RUNNING"), SAVED, "waiting"),
+        (SlurmJobRow("RUNNING"), ScriptState(1, ("n0",), cancelled=True), "ending"),
+        (SlurmJobRow("COMPLETING"), SAVED, "waiting"),
+        (SlurmJobRow("PENDING", "BeginTime"), SAVED, "waiting"),
+        (SlurmJobRow("COMPLETED"), DONE, "finished"),
+        (SlurmJobRow("FAILED"), FAILED, "failed"),
+        (SlurmJobRow("FAILED"), SAVED, "failed"),
+        (SlurmJobRow("FAILED"), UNWANTED, "cancelled"),
+        (SlurmJobRow("CANCELLED"), DONE, "cancelled"),
+        (SlurmJobRow("CANCELLED"), ScriptState(), "cancelled"),
+        (SlurmJobRow("TIMEOUT"), RAN, "failed"),
+        (SlurmJobRow("NODE_FAIL"), RAN, "failed"),
+        (SlurmJobRow("OUT_OF_MEMORY"), RAN, "failed"),
+        (SlurmJobRow("BETTER_THAN_EVER"), RAN, "unknown"),
+        (None, DONE, "finished"),
+        (None, FAILED, "failed"),
+        (None, RAN, "failed"),
+        (None, UNWANTED, "cancelled"),
+        (None, ScriptState(), "unknown"),
+    ],
+)
+def test_states_in_our_words(row: SlurmJobRow | None, own: ScriptState, state: str) -> None:
+    status = job_status(row, own)
+    assert status.state == state
+    assert status.starts == own.starts or state == "impossible"
+
+
+def test_queue_and_accounts_are_read() -> None:
+    rows = parse_queue("12|RUNNING|None|2026-01-02T03:04:05\n13_4|PENDING|Resources|N/A\n")
+    assert (rows["12"].state, rows["13_4"].reason, rows["13_4"].begin) == ("RUNNING", "Resources", None)
+    told = parse_accounts("12|CANCELLED by 1000|0:15|n0\n13_4|FAILED|3:0|n1\n14|COMPLETED|0:0|n[0-1]\n")
+    assert [(row.state, row.exit_status) for row in told.values()] == [
+        ("CANCELLED", 143),
+        ("FAILED", 3),
+        ("COMPLETED", 0),
+    ]
+    for parse, words in ((parse_queue, "squeue"), (parse_accounts, "sacct"), (parse_nodes, "sinfo")):
+        with pytest.raises(EngineError, match=f'{words} said "12 RUNNING"'):
+            parse("12 RUNNING")
+
+
+# -- commands that do not do what they should
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of commands that stand for Slurm's, in front of all others."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    command(
+        folder,
+        "sinfo",
+        'case "$*" in *Format=*) echo "n0|idle|8|1000|gpu:8|gpu:0|gpu*|none|";; *) echo "gpu*|infinite";; esac',
+    )
+    return folder
+
+
+def command(folder: Path, name: str, script: str) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/bash\n{script}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def refused(tmp_path: Path, kind: type[Exception] = EngineError) -> str:
+    """What is said of a job that cannot be submitted, and that nothing is left of it."""
+    folder = tmp_path / "run"
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(kind) as told:
+        SlurmEngine(tmp_path / "records", patience_s=1).launch(LaunchRequest("x", ("true",), folder))
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    assert not (tmp_path / "records").exists() or not list((tmp_path / "records").iterdir())
+    return f"{told.value.message}; {told.value.hint}"  # type: ignore[attr-defined]
+
+
+def test_commands_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no command sinfo here" in refused(tmp_path)
+
+
+def test_an_sbatch_that_hangs(tmp_path: Path, path: Path) -> None:
+    command(path, "sbatch", "sleep 100")
+    assert "sbatch has not answered within 1 s" in refused(tmp_path)
+
+
+def test_an_sbatch_of_another_version(tmp_path: Path, path: Path) -> None:
+    command(path, "sbatch", "echo Submitted: a job")
+    assert 'sbatch said "Submitted: a job", where a number was expected' in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "hint"),
+    [
+        ("Unable to contact slurm controller (connect failure)", EngineError, "scontrol ping"),
+        ("Invalid account or account/partition combination specified", EngineError, "sinfo"),
+        ("Invalid qos specification", EngineError, "sacctmgr"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            EngineError,
+            "account",
+        ),
+        ("Requested node configuration is not available", UsageError, "headway nodes"),
+    ],
+)
+def test_an_sbatch_that_refuses(tmp_path: Path, path: Path, words: str, kind: type[Exception], hint: str) -> None:
+    command(path, "sbatch", f'echo "sbatch: error: Batch job submission failed: {words}" >&2; exit 1')
+    told = refused(tmp_path, kind)
+    assert f'"sbatch: error: Batch job submission failed: {words}"' in told
+    assert hint in told
+
+
+def test_a_record_that_cannot_be_kept_takes_the_job_back(tmp_path: Path, path: Path) -> None:
+    command(path, "sbatch", "echo 12")
+    command(path, "scancel", f'echo "$@" >>{tmp_path}/cancelled')
+    (tmp_path / "records").write_text("")
+    folder = tmp_path / "run"
+    with pytest.raises(EngineError, match="cannot be written"):
+        SlurmEngine(tmp_path / "records").launch(LaunchRequest("x", ("true",), folder))
+    assert (tmp_path / "cancelled").read_text() == "--quiet 12\n"
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_variable_of_the_caller_changes_nothing(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    command(path, "sbatch", f"env >{tmp_path}/env; echo 12")
+    SlurmEngine(tmp_path / "records").launch(LaunchRequest("x", ("true",), tmp_path))
+    assert not [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SBATCH_", "SLURM_M"))]
+
+
+def test_a_job_that_slurm_has_forgotten(tmp_path: Path, path: Path) -> None:
+    """Without accounting, what its script left is all there is."""
+    command(path, "sbatch", "echo 12")
+    engine = SlurmEngine(tmp_path / "records")
+    job = engine.launch(LaunchRequest("x", ("true",), tmp_path))
+    command(path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    command(path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert engine.status([job])[job].state == "unknown"
+    folder = next((tmp_path / "jobs").iterdir())
+    (folder / "starts").write_text("1 n0,n1\n2 n2,n3\n")
+    (folder / "ended").write_text("1 75\n2 3\n")
+    status = engine.status([job])[job]
+    assert (status.state, status.exit_status, status.starts, status.machines) == ("failed", 3, 2, ("n2", "n3"))
+    command(path, "sacct", "echo '12|COMPLETED|0:0|n0'")
+    (folder / "ended").write_text("1 75\n2 0\n")
+    assert engine.status([job])[job].state == "finished"
+    command(path, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(EngineError, match="Unable to contact slurm controller"):
+        engine.status([job])
+
+
+# -- the batch script, with commands that stand for Slurm's
+
+
+class Batch:
+    """A job's folder, and a way to have its script run as job 12 on n0 and n1."""
+
+    def __init__(self, tmp_path: Path, path: Path) -> None:
+        self.bin, self.folder = path, tmp_path / "jobs" / "slurm-1"
+        self.folder.mkdir(parents=True)
+        self.submitted = tmp_path / "submitted"
+        command(path, "sbatch", f'echo "$@" >>{self.submitted}; echo 13')
+        self.scontrol("true")
+        (self.folder / "job.sh").write_text(
+            batch_script(LaunchRequest("x", ("true",), tmp_path, machines=2), self.folder, 1)
+        )
+
+    def scontrol(self, requeue: str) -> None:
+        command(self.bin, "scontrol", f'[ "$1" != show ] || {{ echo n0; echo n1; exit; }}; {requeue}')
+
+    def run(self, srun: str, job: int = 12) -> int:
+        """The script's exit status. It has a process group of its own, as Slurm's signals go to all that it started."""
+        command(self.bin, "srun", srun)
+        environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]"}
+        words = ["bash", self.folder / "job.sh"]
+        return subprocess.run(words, env=environment, start_new_session=True, timeout=300).returncode
+
+    def lines(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def batch(tmp_path: Path, path: Path) -> Batch:
+    return Batch(tmp_path, path)
+
+
+def test_a_job_put_back_is_not_submitted_as_well(batch: Batch) -> None:
+    """Slurm ends the script and its scontrol while scontrol still waits for the answer to the requeue."""
+    batch.scontrol("kill -TERM 0")
+    assert batch.run("exit 75") == 75
+    assert batch.lines("ended") == ["1 75"]
+    assert not batch.submitted.exists()
+
+
+def test_a_job_that_may_not_be_put_back_follows_itself(batch: Batch) -> None:
+    batch.scontrol("echo Requested operation is presently disabled >&2; exit 1")
+    assert batch.run("exit 75") == 75
+    assert batch.submitted.read_text() == f"--parsable --dependency=afterany:12 {batch.folder}/job.sh\n"
+    assert batch.lines("ids") == ["13"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Task launch for StepId=1.0 failed on node n1: Communication connection failure",
+        "Task launch for StepId=1.0 failed on node n1: Socket timed out on send/recv operation",
+        "step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1",
+    ],
+)
+def test_a_machine_that_srun_loses_is_replaced(batch: Batch, words: str) -> None:
+    """Slurm itself may take minutes to miss it, and would give it to the next start."""
+    batch.scontrol("touch requeued")
+    assert batch.run(f'echo "srun: error: {words}" >&2; exit 137') == 75
+    assert (batch.lines("ended"), batch.lines("lost")) == (["1 75"], ["1 n1"])
+    assert "--exclude=n1 " in batch.submitted.read_text()
+    assert batch.lines("ids") == ["13"]
+
+
+def test_a_machine_that_slurm_misses_is_left_to_slurm(batch: Batch) -> None:
+    batch.scontrol("echo Job is pending execution >&2; kill -TERM 0; exit 1")
+    assert batch.run('echo "srun: error: Node failure on n1" >&2; echo 75 >"$HEADWAY_LOG-0.end"; exit 143') == 75
+    assert batch.lines("lost") == ["1 n1"]
+    assert not batch.submitted.exists()
+
+
+@pytest.mark.parametrize("words", ["n0: task 0: Exited with exit code 3", "Task launch failed on node n1: Bad prolog"])
+def test_what_fails_by_itself_is_not_started_again(batch: Batch, words: str) -> None:
+    batch.scontrol(f"touch {batch.submitted}")
+    assert batch.run(f'echo "srun: error: {words}" >&2; exit 3') == 3
+    assert (batch.lines("ended"), batch.lines("lost")) == (["1 3"], [])
+    assert not batch.submitted.exists()
+
+
+def test_a_start_too_many_does_nothing(batch: Batch) -> None:
+    (batch.folder / "starts").write_text("1 n0,n1\n")
+    (batch.folder / "ended").write_text("1 75\n")
+    (batch.folder / "ids").write_text("13\n")
+    assert batch.run("exit 3", job=12) == 0  # another job follows this one
+    assert len(batch.lines("starts")) == 1
+    assert batch.run("exit 0", job=13) == 0
+    assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
+    assert batch.run("exit 3", job=13) == 0  # its work is done
+    assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
+
+
+def test_a_lost_machine_is_told_of() -> None:
+    held = SlurmJobRow("PENDING", "BeginTime")
+    assert job_status(held, ScriptState(1, ("n0", "n1"), 75, lost="n1")).reason.startswith(
+        "n1 was lost; Slurm holds it back"
+    )
+    assert job_status(held, ScriptState(1, ("n0", "n1"))).reason.startswith(
+        "its last start was cut off, as when a machine is lost; "
+    )
+    assert job_status(held, ScriptState(1, ("n0",), 75)).reason.startswith("Slurm holds it back")
+    assert (
+        job_status(SlurmJobRow("COMPLETED"), ScriptState(1, ("n0", "n1", "n2"), 0, lost="n1")).reason == "n1 was lost"
+    )
+    orphaned = job_status(SlurmJobRow("CANCELLED"), ScriptState(1, ("n0", "n1", "n2"), 0, orphaned=True))
+    assert (orphaned.state, orphaned.reason) == ("finished", "n0 was lost")
+
+
+def test_a_job_with_spares_goes_on_without_a_node() -> None:
+    plain, spare = (batch_script(replace(REQUEST, spares=number), Path("/jobs"), 60) for number in (0, 1))
+    assert "no-kill" not in plain
+    assert "#SBATCH --no-kill\n" in spare
+    assert "--kill-on-bad-exit=0 --wait=0 --no-kill " in spare
+
+
+def test_machines_that_see_no_folder_are_told_of_none() -> None:
+    text = batch_script(replace(REQUEST, shared=False), JOB, 1440)
+    assert str(REQUEST.folder) not in text.replace("'\"'\"'", "'")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+def test_what_comments_say() -> None:
+    lines = [
+        "12|slurm-a starts=1 on=n0,n1 ended=75|",
+        "15|slurm-a starts=2 on=n2,n1 ended=0 lost=n1|",
+        "9|slurm-a starts=0|",
+        "16_1|slurm-b|",
+        "17_[2-5%2]|(null)|",
+        "18|a comment | of somebody's own|",
+        "19||",
+    ]
+    found = parse_comments("\n".join(lines))
+    assert found["slurm-a", ""] == CommentState("15", 2, "n2,n1", 0, "n1")
+    assert found["slurm-b", "1"] == CommentState("16_1")
+    assert ("slurm-b", "") not in found

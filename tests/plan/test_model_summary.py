@@ -1,0 +1,46 @@
+"""What a model is made of, for every family: the parts are all there is."""
+
+import pytest
+
+from headway.plan import parameters
+from headway.plan.model_summary import describe, part_of
+from headway.recipe import Model
+from headway.recipe.families import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_add_up_to_what_the_plan_counts(family: str) -> None:
+    model = Model(family=family, vocab_size=512)
+    found = describe(model, 128)
+    assert found.parameters == sum(found.parts.values()) == parameters(model.architecture())
+    assert found.active <= found.parameters
+    assert (found.active == found.parameters) == ("experts" not in found.parts)
+    assert ("head" in found.parts) == (not model.tie_embeddings)
+    assert found.cache.windowed <= found.cache.full == found.cache.token * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("embed.weight", "embedding"),
+        ("embed.positions.weight", "embedding"),
+        ("layers.3.attention_norm.bias", "norms"),
+        ("layers.3.attention.q_norm.weight", "norms"),
+        ("norm.weight", "norms"),
+        ("layers.0.attention.kv_down.weight", "attention"),
+        ("layers.0.attention.sinks", "attention"),
+        ("layers.11.mlp.gate.weight", "feed-forward"),
+        ("layers.11.mlp.experts.gate", "experts"),
+        ("layers.11.mlp.shared.up.weight", "shared experts"),
+        ("layers.11.mlp.router.weight", "router"),
+        ("head.weight", "head"),
+    ],
+)
+def test_part_of_a_tensor(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_latent_attention_keeps_one_narrow_vector() -> None:
+    """DeepSeek-V3: 512 + 64 numbers of two bytes in 61 layers, where 128 whole heads would be 40,960 in each."""
+    model = Model(family="deepseek_v3", vocab_size=129_280, layers=61, dim=7168, heads=128, kv_rank=512, rope_dim=64)
+    assert describe(model, 4096).cache.token == (512 + 64) * 2 * 61

@@ -1,0 +1,48 @@
+"""What a folder holds beside weights: it stays with a run that began there, and goes out with what is exported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.state.hf_sidecars import lay_companions, pass_on_companions, save_sidecars
+
+CONFIG = {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": None}
+OURS = {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 9, "hidden_size": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "theirs"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    (made / "tokenizer.json").write_text("{}")
+    (made / "chat_template.jinja").write_text("{% for m in messages %}")
+    (made / "generation_config.json").write_text('{"bos_token_id": 1}')
+    (made / "evil.py").write_text("raise SystemExit")
+    return made
+
+
+def test_they_come_back(folder: Path, tmp_path: Path) -> None:
+    save_sidecars(folder, tmp_path / "kept", folder / "tokenizer.json")
+    pass_on_companions(tmp_path / "kept", folder / "tokenizer.json", tmp_path / "again", folder / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    config = lay_companions(tmp_path / "again", tmp_path / "out", OURS)
+    assert config == {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": [2, 5], "hidden_size": 4}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"chat_template.jinja", "generation_config.json"}
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{% for m in messages %}"
+
+
+@pytest.mark.parametrize("other", ["{ }", None])
+def test_with_other_tokens_only_the_length_is_known(folder: Path, tmp_path: Path, other: str | None) -> None:
+    tokenizer = None if other is None else tmp_path / "tokenizer.json"
+    if tokenizer is not None and other is not None:
+        tokenizer.write_text(other)
+    save_sidecars(folder, tmp_path / "kept", tokenizer)
+    (tmp_path / "out").mkdir()
+    assert lay_companions(tmp_path / "kept", tmp_path / "out", OURS) == OURS | {"max_position_embeddings": 8192}
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_run_that_began_from_nothing_has_none(tmp_path: Path) -> None:
+    assert lay_companions(tmp_path / "nowhere", tmp_path, OURS) == OURS

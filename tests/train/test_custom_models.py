@@ -1,0 +1,376 @@
+"""A class of the user's own trains as a bare PyTorch loop over it does, on every axis, and survives what runs survive.
+
+The reference below knows Headway's data order and nothing else of it: a seed, a constructor, AdamW, a mean loss.
+"""
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import custom_models
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conftest import Lab, Lived, send, when
+from headway.cli.checkpoint import app
+from headway.data import Loader, WindowReader, open_dataset, split_dataset
+from headway.errors import ModelError, RecipeError, StateError
+from headway.inference.sample import SampleRequest, sample
+from headway.parallel.layout import check_pipeline, cuts_of
+from headway.recipe import FaultPlan, ModelLayout, Recipe
+from headway.state import open_checkpoint
+from headway.state.tensors import read_tensors
+from headway.track import account, read_recipe, read_run
+from headway.train.build import check_ties
+from headway.train.custom_init import count
+
+VOCABULARY, STEPS = 301, 3  # one more than the data's, so that no axis divides it
+ARGS = {"vocabulary": VOCABULARY, "width": 32, "depth": 3, "heads": 4}
+LAYOUT = {
+    "blocks": "blocks",
+    "first": ["embed"],
+    "last": ["norm", "head"],
+    "columns": ["blocks.*.attn.q", "blocks.*.attn.k", "blocks.*.attn.v", "blocks.*.mlp.up"],
+    "rows": ["blocks.*.attn.out", "blocks.*.mlp.down"],
+    "vocabulary": ["embed.tok", "head"],
+    "divide": ["blocks.*.attn.heads"],
+}
+TRAIN = {"steps": STEPS, "batch": 8, "lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "clip": 0.5}
+
+
+@pytest.fixture
+def own(lab: Lab) -> Lab:
+    """A place to run recipes whose workers find `custom_models`."""
+    return lab
+
+
+@pytest.fixture(scope="session")
+def make(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
+    """Makes recipes of a class of `custom_models`."""
+
+    def made(name: str = "Tiny", args: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+        model = {"class": f"custom_models:{name}", "args": ARGS if args is None else args}
+        model |= {"layout": LAYOUT} if name == "Tiny" else {}
+        changed = {key.replace("__", "."): value for key, value in settings.items()}
+        train = {f"train.{key}": value for key, value in TRAIN.items()}
+        return recipe({"model": model, "seed": 3, **train, **changed})
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def bare(make: Callable[..., Recipe]) -> Callable[..., list[float]]:
+    """The losses of a loop in plain PyTorch."""
+
+    @cache
+    def losses(**changes: Any) -> list[float]:
+        recipe = make()
+        dataset = open_dataset(Path(recipe.data.path))
+        split = split_dataset(dataset, recipe.data.seq, recipe.data.holdout)
+        loader = Loader(WindowReader(dataset, recipe.data.seq), split, recipe.seed, 8)
+        torch.manual_seed(recipe.seed)
+        model = custom_models.Tiny(**ARGS, **changes)
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        found = []
+        for step in range(STEPS):
+            batch = loader.read(8 * step)
+            logits = model(torch.from_numpy(batch.inputs.astype("int64")))
+            labels = torch.from_numpy(batch.labels.astype("int64"))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    return losses
+
+
+def losses(lived: Lived) -> list[float]:
+    assert lived.outcome.state == "finished", lived.outcome
+    return [event["loss"] for event in lived.events("step")]
+
+
+MESHES: dict[str, tuple[dict[str, Any], bool]] = {
+    "one worker, tied": ({}, True),
+    "one worker, untied": ({}, False),
+    "shard 2, tied": ({"shard": 2}, True),
+    "replicate 2, untied": ({"replicate": 2, "shard": 1}, False),
+    "tensor 2, tied": ({"tensor": 2, "shard": 1}, True),
+    "tensor 2, untied": ({"tensor": 2, "shard": 1}, False),
+    "pipeline 2, tied": ({"pipeline": 2, "shard": 1}, True),
+    "pipeline 2, untied": ({"pipeline": 2, "shard": 1}, False),
+    "shard 2 tensor 2, tied": ({"shard": 2, "tensor": 2}, True),
+}
+
+
+RARE = ("replicate 2, untied", "tensor 2, untied", "pipeline 2, untied", "shard 2 tensor 2, tied")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in MESHES]
+)
+def test_a_mesh_computes_what_a_bare_loop_computes(name: str, own: Lab, make: Any, bare: Any) -> None:
+    mesh, tied = MESHES[name]
+    workers = math.prod(mesh.values())
+    recipe = make(args=ARGS | {"tied": tied}, **({"parallel": mesh} if mesh else {}))
+    lived = own.train(recipe, workers=workers)
+    assert losses(lived) == pytest.approx(bare(tied=tied), rel=1e-5)
+    saved = open_checkpoint(lived.run.checkpoints / f"step-{STEPS:08d}").manifest.tensors
+    assert ("model/head.weight" in saved) is not tied, "what is tied is saved once"
+
+
+@pytest.mark.slow
+def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
+    layout = LAYOUT | {
+        "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
+        "whole": ["blocks.*.attn", "blocks.*.mlp"],
+    }
+    mesh = {"tensor": 2, "shard": 1}
+    no_positions = make(args=ARGS | {"positions": 0}, parallel=mesh, **{"model.layout": layout})
+    assert losses(own.train(no_positions, workers=2)) == pytest.approx(bare(positions=0), rel=1e-5)
+    refused = own.train(make(parallel=mesh, **{"model.layout": layout}), workers=2)
+    assert "nothing says what embed.pos.weight sees of them" in refused.outcome.reason
+
+
+def test_the_first_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
+    lived = own.train(make(train__steps=1), workers=1)
+    initial = lived.run.path / "initial" / "step-00000000"
+    torch.manual_seed(3)
+    model = custom_models.Tiny(**ARGS)
+    state = {**dict(model.named_parameters()), "blocks.1.attn.temperature": torch.tensor(1.5)}
+    weights, buffers = read_tensors(initial, "model/"), read_tensors(initial, "buffer/")
+    assert set(weights) == {*state, *(f"blocks.{i}.attn.temperature" for i in range(3))}
+    assert all(torch.equal(weights[name], tensor) for name, tensor in state.items())
+    assert set(buffers) == {f"blocks.{i}.attn.turns" for i in range(3)}
+    assert torch.equal(torch.view_as_complex(buffers["blocks.2.attn.turns"]), model.blocks[0].attn.turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "workers"),
+    [
+        ("Dropped", {"vocabulary": VOCABULARY}, 2),  # whose masks go on where they were
+        pytest.param("Dropped", {"vocabulary": VOCABULARY}, 1, marks=pytest.mark.slow),
+        pytest.param("Tiny", ARGS, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_resumes_bit_for_bit(own: Lab, make: Any, name: str, args: dict[str, Any], workers: int) -> None:
+    recipe = make(name, args, train__steps=3, checkpoint__every_steps=2, eval__every_steps=2, eval__windows=4)
+    unharmed = own.train(recipe, workers=workers)
+    killed = own.train(recipe, workers=workers, faults=FaultPlan().kill(3, rank=workers - 1))
+    assert killed.outcome.state == "failed"
+    resumed = own.resume(killed.run)
+    assert resumed.outcome.state == "finished", resumed.outcome
+    assert resumed.events("resumed")[-1]["step"] == 2
+    assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
+
+
+@pytest.mark.slow
+def test_another_mesh_and_another_run_take_a_state_over(own: Lab, make: Any, bare: Any) -> None:
+    first = own.train(make(train__steps=2), workers=1)
+    resumed = own.resume(first.run, f"train.steps={STEPS}", "parallel.tensor=2", workers=2)
+    assert losses(resumed) == pytest.approx(bare(tied=True), rel=1e-5)
+    branch = own.train(make(), origin=f"{first.run.name}@2")
+    assert losses(branch) == pytest.approx(bare(tied=True)[2:], rel=1e-5)
+    with pytest.raises(StateError, match=r"model\.args is .* in the checkpoint"):
+        own.train(make(args=ARGS | {"depth": 2}), origin=first.run.name)
+    with pytest.raises(
+        StateError, match=r"model\.class is custom_models:Tiny in the checkpoint and custom_models:Bare"
+    ):
+        own.train(make("Bare", args={}), origin=first.run.name)
+    with pytest.raises(RecipeError, match=r"model\.args\.depth cannot change"):
+        own.resume(first.run, "model.args.depth=2")
+
+
+def test_a_new_run_starts_from_the_weights_of_another(own: Lab, make: Any, recipe: Any) -> None:
+    first = own.train(make(train__steps=2), workers=1)
+    weights = read_tensors(first.run.checkpoints / "step-00000002", "model/")
+    model = {"class": "custom_models:Tiny", "init": first.run.name}
+    second = own.train(recipe({"model": model, "train.steps": 1, "train.lr": 1e-9, "train.warmup_steps": 0}))
+    assert read_recipe(second.run).model.args == ARGS
+    after = read_tensors(second.run.checkpoints / "step-00000001", "model/")
+    assert all(torch.allclose(after[name], weights[name], atol=1e-7) for name in weights)
+    with pytest.raises(ModelError, match=r"model\.args is .* in the recipe"):
+        own.train(make(args=ARGS | {"depth": 2}, **{"model.init": first.run.name}))
+    with pytest.raises(ModelError, match="is a folder, and a class of your own"):
+        own.train(make(**{"model.init": str(own.root)}))
+
+
+def test_facts_count_what_is_multiplied(own: Lab, make: Any) -> None:
+    block = 4 * (32 * 32 + 32) + (32 * 96 + 96) + (96 * 32 + 32) + 4 * 32
+    body, table, positions = 3 * block + 2 * 32, VOCABULARY * 32, 32 * 32
+    untied = count(custom_models.Tiny(**ARGS, tied=False), make())
+    assert untied["parameters"] == body + positions + 2 * table
+    assert untied["flops_per_token"] == 6 * (body + table), "rows that are looked up are not multiplied"
+    lived = own.train(make(train__steps=1))
+    (facts,) = lived.events("facts")
+    assert facts["parameters"] == body + positions + table
+    assert facts["flops_per_token"] == 6 * (body + table), "as a head the same rows are"
+    assert "lower bound" in facts["flops_source"]
+    ledger = account(read_run(lived.run))
+    assert ledger.mfu is not None
+    assert ledger.mfu_full_attention is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message", "hint"),
+    [
+        ("Nowhere", {}, "custom_models has no Nowhere", "custom_models has"),
+        ("Bare", {"vocabulary": 100}, "makes logits of 100 tokens", "a vocabulary of 300 or more"),
+        ("ReturnsTuple", {}, "custom_models:ReturnsTuple returns a tuple, not logits", "returns logits [B, L, V]"),
+        ("ReturnsLast", {}, "returns a tensor [1, 320] of tokens [1, 32], not logits", "returns logits [B, L, V]"),
+        ("ReturnsChoices", {}, "returns a tensor of torch.int64, not logits", "returns logits [B, L, V]"),
+        ("ShortContext", {}, "fails on 32 tokens of a vocabulary of 300: ValueError: 32 tokens are", "data.seq"),
+        ("LooksAtValues", {}, "cannot be built on the meta device", ".item()"),
+        ("Refuses", {}, "RuntimeError: not today", "headway logs"),
+    ],
+)
+def test_a_class_that_cannot_train_is_told_in_one_sentence(
+    own: Lab, make: Any, name: str, args: dict[str, Any], message: str, hint: str
+) -> None:
+    lived = own.train(make(name, args=args), workers=2)
+    assert lived.outcome.state == "failed"
+    assert message in lived.outcome.reason
+    assert hint in (lived.outcome.hint or "")
+    assert not list(lived.run.path.glob("initial/step-*"))
+    assert not list(lived.run.events.glob("*-rank-*")), "no worker was started"
+
+
+def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: Lab, make: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    flag.touch()
+    when(flag.read_text, send(signal.SIGINT))
+    lived = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
+    assert lived.outcome.state == "stopped"
+    assert not list(lived.run.path.glob("initial/step-*"))
+    flag.unlink()
+    assert own.resume(lived.run).outcome.state == "finished"
+
+
+def test_a_class_that_kills_its_process_is_told(own: Lab, make: Any, tmp_path: Path) -> None:
+    lived = own.train(make("Kills", args={}), workers=1)
+    assert lived.outcome.state == "failed"
+    assert "the process that draws the weights was killed by signal 9" in lived.outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TiedAcrossBlocks", "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one parameter"),
+        ("TiedToABlock", "blocks.0.norm1.weight and norm.weight are one parameter"),
+        ("OneBlockTwice", "blocks.0.norm1.weight and blocks.1.norm1.weight are one parameter"),
+    ],
+)
+def test_what_only_one_worker_can_train_is_refused_to_several(own: Lab, make: Any, name: str, message: str) -> None:
+    with torch.device("meta"):
+        model = getattr(custom_models, name)(VOCABULARY)
+    for layout in (None, ModelLayout(**LAYOUT)):
+        with pytest.raises(ModelError, match=message):
+            check_ties(model, layout)
+    check_ties(custom_models.Tiny(**ARGS), None)
+    check_ties(custom_models.Bare(), None)
+    if name == "OneBlockTwice":
+        recipe = make(name, args={"vocabulary": VOCABULARY})
+        assert own.train(recipe, workers=1).outcome.state == "finished"
+        assert message in own.train(recipe, workers=2).outcome.reason
+
+
+def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -> None:
+    run = own.train(make(train__steps=1)).run
+    checkpoint = run.checkpoints / "step-00000001"
+    with pytest.raises(ModelError, match="only Headway's own decoders can be sampled from"):
+        list(sample(SampleRequest(run=run.path, checkpoint=checkpoint, prompts=[""])))
+    told = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")]).exception
+    assert isinstance(told, ModelError)
+    assert "only Headway's own decoders are exported" in told.message
+    written = json.loads(run.recipe_file.read_text())["model"]
+    assert written["class"] == "custom_models:Tiny"
+    assert "layers" not in written
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message", "hint"),
+    [
+        ({"columns": ["blocks.*.attn.querys"]}, 2, "names blocks.*.attn.querys, which Tiny does not have", "attn.q"),
+        ({"rows": ["blocks.*.norm1"]}, 2, "names blocks.0.norm1, a LayerNorm", "rows takes linear modules"),
+        ({}, 3, "tensor 3 does not divide", "1, 2, 4"),
+        ({"divide": []}, 3, "tensor 3 does not divide the 32 outputs of blocks.0.attn.q", "1, 2, 4, 8, 16, 32"),
+        ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which does not exist", ""),
+        ({"vocabulary": ["head"]}, 2, "embed.tok.weight and head.weight are one parameter", "both"),
+        ({"vocabulary": ["mebed.tok"]}, 2, "names mebed.tok, which Tiny does not have", "embed.tok"),
+        ({"rows": []}, 2, "does not say how Tiny is cut", "own-models.md"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, message: str, hint: str) -> None:
+    with torch.device("meta"):
+        model = custom_models.Tiny(**ARGS)
+    with pytest.raises(ModelError) as caught:
+        cuts_of(model, ModelLayout(**(LAYOUT | change)), size)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "message"),
+    [
+        ({"blocks": "block"}, (2, 1), "model.layout.blocks names block, which Tiny does not have"),
+        ({"blocks": "embed"}, (2, 1), "has as a Embed, not as a list"),
+        ({"last": ["head"]}, (2, 1), "nothing says which stage of a pipeline has norm.weight"),
+        ({}, (2, 2), "Tiny has 3 blocks"),
+        ({}, (1, 1, 1, 0), "3 blocks (blocks of Tiny) cannot fill 4 pipeline stages"),
+        ({"last": ["norm", "head", "embed"]}, (2, 1), "embed both in first and in last"),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
+    with torch.device("meta"):
+        model = custom_models.Tiny(**ARGS)
+    with pytest.raises(ModelError) as caught:
+        check_pipeline(model, ModelLayout(**(LAYOUT | change)), counts)
+    assert message in caught.value.message
+
+
+def test_a_layout_that_does_not_fit_ends_a_run_with_its_sentence(own: Lab, make: Any) -> None:
+    layout = {**LAYOUT, "columns": ["blocks.*.attn.querys"]}
+    recipe = make(parallel={"tensor": 2, "shard": 1}, **{"model.layout": layout})
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "failed"
+    assert "model.layout.columns names blocks.*.attn.querys, which Tiny does not have" in lived.outcome.reason
+    assert "blocks.*.attn.q" in (lived.outcome.hint or "")
+
+
+def test_sequences_that_a_tensor_axis_cannot_share_out_are_told(own: Lab, make: Any) -> None:
+    layout = LAYOUT | {
+        "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
+        "whole": ["blocks.*.attn", "blocks.*.mlp"],
+    }
+    recipe = make(args=ARGS | {"positions": 0}, data__seq=31, parallel={"tensor": 2, "shard": 1}, model__layout=layout)
+    lived = own.train(recipe, workers=2)
+    assert "tensor 2 does not divide data.seq, which is 31" in lived.outcome.reason
+
+
+@pytest.mark.slow
+def test_a_buffer_of_the_model_itself_is_saved_once_by_a_pipeline(own: Lab, make: Any) -> None:
+    mesh = {"pipeline": 2, "shard": 1}
+    recipe = make("WithACounter", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=LAYOUT, train__steps=2)
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "finished", lived.outcome
+    assert own.resume(lived.run, "train.steps=3").outcome.state == "finished"
+
+
+def test_positions_that_every_stage_would_add_are_refused(own: Lab, make: Any) -> None:
+    layout = {"blocks": "blocks", "first": ["tok", "pos"], "last": ["head"]}
+    mesh = {"pipeline": 2, "shard": 1}
+    recipe = make("PositionsOutside", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=layout)
+    lived = own.train(recipe, workers=2)
+    assert lived.outcome.state == "failed"
+    assert "takes something else than the stream" in lived.outcome.reason
+    assert "one module with the tokens' embedding" in (lived.outcome.hint or "")
