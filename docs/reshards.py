@@ -30,8 +30,8 @@ from safetensors.numpy import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from headway.agent import new_run, supervise_run
-from headway.agent.attempt import worker_environment
 from headway.agent.parity import describe
+from headway.agent.workers.env import worker_environment
 from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.mesh import parse_layout
 from headway.data import BuildOptions, build_dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eventually import eventually
-from headway.agent import attempt
+from headway.agent.workers import env
 from headway.errors import EngineError, UsageError
 from headway.hardware.link_bench import LinkRates, listen, measure
 from headway.hardware.network import HostNetwork, NetworkInterface, RdmaDevice, find_network, transport
@@ -112,9 +112,9 @@ def test_a_node_has_what_the_doctor_says(
 ) -> None:
     make_card(tmp_path, "mlx5_0", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)")
     host = next(one.addresses[0] for one in find_network().interfaces if one.addresses and not one.loopback)
-    monkeypatch.setattr(attempt, "find_network", lambda: find_network(tmp_path))
+    monkeypatch.setattr(env, "find_network", lambda: find_network(tmp_path))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
-    variables = attempt.network_variables("n7", host)
+    variables = env.network_variables("n7", host)
     assert variables == dict(transport(find_network(tmp_path), host=host).variables)
     assert (variables["NCCL_IB_HCA"], variables["NCCL_SOCKET_IFNAME"]) == ("=mlx5_0", "mine")
     told = capsys.readouterr().err

@@ -1,20 +1,15 @@
 """One life of a run as plain data, and what each of its workers is told."""
 
-import os
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headway.hardware.network import find_network, transport
 from headway.recipe import Assignment, FaultPlan, ParityTrial, SpikeReference, SuspectElement
-from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder
 
-__all__ = ["Attempt", "make_assignment", "network_variables", "without_key", "worker_environment", "worker_variables"]
+__all__ = ["Attempt", "make_assignment"]
 
 
 class Attempt(BaseModel):
@@ -95,42 +90,3 @@ def make_assignment(
         trial=attempt.trial,
         faults=attempt.faults,
     )
-
-
-def worker_environment(attempt: Attempt) -> dict[str, str]:
-    """What workers on this machine have."""
-    return without_key(os.environ) | worker_variables(attempt)
-
-
-def without_key(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the run's key: who needs it is told, and nobody else should find it there."""
-    return {name: value for name, value in environment.items() if name != KEY_VARIABLE}
-
-
-def worker_variables(attempt: Attempt) -> dict[str, str]:
-    """Workers talk to each other over loopback only, with a thread count that is part of the exactness promise."""
-    threads = str(attempt.threads)
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-        # Workers import what is installed or what the user put onto PYTHONPATH, and not whatever lies about here.
-        "PYTHONSAFEPATH": "1",
-        # With deterministic = true cuBLAS needs this before its first call; it costs nothing otherwise.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        # Large tensors in pages of 2 MiB: in a step of a large model on a CPU, every intermediate is new memory, and
-        # the kernel took longer to hand out pages of 4 KiB than the model took to use them.
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
-
-
-def network_variables(name: str, host: str) -> dict[str, str]:
-    """How workers here talk to others: what `headway doctor --network` says, but over the interface that this node's
-    agent does; said in its log."""
-    chosen = transport(find_network(), host=host)
-    told = ", ".join(f"{key}={value}" for key, value in chosen.variables.items())
-    kept = f"; set before: {', '.join(chosen.kept)}" if chosen.kept else ""
-    print(f"{name}: between machines {chosen.name} ({chosen.why}): {told}{kept}", file=sys.stderr, flush=True)
-    return dict(chosen.variables)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agent.attempt import Attempt, worker_environment
+from headway.agent.attempt import Attempt
 from headway.agent.launch.mesh_checks import count_workers, default_workers
 from headway.agent.launch.prepare import new_run, resolve_recipe
 from headway.agent.parity_compare import (
@@ -32,6 +32,7 @@ from headway.agent.parity_compare import (
 )
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.supervisor import supervise_run
+from headway.agent.workers.env import worker_environment
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import HeadwayError, RunError, UsageError, WorkerError
 from headway.hardware import devices

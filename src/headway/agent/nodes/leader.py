@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from headway.agent.attempt import Attempt, worker_variables
+from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaderLease, newest_lease
 from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.saving.restore_points import need_store
+from headway.agent.workers.env import worker_variables
 from headway.errors import RunError
 from headway.state import fence
 from headway.state.handshake import HandshakeFailed, call, given_key, new_key

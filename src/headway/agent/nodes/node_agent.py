@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.agent.attempt import network_variables, without_key
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaseRecord, newest_lease, take_lease, takeover_delay_s
 from headway.agent.nodes.snapshot_server import SnapshotServer
@@ -36,6 +35,7 @@ from headway.agent.saving.snapshots import available_memory, plan_from
 from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.outcome import AttemptOutcome, recorded_exit_status
 from headway.agent.supervise.stop_signals import StopSignals
+from headway.agent.workers.env import network_variables, without_key
 from headway.agent.workers.worker_group import WorkerGroup
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import HeadwayError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headway.agent.attempt import Attempt, worker_environment
+from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdStore
 from headway.agent.launch.mesh_checks import mesh_can_run
 from headway.agent.nodes.leader import acquire_store_lease, lead_nodes
@@ -24,6 +24,7 @@ from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.recover import SUSPECT, Failure, NodeCapacity, RecoveryRules, Situation, recover
 from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
 from headway.agent.supervise.worker_monitor import WorkerMonitor
+from headway.agent.workers.env import worker_environment
 from headway.agent.workers.worker_group import WorkerGroup
 from headway.agent.workers.zygote import ZygoteClient
 from headway.recipe import Recipe
