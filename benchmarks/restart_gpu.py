@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from headway.recipe import FaultPlan
-from headway.recipe.faults import struck
+from headway.recipe.faults import read_fired_faults
 from headway.track import Record, RunFolder, read_run
 
 ONE = {
@@ -84,7 +84,7 @@ def main() -> None:
     try:
         run = train(folder, SMALL if options.small else ONE, options.kills, options.small)
         workers = {record.header.attempt: record for record in read_run(run, "rank-0")}
-        found = [laps(workers[number + 2], one.at_ns) for number, one in enumerate(struck(run.faults))]
+        found = [laps(workers[number + 2], one.at_ns) for number, one in enumerate(read_fired_faults(run.faults))]
         state = next(e["bytes"] for r in read_run(run, "agent") for e in r.events if e["kind"] == "memory")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,8 @@ def hf_folder(
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        SMALL.theirs(name): torch.randn(shape, generator=generator).to(dtype) for name, shape in model.tensors().items()
+        SMALL.hf_name(name): torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in model.tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 128) | config))
@@ -102,7 +103,7 @@ def test_there_and_back(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     assert error is None
     assert f"m: {len(tensors)} tensors" in text
     saved = load_file(tmp_path / "runs/m/checkpoints/step-00000000/rank-00000.safetensors")
-    names = {f"model/{name}": SMALL.theirs(name) for name in model.tensors()}
+    names = {f"model/{name}": SMALL.hf_name(name) for name in model.tensors()}
     assert same({names[name]: tensor for name, tensor in saved.items()}, tensors)
     assert call("verify", "m", runs=tmp_path / "runs")[1] is None
     assert call("export", "m", tmp_path / "out", runs=tmp_path / "runs")[1] is None
@@ -166,7 +167,7 @@ def test_pieces_become_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text, error = call("export", checkpoint, tmp_path / "out", runs=tmp_path / "none")
     assert error is None
     assert f"{len(tensors)} tensors" in text
-    assert same(stored(tmp_path / "out"), {SMALL.theirs(name): tensor for name, tensor in tensors.items()})
+    assert same(stored(tmp_path / "out"), {SMALL.hf_name(name): tensor for name, tensor in tensors.items()})
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 77
 
 
@@ -176,7 +177,7 @@ def test_large_models_are_written_as_several_files(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     weights = saved_weights(checkpoint, SMALL.tensors())
     write_folder(tmp_path / "out", SMALL, weights, shard_bytes=9_000, progress=lambda *now: told.append(now))
-    truth = {SMALL.theirs(name): tensor for name, tensor in tensors.items()}
+    truth = {SMALL.hf_name(name): tensor for name, tensor in tensors.items()}
     assert same(stored(tmp_path / "out"), truth)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -279,7 +280,7 @@ def big_folder(folder: Path) -> None:
     model = Model(vocab_size=150_000, layers=9, dim=1024, heads=8, hidden=4096)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 256)))
-    image = plan_file((SMALL.theirs(name), "bfloat16", shape) for name, shape in model.tensors().items())
+    image = plan_file((SMALL.hf_name(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(image.header)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from headway.recipe import FaultPlan
-from headway.recipe.faults import AGENT, KEEPER, Fault, execute_fault, mark_fired, struck
+from headway.recipe.faults import AGENT, KEEPER, Fault, execute_fault, mark_fired, read_fired_faults
 
 
 def due(plan: FaultPlan, *where: object, **more: object) -> list[str]:
@@ -68,13 +68,13 @@ def test_what_is_meant_once_strikes_each_rank_once(tmp_path, fault: Fault, again
     assert mark_fired(folder, 7, fault, 1, 3)
     assert mark_fired(folder, 7, fault, 0, 4), "each rank for itself"
     assert mark_fired(folder, 7, fault, 1, 5) is again
-    found = struck(folder)
+    found = read_fired_faults(folder)
     assert [(one.number, one.rank, one.step) for one in found] == [(7, 1, 3), (7, 0, 4)], "the first time counts"
     assert before <= found[0].at_ns <= found[1].at_ns <= time.monotonic_ns()
 
 
 def test_nothing_has_struck_where_there_is_no_folder(tmp_path) -> None:
-    assert struck(tmp_path / "faults") == []
+    assert read_fired_faults(tmp_path / "faults") == []
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message", "hint"),
     [
-        ("model.layers=3", "model.layers says nothing of a class of your own: put it into model.args", ""),
-        ("model.vocab_size=3", "model.vocab_size says nothing of a class of your own", ""),
+        ("model.layers=3", "model.layers does not apply to a class of your own: put it into model.args", ""),
+        ("model.vocab_size=3", "model.vocab_size does not apply to a class of your own", ""),
         ("model.class=shapes", "model.class = 'shapes'", "model.class takes a string matching"),
         ("model.clas=a:B", 'model has no key "clas"', "model.class"),
         ("model.layout.colums=[]", 'model.layout has no key "colums"', "model.layout.columns"),
@@ -267,7 +267,7 @@ def test_mistakes_about_a_class_are_named(tmp_path: Path, setting: str, message:
 
 def test_what_only_a_class_has_is_refused_for_a_decoder(tmp_path: Path) -> None:
     for setting in ("model.args={a=1}", "model.layout.blocks=b"):
-        with pytest.raises(RecipeError, match=r"model\.(args|layout) says nothing of a decoder"):
+        with pytest.raises(RecipeError, match=r"model\.(args|layout) does not apply to a decoder"):
             load_recipe(write(tmp_path, MINIMAL), [setting])
     assert load_recipe(write(tmp_path, OWN), ["model.layout="]).model.layout is None
     assert load_recipe(write(tmp_path, OWN), ["model.layers="]).model.class_ == "shapes.tiny:Tiny"

@@ -11,14 +11,14 @@ BASE = Recipe(data=Data(path="d"))
 HALF = ['train.weights="bfloat16"', 'train.dtype="bfloat16"']
 
 REFUSED = [
-    (["train.momentum=0.9"], "train.momentum says nothing of adamw"),
-    (["train.optimizer=adafactor", "train.beta2=0.99"], "train.beta2 says nothing of adafactor"),
-    (["train.optimizer=adafactor", "train.moments=bfloat16"], "train.moments says nothing of adafactor"),
-    (["train.optimizer=adamw-8bit", "train.moments=bfloat16"], "train.moments says nothing of adamw-8bit"),
-    (["train.master=true"], "train.master says nothing of float32 weights"),
-    (["train.decay_steps=9"], "train.decay_steps says nothing of a cosine schedule"),
+    (["train.momentum=0.9"], "train.momentum has no effect with adamw"),
+    (["train.optimizer=adafactor", "train.beta2=0.99"], "train.beta2 has no effect with adafactor"),
+    (["train.optimizer=adafactor", "train.moments=bfloat16"], "train.moments has no effect with adafactor"),
+    (["train.optimizer=adamw-8bit", "train.moments=bfloat16"], "train.moments has no effect with adamw-8bit"),
+    (["train.master=true"], "train.master has no effect with float32 weights"),
+    (["train.decay_steps=9"], "train.decay_steps has no effect with a cosine schedule"),
     (["train.weights=bfloat16"], 'needs dtype = "bfloat16"'),
-    (["train.optimizer=muon", "train.offload_optimizer=true"], "offload_optimizer is of adamw .* optimizer is muon"),
+    (["train.optimizer=muon", "train.offload_optimizer=true"], "offload_optimizer needs float32 adamw, but optimizer is muon"),
     (["train.offload_optimizer=true", "train.moments=bfloat16"], "moments is bfloat16"),
     (["train.schedule=wsd", "train.steps=10", "train.warmup_steps=5", "train.decay_steps=6"], "are more than steps"),
     (["train.optimizer=adam"], "train.optimizer = 'adam'"),

@@ -322,9 +322,9 @@ def test_export(run: Path, tmp_path: Path) -> None:
     assert error is None
     assert text.startswith(f"{tmp_path / 'out'}: step 10 of demo-1a2b, {len(SHAPES)} tensors\nnext: transformers.")
     written = load_file(tmp_path / "out/model.safetensors")
-    assert written.keys() == {RECIPE.model.theirs(name) for name in SHAPES}
+    assert written.keys() == {RECIPE.model.hf_name(name) for name in SHAPES}
     for name in SHAPES:
-        np.testing.assert_array_equal(written[RECIPE.model.theirs(name)], arrays(10)[f"model/{name}"])
+        np.testing.assert_array_equal(written[RECIPE.model.hf_name(name)], arrays(10)[f"model/{name}"])
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16
     found = json.loads(call(run, "export", "demo", tmp_path / "more", "--json")[0])
     assert (found["step"], found["tensors"]) == (20, len(SHAPES))

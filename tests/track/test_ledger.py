@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import RunError
-from headway.track import ACCOUNTS, Header, Ledger, Record, account, largest_loss, read_run
+from headway.track import ACCOUNTS, Header, Ledger, Record, account, largest_overhead, read_run
 from thinned import examples
 
 S = 1_000_000_000
@@ -205,7 +205,7 @@ def test_a_hang_and_how_long_nobody_knew_worked_by_hand():
     assert rank1 == {"data stall": 1, "compute": 3, "detection": 5, "restart": 2}
     assert ledger.incidents[0].text == "worker 1 hangs"
     assert ledger.incidents[0].wall == 1009
-    assert "Timeouts follow the run's own step times" in largest_loss(ledger).advice
+    assert "Timeouts follow the run's own step times" in largest_overhead(ledger).advice
 
 
 def test_a_hang_that_ended_nothing_is_only_told():
@@ -307,7 +307,7 @@ def test_an_injected_stall_lands_in_its_account(place):
     quiet, stalled = run(0.0), run(2.0)
     assert stalled.accounts[name] - quiet.accounts[name] == 2 * S
     assert all(stalled.accounts[other] == quiet.accounts[other] for other in ACCOUNTS if other != name)
-    loss = largest_loss(stalled)
+    loss = largest_overhead(stalled)
     assert loss is not None
     assert loss[:2] == (name, stalled.seconds(name))
     assert loss.advice
@@ -400,7 +400,7 @@ def test_no_records_make_an_empty_ledger():
     check_balance(ledger)
     assert ledger.total_ns == 0
     assert ledger.share("compute") == 0.0
-    assert largest_loss(ledger) is None
+    assert largest_overhead(ledger) is None
 
 
 # -- a tick-by-tick oracle: programs run on a fake clock, every millisecond is asked what it was
@@ -678,7 +678,7 @@ def test_any_stream_balances(records):
     check_balance(ledger)
     assert ledger.useful_ns is None or ledger.useful_ns >= 0
     assert ledger.steps >= 0
-    largest_loss(ledger)
+    largest_overhead(ledger)
 
 
 @given(st.data())

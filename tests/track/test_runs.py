@@ -118,8 +118,8 @@ def test_attempts_are_numbered_on(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from headway.track import RunFolder, hold
-with hold(RunFolder(Path(sys.argv[1]))):
+from headway.track import RunFolder, lock_run
+with lock_run(RunFolder(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -115,7 +115,7 @@ def test_report_shows_the_ledger_worked_by_hand(tmp_path):
     flat = " ".join(text.split())
     assert "useful: 1.8 device-seconds at peak, 9.0% of all (made up)" in flat
     assert "MFU: 15.0% during steps, causal attention counted half; 22.5% counting full attention" in flat
-    assert "largest loss: start-up, 4.0 device-seconds, 20.0%." in text
+    assert "largest overhead: start-up, 4.0 device-seconds, 20.0%." in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
@@ -178,7 +178,7 @@ def test_report_holds_the_plan_against_what_was_measured(tmp_path):
     assert table["start-up"] == ["4.0", "20.0%", "-"]
     flat = " ".join(text.split())
     assert "plan: 1.60 s a step, measured 2.00 s (+25.0 %); MFU 50.0%, measured 15.0%" in flat
-    assert "a step as planned: useful 50%, kernels below peak 50% largest loss" in flat
+    assert "a step as planned: useful 50%, kernels below peak 50% largest overhead" in flat
     assert all(len(line) <= 80 for line in text.splitlines())
     document = json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"]
     assert document["step_s"] == 1.6

@@ -21,7 +21,7 @@ from headway.agent.workers.zygote import log_tail
 from headway.chaos.process_tree import SHARED_MEMORY, HeldResources, ProcessTree, belongings
 from headway.errors import HeadwayError
 from headway.recipe import FaultPlan, Recipe
-from headway.recipe.faults import struck
+from headway.recipe.faults import read_fired_faults
 from headway.track import Record, RunFolder, Tail, read_run, record_path, summarize
 
 __all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "forget", "run_with_faults"]
@@ -103,7 +103,7 @@ def run_with_faults(
         _resume(stage, lived)
     lived.seconds = time.monotonic() - began
     waits = {number for number, fault in enumerate((faults or FaultPlan()).faults) if fault.action == "stall"}
-    hits = [one.at_ns for one in struck(attempt.folder.faults) if one.number not in waits]
+    hits = [one.at_ns for one in read_fired_faults(attempt.folder.faults) if one.number not in waits]
     lived.struck = sorted([*blows, *hits])
     lived.left += [*_still_there(stage), *_left_behind(stage, before)]
     return lived

@@ -23,7 +23,7 @@ from headway.chaos.recovery_times import (
 )
 from headway.errors import RunError
 from headway.recipe import FaultPlan, Recipe, with_settings
-from headway.recipe.faults import struck
+from headway.recipe.faults import read_fired_faults
 from headway.track import RunFolder, compare_runs, read_recipe
 
 __all__ = ["CaseResult", "CaseRun", "FaultMatrix", "SoakResult", "chaos", "run_soak"]
@@ -206,7 +206,7 @@ def run_soak(stage: ChaosHarness, recipe: Recipe, count: int, seed: int, tell: T
     tell(f"{count} faults in {recipe.train.steps} steps")
     stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * (truth.seconds + count))
     lived = run_with_faults(stage, recipe, f"random-{seed}", faults)
-    records, met = lived.records(), {one.number for one in struck(lived.run.faults)}
+    records, met = lived.records(), {one.number for one in read_fired_faults(lived.run.faults)}
     found = parted(records, recipe.train.steps, compare_runs(truth.run, lived.run))
     if lived.statuses != [0]:
         found = [f"it ended with {in_words(lived.statuses)}: {lived.reason}", *found]

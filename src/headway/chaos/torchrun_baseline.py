@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from headway.chaos.cases import CaseContext, FaultCase, scene_of
 from headway.chaos.driver import ChaosHarness
 from headway.recipe import FaultPlan, Recipe
-from headway.recipe.faults import struck
+from headway.recipe.faults import read_fired_faults
 from headway.track import Event
 
 __all__ = ["ANSWERS", "BaselineResult", "BaselineRun", "judge", "run_torchrun"]
@@ -128,7 +128,7 @@ def _strike(process: "subprocess.Popen[bytes]", folder: Path, kill_at: int | Non
             process.send_signal(SIGKILL)
             process.wait()
             return moment
-        blows = struck(folder / "faults")
+        blows = read_fired_faults(folder / "faults")
         if blows:
             return blows[0].at_ns
         time.sleep(POLL_S)

@@ -16,7 +16,7 @@ __all__ = ["report"]
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     """Say where a run's time went.
 
-    Every device-second is in one account; then the largest loss, what happened, the chain and digest.
+    Every device-second is in one account; then the largest overhead, what happened, the chain and digest.
     """
     from headway.cli.run_lookup import find_up_to_date
     from headway.cli.text import print_json
@@ -62,7 +62,7 @@ def _text(
     below: list[str],
 ) -> list[str]:
     lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(foretold, ledger)), ""]
-    lines += [*_useful(ledger, peak), *_plan(foretold, ledger), *_loss(ledger)]
+    lines += [*_useful(ledger, peak), *_plan(foretold, ledger), *_overhead(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
         lines += [f"  {_clock(incident.wall)}  {incident.text}" for incident in ledger.incidents]
@@ -207,14 +207,17 @@ def _plan_document(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, An
     return foretold.plan.model_dump() | {"measured": measured, "off": foretold.off, "shares": shares}
 
 
-def _loss(ledger: "Ledger") -> list[str]:
-    from headway.track import largest_loss
+def _overhead(ledger: "Ledger") -> list[str]:
+    from headway.track import largest_overhead
 
-    loss = largest_loss(ledger)
-    if loss is None:
+    overhead = largest_overhead(ledger)
+    if overhead is None:
         return []
-    share = ledger.share(loss.account)
-    return [f"largest loss: {loss.account}, {loss.seconds:,.1f} device-seconds, {share:.1%}.", f"  {loss.advice}"]
+    account, seconds, advice = overhead
+    return [
+        f"largest overhead: {account}, {seconds:,.1f} device-seconds, {ledger.share(account):.1%}.",
+        f"  {advice}",
+    ]
 
 
 def _attempt(attempt: "AttemptTime") -> str:
@@ -247,9 +250,9 @@ def _exact(records: "list[Record]") -> dict[str, Any]:
 
 def _document(folder: "RunFolder", summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any]) -> dict[str, Any]:
     """Everything the text shows and the numbers behind it, for programs."""
-    from headway.track import largest_loss
+    from headway.track import largest_overhead
 
-    loss = largest_loss(ledger)
+    overhead = largest_overhead(ledger)
     attempts = [
         {
             "number": attempt.number,
@@ -277,7 +280,7 @@ def _document(folder: "RunFolder", summary: "RunSummary", ledger: "Ledger", exac
         "useful_full_attention_ns": ledger.useful_full_attention_ns,
         "mfu": ledger.mfu,
         "mfu_full_attention": ledger.mfu_full_attention,
-        "largest_loss": None if loss is None else loss._asdict(),
+        "largest_loss": None if overhead is None else overhead._asdict(),
         "incidents": [incident._asdict() for incident in ledger.incidents],
         "exact": exact,
         "attempts": attempts,

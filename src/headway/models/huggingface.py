@@ -44,7 +44,7 @@ def stored_weights(folder: Path, model: Model) -> dict[str, Tensor]:
     mapped: dict[str, Tensor] = {}
     for file in folders.weight_files(folder):
         mapped |= dict(_open(file, model))
-    same = {form.ours[0]: form.name for form in model.stored() if form.form == "same"}
+    same = {form.headway_names[0]: form.name for form in model.hf_tensors() if form.form == "same"}
     found = folders.stored_weights(folder, model)
     return {name: mapped[same[name]] if name in same else _read(weight) for name, weight in found.items()}
 

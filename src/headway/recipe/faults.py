@@ -27,7 +27,7 @@ __all__ = [
     "Mutation",
     "execute_fault",
     "mark_fired",
-    "struck",
+    "read_fired_faults",
 ]
 
 AGENT, KEEPER = -1, -2
@@ -167,7 +167,7 @@ def mark_fired(folder: Path, number: int, fault: Fault, rank: int, step: int) ->
     return True
 
 
-def struck(folder: Path) -> list[FiredFault]:
+def read_fired_faults(folder: Path) -> list[FiredFault]:
     """What has struck a run, in the order it did."""
     found = [FiredFault.model_validate_json(text) for path in folder.glob("*.json") if (text := path.read_text())]
     return sorted(found, key=lambda one: one.at_ns)

@@ -89,7 +89,7 @@ class HfTensor:
 
     name: str
     """Theirs."""
-    ours: tuple[str, ...]
+    headway_names: tuple[str, ...]
     form: Literal["same", "rows", "transposed", "heads", "expert", "experts-transposed", "experts-paired"] = "same"
     """same: one of ours as it is. rows: ours one below the other. transposed: that, turned round. heads: of every head
     its rows of each of ours in turn. expert: one slice of ours. experts-transposed: every slice turned round.
@@ -237,12 +237,12 @@ class Model(Section):
         """What is kept beside the parameters, as float32: nothing, for most."""
         return {}
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """The tensors of a Hugging Face folder, in which ours are found again."""
         for name in (*self.tensors(), *self.buffers()):
-            yield HfTensor(self.theirs(name), (name,))
+            yield HfTensor(self.hf_name(name), (name,))
 
-    def theirs(self, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """What a Hugging Face folder calls one of ours that it has as it is."""
         if name in self.OUTSIDE:
             return self.OUTSIDE[name]

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 def packed_shape(form: HfTensor, ours: Mapping[str, Shape]) -> Shape:
     """The shape of one of their tensors."""
-    shapes = [ours[name] for name in form.ours]
+    shapes = [ours[name] for name in form.headway_names]
     first = shapes[0]
     match form.form:
         case "same":
@@ -67,7 +67,7 @@ def unpack(form: HfTensor, theirs: Bits, which: int) -> Bits:
         case "transposed":
             return np.moveaxis(theirs, -1, 0)[_rows(form, which)]
         case "heads":
-            apart = theirs.reshape(form.index, len(form.ours), -1, *theirs.shape[1:])
+            apart = theirs.reshape(form.index, len(form.headway_names), -1, *theirs.shape[1:])
             return apart[:, which].reshape(-1, *theirs.shape[1:])
         case "experts-transposed":
             return np.swapaxes(theirs, 1, 2)

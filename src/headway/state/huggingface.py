@@ -107,7 +107,7 @@ def stored_weights(folder: Path, model: Model) -> dict[str, LazyWeight]:
 def from_hf(found: Mapping[str, LazyWeight], model: Model, where: str) -> dict[str, LazyWeight]:
     """A folder's weights by our names: as they are, or rearranged when they are read."""
     shapes = model.tensors() | model.buffers()
-    forms = list(model.stored())
+    forms = list(model.hf_tensors())
     check_weights(
         {name: weight.shape for name, weight in found.items()},
         {form.name: packing.packed_shape(form, shapes) for form in forms},
@@ -115,7 +115,7 @@ def from_hf(found: Mapping[str, LazyWeight], model: Model, where: str) -> dict[s
     )
     pieces: dict[str, list[tuple[HfTensor, int]]] = {}
     for form in forms:
-        for i, name in enumerate(form.ours):
+        for i, name in enumerate(form.headway_names):
             pieces.setdefault(name, []).append((form, i))
     return {name: _unpacked(shapes[name], pieces[name], found) for name in shapes}
 
@@ -138,15 +138,15 @@ def to_hf(weights: Mapping[str, LazyWeight], model: Model) -> dict[str, LazyWeig
     """The tensors of a Hugging Face folder, of weights by our names."""
     made = dict[str, LazyWeight]()
     shapes = {name: weight.shape for name, weight in weights.items()}
-    for form in model.stored():
-        first = weights[form.ours[0]]
+    for form in model.hf_tensors():
+        first = weights[form.headway_names[0]]
         shape = packing.packed_shape(form, shapes)
         if form.form == "same":
             made[form.name] = first
         elif form.form == "expert":
             made[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
         else:
-            parts = [weights[name] for name in form.ours]
+            parts = [weights[name] for name in form.headway_names]
             made[form.name] = LazyWeight(first.dtype, shape, partial(_packed, form, parts))
     return made
 

@@ -10,15 +10,15 @@ from headway.track.events import (
     Tail,
     clock_offset,
     kept_until,
-    read_apart,
     read_ends,
     read_record,
     read_run,
+    read_with_raw_lines,
     record_path,
     upgrade,
 )
 from headway.track.files import make_durable, read_recipe, write_json
-from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, TimeLoss, account, largest_loss
+from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Overhead, account, largest_overhead
 from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
@@ -47,6 +47,7 @@ __all__ = [
     "Header",
     "Incident",
     "Ledger",
+    "Overhead",
     "Record",
     "Recorder",
     "RunComparison",
@@ -56,7 +57,6 @@ __all__ = [
     "RunSummary",
     "Series",
     "Tail",
-    "TimeLoss",
     "account",
     "checkpoint_digests",
     "clock_offset",
@@ -67,7 +67,7 @@ __all__ = [
     "find_run",
     "history",
     "kept_until",
-    "largest_loss",
+    "largest_overhead",
     "list_runs",
     "lock_holder",
     "lock_run",
@@ -75,7 +75,6 @@ __all__ = [
     "metric_names",
     "next_attempt",
     "parse_ref",
-    "read_apart",
     "read_ends",
     "read_metric",
     "read_metrics",
@@ -83,6 +82,7 @@ __all__ = [
     "read_recipe",
     "read_record",
     "read_run",
+    "read_with_raw_lines",
     "record_path",
     "run_id",
     "runs_root",

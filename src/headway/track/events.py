@@ -50,10 +50,10 @@ __all__ = [
     "Tail",
     "clock_offset",
     "kept_until",
-    "read_apart",
     "read_ends",
     "read_record",
     "read_run",
+    "read_with_raw_lines",
     "record_path",
     "upgrade",
 ]
@@ -298,7 +298,7 @@ def read_ends(path: Path, size: int = 1 << 16) -> Record:
     return _record(path, head_events + tail_events, head_skipped + tail_skipped)
 
 
-def read_apart(path: Path, kind: str) -> tuple[Record, list[bytes]]:
+def read_with_raw_lines(path: Path, kind: str) -> tuple[Record, list[bytes]]:
     """Read a record with the lines of one kind left as they are, for a kind that makes up most of a long file."""
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].split(b"\n")

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from headway.track.events import Event, Header, Record, clock_offset, kept_until
 from headway.track.replica_vote import blame_replica
 
-__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "TimeLoss", "account", "largest_loss"]
+__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "Overhead", "account", "largest_overhead"]
 
 ACCOUNTS = (
     "start-up",
@@ -76,7 +76,7 @@ class Incident(NamedTuple):
     text: str
 
 
-class TimeLoss(NamedTuple):
+class Overhead(NamedTuple):
     """An account that is no training, how much went there, and what to try."""
 
     account: str
@@ -180,10 +180,10 @@ def account(records: Iterable[Record]) -> Ledger:
     )
 
 
-def largest_loss(ledger: Ledger) -> TimeLoss | None:
+def largest_overhead(ledger: Ledger) -> Overhead | None:
     """Return the account other than compute that took most, and what to try; None when nothing was lost."""
     name = max((name for name in ACCOUNTS if name != "compute"), key=lambda name: ledger.accounts[name])
-    return TimeLoss(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
+    return Overhead(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
 
 
 # -- intervals

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from pydantic_core import from_json
 
 from headway.errors import UsageError
-from headway.track.events import Event, Record, kept_until, read_apart, read_run
+from headway.track.events import Event, Record, kept_until, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
 
 # NumPy is imported where it is used: that takes 0.1 s from the start of verbs that only look at a run.
@@ -61,7 +61,7 @@ def metric_names(run: RunFolder) -> list[str]:
 
 def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
     """Return several metrics of a run, by default all; a key without any value is left out."""
-    lives = sorted((read_apart(path, "step") for path in run.events.glob("*-rank-0.jsonl")), key=_attempt)
+    lives = sorted((read_with_raw_lines(path, "step") for path in run.events.glob("*-rank-0.jsonl")), key=_attempt)
     kept = kept_until([record for record, _ in lives])
     speeds = _speeds([record for record, _ in lives], read_run(run, process="agent"))
     found: dict[str, Series] = {}

@@ -27,7 +27,7 @@ from headway.agent.fd_store import FdStore as Handed
 from headway.agent.supervise.stop_signals import StopSignals
 from headway.agent.workers.zygote import ZygoteClient
 from headway.recipe import FaultPlan, faults
-from headway.recipe.faults import AGENT, KEEPER, struck
+from headway.recipe.faults import AGENT, KEEPER, read_fired_faults
 from headway.state import list_checkpoints, verify_checkpoint
 from headway.track import RunFolder, account, read_run
 
@@ -218,7 +218,7 @@ class Kept:
     def has_struck(self, number: int) -> bool:
         """Whether this fault of the plan has."""
         assert self.process.poll() is None, "the keeper has ended"
-        return any(one.number == number for one in struck(self.run.faults))
+        return any(one.number == number for one in read_fired_faults(self.run.faults))
 
     def end(self) -> Lived:
         """How it ended."""
@@ -320,12 +320,12 @@ def test_an_agent_dies_as_its_workers_start_and_a_keeper_as_they_work(keep, make
     assert end["failure"]["cause"] == "agent died"
     assert end["recovery"] == "the agent died; nothing was saved since, back to the start"
     assert not {"hang", "adopted"} & {event["kind"] for event in second.events}
-    assert [one.number for one in struck(stopped.run.faults)] == [0, 3, 1, 2], "killed, slow, stopped, alone"
+    assert [one.number for one in read_fired_faults(stopped.run.faults)] == [0, 3, 1, 2], "killed, slow, stopped, alone"
     assert [event["outcome"] for event in second.events if event["kind"] == "end"] == ["stopped"]
     last = steps(stopped)[-1]
     assert 14 <= last < KEPT_STEPS
     assert [entry.step for entry in list_checkpoints(stopped.run.checkpoints)] == [last]
-    assert struck(stopped.run.faults)[0].step == 0
+    assert read_fired_faults(stopped.run.faults)[0].step == 0
     lived = make_lab(tmp_path / "runs").resume(stopped.run)
     assert attempts(lived) == [0, last] or attempts(lived) == [0, 0, last]
     assert_same(lived, unharmed_kept)

@@ -224,12 +224,12 @@ class DeepSeekV3(RotaryModel):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return super().follows(name) or (layer is not None and int(layer[1]) >= self.layers)
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Every expert's matrices are tensors of their own."""
         for name in (*self.tensors(), *self.buffers()):
             layer, _, which = name.removeprefix("layers.").partition(".mlp.experts.")
             if not which:
-                yield HfTensor(self.theirs(name), (name,))
+                yield HfTensor(self.hf_name(name), (name,))
                 continue
             for i in range(self.experts):
                 theirs = f"{self.LAYERS}.{layer}.mlp.experts.{i}.{EXPERTS[which]}.weight"

@@ -145,16 +145,16 @@ class GPT2(Model):
         bias: Shapes = {"norm.bias": (self.dim,)}
         return with_more(super().tensors(), {"embed.weight": positions, "norm.weight": bias})
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Matrices are turned round, and queries, keys and values lie in one."""
         shapes = self.tensors()
         for ours in fused(shapes):
             name = ours[0] if len(ours) == 1 else ours[0].replace(".q.", ".qkv.")
             rows = tuple(shapes[one][0] for one in ours)
             if name.startswith("layers.") and len(shapes[ours[0]]) == 2:
-                yield HfTensor(self.theirs(name), ours, "transposed", rows=rows)
+                yield HfTensor(self.hf_name(name), ours, "transposed", rows=rows)
             else:
-                yield HfTensor(self.theirs(name), ours, "rows" if len(ours) > 1 else "same", rows=rows)
+                yield HfTensor(self.hf_name(name), ours, "rows" if len(ours) > 1 else "same", rows=rows)
 
     @property
     def longest(self) -> int | None:

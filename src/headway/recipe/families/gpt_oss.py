@@ -68,14 +68,14 @@ class GptOss(MixtureLike):
             **expert_tensors(self, bias=True),
         }
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Experts lie stacked and turned round; gates and what they let through alternate."""
         for name in self.tensors():
             prefix, _, part = name.partition(".mlp.experts.")
             theirs = f"{prefix.replace('layers', self.LAYERS)}.mlp.experts"
             match part:
                 case "":
-                    yield HfTensor(self.theirs(name), (name,))
+                    yield HfTensor(self.hf_name(name), (name,))
                 case "gate":
                     yield HfTensor(f"{theirs}.gate_up_proj", (name, f"{prefix}.mlp.experts.up"), "experts-paired")
                 case "gate_bias":

@@ -88,10 +88,10 @@ class MixtureLike(LlamaLike):
         shapes["mlp_norm.weight"] = (self.dim,)
         return shapes | (expert_tensors(self) if self.has_experts(layer) else mlp_tensors(self))
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Every expert's matrices by themselves."""
         for name in self.tensors():
-            yield from one_by_one(self, name, self.EXPERTS) or (HfTensor(self.theirs(name), (name,)),)
+            yield from one_by_one(self, name, self.EXPERTS) or (HfTensor(self.hf_name(name), (name,)),)
 
     @classmethod
     def _described(cls, config: Config, theta: float, kv_heads: int, eps: float) -> dict[str, Any]:

@@ -136,10 +136,10 @@ class NeoX(RotaryModel):
         """Those of all decoders, and the last norm's bias."""
         return with_more(super().tensors(), {"norm.weight": {"norm.bias": (self.dim,)}})
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Queries, keys and values lie in one, head by head."""
         for ours in fused(self.tensors()):
             if len(ours) == 1:
-                yield HfTensor(self.theirs(ours[0]), ours)
+                yield HfTensor(self.hf_name(ours[0]), ours)
             else:
-                yield HfTensor(self.theirs(ours[0].replace(".q.", ".qkv.")), ours, "heads", index=self.heads)
+                yield HfTensor(self.hf_name(ours[0].replace(".q.", ".qkv.")), ours, "heads", index=self.heads)

@@ -91,23 +91,23 @@ class Phi3(LlamaLike):
         """The same in all layers."""
         return self.window or None
 
-    def stored(self) -> Iterator[HfTensor]:
+    def hf_tensors(self) -> Iterator[HfTensor]:
         """Two matrices of theirs hold five of ours, one below the other."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         fused = (
             _rows("self_attn.qkv_proj", ("attention.q", "attention.k", "attention.v"), (queries, keys, keys)),
             _rows("mlp.gate_up_proj", ("mlp.gate", "mlp.up"), (self.hidden, self.hidden)),
         )
-        first = {form.ours[0]: form for form in fused}
-        others = {name for form in fused for name in form.ours[1:]}
+        first = {form.headway_names[0]: form for form in fused}
+        others = {name for form in fused for name in form.headway_names[1:]}
         for name in self.tensors():
             layers, _, inside = name.partition(".")
             layer, _, rest = inside.partition(".")
             if layers == "layers" and rest in first:
-                ours = tuple(f"layers.{layer}.{one}" for one in first[rest].ours)
-                yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", ours=ours)
+                ours = tuple(f"layers.{layer}.{one}" for one in first[rest].headway_names)
+                yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", headway_names=ours)
             elif rest not in others:
-                yield HfTensor(self.theirs(name), (name,))
+                yield HfTensor(self.hf_name(name), (name,))
 
 
 def _rows(theirs: str, ours: tuple[str, ...], rows: tuple[int, ...]) -> HfTensor:
