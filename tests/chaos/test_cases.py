@@ -278,7 +278,7 @@ def test_a_row_that_is_as_it_must_be_has_no_complaint() -> None:
         ("fault-in-recovery", {}, "2 attempts, not 3"),
         ("hang-data", {}, "not noticed: no event of hang"),
         ("kill-worker", {"struck_ns": 109 * S}, "not noticed: no event of exit"),
-        ("kill-worker", {"against": OTHER}, "they part at step 4: loss differ"),
+        ("kill-worker", {"against": OTHER}, "they diverge at step 4: loss differ"),
         ("kill-worker", {"against": None}, "there is no run to hold it against"),
         ("kill-worker", {"steps": 6}, "it got to step 5 of 6"),
         ("same-error", {"statuses": [1]}, "the reason does not say why: 'all steps done'"),

@@ -200,7 +200,7 @@ def test_a_long_run_is_told() -> None:
     assert lines[0] == "30 of 30 faults struck in 500 steps (seed 1), 99 s:"
     assert sum(int(line.split()[0]) for line in lines[1:-2]) == 30
     assert lines[-1].startswith("equal: ")
-    for wrong in (long(struck=(1, 2)), long(complaints=("they part at step 4",)), long(left=("process 7",))):
+    for wrong in (long(struck=(1, 2)), long(complaints=("they diverge at step 4",)), long(left=("process 7",))):
         assert not wrong.met
         assert not long_lines(wrong)[-1].startswith("equal")
         assert max(map(len, long_lines(wrong))) <= 80

@@ -65,7 +65,7 @@ def test_a_run_from_submit_to_its_end(desk, tmp_path: Path) -> None:
     done = desk("submit", "r.toml", "--on", "cpux1", "--name", "a", "--set", "train.steps=6", "--json")
     assert (done.json["run"], done.json["engine"], done.json["on"]) == ("a", "local", "cpux1x1")
     again = desk("submit", "r.toml", "--on", "cpux1", "--name", "a")
-    assert (again.status, "there is a run a already" in again.err) == (1, True)
+    assert (again.status, "run a already exists" in again.err) == (1, True)
     refused = desk("requeue", "a")
     assert refused.status == 0 or "already" in refused.err  # it runs, and is told to save, or waits
     said = desk("logs", "a", "--follow").out

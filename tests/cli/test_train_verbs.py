@@ -238,7 +238,7 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "r.toml", "--set", "data.seq=100000000"], 1, "no window of 100000000 + 1 tokens fits"),
         (["train", "r.toml", "--set", "model.vocab_size=17"], 2, "model.vocab_size is 17"),
         (["train", "r.toml", "--set", "model.init=nowhere"], 1, "neither a folder nor a run"),
-        (["train", "r.toml", "--name", "../x"], 1, "cannot name a run"),
+        (["train", "r.toml", "--name", "../x"], 1, "invalid run name"),
         (["train", "r.toml", "--from", "none@3"], 1, "no runs"),
         (["resume", "none"], 1, "no runs"),
         (["stop", "none"], 1, "no runs"),

@@ -112,7 +112,7 @@ def test_another_model_s_checkpoint_is_refused(run: Fixture, tmp_path: Path) -> 
     with pytest.raises(ModelError, match="another model"):
         list(sample(SampleRequest(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(RunError, match="not the recipe of a run: data: ") as caught:
+    with pytest.raises(RunError, match="not a valid recipe: data: ") as caught:
         list(sample(SampleRequest(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     assert "\n" not in caught.value.message
 

@@ -237,7 +237,7 @@ def test_names_of_imported_runs(tmp_path: Path) -> None:
     found = json.loads(call("import", tmp_path / "Small Model", "--json", runs=runs)[0])
     assert (found["run"], found["step"], found["tokenizer"]) == ("Small-Model", 0, False)
     assert "there is a run Small-Model already" in import_of(tmp_path / "Small Model", runs).message
-    assert "cannot name a run" in import_of(tmp_path / "Small Model", runs, "--name", "../up").message
+    assert "invalid run name" in import_of(tmp_path / "Small Model", runs, "--name", "../up").message
     assert [path.name for path in runs.iterdir()] == ["Small-Model"]
 
 

@@ -136,7 +136,7 @@ def test_only_a_digest_differs_and_its_tensors_are_named(pair):
     assert "digest" in found.sentence
 
 
-def test_runs_that_parted_before_the_first_common_step(pair):
+def test_runs_that_diverged_before_the_first_common_step(pair):
     write(pair[0], rows(10), {})
     write(pair[1], rows(10)[5:], {}, link="f" * 32)
     found = compare_runs(*pair)

@@ -95,7 +95,7 @@ def test_without_a_peak_there_is_no_mfu(tmp_path):
     empty = create_run(tmp_path, "demo")
     with pytest.raises(UsageError) as caught:
         read_metric(empty, "loss")
-    assert "nothing yet" in (caught.value.hint or "")
+    assert "none yet" in (caught.value.hint or "")
 
 
 attempts = st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 6)), st.integers(0, 5), st.booleans()), max_size=5)

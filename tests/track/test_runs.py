@@ -51,14 +51,14 @@ def test_new_runs_are_called_after_their_recipe_and_never_collide(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "-x", ".x", "a/b", "..", "a b", "a@3", "last", "é", "a\n"])
 def test_a_bad_name_is_refused_and_nothing_is_made(tmp_path, name):
-    with pytest.raises(RunError, match="cannot name a run"):
+    with pytest.raises(RunError, match="invalid run name"):
         create_run(tmp_path, "demo", name)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot make the run's folder"):
+    with pytest.raises(RunError, match="cannot create the run folder"):
         create_run(tmp_path / "file", "demo")
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Lab
 from typer.testing import CliRunner
 
+from conftest import Lab
 from headway.cli.main import app
 from headway.recipe.load import with_settings
 from headway.track import FORMAT, RunFolder, read_metric, read_recipe, read_run

@@ -361,4 +361,4 @@ def test_diff_exits_0_when_equal_and_1_when_not(tmp_path):
     assert other.exit_code == 1
     found = json.loads(other.output)
     assert (found["runs"], found["equal"], found["step"], found["differs"]) == (["a", "c"], False, 1, ["loss"])
-    assert "part at step 1" in call(tmp_path, "diff", "a", "c").output
+    assert "diverge at step 1" in call(tmp_path, "diff", "a", "c").output

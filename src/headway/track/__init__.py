@@ -1,4 +1,4 @@
-"""The record of a run: its events, the ledger made of them, its metrics, chain and folder."""
+"""Run tracking: recorded events, the time ledger, metrics, the chain of steps and run folders."""
 
 from headway.track.chain import START, RunComparison, checkpoint_digests, compare_runs, extend_chain
 from headway.track.events import (

@@ -1,4 +1,4 @@
-"""Are two runs the same, bit for bit? The chain that each step extends, and how two histories compare."""
+"""Bitwise comparison of runs: the hash chain that each step extends, and where two runs diverge."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = ["START", "RunComparison", "checkpoint_digests", "compare_runs", "exte
 START = "0" * 32
 """The chain before the first step."""
 
-_NAMED = 8  # differing tensors to name: the first layers tell the story
+_NAMED = 8  # differing tensors to name
 
 
 def extend_chain(chain: str, step: int, cursor: int, loss: float, grad_norm: float) -> str:
@@ -29,36 +29,36 @@ def extend_chain(chain: str, step: int, cursor: int, loss: float, grad_norm: flo
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Whether two runs agree at every step they share, else where and in what they part."""
+    """Whether two runs agree at every common step, else where and in what they first differ."""
 
     equal: bool
     common_steps: int
-    """Steps that both have recorded."""
+    """Steps that both recorded."""
     common_digests: int
-    """Checkpoints that both have made."""
+    """Checkpoints that both wrote."""
     step: int | None = None
-    """The first step where they part."""
+    """The first step that differs."""
     differs: tuple[str, ...] = ()
-    """What differs there: of cursor, loss, grad_norm, chain, digest."""
+    """What differs there: any of cursor, loss, grad_norm, chain, digest."""
     tensors_step: int | None = None
     """The first step whose checkpoints both exist and differ."""
     tensors: tuple[str, ...] = ()
-    """The first tensors that differ in those, by name."""
+    """Names of the first tensors that differ in them."""
 
     @property
     def sentence(self) -> str:
-        """The finding in one sentence."""
+        """The result in one sentence."""
         if self.equal:
             return f"equal: {self.common_steps} common steps, {self.common_digests} common checkpoints"
         if self.step is None:
-            return "not comparable: they have no step in common"
+            return "not comparable: the runs have no step in common"
         if "cursor" in self.differs:
-            return f"they part at step {self.step}: the data order differs ({', '.join(self.differs)})"
+            return f"they diverge at step {self.step}: the data order differs ({', '.join(self.differs)})"
         if self.differs == ("chain",):
-            return f"they parted before step {self.step}, the first that both recorded"
+            return f"they diverge before step {self.step}, the first that both recorded"
         if self.differs == ("digest",):
-            return f"they part by step {self.step}: same losses, but the state's digest differs"
-        return f"they part at step {self.step}: {', '.join(self.differs)} differ"
+            return f"they diverge by step {self.step}: same losses, but different state digests"
+        return f"they diverge at step {self.step}: {', '.join(self.differs)} differ"
 
 
 def compare_runs(run_a: RunFolder, run_b: RunFolder) -> RunComparison:
@@ -70,30 +70,30 @@ def compare_runs(run_a: RunFolder, run_b: RunFolder) -> RunComparison:
     saved = sorted(digests_a.keys() & digests_b.keys())
     step = next((s for s in common if steps_a[s].get("chain") != steps_b[s].get("chain")), None)
     save = next((s for s in saved if digests_a[s] != digests_b[s]), None)
-    found = RunComparison(step is None and save is None and bool(common or saved), len(common), len(saved))
+    comparison = RunComparison(step is None and save is None and bool(common or saved), len(common), len(saved))
     if step is None and save is None:
-        return found
-    parted = min(s for s in (step, save) if s is not None)
-    differs = _differences(steps_a[parted], steps_b[parted]) if parted == step else ()
-    if parted == save:
+        return comparison
+    first_difference = min(s for s in (step, save) if s is not None)
+    differs = _differences(steps_a[first_difference], steps_b[first_difference]) if first_difference == step else ()
+    if first_difference == save:
         differs = (*differs, "digest")
     tensors_step, tensors = _first_tensors(run_a, run_b, [s for s in saved if digests_a[s] != digests_b[s]])
-    return RunComparison(False, len(common), len(saved), parted, differs, tensors_step, tensors)
+    return RunComparison(False, len(common), len(saved), first_difference, differs, tensors_step, tensors)
 
 
 def checkpoint_digests(records: Sequence[Record]) -> dict[int, str]:
-    """Return the digest of each checkpoint in a run's history, by step, without those rolled back."""
+    """Return the digest of each checkpoint by step, without those that were rolled back."""
     saves = history(records, "checkpoint")
     return {event["step"]: event["digest"] for event in saves if isinstance(event.get("digest"), str)}
 
 
 def _differences(a: Event, b: Event) -> tuple[str, ...]:
-    """Return what of a step differs that goes into the chain; only "chain" when the cause lies before it."""
+    """Return which inputs of the chain differ in a step; just "chain" if the cause is earlier."""
     return tuple(key for key in ("cursor", "loss", "grad_norm") if a.get(key) != b.get(key)) or ("chain",)
 
 
 def _first_tensors(run_a: RunFolder, run_b: RunFolder, steps: Sequence[int]) -> tuple[int | None, tuple[str, ...]]:
-    """Return the first of these steps whose checkpoints both exist, and some tensors that differ there."""
+    """Return the first of these steps with a checkpoint in both runs, and some tensors that differ there."""
     for step in steps:
         a, b = (_tensor_digests(run.checkpoints, step) for run in (run_a, run_b))
         if a and b:
@@ -103,7 +103,7 @@ def _first_tensors(run_a: RunFolder, run_b: RunFolder, steps: Sequence[int]) -> 
 
 
 def _tensor_digests(checkpoints: Path, step: int) -> Mapping[str, str]:
-    """Return each tensor's digest as a checkpoint's manifest tells it; empty when there is none to read."""
+    """Return each tensor's digest from a checkpoint's manifest; empty if it cannot be read."""
     try:
         manifest: Any = from_json((checkpoints / f"step-{step:08d}" / "manifest.json").read_bytes())
         return {name: str(entry["digest"]) for name, entry in manifest["tensors"].items()}

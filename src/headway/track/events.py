@@ -1,27 +1,27 @@
-"""The record of a run: one append-only file of JSON lines for each process of each attempt.
+"""The record of a run: an append-only JSON Lines file per process and attempt.
 
     events/0001-agent.jsonl     the agent of attempt 1
     events/0001-rank-0.jsonl    its worker of rank 0
 
-The first line opens the file and ties the process's own clock to the wall and to its neighbours:
+The first line relates the process's clock to wall time and to the other processes:
 
     {"kind":"open","format":1,"attempt":1,"process":"rank-0","wall":...,"mono":...,"boot":"...","host":"...","pid":1}
 
-Every other line is an event, stamped with the nanoseconds since that moment:
+Every other line is an event, with the nanoseconds since that moment as `t`:
 
     agent   attempt (workers, device, from_step), worker (rank, pid), exit (rank, code), end (outcome, reason)
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
             skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
             hang (rank, step, phase, seconds, limit, line, stacks, ends), woken, adopted, straggler, each with a `text`;
-            an end that failed has its `failure`, and `recovery` where the run goes on
+            a failed end has its `failure`, and `recovery` if the run continues
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
-            doubt (step, value): what a replay found where replicas differed before
+            doubt (step, value): the value in a replay of an element in which replicas differed
     rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
 
-A step ended at `t`; its compute took the `compute` ns before that, and its wait for data the `data` ns before
-those; of its compute it may have waited `checkpoint` ns for a save's copy. Spans (startup, context, restore, buffers,
-compile, checkpoint, evaluation, compare, shutdown) nest; the innermost one counts.
+A step ended at `t`: `data` ns of waiting for data, then `compute` ns of compute, of which `checkpoint` ns may be a wait
+for a save's copy. Spans (startup, context, restore, buffers, compile, checkpoint, evaluation, compare, shutdown) nest;
+the innermost one counts.
 """
 
 import operator
@@ -59,16 +59,16 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""The format written; older ones are translated when read, newer ones refused."""
+"""The format written; older formats are upgraded when read, newer ones refused."""
 
 Event: TypeAlias = dict[str, Any]
 
-_BATCH = 512  # events in one write: a burst is cut up, so that the first ones reach the file early
+_BATCH = 512  # most events per write, so that the first of a burst reach the file early
 
 
 @dataclass(frozen=True)
 class Header:
-    """Who wrote a record, and how its clock lies to others."""
+    """Which process wrote a record, and how its clock relates to others."""
 
     attempt: int
     process: str
@@ -77,7 +77,7 @@ class Header:
     mono: int = 0
     """The same moment on the machine's monotonic clock, in nanoseconds."""
     boot: str = ""
-    """Identity of the running kernel: processes that share it share the monotonic clock. Empty: unknown."""
+    """Boot id of the kernel: processes that share it share the monotonic clock. Empty: unknown."""
     host: str = ""
     pid: int = 0
 
@@ -95,11 +95,11 @@ class Record:
     header: Header
     events: list[Event]
     skipped: int = 0
-    """Complete lines that were no event and were left out."""
+    """Complete lines that were not events and were skipped."""
 
 
 def record_path(folder: Path, attempt: int, process: str) -> Path:
-    """Return where a process of an attempt writes, inside a run's events folder."""
+    """Return the record file of a process and attempt in a run's events folder."""
     return folder / f"{attempt:04d}-{process}.jsonl"
 
 
@@ -108,11 +108,11 @@ def record_path(folder: Path, attempt: int, process: str) -> Path:
 
 @final
 class Recorder:
-    """Writes the events of one process; the caller pays for a tuple in a queue and never waits for the disk.
+    """Writes the events of one process; the caller only enqueues a tuple and never waits for the disk.
 
-    A daemon thread writes each event as soon as it comes, so that a killed process loses next to nothing.
-    What cannot be written (a full disk) is dropped and counted: training goes on, and `failed` and `close`
-    tell. Make it after forking. A file that exists already is continued on its own clock.
+    A daemon thread writes each event immediately, so that a killed process loses almost nothing. What cannot be written
+    (disk full) is dropped and counted while training continues; `failed` and `close` report it. Create it after
+    forking. An existing file is continued on its own clock.
     """
 
     def __init__(
@@ -128,34 +128,34 @@ class Recorder:
         self.dropped = 0
         """Events that could not be written."""
         self.failed: str | None = None
-        """The first thing that went wrong while writing, as a sentence."""
+        """The first write error, as a sentence."""
         self._clock = clock
-        self._told = 0
+        self._reported = 0
         self._closed = False
         self._queue: SimpleQueue[tuple[int, str, Event] | threading.Event | None] = SimpleQueue()
         now = Header(attempt, process, wall(), clock(), _boot_id(), socket.gethostname(), os.getpid())
         try:
-            self._zero, self._owed = _continue_from(path, now)
+            self._zero, self._pending = _continue_from(path, now)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunError(
                 f"cannot write the run's record {path}: {error.strerror}",
-                hint="check that the runs folder exists and is yours to write",
+                hint="check that the runs folder exists and is writable",
             ) from error
         self._write(b"")
         self._thread = threading.Thread(target=self._drain, name=f"record {process}", daemon=True)
         self._thread.start()
 
     def event(self, kind: str, /, *, at: int | None = None, **fields: Any) -> None:
-        """Record an event now, or as of `at` (monotonic clock, ns); its fields must not change afterwards."""
+        """Record an event now, or as of `at` (monotonic ns); its fields must not change afterwards."""
         assert "kind" not in fields, "an event has one kind"
         assert "t" not in fields, "an event's time is given as at="
         self._queue.put(((self._clock() if at is None else at) - self._zero, kind, fields))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record that everything inside belongs to the phase `name`."""
+        """Record a span around the body."""
         self.event("begin", name=name)
         try:
             yield
@@ -163,19 +163,19 @@ class Recorder:
             self.event("end-span", name=name)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was recorded so far is written, that long at most; False if it is not."""
+        """Wait for all events so far to be written; return False on timeout."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> str | None:
-        """Write what is left and close the file; return what went wrong on the way, if anything did."""
+        """Write pending events and close the file; return the first error, if any."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
             self._thread.join(timeout_s)
             if self._thread.is_alive():  # a hung file system: leave the descriptor to the process's end
-                self.failed = self.failed or f"{self.path} took no more events within {timeout_s:g} s"
+                self.failed = self.failed or f"{self.path} accepted no more events within {timeout_s:g} s"
             else:
                 os.close(self._file)
         return self.failed
@@ -189,7 +189,7 @@ class Recorder:
         self.close()
 
     def _drain(self) -> None:
-        """Write events until the closing None: wait for one, take what else is there, write once."""
+        """Write events in batches until the closing None."""
         while True:
             batch = [self._queue.get()]
             while batch[-1] is not None and len(batch) < _BATCH and not self._queue.empty():
@@ -202,30 +202,30 @@ class Recorder:
                 return
 
     def _write(self, lines: bytes) -> None:
-        """Append whole lines; on failure remember why, count what is lost and mark where the file is torn."""
-        data, sent = self._owed + self._lost_notice() + lines, 0
+        """Append complete lines; on failure, store the reason, count lost events and mark a torn line."""
+        data, sent = self._pending + self._lost_notice() + lines, 0
         try:
             while sent < len(data):
                 sent += os.write(self._file, data[sent:] if sent else data)
         except OSError as error:
             self.failed = self.failed or f"cannot write {self.path}: {error.strerror}"
             first = max(sent - len(data) + len(lines), 0)
-            # One that lacks its newline alone will have it, and is not lost.
+            # A line that lacks only its newline will get it, and is not lost.
             self.dropped += lines.count(b"\n", first) - (lines[first : first + 1] == b"\n")
-            # A newline makes one unreadable line of what is torn; an unwritten header is still owed.
-            self._owed = (b"\n" if sent else b"") + (self._owed if sent < len(self._owed) else b"")
+            # A newline turns the torn rest into one unreadable line; an unwritten header is still pending.
+            self._pending = (b"\n" if sent else b"") + (self._pending if sent < len(self._pending) else b"")
         else:
-            self._owed, self._told = b"", self.dropped
+            self._pending, self._reported = b"", self.dropped
 
     def _lost_notice(self) -> bytes:
-        if self.dropped == self._told:
+        if self.dropped == self._reported:
             return b""
-        message = f"{self.dropped - self._told} events were lost: {self.failed}"
+        message = f"{self.dropped - self._reported} events were lost: {self.failed}"
         return _encode(self._clock() - self._zero, "log", {"message": message})
 
 
 def _encode(t: int, kind: str, fields: Event) -> bytes:
-    """Return an event's line; one that cannot be JSON leaves a note in its place, and the rest is written."""
+    """Return an event as a JSON line; an event that JSON cannot hold becomes a `log` event that says so."""
     try:
         return to_json({"kind": kind, "t": t, **fields}, inf_nan_mode="null", fallback=_plain) + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -234,11 +234,11 @@ def _encode(t: int, kind: str, fields: Event) -> bytes:
 
 
 def _plain(value: Any) -> int | float | str:
-    """Return a number for what is one (NumPy and torch scalars), else its text."""
+    """Return NumPy and torch scalars as numbers, anything else as its repr."""
     for convert in (operator.index, float):
         try:
             return convert(value)
-        except Exception:  # whatever a foreign type raises: the record must not stop for it
+        except Exception:  # whatever a foreign type raises must not stop the record
             continue
     return repr(value)
 
@@ -251,7 +251,7 @@ def _boot_id() -> str:
 
 
 def _continue_from(path: Path, now: Header) -> tuple[int, bytes]:
-    """Return the zero of the record's clock, and what must be written before the first event."""
+    """Return the zero of the record's clock, and the bytes to write before the first event."""
     try:
         record, torn = read_ends(path), _is_torn(path)
     except FileNotFoundError:
@@ -273,18 +273,18 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_record(path: Path) -> Record:
-    """Read one process's record: a torn last line is ignored, garbage in the middle skipped and counted."""
+    """Read a record; a torn last line is ignored, invalid lines are skipped and counted."""
     return _record(path, *_parse(path.read_bytes()))
 
 
 def read_run(folder: str | os.PathLike[str], process: str = "*") -> list[Record]:
-    """Read the records of a run (of one process, if named), attempt by attempt."""
+    """Read the records of a run (of one process, if named), ordered by attempt."""
     records = [read_record(path) for path in sorted(Path(folder, "events").glob(f"*-{process}.jsonl"))]
     return sorted(records, key=lambda record: record.header.attempt)
 
 
 def read_ends(path: Path, size: int = 1 << 16) -> Record:
-    """Read only the first and last `size` bytes of a record: how it began and where it stands."""
+    """Read only the first and last `size` bytes of a record: its start and current state."""
     with path.open("rb") as file:
         head = file.read(size)
         length = file.seek(0, os.SEEK_END)
@@ -299,28 +299,28 @@ def read_ends(path: Path, size: int = 1 << 16) -> Record:
 
 
 def read_with_raw_lines(path: Path, kind: str) -> tuple[Record, list[bytes]]:
-    """Read a record with the lines of one kind left as they are, for a kind that makes up most of a long file."""
+    """Read a record, leaving the lines of one kind unparsed: faster for a kind that makes up most of a long file."""
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].split(b"\n")
     beginning = b'{"kind":"%s",' % kind.encode()
-    apart = [line for line in lines if line.startswith(beginning)]
+    raw = [line for line in lines if line.startswith(beginning)]
     rest = b"\n".join(line for line in lines if not line.startswith(beginning))
-    return _record(path, *_parse(rest)), apart
+    return _record(path, *_parse(rest)), raw
 
 
 def upgrade(header: Event, events: list[Event]) -> tuple[Event, list[Event]]:
-    """Translate a record of an older format to today's: the one place that knows them."""
+    """Upgrade a record from an older format; all knowledge of older formats belongs here."""
     written = header.get("format", FORMAT)
     if isinstance(written, int) and written > FORMAT:
         raise RunError(
-            f"the run was recorded in format {written}; this version of Headway reads up to {FORMAT}",
+            f"the run was recorded in format {written}; this version of Headway reads formats up to {FORMAT}",
             hint="upgrade Headway to read this run",
         )
     return header, events
 
 
 def _parse(data: bytes) -> tuple[list[Event], int]:
-    """Return the events of the complete lines, and how many lines were none."""
+    """Return the events of the complete lines, and the number of invalid lines."""
     events: list[Event] = []
     skipped = 0
     for line in data[: data.rfind(b"\n") + 1].split(b"\n"):
@@ -336,7 +336,7 @@ def _parse(data: bytes) -> tuple[list[Event], int]:
 
 def _decode(line: bytes) -> Event | None:
     try:
-        # Only keys repeat: with the values' strings cached too, 100,000 steps took 0.49 s instead of 0.31 s.
+        # Only keys repeat: caching values too slows 100,000 steps from 0.31 s to 0.49 s.
         event = from_json(line, cache_strings="keys")
     except ValueError:
         return None
@@ -350,7 +350,7 @@ def _record(path: Path, lines: list[Event], skipped: int) -> Record:
 
 
 def _header(path: Path, opening: Event) -> Header:
-    """Return the record's header; what is damaged in it comes from the file's name or stays empty."""
+    """Return a record's header; damaged fields come from the file name or stay empty."""
     attempt, _, process = path.stem.partition("-")
     named = int(attempt) if attempt.isascii() and attempt.isdigit() else 0
     wall = opening.get("wall")
@@ -371,37 +371,37 @@ def _integer(value: object, default: int) -> int:
 
 @final
 class Tail:
-    """Follows a record that is still being written."""
+    """Follows a record while it is being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def poll(self) -> list[Event]:
-        """Return the events (and the opening line) that were completed since the last call."""
+        """Return the events (and the opening line) completed since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        return _parse(data[:whole])[0]
+        complete = data.rfind(b"\n") + 1
+        self._offset += complete
+        return _parse(data[:complete])[0]
 
 
-# -- between records
+# -- across records
 
 
 def clock_offset(header: Header, reference: Header) -> int:
-    """Return what to add to a time of one record to place it on the clock of another, in nanoseconds."""
+    """Return the nanoseconds to add to a record's times to get the clock of another."""
     if header.boot and header.boot == reference.boot:
         return header.mono - reference.mono
     return round((header.wall - reference.wall) * 1e9)
 
 
 def kept_until(records: Sequence[Record]) -> dict[int, int]:
-    """Return, for each attempt that a later one rolled back, the last of its steps that still counts."""
+    """Return, for each attempt that was rolled back, the last of its steps that still counts."""
     resumed: dict[int, int] = {}
     for record in records:
         if record.header.rank == 0:

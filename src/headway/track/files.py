@@ -1,4 +1,4 @@
-"""Small files of a run: replaced whole or not at all, and named when they are damaged."""
+"""Small files of a run: written atomically, with errors that name a damaged file."""
 
 import os
 from pathlib import Path
@@ -16,33 +16,33 @@ __all__ = ["make_durable", "read_recipe", "write_json"]
 
 
 def read_recipe(run: RunFolder) -> Recipe:
-    """The resolved recipe of a run."""
+    """Return the resolved recipe of a run; raise RunError if it is missing or invalid."""
     path = run.recipe_file
     try:
         return upgrade_recipe(from_json(path.read_bytes()))
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error.strerror}", hint="without its recipe a run cannot go on"
+            f"cannot read {path}: {error.strerror}", hint="a run cannot resume without its recipe: restore the file"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "all of it"
+        key = ".".join(str(part) for part in first["loc"]) or "recipe"
         raise RunError(
-            f"{path} is not the recipe of a run: {key}: {first['msg']}", hint="put back the file that was there"
+            f"{path} is not a valid recipe: {key}: {first['msg']}", hint="restore the original file"
         ) from None
     except ValueError as error:
-        raise RunError(f"{path} is not the recipe of a run: {error}", hint="put back the file that was there") from None
+        raise RunError(f"{path} is not a valid recipe: {error}", hint="restore the original file") from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(to_json(value, indent=2) + b"\n")
-    beside.replace(path)
+    """Write a JSON file atomically: a reader sees the old content or the new, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(to_json(value, indent=2) + b"\n")
+    partial.replace(path)
 
 
 def make_durable(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder."""
+    """fsync a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,13 @@
-"""What every worker is doing at this instant, in memory that the agent shares: step, phase, mark, time.
+"""Worker heartbeats in memory shared with the agent: step, phase, mark, time.
 
-A worker writes a few numbers wherever its work moves on, without a system call; the agent looks at them now and then.
-Each worker has a page of its own:
+A worker writes a few numbers whenever it makes progress, without a system call; the agent polls them. One page per
+worker:
 
-    step, phase, module, marks (in this step), at (when the last was made), longest gap by phase (now and before),
-    and when it was ready with the data and with the forward pass of its last steps
+    step, phase, module, marks (in this step), at (time of the last mark), longest gap by phase (current and previous
+    window), and when its last steps had their data ready and their forward pass done
 
-A mark says "I got here". The gap to the next one is how long the work between them took, and the longest gap that
-ended well says how long a later one may take before it is called a hang (agent/supervise/hang_detector.py).
+The gap between two marks is how long the work between them took; the longest completed gap bounds how long a later one
+may take before it counts as a hang (agent/supervise/hang_detector.py).
 """
 
 import mmap
@@ -21,27 +21,26 @@ __all__ = ["PHASES", "Arrival", "Heartbeat", "HeartbeatPages", "HeartbeatWriter"
 Phase = Literal[
     "start", "join", "build", "restore", "compile", "data", "compute", "optimizer", "record", "evaluate", "save", "end"
 ]
-"""In the order in which a step passes them: of two workers at the same step the one in the earlier phase is behind. One
-that compiles keeps the others waiting wherever they are, and is behind them all."""
+"""In the order of a step: of two workers in the same step, the one in the earlier phase is behind. A compiling worker
+blocks the others in any phase, and is behind them all."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 PAGE = 4096
 WINDOW = 128
-"""Steps after which the longest gap so far is only remembered for as many more: one bad moment does not count for
-ever."""
+"""Steps per window of longest gaps; only the current and the previous window count, so that an outlier expires."""
 TURNS = 64
-"""Steps whose arrivals are kept."""
+"""Number of steps whose arrivals are stored."""
 
 _STEP, _PHASE, _MODULE, _MARKS, _AT, _USUAL = range(6)
 _NOW = 8
 _BEFORE = _NOW + len(PHASES)
 _ARRIVALS = _BEFORE + len(PHASES)
-assert (_ARRIVALS + 3 * TURNS) * 8 <= PAGE, "a worker's numbers fit onto its page"
+assert (_ARRIVALS + 3 * TURNS) * 8 <= PAGE, "a worker's numbers fit on its page"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a worker was ready with a step's data and its forward pass (monotonic ns; 0: not yet)."""
+    """When a worker had a step's data and finished its forward pass (monotonic ns; 0: not yet)."""
 
     step: int
     data_ns: int
@@ -53,27 +52,27 @@ class Heartbeat:
     """A worker as the agent sees it."""
 
     step: int
-    """The step under way; 0 before the first."""
+    """The current step; 0 before the first."""
     phase: Phase
     module: int
-    """The block that it has entered, from 1; 0 where it is in none."""
+    """The current block, from 1; 0 outside of blocks."""
     marks: int
-    """Made in this step so far."""
+    """Marks in this step so far."""
     usual_marks: int
-    """Made in the step before."""
+    """Marks in the previous step."""
     at_ns: int
-    """When the last one was made (monotonic)."""
+    """Time of the last mark (monotonic)."""
     longest_ns: dict[Phase, int]
-    """The longest gap by phase, in those that ended; 0: none has."""
+    """The longest completed gap by phase; 0 for none."""
 
     @property
     def progress(self) -> tuple[int, int, float]:
-        """How far it has come: the step, the phase, and which share of a step's marks."""
+        """Sort key of progress: step, phase, share of a step's marks."""
         return self.step, PHASES.index(self.phase), self.marks / max(self.usual_marks, 1)
 
 
 class HeartbeatWriter:
-    """A worker's own page."""
+    """Writes a worker's heartbeat to its page."""
 
     def __init__(self, memory: memoryview) -> None:
         self._numbers = memory.cast("Q")
@@ -84,7 +83,7 @@ class HeartbeatWriter:
         self._numbers[_AT] = self._at
 
     def mark(self, module: int = 0) -> None:
-        """The work has moved on."""
+        """Record progress."""
         now, numbers = time.monotonic_ns(), self._numbers
         if now - self._at > self._gap:
             self._gap = now - self._at
@@ -95,22 +94,22 @@ class HeartbeatWriter:
         numbers[_AT] = now
 
     def enter(self, phase: Phase) -> None:
-        """Another phase begins; what the one before has shown counts from now on."""
+        """Enter another phase, and publish the previous phase's longest gap."""
         self.mark()
-        numbers, place = self._numbers, _NOW + self._phase
-        if self._gap > numbers[place]:
-            numbers[place] = self._gap
+        numbers, slot = self._numbers, _NOW + self._phase
+        if self._gap > numbers[slot]:
+            numbers[slot] = self._gap
         self._gap = 0
         self._phase = PHASES.index(phase)
         numbers[_PHASE] = self._phase
 
     @property
     def phase(self) -> Phase:
-        """The phase it is in."""
+        """The current phase."""
         return PHASES[self._phase]
 
     def step(self, step: int) -> None:
-        """A step begins."""
+        """Start a step."""
         numbers = self._numbers
         numbers[_USUAL] = self._marks
         self._marks = 0
@@ -118,25 +117,25 @@ class HeartbeatWriter:
         numbers[_STEP] = step
         if step % WINDOW == 0:
             numbers[_BEFORE:_ARRIVALS] = numbers[_NOW:_BEFORE]
-            for place in range(_NOW, _BEFORE):
-                numbers[place] = 0
-        self._arrival = place = _ARRIVALS + 3 * (step % TURNS)
-        numbers[place + 1] = numbers[place + 2] = 0
-        numbers[place] = step
+            for slot in range(_NOW, _BEFORE):
+                numbers[slot] = 0
+        self._arrival = slot = _ARRIVALS + 3 * (step % TURNS)
+        numbers[slot + 1] = numbers[slot + 2] = 0
+        numbers[slot] = step
 
     def ready(self) -> None:
-        """The data is there."""
+        """Record that the step's data has arrived."""
         self.enter("compute")
         self._numbers[self._arrival + 1] = self._at
 
     def forward(self) -> None:
-        """A forward pass is done; the step's last one counts."""
+        """Record the end of a forward pass; the last of a step counts."""
         self.mark()
         self._numbers[self._arrival + 2] = self._at
 
 
 class HeartbeatPages:
-    """The pages of all workers, as the agent has them; `descriptor` is handed to each worker."""
+    """The pages of all workers, on the agent's side; each worker inherits `descriptor`."""
 
     def __init__(self, workers: int, descriptor: int | None = None) -> None:
         if descriptor is None:
@@ -146,11 +145,11 @@ class HeartbeatPages:
         self._memory = memoryview(mmap.mmap(descriptor, workers * PAGE))
 
     def page(self, rank: int) -> memoryview:
-        """One worker's page."""
+        """Return a worker's page."""
         return self._memory[rank * PAGE : (rank + 1) * PAGE]
 
     def read(self, rank: int) -> Heartbeat | None:
-        """What a worker has written; None as long as it has written nothing."""
+        """Return a worker's heartbeat; None before its first."""
         numbers = self.page(rank).cast("Q")
         if not numbers[_AT]:
             return None
@@ -166,15 +165,15 @@ class HeartbeatPages:
         )
 
     def arrivals(self, rank: int) -> list[Arrival]:
-        """When a worker was ready, step by step, for as many steps as are kept."""
+        """Return a worker's arrivals, by step, for the last `TURNS` steps."""
         numbers = self.page(rank).cast("Q")
-        found = [Arrival(*numbers[place : place + 3]) for place in range(_ARRIVALS, _ARRIVALS + 3 * TURNS, 3)]
-        return sorted((arrival for arrival in found if arrival.step), key=lambda arrival: arrival.step)
+        arrivals = [Arrival(*numbers[slot : slot + 3]) for slot in range(_ARRIVALS, _ARRIVALS + 3 * TURNS, 3)]
+        return sorted((arrival for arrival in arrivals if arrival.step), key=lambda arrival: arrival.step)
 
     def clear(self) -> None:
-        """Forget everything, for the next attempt."""
+        """Zero all pages, for the next attempt."""
         self._memory[:] = bytes(len(self._memory))
 
     def close(self) -> None:
-        """Give the descriptor up."""
+        """Close the descriptor."""
         os.close(self.descriptor)

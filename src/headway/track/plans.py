@@ -1,5 +1,6 @@
-"""plan.json: what was planned for a run before it started, to be held against what was measured."""
+"""plan.json: the plan a run started with, for comparison with what was measured."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,73 +13,70 @@ __all__ = ["RunPlan", "read_plan", "write_plan"]
 
 
 class RunPlan(BaseModel):
-    """How a run was planned to go: the settings it runs with, and what they were predicted to take."""
+    """The settings a run was planned with, and its predicted step time and memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     cluster: str
-    """The devices, as `headway plan --on` would name them."""
+    """The devices, as for `headway plan --on`."""
     chip: str
     assumed: bool
-    """Whether the chip's figures are assumed, as a CPU's are: the prediction is rough then."""
+    """Whether the chip's specifications are assumed, as for CPUs; the prediction is then rough."""
     fidelity: str
-    """How much the prediction knows: see `headway plan --fidelity`."""
+    """Fidelity of the prediction: see `headway plan --fidelity`."""
     mesh: Mapping[str, int]
     """Size of each axis."""
     seq: int
     batch: int
     microbatch: int
-    """Sequences a worker puts through the model at once."""
+    """Sequences per forward pass of a worker."""
     recompute: str
-    """What is computed again in the backward pass: none, selective (all but products), or full."""
+    """What the backward pass recomputes: none, selective (everything but matrix products) or full."""
     recompute_blocks: int | None = None
-    """How many of a worker's blocks do so; None is all."""
+    """How many of a worker's blocks recompute; None means all."""
     reduces_each: bool = False
-    """Whether gradients are added up over shards in every microbatch."""
+    """Whether gradients are reduced over shards in every microbatch."""
     keeps_weights: bool = False
-    """Whether gathered weights stay from the forward pass to the backward pass."""
+    """Whether gathered weights are kept from the forward to the backward pass."""
     schedule: str = "1f1b"
-    """In which order a pipeline's stages work on microbatches."""
+    """Pipeline schedule."""
     chunks: int = 1
-    """Stages that each worker of a pipeline has."""
+    """Pipeline stages per worker."""
     stages: tuple[int, ...] | None = None
-    """Blocks of each of a pipeline's stages."""
+    """Blocks per pipeline stage."""
     precision: str
-    """Of the matrix products."""
+    """Of matrix products."""
     chosen: Mapping[str, Any]
-    """Keys of the recipe that the plan filled in, with their values."""
+    """Recipe keys that the plan filled in, with their values."""
     from_step: int = 0
-    """It holds for the steps after this one: a run that goes on with other workers gets a new plan."""
+    """The plan is for the steps after this one: a run resumed with other workers gets a new plan."""
     step_s: float
     accounts_s: Mapping[str, float]
-    """Where the seconds of a step go."""
+    """Seconds of a step, by account."""
     tokens_s: float
-    """Of all devices together."""
+    """Over all devices."""
     mfu: float
-    """Causal attention counted half."""
+    """Counts half of causal attention."""
     mfu_full_attention: float
     memory_bytes: Mapping[str, float]
-    """At the peak of one device, by what holds it."""
+    """Of one device at its peak, by what holds it."""
     capacity_bytes: float
-    """What a device has."""
+    """Of one device."""
 
     @property
     def total_bytes(self) -> float:
-        """What a device needs at its peak."""
+        """Peak memory of one device."""
         return sum(self.memory_bytes.values())
 
     @property
     def devices(self) -> int:
-        """How many it takes; the expert axis lies across the others."""
-        count = 1
-        for axis, size in self.mesh.items():
-            count *= 1 if axis == "expert" else size
-        return count
+        """Number of devices; the expert axis overlaps the others."""
+        return math.prod(size for axis, size in self.mesh.items() if axis != "expert")
 
 
 def read_plan(run: RunFolder) -> RunPlan | None:
-    """What was planned for a run; None if nothing was, or nothing that can be read."""
+    """Return the plan of a run; None if there is none or it cannot be read."""
     try:
         return RunPlan.model_validate_json(run.plan_file.read_bytes())
     except (OSError, ValidationError):

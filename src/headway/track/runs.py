@@ -1,8 +1,8 @@
-"""Run folders: where they lie, how they are named and found, who holds one, and how it stands.
+"""Run folders: layout, names, lookup, locking, and a one-row summary of a run's state.
 
 runs/<run>/
   recipe.json  plan.json  environment.json
-  events/       one file a process and attempt
+  events/       one file per process and attempt
   checkpoints/  step-<n>/
   logs/         <attempt>-rank-<n>.log, <attempt>-agent.log
   lock          held by the agent while the run is alive
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run, and the names of what lies in it."""
+    """The folder of a run, and the paths in it."""
 
     path: Path
 
@@ -68,92 +68,92 @@ class RunFolder:
 
     @property
     def plan_file(self) -> Path:
-        """What was planned for it."""
+        """The plan it started with."""
         return self.path / "plan.json"
 
     @property
     def environment_file(self) -> Path:
-        """What exactness depends on: versions, chip, threads."""
+        """What bitwise reproducibility depends on: versions, chip, threads."""
         return self.path / "environment.json"
 
     @property
     def data_file(self) -> Path:
-        """The manifest of the data it trains on."""
+        """The manifest of its dataset."""
         return self.path / "data.json"
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer of that data."""
+        """The tokenizer of its dataset."""
         return self.path / "tokenizer.json"
 
     @property
     def companions(self) -> Path:
-        """What the Hugging Face folder that its weights came from holds beside them; not there for other runs."""
+        """Other files of the Hugging Face folder its weights came from; absent for other runs."""
         return self.path / "huggingface"
 
     @property
     def events(self) -> Path:
-        """Folder of the run's records."""
+        """Its event records."""
         return self.path / "events"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of its checkpoints."""
+        """Its checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def initial(self) -> Path:
-        """The first weights of a class of the user's own, as a checkpoint of step 0, and what is known of it."""
+        """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
         return self.path / "initial"
 
     @property
     def logs(self) -> Path:
-        """Folder of what its processes printed."""
+        """Output of its processes."""
         return self.path / "logs"
 
     @property
     def id_file(self) -> Path:
-        """What tells it from other runs of its name."""
+        """Its unique id."""
         return self.path / "id"
 
     @property
     def key_file(self) -> Path:
-        """What the agents of its nodes know each other by."""
+        """The key that its agents authenticate each other with."""
         return self.path / "key"
 
     @property
     def leases(self) -> Path:
-        """Which agent leads those of other nodes, and which did before."""
+        """Leader leases: the current leader and its predecessors."""
         return self.path / "leases"
 
     @property
     def suspects_file(self) -> Path:
-        """Machines that it does without."""
+        """Machines excluded from it."""
         return self.path / "suspects"
 
     @property
     def lock_file(self) -> Path:
-        """Held by the process that runs it."""
+        """Locked by the process that runs it."""
         return self.path / "lock"
 
     @property
     def faults(self) -> Path:
-        """Which faults on purpose have struck it, and when."""
+        """Injected faults that have fired, and when."""
         return self.path / "faults"
 
     @property
     def stacks(self) -> Path:
-        """What its workers were doing when one hung, or when somebody asked."""
+        """Stack dumps of its workers, from hangs and requests."""
         return self.path / "stacks"
 
     @property
     def rendezvous(self) -> Path:
-        """Folder where the workers of an attempt meet."""
+        """Rendezvous files of its workers."""
         return self.path / "rendezvous"
 
 
 def run_id(run: RunFolder) -> str:
-    """What tells a run from others of its name, wherever its folder is copied to; made when first asked for."""
+    """Return a run's unique id, which stays the same in copies of its folder; created on first use."""
     try:
         with run.id_file.open("x") as file:
             file.write(secrets.token_hex(8))
@@ -168,11 +168,11 @@ def runs_root(option: Path | None = None) -> Path:
 
 
 def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFolder:
-    """Make a new run's folder, called after its recipe or as told."""
+    """Create a run's folder, named after its recipe or as given."""
     if name is not None and (not _NAME.fullmatch(name) or name == "last"):
         raise RunError(
-            f"{name!r} cannot name a run",
-            hint="at most 64 letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
+            f"invalid run name {name!r}",
+            hint="use up to 64 letters, digits, dots, dashes and underscores; start with a letter or digit; not `last`",
         )
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
@@ -182,12 +182,12 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             if name is None:
                 continue
             raise RunError(
-                f"there is a run {name} already", hint=f"choose another name, or `headway resume {name}`"
+                f"run {name} already exists", hint=f"choose another name, or `headway resume {name}`"
             ) from None
         except OSError as error:
             raise RunError(
-                f"cannot make the run's folder {run.path}: {error.strerror}",
-                hint="name another folder with --runs or HEADWAY_RUNS",
+                f"cannot create the run folder {run.path}: {error.strerror}",
+                hint="choose another folder with --runs or HEADWAY_RUNS",
             ) from error
         for folder in (run.events, run.checkpoints, run.logs):
             folder.mkdir()
@@ -195,16 +195,16 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """Return all runs, the most recently active first."""
+    """Return all runs, most recently active first."""
     folders = [RunFolder(path) for path in root.iterdir() if (path / "events").is_dir()] if root.is_dir() else []
     return sorted(folders, key=lambda run: (_active(run), run.name), reverse=True)
 
 
 def find_run(root: Path, ref: str) -> RunFolder:
-    """Return the run of this name, of this unique prefix, or the `last` active one."""
+    """Return the run with this name or unique prefix, or the `last` active one."""
     runs = list_runs(root)
     if not runs:
-        raise RunError(f"there are no runs in {root}", hint="name their folder with --runs or HEADWAY_RUNS")
+        raise RunError(f"no runs in {root}", hint="give the folder of runs with --runs or HEADWAY_RUNS")
     if ref == "last":
         return runs[0]
     names = [run.name for run in runs]
@@ -213,11 +213,9 @@ def find_run(root: Path, ref: str) -> RunFolder:
         return matches[0]
     if matches:
         shown = ", ".join(sorted(run.name for run in matches)[:8])
-        raise RunError(f"{len(matches)} runs begin with {ref!r}: {shown}", hint="give more of the name")
+        raise RunError(f"{len(matches)} runs start with {ref!r}: {shown}", hint="give more of the name")
     near = difflib.get_close_matches(ref, names, n=3, cutoff=0.5) or names[:3]
-    raise RunError(
-        f"there is no run {ref!r} in {root}", hint=f"the nearest: {', '.join(near)} (headway runs lists all)"
-    )
+    raise RunError(f"no run {ref!r} in {root}", hint=f"did you mean {' or '.join(near)}?  (headway runs lists all)")
 
 
 def parse_ref(text: str) -> tuple[str, int | None]:
@@ -226,12 +224,12 @@ def parse_ref(text: str) -> tuple[str, int | None]:
     if not at:
         return ref, None
     if not (ref and step.isascii() and step.isdigit()):
-        raise UsageError(f"{text!r} is no RUN@STEP", hint="for example last@200")
+        raise UsageError(f"expected RUN@STEP, got {text!r}", hint="for example last@200")
     return ref, int(step)
 
 
 def next_attempt(run: RunFolder) -> int:
-    """Return the number of the attempt that would start now: one more than the latest recorded."""
+    """Return the number of the next attempt: one more than the latest recorded."""
     return max(_attempts(run), default=0) + 1
 
 
@@ -241,7 +239,7 @@ def _attempts(run: RunFolder) -> list[int]:
 
 
 def _active(run: RunFolder) -> int:
-    """Return when a run last wrote an event, else when it was made (ns)."""
+    """Return when a run last wrote an event, else when it was created (ns)."""
     times = [path.stat().st_mtime_ns for path in run.events.glob("*.jsonl")]
     return max(times, default=run.path.stat().st_mtime_ns)
 
@@ -251,16 +249,16 @@ def _active(run: RunFolder) -> int:
 
 @contextmanager
 def lock_run(run: RunFolder, seize: bool = False) -> Iterator[None]:
-    """Hold a run for this process, or refuse when another one has it; the kernel lets go when it dies.
+    """Lock a run for this process; raise RunError if another one holds it. The kernel unlocks it when the process dies.
 
-    Whoever has the right to may `seize` it from one that cannot be reached.
+    The holder of the leader lease may `seize` it from an unreachable process.
     """
     try:
         file = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise RunError(
             f"cannot lock run {run.name}: {error.strerror}",
-            hint="check that its folder exists and is yours to write",
+            hint="check that its folder exists and is writable",
         ) from error
     try:
         if not seize:
@@ -282,13 +280,13 @@ def lock_run(run: RunFolder, seize: bool = False) -> Iterator[None]:
 
 
 def lock_holder(run: RunFolder) -> int | None:
-    """Return the process that holds a run, None when nobody does; 0 when it has not said its name."""
+    """Return the pid of the process that holds a run's lock; None if it is free, 0 if the pid is not recorded."""
     try:
         file = os.open(run.lock_file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        # A shared lock of a moment: others who only look are not in the way, and `hold` tries more than once.
+        # A short shared lock: it does not block other readers, and `lock_run` retries.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
@@ -307,7 +305,7 @@ def _lock_soon(file: int) -> bool:
 
 
 def _lock(run: RunFolder, file: int) -> None:
-    """Take the lock; a few tries, for `holder` in some other process may be looking at it."""
+    """Take the lock, with retries: `lock_holder` in another process may hold it for a moment."""
     if _lock_soon(file):
         return
     pid, host = _named_in(file)
@@ -319,7 +317,7 @@ def _lock(run: RunFolder, file: int) -> None:
 
 
 def _named_in(file: int) -> tuple[int, str]:
-    """Return the process and host that a lock names."""
+    """Return the pid and host written in a lock file."""
     try:
         named = from_json(os.pread(file, 4096, 0))
         return int(named["pid"]), str(named["host"])
@@ -327,12 +325,12 @@ def _named_in(file: int) -> tuple[int, str]:
         return 0, ""
 
 
-# -- how a run stands
+# -- the state of a run
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run stands, in one row."""
+    """The state of a run, in one row."""
 
     name: str
     state: RunState
@@ -343,20 +341,20 @@ class RunSummary:
     started: float | None
     """Unix seconds."""
     seconds: float
-    """Time that its attempts took, together."""
+    """Duration of its attempts, summed."""
     workers: int | None
     device: str
     reason: str
-    """Why the last attempt ended, in the agent's words."""
+    """Why the last attempt ended, as the agent recorded it."""
 
 
 def summarize(run: RunFolder) -> RunSummary:
-    """Say how a run stands, from the ends of its records: as fast for a million steps as for ten."""
+    """Summarize a run from the ends of its records, in constant time for any number of steps."""
     attempts = _attempts(run)
     agents = [_ends(run, number, "agent") for number in attempts]
     leaders = [_ends(run, number, "rank-0") for number in attempts]
-    told = [event for record in agents for event in record.events]
-    start = _last(told, "attempt")
+    agent_events = [event for record in agents for event in record.events]
+    start = _last(agent_events, "attempt")
     end = _last(agents[-1].events, "end") if agents else {}
     step, loss = _progress(leaders)
     facts = _last([event for record in leaders for event in record.events], "facts")
@@ -383,7 +381,7 @@ def _state(run: RunFolder, end: Event) -> RunState:
 
 
 def _progress(leaders: list[Record]) -> tuple[int, float | None]:
-    """Return the last step that counts and the last loss, as rank 0 of each attempt tells."""
+    """Return the last step that counts and the last loss, from rank 0 of each attempt."""
     step, loss = 0, None
     for record in leaders:
         for event in record.events:
@@ -394,7 +392,7 @@ def _progress(leaders: list[Record]) -> tuple[int, float | None]:
 
 
 def _length_s(agent: Record, leader: Record) -> float:
-    """Return how long an attempt lasted: to its end, or to the last thing heard of it."""
+    """Return how long an attempt lasted: until its end, or its last event."""
     last = max((_time(event) for event in agent.events), default=0)
     if not _last(agent.events, "end") and leader.events and agent.header.wall:
         offset = clock_offset(leader.header, agent.header)

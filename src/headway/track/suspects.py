@@ -1,7 +1,6 @@
-"""Machines that a run does without: a line each in its folder, with when and why, which engines read before they start
-it again.
+"""Machines excluded from a run: one line each in its folder, with when and why; engines read it before a restart.
 
-    gpu-17<tab>1789643211<tab>worker 9 was killed by signal 7 (SIGBUS), in 2 attempts in a row
+gpu-17<tab>1789643211<tab>worker 9 was killed by signal 7 (SIGBUS), in 2 attempts in a row
 """
 
 import contextlib
@@ -13,12 +12,12 @@ from headway.track.runs import RunFolder
 __all__ = ["note_suspect", "read_suspects"]
 
 FORGIVEN_S = 86400.0
-"""A machine is tried again after a day: somebody may have seen to it."""
+"""A machine is used again after a day: it may have been repaired."""
 _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def note_suspect(run: RunFolder, machine: str, why: str, now: float) -> None:
-    """Have a run do without a machine from now on."""
+    """Exclude a machine from a run from now on."""
     if _MACHINE.fullmatch(machine):
         line = f"{machine}\t{now:.0f}\t{' '.join(why.split())}\n"
         with run.suspects_file.open("a") as file:
@@ -26,11 +25,11 @@ def note_suspect(run: RunFolder, machine: str, why: str, now: float) -> None:
 
 
 def read_suspects(folder: Path, now: float) -> dict[str, str]:
-    """The machines that a run in this folder does without, and why each."""
-    found = dict[str, str]()
+    """Return the machines excluded from the run in this folder, with the reason for each."""
+    suspects = dict[str, str]()
     with contextlib.suppress(FileNotFoundError):
         for line in RunFolder(folder).suspects_file.read_text().splitlines():
             machine, when, why = (*line.split("\t", 2), "", "")[:3]
             if _MACHINE.fullmatch(machine) and when.isdecimal() and now - float(when) < FORGIVEN_S:
-                found[machine] = why
-    return found
+                suspects[machine] = why
+    return suspects

@@ -1,4 +1,4 @@
-"""Export of a run's metrics to TensorBoard's event files, through its own writer and without torch."""
+"""Export a run's metrics to TensorBoard event files, without torch."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ __all__ = ["export_tensorboard"]
 
 
 def export_tensorboard(run: RunFolder, folder: Path) -> int:
-    """Write every metric of a run as scalars into `folder/<run>`; return how many values that is."""
+    """Write every metric of a run as scalars into `folder/<run>`; return the number of values."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -35,7 +35,7 @@ def export_tensorboard(run: RunFolder, folder: Path) -> int:
 
 
 def _walls(run: RunFolder) -> dict[int, float]:
-    """Return when each step of the history ended, in unix seconds."""
+    """Return when each step ended, in Unix seconds."""
     walls: dict[int, float] = {}
     for record in read_run(run, process="rank-0"):
         for event in history([record]):

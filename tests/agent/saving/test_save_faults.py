@@ -155,7 +155,7 @@ def test_a_slow_disk_holds_up_saves_and_not_training(
     assert sum(moment < first for moment in moments(lived, "kept", "agent").values()) <= buffers
     told = [incident.text for incident in account(read_run(lived.run)).incidents]
     many = f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
-    assert f"{many} left out, first at step {skipped[0]}: the one before was still being written" in told
+    assert f"{many} skipped, first at step {skipped[0]}: the previous save was still being written" in told
 
 
 def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:

@@ -224,7 +224,7 @@ def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, kille
 def test_a_damaged_recipe_is_named(lab, done) -> None:
     for content in ("", "{", '{"a": 1}'):
         done.recipe_file.write_text(content)
-        with pytest.raises(RunError, match=r"recipe\.json is not the recipe of a run"):
+        with pytest.raises(RunError, match=r"recipe\.json is not a valid recipe"):
             lab.resume(done)
     done.recipe_file.unlink()
     with pytest.raises(RunError, match=r"recipe\.json cannot be read"):
