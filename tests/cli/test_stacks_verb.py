@@ -16,7 +16,7 @@ from headway.track import Recorder, create_run, lock_run, record_path
 WORKER = """
 import sys, time
 from pathlib import Path
-from headway.train.stack_responder import listen
+from headway.train.stack_responder import answer_requests
 
 class Loader:
     def read_the_next_batch_of_a_very_long_name(self):
@@ -25,7 +25,7 @@ class Loader:
 def a():
     Loader().read_the_next_batch_of_a_very_long_name()
 
-listen(Path(sys.argv[1]), 2, int(sys.argv[2]))
+answer_requests(Path(sys.argv[1]), 2, int(sys.argv[2]))
 a()
 """
 

@@ -24,7 +24,7 @@ SIGNALLED_S = 2.0
 WORKER = """
 import itertools, os, re, sys, threading, time
 from pathlib import Path
-from headway.train.stack_responder import listen
+from headway.train.stack_responder import answer_requests
 
 said = []
 ENDLESS = re.compile("(a+)+$")
@@ -53,7 +53,7 @@ def mute():
     nap()
 
 if sys.argv[1] != "mute":
-    listen(Path(sys.argv[2]), 1, int(sys.argv[3]))
+    answer_requests(Path(sys.argv[2]), 1, int(sys.argv[3]))
 threading.Thread(target=nap, name="helper", daemon=True).start()
 while not said:
     time.sleep(0.01)
@@ -397,12 +397,12 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from headway.train.stack_responder import listen
+from headway.train.stack_responder import answer_requests
 
 folder = Path(sys.argv[1])
 
 def rank(number):
-    listen(folder / "stacks", 1, number)
+    answer_requests(folder / "stacks", 1, number)
     if number < 2:
         store = dist.FileStore(str(folder / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=300))

@@ -28,7 +28,7 @@ from headway.state import Channel, ChannelClosed
 
 ZYGOTE = """
 import os, signal, stat, sys, time, types
-from headway.state import LineClosed
+from headway.state import ChannelClosed
 
 
 def sockets():
@@ -46,7 +46,7 @@ def main(line):
         name.write("there")
     try:
         (told, *_) = line.receive(None)
-    except LineClosed:
+    except ChannelClosed:
         return 7
     content = [os.pread(fd, 100, 0).decode() for fd in told.descriptors]
     assignment = told.fields["assignment"]
@@ -62,7 +62,7 @@ def main(line):
         while True:
             for message in line.receive(None):
                 line.send("echo", said=message.fields["said"])
-    except LineClosed:
+    except ChannelClosed:
         return 0
 
 

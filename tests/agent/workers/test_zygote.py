@@ -12,11 +12,11 @@ from eventually import CEILING_S, eventually
 AGENT = """
 import sys
 from pathlib import Path
-from headway.agent import new_run, supervise
+from headway.agent import new_run, supervise_run
 from headway.recipe import FaultPlan, Recipe
 recipe = Recipe.model_validate_json(sys.argv[1])
 attempt = new_run(recipe, Path(sys.argv[2]), name="r", workers=2)
-supervise(attempt.model_copy(update={"faults": FaultPlan().stall("compute", 2, 600)}))
+supervise_run(attempt.model_copy(update={"faults": FaultPlan().stall("compute", 2, 600)}))
 """
 
 
