@@ -90,7 +90,7 @@ def test_each_worker_on_a_screen_of_80_columns(live, capsys):
     ]
     assert "".join(out.split()).count("training_data_reader.py:8inread_the_next_batch_of_a_very_long_name") == 2
     assert out.count("training_data_reader.py:11\n") == 2
-    assert out.count("the flight recorder has nothing") == 1, "what all lack is said once"
+    assert out.count("the flight recorder is empty") == 1, "what all lack is said once"
     assert str(live.run.stacks / "0002-1.txt") in out
     assert out.splitlines()[-1] == "next: headway logs live"
 

@@ -33,7 +33,7 @@ def stacks(
     """
     from dataclasses import asdict
 
-    from headway.agent.supervise.stack_dumps import collect, its_collective, its_line
+    from headway.agent.supervise.stack_dumps import collect, describe_collective, describe_location
     from headway.cli.text import print_json
     from headway.track import find_run, runs_root
 
@@ -41,7 +41,10 @@ def stacks(
     attempt, workers = _workers(folder)
     taken = collect(_chosen(folder, workers, rank), folder.stacks, attempt, WAIT_S, native=native)
     if json:
-        ranks = [asdict(seen) | {"line": its_line(seen), "collective": its_collective(seen)} for seen in taken.seen]
+        ranks = [
+            asdict(seen) | {"line": describe_location(seen), "collective": describe_collective(seen)}
+            for seen in taken.workers
+        ]
         print_json({"run": folder.name, "attempt": attempt, "path": taken.path, "ranks": ranks})
     else:
         print("\n".join(_screen(folder, attempt, taken)))
@@ -88,11 +91,11 @@ def _chosen(run: "RunFolder", workers: dict[int, int], rank: int | None) -> dict
 
 def _screen(run: "RunFolder", attempt: int, taken: "StackDump") -> list[str]:
     """All of it for people; what every worker lacks is said once."""
-    shared = [line for line in taken.seen[0].missing if all(line in seen.missing for seen in taken.seen)]
+    shared = [line for line in taken.workers[0].missing if all(line in seen.missing for seen in taken.workers)]
     lines = []
-    for seen in taken.seen:
-        lines += [*_worker(seen, shared if len(taken.seen) > 1 else []), ""]
-    if len(taken.seen) > 1:
+    for seen in taken.workers:
+        lines += [*_worker(seen, shared if len(taken.workers) > 1 else []), ""]
+    if len(taken.workers) > 1:
         lines += [part for line in shared for part in _wrap(f"all ranks: {line}", "  ")]
     where = "could not be written: no room, or not yours to write" if taken.path is None else str(taken.path)
     lines += [f"attempt {attempt}, all threads: {where}"]
@@ -101,11 +104,11 @@ def _screen(run: "RunFolder", attempt: int, taken: "StackDump") -> list[str]:
 
 def _worker(seen: "WorkerStack", known: list[str]) -> list[str]:
     """One worker: a heading, the frames of its main thread, its last collective, what is missing."""
-    from headway.agent.supervise.stack_dumps import its_collective, its_line, state_in_words
+    from headway.agent.supervise.stack_dumps import describe_collective, describe_location, describe_state
 
     waits = f" in {seen.waits}" if seen.waits else ""
-    heading = f"rank {seen.rank}  process {seen.pid}  {state_in_words(seen)}{waits}  {seen.cpu_s:.1f} s CPU"
-    line, collective = its_line(seen), its_collective(seen)
+    heading = f"rank {seen.rank}  process {seen.pid}  {describe_state(seen)}{waits}  {seen.cpu_s:.1f} s CPU"
+    line, collective = describe_location(seen), describe_collective(seen)
     if len(heading) + 2 + len(line) <= WIDTH:
         heading, line = f"{heading}  {line}".rstrip(), ""
     lines = [heading, *_wrap(line, "  "), *_table(seen.frames)]
@@ -115,13 +118,13 @@ def _worker(seen: "WorkerStack", known: list[str]) -> list[str]:
 
 def _table(frames: "tuple[Frame, ...]") -> list[str]:
     """A line a frame, the innermost first: function, and place as far as there is room for it."""
-    from headway.agent.supervise.stack_dumps import shortened
+    from headway.agent.supervise.stack_dumps import short_path
 
     width = min(28, max((len(frame.function) for frame in frames), default=0))
     room = WIDTH - width - 6
     rows = []
     for frame in frames:
-        place = f"{shortened(frame.file)}:{frame.line}"
+        place = f"{short_path(frame.file)}:{frame.line}"
         place = place if len(place) <= room else f"...{place[3 - room :]}"
         function = frame.function if len(frame.function) <= width else f"{frame.function[: width - 3]}..."
         rows.append(f"    {function:{width}}  {place}")

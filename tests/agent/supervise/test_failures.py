@@ -25,7 +25,7 @@ from headway.errors import StateError
 from headway.track import RunFolder, read_run
 
 PEER = {"kind": "error", "type": "PeerFailed", "message": "lost the connection to another worker", "hint": None}
-LOST = LostWorker(Stall(1, 9, "optimizer", 0, 6.0, 2.5, alone=True), "worker 1 hangs in step 9, optimizer (sleeping)")
+LOST = LostWorker(Stall(1, 9, "optimizer", 0, 6.0, 2.5, others_wait=True), "worker 1 is hung in step 9, optimizer (sleeping)")
 
 
 def write(run: Path, attempt: int, process: str, *events: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What workers do, as seen from outside: real processes that sleep, spin, hold the interpreter, are stopped, or die."""
+"""Stack dumps of real processes that sleep, spin, hold the GIL, are stopped, or die."""
 
 import faulthandler
 import os
@@ -15,22 +15,29 @@ import pytest
 from eventually import CEILING_S, eventually
 from headway.agent.supervise import stack_dumps as stacks
 from headway.agent.supervise.hang_detector import process_state
-from headway.agent.supervise.stack_dumps import Frame, WorkerStack, collect, its_collective, its_line, shortened
+from headway.agent.supervise.stack_dumps import (
+    Frame,
+    WorkerStack,
+    collect,
+    describe_collective,
+    describe_location,
+    short_path,
+)
 
 ANSWERS_S = 60.0
-"""How long a worker may take that can answer; who cannot is waited for as long as a test says."""
+"""Timeout for workers that can answer."""
 SIGNALLED_S = 2.0
-"""Half of it for one that cannot answer, half for the handler of the signal."""
+"""Half of it for the responder, half for the signal handler."""
 WORKER = """
 import itertools, os, re, sys, threading, time
 from pathlib import Path
 from headway.train.stack_responder import answer_requests
 
-said = []
+written = []
 ENDLESS = re.compile("(a+)+$")
 
 def nap():
-    said.append(os.write(1, b"ready\\n")); time.sleep(600)  # sleeps here
+    written.append(os.write(1, b"ready\\n")); time.sleep(600)  # sleeps here
 
 def outer():
     nap()  # naps here
@@ -39,8 +46,8 @@ def spin():
     for _ in itertools.chain([os.write(1, b"ready\\n")], itertools.repeat(None)):
         sum([1, 2, 3])  # spins here
 
-def grip():
-    "A regular expression that takes for ever, and the interpreter's lock with it."
+def hold_gil():
+    "A regular expression that runs forever and holds the GIL."
     os.write(1, b"ready\\n"); ENDLESS.match("a" * 60 + "b")  # holds here
 
 def deep(calls):
@@ -55,7 +62,7 @@ def mute():
 if sys.argv[1] != "mute":
     answer_requests(Path(sys.argv[2]), 1, int(sys.argv[3]))
 threading.Thread(target=nap, name="helper", daemon=True).start()
-while not said:
+while not written:
     time.sleep(0.01)
 globals()[sys.argv[1]]()
 """
@@ -71,7 +78,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Workers:
-    """Processes that do what they are called after."""
+    """Processes that run the function they are named after."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "stacks"
@@ -79,17 +86,17 @@ class Workers:
         self.script.write_text(WORKER)
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *stories: str) -> dict[int, int]:
-        """One a story, ranks in that order; all are in the middle of it when this returns."""
-        for rank, story in enumerate(stories):
-            command = [sys.executable, str(self.script), story, str(self.folder), str(rank)]
+    def start(self, *functions: str) -> dict[int, int]:
+        """Start one process per function name, in rank order; all are inside it when this returns."""
+        for rank, function in enumerate(functions):
+            command = [sys.executable, str(self.script), function, str(self.folder), str(rank)]
             self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        for process, story in zip(self.processes, stories, strict=True):
-            assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2  # of both its threads
-            if story == "grip":
-                has_used = cpu_s(process.pid)
-                eventually(lambda pid=process.pid, before=has_used: cpu_s(pid) > before + 0.02)
-            elif story != "spin":
+        for process, function in zip(self.processes, functions, strict=True):
+            assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2  # one line per thread
+            if function == "hold_gil":
+                used = cpu_s(process.pid)
+                eventually(lambda pid=process.pid, before=used: cpu_s(pid) > before + 0.02)
+            elif function != "spin":
                 eventually(lambda pid=process.pid: process_state(pid) == "S")
         return {rank: process.pid for rank, process in enumerate(self.processes)}
 
@@ -102,116 +109,116 @@ class Workers:
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without a py-spy, wherever there is one
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # hide any installed py-spy
     monkeypatch.setattr(stacks, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
-    found = Workers(tmp_path)
-    yield found
-    found.end()
+    started = Workers(tmp_path)
+    yield started
+    started.end()
 
 
-def test_a_sleeping_worker_shows_where_it_sleeps(workers):
+def test_sleeping_worker_shows_its_line(workers):
     pids = workers.start("outer")
-    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
-    assert (seen.rank, seen.pid, seen.state, seen.threads) == (0, pids[0], "S", 3)
-    assert [(frame.function, frame.line) for frame in seen.frames[:2]] == [
+    (stack,) = collect(pids, workers.folder, 1, ANSWERS_S).workers
+    assert (stack.rank, stack.pid, stack.state, stack.threads) == (0, pids[0], "S", 3)
+    assert [(frame.function, frame.line) for frame in stack.frames[:2]] == [
         ("nap", line_of("sleeps here")),
         ("outer", line_of("naps here")),
     ]
-    assert {frame.file for frame in seen.frames} == {str(workers.script)}
-    assert its_line(seen) == f"{workers.script}:{line_of('sleeps here')} in nap"
-    assert "no collectives: the flight recorder has nothing: torch.distributed is not imported" in seen.missing
+    assert {frame.file for frame in stack.frames} == {str(workers.script)}
+    assert describe_location(stack) == f"{workers.script}:{line_of('sleeps here')} in nap"
+    assert "no collectives: the flight recorder is empty: torch.distributed is not imported" in stack.missing
 
 
-def test_what_is_seen_is_written_down_for_people_under_a_new_number(workers):
+def test_each_dump_is_written_to_a_new_file(workers):
     pids = workers.start("outer")
     first, second = (collect(pids, workers.folder, 1, ANSWERS_S).path for _ in range(2))
     assert (first.name, second.name) == ("0001-1.txt", "0001-2.txt")
     text = first.read_text()
     assert f"rank 0, process {pids[0]}: sleeping" in text
-    assert "helper" in text, "all threads are told, by name"
+    assert "helper" in text, "all threads are listed by name"
     assert text.count(f'"{workers.script}", line {line_of("sleeps here")} in nap') == 2
-    assert collect({}, workers.folder, 1).seen == []
+    assert collect({}, workers.folder, 1).workers == []
 
 
-def test_a_worker_that_can_hear_is_never_signalled(workers):
-    """The handler of the signal looks at stacks that may be moving, and now and then dies of it."""
+def test_worker_that_can_answer_is_never_signalled(workers):
+    """The signal handler walks stacks that may change meanwhile, which sometimes crashes the process."""
     pids = workers.start("spin")
     before = (workers.folder / "0001-rank-0.txt").read_bytes()
     for _ in range(10):
-        (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
-        assert seen.frames[0].function == "spin"
-        assert seen.frames[0].line in (line_of("spins here") - 1, line_of("spins here"))
+        (stack,) = collect(pids, workers.folder, 1, ANSWERS_S).workers
+        assert stack.frames[0].function == "spin"
+        assert stack.frames[0].line in (line_of("spins here") - 1, line_of("spins here"))
     assert (workers.folder / "0001-rank-0.txt").read_bytes() == before
     assert workers.processes[0].poll() is None
 
 
-def test_a_worker_that_never_lets_go_of_the_interpreter(workers):
-    pids = workers.start("grip")
+def test_worker_that_holds_the_gil_answers_by_signal(workers):
+    pids = workers.start("hold_gil")
     for _ in range(2):  # the newest answer counts
-        (seen,) = collect(pids, workers.folder, 1, SIGNALLED_S).seen
-        assert seen.state == "R"
-        assert (seen.frames[0].function, seen.frames[0].line) == ("grip", line_of("holds here"))
-        assert "no collectives: something holds the worker's interpreter, through which it is asked" in seen.missing
+        (stack,) = collect(pids, workers.folder, 1, SIGNALLED_S).workers
+        assert stack.state == "R"
+        assert (stack.frames[0].function, stack.frames[0].line) == ("hold_gil", line_of("holds here"))
+        assert "no collectives: native code holds the worker's GIL" in stack.missing
     assert workers.processes[0].poll() is None
 
 
-def test_a_stack_that_is_cut_short_is_still_an_answer(workers):
+def test_truncated_stack_counts_as_an_answer(workers):
     pids = workers.start("deeper")
-    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
-    functions = [frame.function for frame in seen.frames]
+    (stack,) = collect(pids, workers.folder, 1, ANSWERS_S).workers
+    functions = [frame.function for frame in stack.frames]
     assert functions == ["nap", *["deep"] * 99], "as many as faulthandler shows"
 
 
-def test_some_that_answer_and_some_that_cannot(workers):
-    pids = workers.start("outer", "grip", "outer", "mute")
+def test_workers_that_cannot_answer_do_not_affect_others(workers):
+    pids = workers.start("outer", "hold_gil", "outer", "mute")
     os.kill(pids[2], signal.SIGSTOP)
     eventually(lambda: process_state(pids[2]) == "T")
-    there, held, stopped, mute = collect(pids, workers.folder, 1, SIGNALLED_S).seen
-    assert (there.frames[0].function, held.frames[0].function) == ("nap", "grip")
+    sleeping, holding, stopped, mute = collect(pids, workers.folder, 1, SIGNALLED_S).workers
+    assert (sleeping.frames[0].function, holding.frames[0].function) == ("nap", "hold_gil")
     assert (stopped.state, stopped.frames) == ("T", ())
-    assert "no Python stack: the process is stopped and takes no signal" in stopped.missing
-    assert "no collectives: the process is stopped and takes no signal" in stopped.missing
-    assert "no Python stack: the process does not listen yet" in mute.missing
+    assert "no Python stack: the process is stopped and handles no signal" in stopped.missing
+    assert "no collectives: the process is stopped and handles no signal" in stopped.missing
+    assert "no Python stack: the process has not started its responder yet" in mute.missing
     os.kill(pids[2], signal.SIGCONT)
-    (woken,) = collect({2: pids[2]}, workers.folder, 1, ANSWERS_S).seen
-    assert woken.frames[0].function == "nap"
-    assert [process.poll() for process in workers.processes] == [None] * 4, "asking ends nobody, ready or not"
+    (continued,) = collect({2: pids[2]}, workers.folder, 1, ANSWERS_S).workers
+    assert continued.frames[0].function == "nap"
+    assert [process.poll() for process in workers.processes] == [None] * 4, "a query ends no process"
     assert "most recent call first" not in (workers.folder / "0001-rank-2.txt").read_text().partition("listen\n")[2]
 
 
-def test_a_worker_that_dies_meanwhile_and_one_that_is_long_gone(workers, monkeypatch):
-    pids = workers.start("grip", "outer")
+def test_worker_that_dies_during_the_query_and_one_that_exited_before(workers, monkeypatch):
+    pids = workers.start("hold_gil", "outer")
     workers.processes[1].kill()
     workers.processes[1].wait()
     wait = stacks._wait
 
-    def killed_while_it_is_waited_for(*waiting) -> None:
+    def kill_then_wait(*waiting) -> None:
         os.kill(pids[0], signal.SIGKILL)
         wait(*waiting)
 
-    monkeypatch.setattr(stacks, "_wait", killed_while_it_is_waited_for)
-    killed, gone = collect(pids, workers.folder, 1, ANSWERS_S).seen
+    monkeypatch.setattr(stacks, "_wait", kill_then_wait)
+    killed, gone = collect(pids, workers.folder, 1, ANSWERS_S).workers
     assert (killed.state, gone.state) == ("Z", "gone")
-    assert its_line(gone) == ""
-    for seen in (killed, gone):
-        assert "no Python stack: the process has ended" in seen.missing
+    assert describe_location(gone) == ""
+    for stack in (killed, gone):
+        assert "no Python stack: the process has exited" in stack.missing
 
 
-def test_another_life_of_the_same_rank_is_asked_through_its_own_pipe(workers):
+def test_restarted_rank_is_queried_through_its_own_pipe(workers):
     workers.start("outer")
     workers.end()
     workers.processes.clear()
     pids = workers.start("outer")
-    (seen,) = collect(pids, workers.folder, 1, ANSWERS_S).seen
-    assert seen.frames[0].function == "nap"
+    (stack,) = collect(pids, workers.folder, 1, ANSWERS_S).workers
+    assert stack.frames[0].function == "nap"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, workers, capsys):
+def test_unwritable_folder(tmp_path, workers, capsys):
     from headway.train.stack_responder import answer_requests
 
     (tmp_path / "file").write_text("")
     taken = collect(workers.start("mute"), tmp_path / "file" / "stacks", 1)
-    assert (taken.path, len(taken.seen)) == (None, 1)
+    assert (taken.path, len(taken.workers)) == (None, 1)
     answer_requests(tmp_path / "file" / "stacks", 1, 0)
     assert "cannot show its stacks" in capsys.readouterr().err
 
@@ -219,20 +226,20 @@ def test_a_folder_that_cannot_be_written(tmp_path, workers, capsys):
 # -- what faulthandler writes
 
 
-def test_frames_are_those_that_python_itself_tells(tmp_path):
-    """Held against traceback, which walks the frames by another way."""
+def test_frames_equal_those_of_traceback(tmp_path):
+    """traceback walks the frames another way."""
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file, all_threads=False)
         truth = traceback.extract_stack()
-    found = stacks._frames((tmp_path / "dump").read_text())
+    frames = stacks._main_frames((tmp_path / "dump").read_text())
     want = [Frame(frame.name, frame.filename, frame.lineno) for frame in reversed(truth)]
-    assert found[1:] == tuple(want[1 : len(found)])
-    assert (found[0].function, found[0].file) == (want[0].function, want[0].file)
-    assert len(found) == min(100, len(want))
+    assert frames[1:] == tuple(want[1 : len(frames)])
+    assert (frames[0].function, frames[0].file) == (want[0].function, want[0].file)
+    assert len(frames) == min(100, len(want))
 
 
-def test_the_main_thread_is_found_among_all():
-    """Also with the names that newer Pythons write, and files whose names could be mistaken."""
+def test_main_thread_is_found_among_all_threads():
+    """Also with thread names, as newer Pythons write them, and with confusing file names."""
     text = (
         "main thread 0x00000000000000aa of 0x00000000000000aa MainThread, 0x00000000000000bb x\n"
         "Current thread 0x00000000000000bb [x] (most recent call first):\n"
@@ -244,11 +251,11 @@ def test_the_main_thread_is_found_among_all():
         "  ...\n"
     )
     want = (Frame("inner", '/a/odd", line 7 in name.py', 12), Frame("<module>", "/a/b.py", 0))
-    assert stacks._frames(text) == want
-    assert stacks._frames("") == ()
+    assert stacks._main_frames(text) == want
+    assert stacks._main_frames("") == ()
 
 
-# -- in words
+# -- descriptions
 
 PYTHON, TORCH, OWN = (
     Frame("wait", "/usr/lib/python3.11/threading.py", 327),
@@ -280,17 +287,22 @@ IN_A_VENV_IN_SRC = Frame("f", "/src/x/.venv/lib64/python3.13/site-packages/numpy
         ((IN_A_VENV_IN_SRC, OWN), "numpy/core.py:1 in f"),
     ],
 )
-def test_where_a_worker_is_in_words(frames, line):
-    assert its_line(WorkerStack(0, 1, "S", frames=frames)) == line
+def test_describe_location(frames, line):
+    assert describe_location(WorkerStack(0, 1, "S", frames=frames)) == line
 
 
-def test_paths_that_belong_to_no_package_stay_whole():
-    assert shortened("/home/me/model.py") == "/home/me/model.py"
+def test_paths_outside_packages_are_not_shortened():
+    assert short_path("/home/me/model.py") == "/home/me/model.py"
 
 
 def entry(number, at, **fields):
-    told = {"profiling_name": "gloo:all_reduce", "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False}
-    return told | {"process_group": ["0", "all"], "state": "scheduled", "time_created_ns": at} | fields
+    fields_of_gloo = {
+        "profiling_name": "gloo:all_reduce",
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+    }
+    return fields_of_gloo | {"process_group": ["0", "all"], "state": "scheduled", "time_created_ns": at} | fields
 
 
 @pytest.mark.parametrize(
@@ -312,17 +324,17 @@ def entry(number, at, **fields):
         ),
     ],
 )
-def test_the_last_collective_in_words(entries, completed, line):
-    told = {"fr": {"entries": entries, "pg_status": {"0": {"last_completed_collective": completed}}}}
-    assert its_collective(WorkerStack(0, 1, "S", collectives=told)) == line
+def test_describe_collective(entries, completed, line):
+    dumps = {"fr": {"entries": entries, "pg_status": {"0": {"last_completed_collective": completed}}}}
+    assert describe_collective(WorkerStack(0, 1, "S", collectives=dumps)) == line
 
 
-def test_of_a_long_queue_the_last_are_kept_and_the_one_that_holds_it_up():
+def test_long_queue_keeps_the_last_entries_and_the_oldest_pending():
     entries = [entry(number, number, retired=number < 50) for number in range(1, 2001)]
-    told = {"nccl": {"entries": entries, "pg_status": {"0": {"last_completed_collective": "49"}}}, "fr": {}}
-    kept, why = stacks._last_ones(told)
-    assert [each["collective_seq_id"] for each in kept["nccl"]["entries"]] == [50, *range(1969, 2001)]
-    assert (list(kept), why) == (["nccl"], "")
+    dumps = {"nccl": {"entries": entries, "pg_status": {"0": {"last_completed_collective": "49"}}}, "fr": {}}
+    recorded, why = stacks._last_collectives(dumps)
+    assert [each["collective_seq_id"] for each in recorded["nccl"]["entries"]] == [50, *range(1969, 2001)]
+    assert (list(recorded), why) == (["nccl"], "")
 
 
 # -- py-spy
@@ -339,8 +351,8 @@ Thread 7 (idle): "MainThread"
 REFUSES = 'echo "Can\'t get native stack traces" >&2; exit 1'
 
 
-def pretend_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, native: str) -> None:
-    """A py-spy on PATH that does this when asked for Python's stacks, and that when asked for native ones."""
+def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, native: str) -> None:
+    """Put a py-spy on PATH that runs `plain` for Python stacks and `native` for native ones."""
     (folder / "dump").write_text(DUMP)
     (folder / "bin").mkdir()
     script = folder / "bin" / "py-spy"
@@ -350,41 +362,41 @@ def pretend_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, nativ
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(stacks, "LOOK_S", 0.5 if "sleep" in native else ANSWERS_S)
+    monkeypatch.setattr(stacks, "PY_SPY_TIMEOUT_S", 0.5 if "sleep" in native else ANSWERS_S)
 
 
 @pytest.mark.parametrize(
     ("plain", "native", "missing"),
     [
         ("cat dump", "cat dump", None),
-        ("cat dump", REFUSES, "no native stack: py-spy says: Can't get native stack traces"),
+        ("cat dump", REFUSES, "no native stack: py-spy failed: Can't get native stack traces"),
         ("cat dump", "exec sleep 600", "no native stack: py-spy did not finish within 0.5 s"),
-        ("echo Error: Permission Denied >&2; exit 1", "exit 1", "no native stack: py-spy may not look: "),
+        ("echo Error: Permission Denied >&2; exit 1", "exit 1", "no native stack: py-spy has no permission: "),
     ],
     ids=["all", "no-native", "hangs", "forbidden"],
 )
-def test_what_py_spy_adds(workers, monkeypatch, plain, native, missing):
+def test_py_spy_adds_stacks_or_a_reason(workers, monkeypatch, plain, native, missing):
     pids = workers.start("mute")
-    pretend_spy(workers.script.parent, monkeypatch, plain, native)
-    (seen,) = collect(pids, workers.folder, 1).seen
-    told = [line for line in seen.missing if "native" in line]
-    assert [line.startswith(missing) for line in told] == [True] if missing else told == []
+    fake_py_spy(workers.script.parent, monkeypatch, plain, native)
+    (stack,) = collect(pids, workers.folder, 1).workers
+    reasons = [line for line in stack.missing if "native" in line]
+    assert [line.startswith(missing) for line in reasons] == [True] if missing else reasons == []
     if plain == "cat dump":
-        assert seen.native == DUMP
-        assert seen.frames == (Frame("nap", "/home/me/odd (1).py", 7), Frame("<module>", "/home/me/x.py", 9))
+        assert stack.native == DUMP
+        assert stack.frames == (Frame("nap", "/home/me/odd (1).py", 7), Frame("<module>", "/home/me/x.py", 9))
 
 
-def test_a_stopped_worker_is_seen_by_py_spy_where_there_is_one(workers, monkeypatch):
-    """With the real one if it is installed; without it, that is what is said."""
+def test_stopped_worker_is_dumped_by_py_spy_if_installed(workers, monkeypatch):
+    """With the real py-spy if installed; without it, the reason says so."""
     monkeypatch.undo()
     pids = workers.start("outer")
     os.kill(pids[0], signal.SIGSTOP)
     eventually(lambda: process_state(pids[0]) == "T")
-    (seen,) = collect(pids, workers.folder, 1).seen
-    reasons = [line for line in seen.missing if line.startswith("no native stack: ")]
+    (stack,) = collect(pids, workers.folder, 1).workers
+    reasons = [line for line in stack.missing if line.startswith("no native stack: ")]
     assert len(reasons) == 1
-    if seen.native:
-        assert [(frame.function, frame.line) for frame in seen.frames[:1]] == [("nap", line_of("sleeps here"))]
+    if stack.native:
+        assert [(frame.function, frame.line) for frame in stack.frames[:1]] == [("nap", line_of("sleeps here"))]
     else:
         assert "py-spy" in reasons[0]
 
@@ -436,30 +448,30 @@ for child in children:
 
 
 @pytest.mark.slow
-def test_which_collective_each_rank_is_in(tmp_path):
-    """Rank 0 waits in the fourth, rank 1 has not begun it, rank 2 never had any; then all goes on as if not asked."""
+def test_collective_of_each_rank(tmp_path):
+    """Rank 0 waits in the fourth, rank 1 has not started it, rank 2 never had one; then all continue undisturbed."""
     (tmp_path / "ranks.py").write_text(RANKS)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(tmp_path / "ranks.py"), str(tmp_path)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        told = [tmp_path / "pids", *(tmp_path / f"ready-{rank}" for rank in range(3))]
-        eventually(lambda: all(file.exists() for file in told))
+        files = [tmp_path / "pids", *(tmp_path / f"ready-{rank}" for rank in range(3))]
+        eventually(lambda: all(file.exists() for file in files))
         pids = dict(enumerate(map(int, (tmp_path / "pids").read_text().split())))
         waiting = "gloo:all_reduce, number 4 of group 0 default_pg, not ended"
 
-        def once_rank_0_waits() -> list[WorkerStack]:
-            seen = collect(pids, tmp_path / "stacks", 1, ANSWERS_S, native=False).seen
-            return seen if its_collective(seen[0]) == waiting else []
+        def rank_0_waits() -> list[WorkerStack]:
+            dumped = collect(pids, tmp_path / "stacks", 1, ANSWERS_S, native=False).workers
+            return dumped if describe_collective(dumped[0]) == waiting else []
 
-        waits, stalls, alone = eventually(once_rank_0_waits)
-        assert its_collective(stalls).startswith("gloo:all_reduce, number 3 of group 0 default_pg, ")
+        waits, stalls, alone = eventually(rank_0_waits)
+        assert describe_collective(stalls).startswith("gloo:all_reduce, number 3 of group 0 default_pg, ")
         assert waits.collectives["fr"]["pg_status"]["0"]["last_enqueued_collective"] == "4"
         assert alone.collectives is None
-        assert any("no collectives: the flight recorder has nothing: no collective" in line for line in alone.missing)
+        assert any("no collectives: the flight recorder is empty: no collective" in line for line in alone.missing)
         mark = next(n for n, line in enumerate(RANKS.splitlines(), start=1) if line.endswith("# waits here"))
-        assert its_line(waits).startswith("in all_reduce, torch/distributed/distributed_c10d.py:")
-        assert its_line(waits).endswith(f", called from {tmp_path / 'ranks.py'}:{mark} in rank")
+        assert describe_location(waits).startswith("in all_reduce, torch/distributed/distributed_c10d.py:")
+        assert describe_location(waits).endswith(f", called from {tmp_path / 'ranks.py'}:{mark} in rank")
         (tmp_path / "go").touch()
         assert [process.stdout.readline() for _ in range(2)] == ["0\n"] * 2
         assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[2.0, 2.0]"] * 2

@@ -170,7 +170,7 @@ class NodeAgent:
         go, and not only warned, goes."""
         self._warned = True
         if number != signal.SIGUSR1:
-            self._asked_to_go.hear(number, time.monotonic())
+            self._asked_to_go.receive(number, time.monotonic())
         if self._asked_to_go.asked > 1:
             if self.leading is not None:
                 self.leading.kill()

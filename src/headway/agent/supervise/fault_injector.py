@@ -1,4 +1,4 @@
-"""Carries out the faults of a FaultPlan in the agent: at the named points of a save, and at a step that it sees."""
+"""Fires the agent's share of a FaultPlan: at named points of a save, and at a step that it observes."""
 
 import os
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ __all__ = ["AgentFaultInjector"]
 
 @dataclass(frozen=True)
 class AgentFaultInjector:
-    """The agent's share of a plan."""
+    """Faults of the agent and of its launcher."""
 
     plan: FaultPlan
     folder: Path
-    """Where what has struck is noted."""
+    """Where fired faults are recorded."""
 
     def reach(self, point: AgentPoint, step: int, attempt: int) -> None:
-        """Strike if a fault is due here; the keeper is the agent's parent."""
+        """Fire the faults that are due here; the launcher is the agent's parent process."""
         for rank in (KEEPER, AGENT) if self.plan.faults else ():
             for number in self.plan.due(point, step, rank, attempt):
                 fault = self.plan.faults[number]

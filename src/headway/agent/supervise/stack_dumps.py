@@ -1,17 +1,18 @@
-"""What the workers of a run are doing at this moment: taken when one hangs, and when somebody asks.
+"""Stack dumps of a run's workers, taken when one hangs and by `headway stacks`.
 
-`collect` asks all of them at once and puts together what there is (train/stack_responder.py is the workers' side):
+`collect` queries all workers at once (train/stack_responder.py is their side) and merges four sources:
 
-    /proc         state, what the kernel waits for, CPU time, threads: needs no help from the worker
-    the worker    a byte into its pipe has a thread of it write every Python stack and PyTorch's flight recorder
-    its handler   a worker that leaves the byte unanswered gets SIGUSR2, which shows the main thread's Python stack
-    py-spy        where installed and allowed: Python and native stacks, also of a process that is stopped
+    /proc           state, wait channel, CPU time, threads: needs no help from the worker
+    responder       a byte into the worker's pipe: a thread dumps all Python stacks and PyTorch's flight recorder
+    faulthandler    a worker that leaves the byte unanswered gets SIGUSR2: the main thread's Python stack
+    py-spy          where installed and allowed: Python and native stacks, also of a stopped process
 
-Nothing here raises because a worker dies meanwhile, or needs more time than it is given. What could not be had is a
-sentence in `Seen.missing`. Everything is kept for people in stacks/NNNN-N.txt.
+A worker that dies or is too slow raises nothing: `WorkerStack.missing` says what is absent and why. The full text
+goes to stacks/NNNN-N.txt.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -27,37 +28,47 @@ from typing import Any
 
 from pydantic_core import from_json
 
-__all__ = ["Frame", "StackDump", "WorkerStack", "collect", "its_collective", "its_line", "shortened", "state_in_words"]
+__all__ = [
+    "Frame",
+    "StackDump",
+    "WorkerStack",
+    "blocking_rank",
+    "collect",
+    "describe_collective",
+    "describe_location",
+    "describe_state",
+    "short_path",
+]
 
-LOOK_S = 2.0
-"""How long py-spy may take: of a process with torch in it a native dump took 0.5 s, 2.4 s with cold files."""
+PY_SPY_TIMEOUT_S = 2.0
+"""A native dump of a process with torch took 0.5 s, 2.4 s with a cold file cache."""
 POLL_S = 0.01
-KEPT_COLLECTIVES = 32
-"""Last entries of a flight recorder that are handed on; the worker's file has all (2,000)."""
+MAX_COLLECTIVES = 32
+"""Last entries of a flight recorder to return; the worker's file has all (2,000)."""
 STATES = {
     "R": "running",
     "S": "sleeping",
-    "D": "in an uninterruptible wait",
-    "T": "stopped",
-    "t": "held by a debugger",
-    "Z": "ended",
+    "D": "in uninterruptible sleep",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "exited",
     "gone": "gone",
 }
 
-_LISTENS = re.compile(r"^process (\d+) answers; descriptor (\d+) asks$", re.MULTILINE)
+_RESPONDER = re.compile(r"^process (\d+) answers; descriptor (\d+) asks$", re.MULTILINE)
 _BLOCK = re.compile(
     r"^(?:Stack|(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)[^\n]*?) \(most recent call first\):\n"
     r"(?P<frames>(?:  [^\n]*\n)*)",
     re.MULTILINE,
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^\n]*)", line (?P<line>\d+|\?\?\?) in (?P<function>[^\n]*)$', re.MULTILINE)
-_SPIED = re.compile(r'^Thread [^\n]*"MainThread"\n(?P<frames>(?:    [^\n]*\n)*)', re.MULTILINE)
-_SPIED_FRAME = re.compile(r"^    (?P<function>[^\n]+?) \((?P<file>[^\n]+):(?P<line>\d+)\)$", re.MULTILINE)
+_PY_SPY_MAIN = re.compile(r'^Thread [^\n]*"MainThread"\n(?P<frames>(?:    [^\n]*\n)*)', re.MULTILINE)
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>[^\n]+?) \((?P<file>[^\n]+):(?P<line>\d+)\)$", re.MULTILINE)
 _PACKAGES = r".*/(?:site|dist)-packages/"
-_STANDARD = r".*/lib(?:64)?/python3[.\d]*t?/"
-_FOLDER = re.compile(rf"{_PACKAGES}|{_STANDARD}|.*/src/")
-_PYTHONS = re.compile(rf"<frozen |(?!{_PACKAGES}){_STANDARD}")
-_TORCHS = re.compile(rf"<eval_with_key>|{_PACKAGES}torch/|.*/torchinductor_")
+_STDLIB = r".*/lib(?:64)?/python3[.\d]*t?/"
+_PATH_PREFIX = re.compile(rf"{_PACKAGES}|{_STDLIB}|.*/src/")
+_STDLIB_FILE = re.compile(rf"<frozen |(?!{_PACKAGES}){_STDLIB}")
+_TORCH_FILE = re.compile(rf"<eval_with_key>|{_PACKAGES}torch/|.*/torchinductor_")
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Frame:
     function: str
     file: str
     line: int
-    """0 where it is not known."""
+    """0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +88,20 @@ class WorkerStack:
     rank: int
     pid: int
     state: str
-    """The letter of /proc/PID/stat for its main thread; `gone` if there is no such process."""
+    """State letter from /proc/PID/stat of its main thread; `gone` if there is no such process."""
     waits: str = ""
-    """What the kernel waits for on behalf of its main thread, where one may know."""
+    """Kernel function its main thread waits in (wchan), where readable."""
     cpu_s: float = 0.0
-    """CPU time of all its threads since it began."""
+    """CPU time of all its threads since it started."""
     threads: int = 0
     frames: tuple[Frame, ...] = ()
-    """Of the main thread, the innermost first."""
+    """Of the main thread, innermost first."""
     native: str = ""
-    """What py-spy shows: native stacks where it could get them, Python's else."""
+    """Output of py-spy: native stacks where possible, else Python's."""
     collectives: dict[str, Any] | None = None
-    """By flight recorder (`fr`: gloo's, `nccl`): what PyTorch tells of it, with the last entries only."""
+    """Dump per flight recorder (`fr`: gloo's, `nccl`), with the last entries only."""
     missing: tuple[str, ...] = ()
-    """A sentence for everything that could not be had."""
+    """One sentence per source that gave nothing, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -98,128 +109,132 @@ class StackDump:
     """What all workers were doing."""
 
     path: Path | None
-    """Where it is written down; None if it could not be."""
-    seen: list[WorkerStack]
+    """The text file; None if it could not be written."""
+    workers: list[WorkerStack]
 
 
 def collect(
     workers: Mapping[int, int], folder: Path, attempt: int, wait_s: float = 1.0, *, native: bool = True
 ) -> StackDump:
-    """See what an attempt's workers (process by rank) do, within `wait_s`, and twice LOOK_S where there is py-spy.
+    """Dump the stacks of an attempt's workers (pid by rank) within `wait_s`, plus twice PY_SPY_TIMEOUT_S with py-spy.
 
-    A native look holds each process for up to a second: right for one that hangs, wrong for one that works.
+    A native dump pauses each process for up to a second: fine for one that hangs, not for one that works.
     """
-    # 1 look from outside, before asking changes anything
-    doors = [_Door(_process(rank, pid), folder / f"{attempt:04d}-rank-{rank}") for rank, pid in sorted(workers.items())]
-    with ThreadPoolExecutor(max(1, len(doors))) as pool:
-        looking = [pool.submit(_look, door.seen) for door in doors]
-        # 2 ask all at once
-        _ask(doors, wait_s)
-        looks = [look.result() for look in looking]
-        # 3 look at native stacks last: a process that is held cannot answer
+    # 1 read /proc, before a query changes anything
+    queries = [
+        _Query(_read_proc(rank, pid), folder / f"{attempt:04d}-rank-{rank}") for rank, pid in sorted(workers.items())
+    ]
+    with ThreadPoolExecutor(max(1, len(queries))) as pool:
+        python_dumps = [pool.submit(_dump_python, query.stack) for query in queries]
+        # 2 query all workers at once
+        _run_queries(queries, wait_s)
+        spied = [dump.result() for dump in python_dumps]
+        # 3 native stacks last: a paused process cannot answer
         if native:
-            looks = list(pool.map(_look_deeper, (door.seen for door in doors), looks))
-    # 4 put it together
-    seen = [_put_together(door, look, wait_s) for door, look in zip(doors, looks, strict=True)]
-    return StackDump(_write(folder, attempt, [_page(*pair) for pair in zip(seen, doors, strict=True)]), seen)
+            spied = list(pool.map(_dump_native, (query.stack for query in queries), spied))
+    # 4 merge
+    stacks = [_merge(query, dump, wait_s) for query, dump in zip(queries, spied, strict=True)]
+    return StackDump(_write(folder, attempt, [_render(*pair) for pair in zip(stacks, queries, strict=True)]), stacks)
 
 
-def its_line(seen: WorkerStack) -> str:
-    """Where a worker is, in words: its innermost frame outside Python and torch, and what that one is in."""
-    if not seen.frames:
+def describe_location(stack: WorkerStack) -> str:
+    """Where a worker is: its innermost frame, and the innermost outside Python and torch that called it."""
+    if not stack.frames:
         return ""
-    inner = seen.frames[0]
-    own = next((frame for frame in seen.frames if not (_PYTHONS.match(frame.file) or _TORCHS.match(frame.file))), None)
+    inner = stack.frames[0]
+    own = next((f for f in stack.frames if not (_STDLIB_FILE.match(f.file) or _TORCH_FILE.match(f.file))), None)
     if own is inner:
-        return f"{_place(inner)} in {inner.function}"
-    caller = "" if own is None else f", called from {_place(own)} in {own.function}"
-    return f"in {inner.function}, {_place(inner)}{caller}"
+        return f"{_file_line(inner)} in {inner.function}"
+    caller = "" if own is None else f", called from {_file_line(own)} in {own.function}"
+    return f"in {inner.function}, {_file_line(inner)}{caller}"
 
 
-def its_collective(seen: WorkerStack) -> str:
-    """The collective that holds a worker up, the oldest that has not ended, else its last; "" if none is known."""
-    recorders = (seen.collectives or {}).values()
-    told = [(entry, _has_ended(entry, recorder)) for recorder in recorders for entry in recorder["entries"]]
-    if not told:
+def describe_collective(stack: WorkerStack) -> str:
+    """The oldest collective of a worker that has not ended, else its last; "" if none is known."""
+    recorders = (stack.collectives or {}).values()
+    collectives = [(entry, _has_ended(entry, recorder)) for recorder in recorders for entry in recorder["entries"]]
+    if not collectives:
         return ""
-    told.sort(key=lambda pair: pair[0].get("time_created_ns", 0))
-    entry, ended = next((pair for pair in told if not pair[1]), told[-1])
+    collectives.sort(key=lambda pair: pair[0].get("time_created_ns", 0))
+    entry, ended = next((pair for pair in collectives if not pair[1]), collectives[-1])
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     group = " ".join(str(part) for part in entry.get("process_group", ()))
     name = entry.get("profiling_name", "a collective")
     return f"{name}, number {number} of group {group}, {'ended' if ended else 'not ended'}"
 
 
-def blocking_rank(seen: Sequence[WorkerStack]) -> int | None:
-    """The one worker that the others wait for, by its collectives or its stack; None where these do not tell.
+def blocking_rank(stacks: Sequence[WorkerStack]) -> int | None:
+    """The one rank that the others wait for, by collectives or stacks; None if these do not show it.
 
-    Workers number the collectives of a group alike: whoever has begun fewer than another is awaited. Where all have
-    begun as many, those that stand in PyTorch's exchanges wait, and one that does not is what they wait for.
+    All ranks number the collectives of a group alike, so a rank that started fewer than another is awaited. If all
+    started as many, the ranks inside PyTorch's communication wait for the one that is not.
     """
-    begun = {one.rank: _begun(one) for one in seen}
+    started = {stack.rank: _started_collectives(stack) for stack in stacks}
     behind = {
         rank
-        for rank, groups in begun.items()
-        for others in begun.values()
+        for rank, groups in started.items()
+        for others in started.values()
         if any(others.get(group, 0) > number for group, number in groups.items())
     }
     if not behind:
-        behind = {one.rank for one in seen if one.frames and not _exchanges(one)}
+        behind = {stack.rank for stack in stacks if stack.frames and not _is_communicating(stack)}
     return behind.pop() if len(behind) == 1 else None
 
 
-def _begun(seen: WorkerStack) -> dict[str, int]:
-    """The last collective that a worker has begun, by group."""
-    found: dict[str, int] = {}
-    for recorder in (seen.collectives or {}).values():
+def _started_collectives(stack: WorkerStack) -> dict[str, int]:
+    """Number of the last collective that a worker started, by group."""
+    numbers: dict[str, int] = {}
+    for recorder in (stack.collectives or {}).values():
         for entry in recorder["entries"]:
             if not entry.get("is_p2p"):
-                group = str((entry.get("process_group") or [""])[0])
-                found[group] = max(found.get(group, 0), int(entry.get("collective_seq_id", 0)))
-    return found
+                group = _group_of(entry)
+                numbers[group] = max(numbers.get(group, 0), int(entry.get("collective_seq_id", 0)))
+    return numbers
 
 
-def _exchanges(seen: WorkerStack) -> bool:
-    """Whether a worker's main thread stands in an exchange, or in a backward pass, where other threads make them."""
-    inner = seen.frames[:4]
-    return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in inner)
+def _group_of(entry: dict[str, Any]) -> str:
+    return str((entry.get("process_group") or [""])[0])
 
 
-def state_in_words(seen: WorkerStack) -> str:
-    """What a process's state means."""
-    return STATES.get(seen.state, f"in state {seen.state}")
+def _is_communicating(stack: WorkerStack) -> bool:
+    """Whether the main thread is in a collective, or in a backward pass, whose collectives run in other threads."""
+    return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in stack.frames[:4])
 
 
-def shortened(file: str) -> str:
-    """A file's path from its package on."""
-    return _FOLDER.sub("", file, count=1)
+def describe_state(stack: WorkerStack) -> str:
+    """The process state in words."""
+    return STATES.get(stack.state, f"in state {stack.state}")
 
 
-def _place(frame: Frame) -> str:
-    return f"{shortened(frame.file)}:{frame.line}"
+def short_path(file: str) -> str:
+    """A file's path, starting at its package."""
+    return _PATH_PREFIX.sub("", file, count=1)
 
 
-# -- from outside
+def _file_line(frame: Frame) -> str:
+    return f"{short_path(frame.file)}:{frame.line}"
 
 
-def _process(rank: int, pid: int) -> WorkerStack:
-    """What /proc tells of a process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+# -- /proc
+
+
+def _read_proc(rank: int, pid: int) -> WorkerStack:
+    """What /proc shows of a process."""
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    if not stat:
         return WorkerStack(rank, pid, "gone")
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = stat.rpartition(")")[2].split()  # the command name before it may hold anything
     waits = _read(Path(f"/proc/{pid}/wchan")).strip()
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return WorkerStack(rank, pid, fields[0], "" if waits == "0" else waits, cpu_s, int(fields[17]))
 
 
-def _is_over(seen: WorkerStack) -> bool:
-    return seen.state in ("gone", "Z", "X")
+def _has_exited(stack: WorkerStack) -> bool:
+    return stack.state in ("gone", "Z", "X")
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
+    """Whether a process has a handler for a signal that would otherwise end it."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
@@ -231,82 +246,81 @@ def _read(path: Path) -> str:
         return ""
 
 
-# -- asking the workers
+# -- querying the workers
 
 
-class _Door:
-    """Where a worker is asked and where it answers; what lay there before it was asked does not count."""
+class _Query:
+    """A query to one worker and its answer files; what they held before the query does not count."""
 
-    def __init__(self, seen: WorkerStack, stem: Path) -> None:
-        self.seen = seen
+    def __init__(self, stack: WorkerStack, stem: Path) -> None:
+        self.stack = stack
         self.signalled = False
-        self._shown, self._threads, self._collectives = (
+        self._handler_file, self._threads, self._collectives = (
             stem.with_name(stem.name + ending) for ending in (".txt", "-threads.txt", "-collectives.json")
         )
-        text = _read(self._shown)
-        listens = [match for match in _LISTENS.finditer(text) if int(match[1]) == seen.pid]
-        began = list(_BLOCK.finditer(text, listens[-1].end()))[:1] if listens else []
-        self.descriptor = int(listens[-1][2]) if listens else None
-        self._outermost = _outermost(began)
+        text = _read(self._handler_file)
+        responders = [match for match in _RESPONDER.finditer(text) if int(match[1]) == stack.pid]
+        first_dump = list(_BLOCK.finditer(text, responders[-1].end()))[:1] if responders else []
+        self.descriptor = int(responders[-1][2]) if responders else None
+        self._outermost = _outermost(first_dump)
         self._before = len(text), _identity(self._threads), _identity(self._collectives)
 
-    def wake(self) -> None:
-        """Have the worker's own thread answer; where that is not allowed, the signal is left."""
+    def wake_responder(self) -> None:
+        """Ask the worker's responder thread; where that is not permitted, the signal remains."""
         with contextlib.suppress(OSError):
-            pipe = os.open(f"/proc/{self.seen.pid}/fd/{self.descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            pipe = os.open(f"/proc/{self.stack.pid}/fd/{self.descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(pipe, "wb", buffering=0) as file:
                 file.write(b"?")
 
-    def signal(self) -> None:
+    def send_signal(self) -> None:
         """Have faulthandler's handler answer."""
-        if _catches(self.seen.pid, signal.SIGUSR2):
+        if _catches(self.stack.pid, signal.SIGUSR2):
             with contextlib.suppress(OSError):
-                os.kill(self.seen.pid, signal.SIGUSR2)
+                os.kill(self.stack.pid, signal.SIGUSR2)
                 self.signalled = True
 
-    def open(self) -> bool:
-        """Whether an answer can come."""
-        now = _process(self.seen.rank, self.seen.pid)
-        return self.descriptor is not None and now.state != "T" and not _is_over(now)
+    def can_answer(self) -> bool:
+        """Whether the worker is able to answer."""
+        now = _read_proc(self.stack.rank, self.stack.pid)
+        return self.descriptor is not None and now.state != "T" and not _has_exited(now)
 
-    def heard(self) -> bool:
-        """Whether the worker's own thread has answered."""
+    def has_answered(self) -> bool:
+        """Whether the responder thread has written its stacks."""
         return _identity(self._threads) != self._before[1]
 
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-        if self.heard():
+    def is_complete(self) -> bool:
+        """Whether the whole answer is there."""
+        if self.has_answered():
             return _identity(self._collectives) != self._before[2]
-        ended = _outermost(list(_BLOCK.finditer(self.shown()))) if self.signalled else ""
-        return ended != "" and ended in (self._outermost, "  ...")
+        outermost = _outermost(list(_BLOCK.finditer(self._handler_output()))) if self.signalled else ""
+        return outermost != "" and outermost in (self._outermost, "  ...")
 
-    def shown(self) -> str:
-        """What the handler has written."""
-        return _read(self._shown)[self._before[0] :]
+    def _handler_output(self) -> str:
+        return _read(self._handler_file)[self._before[0] :]
 
     def stacks(self) -> str:
-        """Every thread's stack, or that of the main thread where the worker could not be asked."""
-        return _read(self._threads) if self.heard() else self.shown()
+        """Stacks of all threads, or of the main thread if only the signal handler answered."""
+        return _read(self._threads) if self.has_answered() else self._handler_output()
 
     def collectives(self) -> dict[str, Any] | None:
-        """What the flight recorders told; None if they did not."""
+        """The flight recorders' dumps; None without an answer."""
         if _identity(self._collectives) == self._before[2]:
             return None
         try:
-            told = from_json(self._collectives.read_bytes())
+            content = from_json(self._collectives.read_bytes())
         except (OSError, ValueError) as error:
             return {"error": str(error)}
-        return told if isinstance(told, dict) else {"error": "no JSON object"}
+        return content if isinstance(content, dict) else {"error": "no JSON object"}
 
 
 def _outermost(blocks: Sequence[re.Match[str]]) -> str:
-    """The last line of the last stack without the line number, which moves on; "" where it is not written yet."""
+    """Last line of the last stack, without the line number, which changes; "" if not written yet."""
     frames = blocks[-1]["frames"] if blocks else ""
     return re.sub(r", line \d+ in ", " in ", frames.splitlines()[-1]) if frames else ""
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Changes when a file is replaced."""
+    """A value that changes when a file is replaced."""
     try:
         status = file.stat()
     except OSError:
@@ -314,205 +328,202 @@ def _identity(file: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _ask(doors: Sequence[_Door], wait_s: float) -> None:
-    """Wake all workers, signal those who have not answered by half the time, and wait for the rest of it."""
-    began = time.monotonic()
-    for door in doors:
-        if door.open():
-            door.wake()
-    _wait(doors, _Door.heard, began + wait_s / 2)
-    for door in doors:
-        if door.open() and not door.heard():
-            door.signal()
-    _wait(doors, _Door.done, began + wait_s)
+def _run_queries(queries: Sequence[_Query], wait_s: float) -> None:
+    """Wake all responders, signal the workers silent at half time, and wait for the rest of it."""
+    started = time.monotonic()
+    for query in queries:
+        if query.can_answer():
+            query.wake_responder()
+    _wait(queries, _Query.has_answered, started + wait_s / 2)
+    for query in queries:
+        if query.can_answer() and not query.has_answered():
+            query.send_signal()
+    _wait(queries, _Query.is_complete, started + wait_s)
 
 
-def _wait(doors: Sequence[_Door], is_enough: Callable[[_Door], bool], deadline: float) -> None:
-    while time.monotonic() < deadline and not all(is_enough(door) or not door.open() for door in doors):
+def _wait(queries: Sequence[_Query], is_done: Callable[[_Query], bool], deadline: float) -> None:
+    while time.monotonic() < deadline and not all(is_done(query) or not query.can_answer() for query in queries):
         time.sleep(POLL_S)
 
 
-def _frames(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, from what faulthandler wrote of it alone or of all threads."""
+def _main_frames(text: str) -> tuple[Frame, ...]:
+    """The main thread's frames in a faulthandler dump of that thread alone or of all threads."""
     main = re.match(r"main thread (0x[0-9a-f]+)", text)
     blocks = [block for block in _BLOCK.finditer(text) if main is None or block["thread"] == main[1]]
-    return _parsed(_FRAME, blocks[-1]["frames"]) if blocks else ()
+    return _parse_frames(_FRAME, blocks[-1]["frames"]) if blocks else ()
 
 
-def _parsed(pattern: re.Pattern[str], text: str) -> tuple[Frame, ...]:
-    found = pattern.finditer(text)
-    return tuple(Frame(at["function"], at["file"], int(at["line"]) if at["line"].isdigit() else 0) for at in found)
+def _parse_frames(pattern: re.Pattern[str], text: str) -> tuple[Frame, ...]:
+    matches = pattern.finditer(text)
+    return tuple(Frame(m["function"], m["file"], int(m["line"]) if m["line"].isdigit() else 0) for m in matches)
 
 
 # -- py-spy
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What py-spy showed of a process."""
+class _PySpyDump:
+    """What py-spy printed of a process."""
 
     python: str = ""
     native: str = ""
     missing: str = ""
 
 
-def _look(seen: WorkerStack) -> _Look:
-    """Python stacks, without holding the process."""
-    if _is_over(seen):
-        return _Look()
-    text, why = _spy(seen.pid, "--nonblocking", "--full-filenames")
-    return _Look(python=text, missing=f"no native stack: {why}" if why else "")
+def _dump_python(stack: WorkerStack) -> _PySpyDump:
+    """Python stacks, without pausing the process."""
+    if _has_exited(stack):
+        return _PySpyDump()
+    text, why = _py_spy(stack.pid, "--nonblocking", "--full-filenames")
+    return _PySpyDump(python=text, missing=f"no native stack: {why}" if why else "")
 
 
-def _look_deeper(seen: WorkerStack, look: _Look) -> _Look:
-    """Native stacks beside Python's, where it can see any and the process is not stopped."""
-    if not look.python:
-        return look
-    if seen.state == "T":
-        return replace(look, missing="no native stack: py-spy gets none of a stopped process")
-    text, why = _spy(seen.pid, "--native")
-    return replace(look, native=text, missing=f"no native stack: {why}" if why else "")
+def _dump_native(stack: WorkerStack, dump: _PySpyDump) -> _PySpyDump:
+    """Add native stacks, if py-spy got Python's and the process is not stopped."""
+    if not dump.python:
+        return dump
+    if stack.state == "T":
+        return replace(dump, missing="no native stack: py-spy cannot unwind a stopped process")
+    text, why = _py_spy(stack.pid, "--native")
+    return replace(dump, native=text, missing=f"no native stack: {why}" if why else "")
 
 
-def _spy(pid: int, *options: str) -> tuple[str, str]:
-    """What `py-spy dump` prints, or why it prints nothing."""
-    places = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
-    program = shutil.which("py-spy", path=places)
+def _py_spy(pid: int, *options: str) -> tuple[str, str]:
+    """The output of `py-spy dump`, or why there is none."""
+    path = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    program = shutil.which("py-spy", path=path)
     if program is None:
         return "", "py-spy is not installed (pip install py-spy)"
+    command = [program, "dump", "--pid", str(pid), *options]
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid), *options],
-            capture_output=True,
-            timeout=LOOK_S,
-            stdin=subprocess.DEVNULL,
+        process = subprocess.run(
+            command, capture_output=True, timeout=PY_SPY_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False
         )
     except subprocess.TimeoutExpired:
-        return "", f"py-spy did not finish within {LOOK_S:g} s"
+        return "", f"py-spy did not finish within {PY_SPY_TIMEOUT_S:g} s"
     except OSError as error:
-        return "", f"py-spy cannot be started: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout.decode(errors="replace"), ""
-    return "", _why_not(done.stderr.decode(errors="replace"))
+        return "", f"cannot start py-spy: {error.strerror}"
+    if process.returncode == 0:
+        return process.stdout.decode(errors="replace"), ""
+    return "", _explain_py_spy_error(process.stderr.decode(errors="replace"))
 
 
-def _why_not(said: str) -> str:
-    """Why py-spy failed, from what it said."""
-    if "permission denied" in said.lower():
+def _explain_py_spy_error(stderr: str) -> str:
+    if "permission denied" in stderr.lower():
         scope = _read(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
-        way = f"ptrace_scope is {scope} (sysctl kernel.yama.ptrace_scope=0 lets it)" if scope not in ("", "0") else ""
-        return f"py-spy may not look: {way or 'it needs the right to trace (CAP_SYS_PTRACE)'}"
-    told = [line.strip().removeprefix("Error: ") for line in said.partition("Stack backtrace")[0].splitlines()]
-    return f"py-spy says: {'; '.join(line for line in told if line and line != 'Caused by:') or 'nothing'}"
+        fix = f"ptrace_scope is {scope}, run sysctl kernel.yama.ptrace_scope=0" if scope not in ("", "0") else ""
+        return f"py-spy has no permission: {fix or 'it needs CAP_SYS_PTRACE'}"
+    lines = [line.strip().removeprefix("Error: ") for line in stderr.partition("Stack backtrace")[0].splitlines()]
+    return f"py-spy failed: {'; '.join(line for line in lines if line and line != 'Caused by:') or 'no message'}"
 
 
-# -- putting it together
+# -- merging
 
 
-def _put_together(door: _Door, look: _Look, wait_s: float) -> WorkerStack:
-    """All that is known of a worker, and a sentence for what is not."""
-    now = _process(door.seen.rank, door.seen.pid)
-    seen = replace(door.seen, state=now.state) if _is_over(now) else door.seen
-    frames = _frames(door.stacks())
-    if not frames and (spied := _SPIED.search(look.python)):
-        frames = _parsed(_SPIED_FRAME, spied["frames"])
-    silent = _why_silent(door, seen, wait_s)
-    missing = [] if frames else [f"no Python stack: {'its main thread has no frame' if door.stacks() else silent}"]
-    collectives, nothing = _last_ones(door.collectives())
+def _merge(query: _Query, dump: _PySpyDump, wait_s: float) -> WorkerStack:
+    """Everything known of a worker, and a sentence for what is not."""
+    now = _read_proc(query.stack.rank, query.stack.pid)
+    stack = replace(query.stack, state=now.state) if _has_exited(now) else query.stack
+    frames = _main_frames(query.stacks())
+    if not frames and (main := _PY_SPY_MAIN.search(dump.python)):
+        frames = _parse_frames(_PY_SPY_FRAME, main["frames"])
+    silent = _why_silent(query, stack, wait_s)
+    missing = [] if frames else [f"no Python stack: {'its main thread has no frame' if query.stacks() else silent}"]
+    collectives, why = _last_collectives(query.collectives())
     if collectives is None:
-        held = "something holds the worker's interpreter, through which it is asked" if door.signalled else silent
-        missing.append(f"no collectives: {nothing or held}")
-    if look.missing:
-        missing.append(look.missing)
-    native = look.native or look.python
-    return replace(seen, frames=frames, native=native, collectives=collectives, missing=tuple(missing))
+        blocked = "native code holds the worker's GIL" if query.signalled else silent
+        missing.append(f"no collectives: {why or blocked}")
+    if dump.missing:
+        missing.append(dump.missing)
+    native = dump.native or dump.python
+    return replace(stack, frames=frames, native=native, collectives=collectives, missing=tuple(missing))
 
 
-def _why_silent(door: _Door, seen: WorkerStack, wait_s: float) -> str:
+def _why_silent(query: _Query, stack: WorkerStack, wait_s: float) -> str:
     """Why a worker did not answer."""
-    if _is_over(seen):
-        return "the process has ended"
-    if door.descriptor is None:
-        return "the process does not listen yet"
-    if seen.state == "T":
-        return "the process is stopped and takes no signal"
-    if seen.state == "D":
-        return f"the kernel holds the process ({seen.waits or 'state D'}), which takes no signal"
+    if _has_exited(stack):
+        return "the process has exited"
+    if query.descriptor is None:
+        return "the process has not started its responder yet"
+    if stack.state == "T":
+        return "the process is stopped and handles no signal"
+    if stack.state == "D":
+        return f"the process is in uninterruptible sleep ({stack.waits or 'state D'}) and handles no signal"
     try:
-        os.kill(seen.pid, 0)
+        os.kill(stack.pid, 0)
     except PermissionError:
-        return "the process is another user's"
+        return "the process belongs to another user"
     except ProcessLookupError:
-        return "the process has ended"
+        return "the process has exited"
     return f"the process did not answer within {wait_s:g} s"
 
 
-def _last_ones(told: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
-    """The flight recorders that have something, cut to their last entries; why none has, else."""
-    if told is None:
+def _last_collectives(dumps: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
+    """The last entries of each flight recorder that has any; else None and the reason."""
+    if dumps is None:
         return None, ""
-    if "error" in told:
-        return None, f"the flight recorder has nothing: {told['error']}"
-    kept = {
-        name: recorder | {"entries": _kept(recorder)}
-        for name, recorder in told.items()
-        if isinstance(recorder, dict) and recorder.get("entries")
+    if "error" in dumps:
+        return None, f"the flight recorder is empty: {dumps['error']}"
+    recorders = {name: recorder for name, recorder in dumps.items() if isinstance(recorder, dict)}
+    recorded = {
+        name: recorder | {"entries": _last_entries(recorder)}
+        for name, recorder in recorders.items()
+        if recorder.get("entries")
     }
-    errors = [
-        str(recorder["error"]) for recorder in told.values() if isinstance(recorder, dict) and "error" in recorder
-    ]
+    if recorded:
+        return recorded, ""
+    errors = [str(recorder["error"]) for recorder in recorders.values() if "error" in recorder]
     why = "; ".join(errors) or "no collective was recorded (none yet, or TORCH_FR_BUFFER_SIZE is 0)"
-    return (kept, "") if kept else (None, f"the flight recorder has nothing: {why}")
+    return None, f"the flight recorder is empty: {why}"
 
 
-def _kept(recorder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The last entries of a recorder, and the oldest that has not ended: queues of a GPU are longer."""
+def _last_entries(recorder: dict[str, Any]) -> list[dict[str, Any]]:
+    """The last entries of a recorder, and the oldest that has not ended: GPU queues can be longer."""
     entries: list[dict[str, Any]] = recorder["entries"]
-    waiting = [entry for entry in entries[:-KEPT_COLLECTIVES] if not _has_ended(entry, recorder)]
-    return waiting[:1] + entries[-KEPT_COLLECTIVES:]
+    pending = [entry for entry in entries[:-MAX_COLLECTIVES] if not _has_ended(entry, recorder)]
+    return pending[:1] + entries[-MAX_COLLECTIVES:]
 
 
 def _has_ended(entry: dict[str, Any], recorder: dict[str, Any]) -> bool:
-    """Whether a collective is over: by its own entry, or by what its group has completed.
+    """Whether a collective has ended, by its own entry or by what its group has completed.
 
-    Gloo's entries stay "scheduled" for ever, and a few of the first are never marked as retired.
+    Gloo's entries stay "scheduled" forever, and a few of the first are never marked as retired.
     """
     if entry.get("retired") or entry.get("state") == "completed":
         return True
-    group = str((entry.get("process_group") or [""])[0])
-    completed = recorder.get("pg_status", {}).get(group, {}).get("last_completed_collective", -1)
+    completed = recorder.get("pg_status", {}).get(_group_of(entry), {}).get("last_completed_collective", -1)
     return not entry.get("is_p2p") and int(completed) >= int(entry.get("collective_seq_id", 0))
 
 
-def _page(seen: WorkerStack, door: _Door) -> str:
-    """All there is of a worker, for people."""
-    waits = f" in {seen.waits}" if seen.waits else ""
+def _render(stack: WorkerStack, query: _Query) -> str:
+    """A worker's section of the text file."""
+    waits = f" in {stack.waits}" if stack.waits else ""
+    collective = describe_collective(stack)
     parts = [
-        f"== rank {seen.rank}, process {seen.pid}: {state_in_words(seen)}{waits}, {seen.cpu_s:.1f} s of CPU,"
-        f" {seen.threads} thread{'s' * (seen.threads != 1)}",
-        its_line(seen),
-        *seen.missing,
-        f"collective: {its_collective(seen)}" if its_collective(seen) else "",
+        f"== rank {stack.rank}, process {stack.pid}: {describe_state(stack)}{waits}, {stack.cpu_s:.1f} s of CPU,"
+        f" {stack.threads} thread{'s' * (stack.threads != 1)}",
+        describe_location(stack),
+        *stack.missing,
+        f"collective: {collective}" if collective else "",
     ]
     text = "\n".join(part for part in parts if part)
-    for title, content in (("Python", door.stacks()), ("py-spy", seen.native)):
+    for title, content in (("Python", query.stacks()), ("py-spy", stack.native)):
         text += f"\n\n-- {title}\n{content.strip()}" if content.strip() else ""
     return text + "\n"
 
 
-def _write(folder: Path, attempt: int, pages: Sequence[str]) -> Path | None:
-    """Keep the pages under the next free number; None where there is no room for them."""
-    text = f"attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n" + "\n\n".join(pages)
-    number = 1
-    while True:
+def _write(folder: Path, attempt: int, sections: Sequence[str]) -> Path | None:
+    """Write the sections to the next free number; None if the folder cannot be written."""
+    text = f"attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n" + "\n\n".join(sections)
+    for number in itertools.count(1):
         path = folder / f"{attempt:04d}-{number}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except FileExistsError:
-            number += 1
+            continue
         except OSError:
             return None
-        else:
-            return path
+        return path
+    return None

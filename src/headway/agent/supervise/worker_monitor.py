@@ -1,4 +1,4 @@
-"""Keeps an eye on a run's workers: hangs, workers that were stopped, stragglers. Names who before anything is done."""
+"""Watches a run's workers: detects hangs, stopped workers and stragglers, and reports who before anything is done."""
 
 import signal
 import time
@@ -12,7 +12,7 @@ from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.supervise.fault_injector import AgentFaultInjector
 from headway.agent.supervise.hang_detector import LEAST_S, HangDetector, HeartbeatSample, Stall
 from headway.agent.supervise.recover import Failure, Situation, recover
-from headway.agent.supervise.stack_dumps import blocking_rank, its_line
+from headway.agent.supervise.stack_dumps import blocking_rank, describe_location, describe_state
 from headway.agent.workers.worker_group import WorkerGroup
 from headway.recipe import FaultPlan, Recipe
 from headway.track import Recorder, RunFolder
@@ -22,23 +22,22 @@ from headway.track.stragglers import straggler
 __all__ = ["LostWorker", "WorkerMonitor"]
 
 Workers = WorkerGroup | NodeGroup
-"""Those of a run, on this machine or on several."""
+"""The workers of a run, on this machine or on several."""
 STRAGGLERS_EVERY_S = 5.0
-WAKES = 3
-"""How often a worker that somebody stops is woken before it is taken for lost."""
-STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped by a signal", "Z": "dead"}
+MAX_CONTINUES = 3
+"""How often a stopped worker is continued before it is given up."""
 
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that will not come back, and a sentence that says which and where."""
+    """A worker that will not recover, and a sentence that says which and where."""
 
     stall: Stall
     text: str
 
 
 class WorkerMonitor:
-    """What the agent sees of its workers beside their exits."""
+    """What the agent observes of its workers besides their exits."""
 
     def __init__(
         self,
@@ -46,120 +45,124 @@ class WorkerMonitor:
         recipe: Recipe,
         workers: int,
         faults: FaultPlan,
-        kept: FdStore,
+        fd_store: FdStore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._faults, self._kept, self._clock = run, AgentFaultInjector(faults, run.faults), kept, clock
-        self._watcher = HangDetector(recipe.train.timeout_s, clock)
+        self._run, self._faults, self._fd_store = run, AgentFaultInjector(faults, run.faults), fd_store
+        self._clock = clock
+        self._detector = HangDetector(recipe.train.timeout_s, clock)
         self._stages = recipe.parallel.pipeline if recipe.parallel else 1
-        thing = kept.take("pulses")
-        self.pulses = HeartbeatPages(workers, None if thing is None else thing.descriptors[0])
-        """Where workers mark what they are doing."""
-        kept.put("pulses", [self.pulses.descriptor])
-        self._named: LostWorker | None = None
-        self._woken = dict[int, int]()
-        self._slow: int | None = None
-        self._straggling = clock() + STRAGGLERS_EVERY_S
+        entry = fd_store.take("pulses")
+        self.pulses = HeartbeatPages(workers, None if entry is None else entry.descriptors[0])
+        """Where workers write their heartbeats."""
+        fd_store.put("pulses", [self.pulses.descriptor])
+        self._reported: LostWorker | None = None
+        self._continued = dict[int, int]()
+        self._straggler: int | None = None
+        self._next_straggler_check = clock() + STRAGGLERS_EVERY_S
 
     def begin(self) -> None:
-        """Another attempt begins."""
+        """Start a new attempt."""
         self.pulses.clear()
-        self._watcher.begin()
-        self._named, self._slow = None, None
+        self._detector.begin()
+        self._reported, self._straggler = None, None
 
     def close(self) -> None:
-        """Give the shared memory up."""
-        self._kept.drop("pulses")
+        """Release the shared memory."""
+        self._fd_store.drop("pulses")
         self.pulses.close()
 
-    def look(self, attempt: Attempt, crew: Workers, recorder: Recorder) -> LostWorker | None:
-        """Look at all workers once; the one for which they have to be ended, if there is one."""
-        sights = self._watcher.look(self.pulses, list(crew.pids()))
-        if attempt.trial is not None or len(sights) < attempt.workers:
+    def look(self, attempt: Attempt, workers: Workers, recorder: Recorder) -> LostWorker | None:
+        """Check all workers once; return the one for which the attempt has to end, if any."""
+        samples = self._detector.sample(self.pulses, list(workers.pids()))
+        if attempt.trial is not None or len(samples) < attempt.workers:
             return None
-        self._faults.reach("watch", max(sight.pulse.step for sight in sights), attempt.number)
-        self._look_for_stragglers(attempt, recorder)
-        if self._wake(attempt, [sight for sight in sights if sight.silent_s > LEAST_S], crew, recorder):
+        self._faults.reach("watch", max(sample.heartbeat.step for sample in samples), attempt.number)
+        self._check_stragglers(attempt, recorder)
+        if self._continue_stopped(attempt, [s for s in samples if s.silent_s > LEAST_S], workers, recorder):
             return None
-        stall = self._watcher.stalled(sights)
+        stall = self._detector.find_stall(samples)
         if stall is None:
-            if self._named is not None:
-                self._go_on("hung", self._named, recorder)
-            self._named = None
+            if self._reported is not None:
+                self._record_recovered("hung", self._reported, recorder)
+            self._reported = None
             return None
-        state = crew.state(stall.rank)
-        if state in ("t", "Z", ""):  # somebody debugs it; or the zygote tells of its end
+        state = workers.state(stall.rank)
+        if state in ("t", "Z", ""):  # being debugged; or dead, which the zygote reports
             return None
-        if self._named is None or (self._named.stall.step, self._named.stall.phase) != (stall.step, stall.phase):
-            alike = [sight.rank for sight in sights if sight.silent_s > 0]
-            self._named = self._name(attempt, stall, alike, crew, recorder)
+        reported = self._reported and (self._reported.stall.step, self._reported.stall.phase)
+        if reported != (stall.step, stall.phase):
+            silent = [sample.rank for sample in samples if sample.silent_s > 0]
+            self._reported = self._report_hang(attempt, stall, silent, workers, recorder)
         if not stall.certain:
             return None
-        crew.stacks(self._run.stacks, attempt.number)  # once more, with what lies below Python: it may take seconds
-        self._tell(recorder, stall, "", ends=True)
-        return self._named
+        workers.stacks(self._run.stacks, attempt.number)  # again, with native stacks: it may take seconds
+        self._record_hang(recorder, stall, "", ends=True)
+        return self._reported
 
-    def _wake(self, attempt: Attempt, silent: Sequence[HeartbeatSample], crew: Workers, recorder: Recorder) -> bool:
-        """Wake workers that somebody stopped, whatever they were doing, be it for the first time; whether any was."""
-        woken = False
-        for sight in silent:
-            times = self._woken.get(sight.rank, 0)
-            if times >= WAKES or crew.state(sight.rank) != "T":
+    def _continue_stopped(
+        self, attempt: Attempt, silent: Sequence[HeartbeatSample], workers: Workers, recorder: Recorder
+    ) -> bool:
+        """Send SIGCONT to stopped workers, in whatever phase; return whether there was one."""
+        continued = False
+        for sample in silent:
+            times = self._continued.get(sample.rank, 0)
+            if times >= MAX_CONTINUES or workers.state(sample.rank) != "T":
                 continue
-            self._woken[sight.rank] = times + 1
-            crew.stacks(self._run.stacks, attempt.number, native=False)
-            pulse = sight.pulse
-            stall = Stall(sight.rank, pulse.step, pulse.phase, pulse.module, sight.silent_s, LEAST_S, alone=True)
-            text = f"worker {sight.rank} was stopped by a signal {stall.where}"
-            self._go_on("stopped", LostWorker(stall, text), recorder, crew)
-            self._watcher.restart_silence(sight.rank)
-            woken = True
-        return woken
+            self._continued[sample.rank] = times + 1
+            workers.stacks(self._run.stacks, attempt.number, native=False)
+            last = sample.heartbeat
+            stall = Stall(sample.rank, last.step, last.phase, last.module, sample.silent_s, LEAST_S, others_wait=True)
+            text = f"worker {sample.rank} was stopped by a signal {stall.location}"
+            self._record_recovered("stopped", LostWorker(stall, text), recorder, workers)
+            self._detector.restart_silence(sample.rank)
+            continued = True
+        return continued
 
-    def _name(
-        self, attempt: Attempt, stall: Stall, alike: Sequence[int], crew: Workers, recorder: Recorder
+    def _report_hang(
+        self, attempt: Attempt, stall: Stall, silent: Sequence[int], workers: Workers, recorder: Recorder
     ) -> LostWorker:
-        """Take everybody's stacks, and say in one sentence who holds the others up and where.
+        """Dump all stacks, and say in one sentence which worker blocks the others and where.
 
-        Where several are equally far behind, their collectives and stacks tell which of them the others wait for.
+        If several are equally far behind, their collectives and stacks show which of them the others wait for.
         """
-        stacks = crew.stacks(self._run.stacks, attempt.number, native=False)
-        found = blocking_rank([one for one in stacks.seen if one.rank in alike]) if len(alike) > 1 else None
-        if found is not None:
-            stall = replace(stall, rank=found)
-        seen = next(one for one in stacks.seen if one.rank == stall.rank)
-        state, sure = seen.state, len(alike) == 1 or found is not None
+        dump = workers.stacks(self._run.stacks, attempt.number, native=False)
+        blocking = blocking_rank([s for s in dump.workers if s.rank in silent]) if len(silent) > 1 else None
+        if blocking is not None:
+            stall = replace(stall, rank=blocking)
+        stack = next(stack for stack in dump.workers if stack.rank == stall.rank)
+        sure = len(silent) == 1 or blocking is not None
         who = f"worker {stall.rank}" if sure else f"worker {stall.rank} (or a neighbouring rank)"
-        line = its_line(seen)
-        doing = f" ({STATES.get(state, state)})" if state else ""
-        text = f"{who} is hung {stall.where}{doing}" + (f": {line}" if line else "")
-        self._tell(recorder, stall, text, line=line, stacks=str(stacks.path or ""))
+        line = describe_location(stack)
+        state = f" ({describe_state(stack)})" if stack.state else ""
+        text = f"{who} is hung {stall.location}{state}" + (f": {line}" if line else "")
+        self._record_hang(recorder, stall, text, line=line, stacks=str(dump.path or ""))
         return LostWorker(stall, text)
 
-    def _go_on(
-        self, cause: Literal["stopped", "hung"], lost: LostWorker, recorder: Recorder, crew: Workers | None = None
+    def _record_recovered(
+        self, cause: Literal["stopped", "hung"], lost: LostWorker, recorder: Recorder, workers: Workers | None = None
     ) -> None:
-        """Nothing has to be restarted: say so, and wake the worker that was stopped."""
+        """Record that no restart is needed, and continue the worker that was stopped."""
         failure = Failure(cause, lost.text, rank=lost.stall.rank)
         recovery = recover(Situation(failure, workers_live=True), time.time())
-        if recovery.wake is not None and crew is not None:
-            crew.signal(signal.SIGCONT, [recovery.wake])
+        if recovery.wake is not None and workers is not None:
+            workers.signal(signal.SIGCONT, [recovery.wake])
         recorder.event("woken", rank=lost.stall.rank, text=recovery.reason)
 
-    def _tell(self, recorder: Recorder, stall: Stall, text: str, ends: bool = False, **more: Any) -> None:
+    def _record_hang(self, recorder: Recorder, stall: Stall, text: str, ends: bool = False, **more: Any) -> None:
         recorder.event(
             "hang", rank=stall.rank, step=stall.step, phase=stall.phase, seconds=stall.silent_s, limit=stall.limit_s,
             text=text, ends=ends, **more,
         )  # fmt: skip
 
-    def _look_for_stragglers(self, attempt: Attempt, recorder: Recorder) -> None:
-        if attempt.workers < 2 or self._clock() < self._straggling:
+    def _check_stragglers(self, attempt: Attempt, recorder: Recorder) -> None:
+        if attempt.workers < 2 or self._clock() < self._next_straggler_check:
             return
-        self._straggling = self._clock() + STRAGGLERS_EVERY_S
+        self._next_straggler_check = self._clock() + STRAGGLERS_EVERY_S
         arrivals = {rank: self.pulses.arrivals(rank) for rank in range(attempt.workers)}
-        found = straggler(arrivals, stages=self._stages)
-        rank = None if found is None else found.rank
-        if found is not None and rank != self._slow:
-            text = f"worker {rank} is a straggler: its {found.what} takes {found.share:.0%} of a step longer"
-            recorder.event("straggler", rank=rank, share=found.share, what=found.what, text=text)
-        self._slow = rank
+        slow = straggler(arrivals, stages=self._stages)
+        rank = None if slow is None else slow.rank
+        if slow is not None and rank != self._straggler:
+            text = f"worker {rank} is a straggler: its {slow.what} takes {slow.share:.0%} of a step longer"
+            recorder.event("straggler", rank=rank, share=slow.share, what=slow.what, text=text)
+        self._straggler = rank
