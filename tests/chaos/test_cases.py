@@ -184,7 +184,7 @@ START = {"workers": 1, "device": "cpu", "from_step": 0}
 KILLED = [
     # It strikes at 102.2; the step that was under way then ends all the same, and is thrown away.
     record("agent", 1, 90, (100, "attempt", START), (102.75, "exit", {"rank": 0, "code": -9}),
-           (103, "end", {"outcome": "failed", "reason": "worker 0 died", "recovery": "worker 0 died; back to step 3"})),
+           (103, "end", {"outcome": "failed", "reason": "worker 0 died", "recovery": "resuming from step 3"})),
     record("rank-0", 1, 95, (100, "resumed", {"step": 0}), step(100.5, 1), step(101, 2), step(102, 3), step(102.8, 4)),
     record("agent", 2, 103, (103, "attempt", START | {"from_step": 3}), (103, "begin", {"name": "startup"}),
            (106, "end-span", {"name": "startup"}), (108, "checkpoint", {"step": 5, "digest": "d"}),

@@ -74,7 +74,7 @@ def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) ->
 @pytest.mark.slow
 def test_what_was_done_about_each(struck: Struck) -> None:
     killed, agent = (struck.result(name).tries[0] for name in NAMES)
-    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); back to step 5, from memory",)
+    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); resuming from step 5 (memory)",)
     assert killed.figures is not None
     assert killed.figures.redone == 0
     assert killed.figures.stepping_s > killed.figures.noticed_s > 0

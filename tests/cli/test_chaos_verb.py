@@ -142,7 +142,7 @@ def tried(*, figures: RecoveryTimes | None = None, **more: Any) -> CaseRun:
 
 
 FIGURES = [RecoveryTimes(0.02, stepping, 1, 2.5) for stepping in (1.0, 9.0, 2.0)]
-GOOD = CaseResult(BY_NAME["kill-worker"], tuple(tried(figures=one, said=("back to step 3",)) for one in FIGURES))
+GOOD = CaseResult(BY_NAME["kill-worker"], tuple(tried(figures=one, said=("resuming from step 3",)) for one in FIGURES))
 BAD = CaseResult(
     BY_NAME["kill-agent-and-keeper"],
     (

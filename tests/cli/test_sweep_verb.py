@@ -219,6 +219,6 @@ def test_machines_that_see_no_common_folder_need_a_store(desk: Desk) -> None:
     (desk.folder / "config" / "headway" / "engines.toml").write_text("[local]\nshared = false\n")
     status, out, err = desk.type("sweep", "r.toml", *GRID, "--detach")
     assert (status, out) == (1, "")
-    assert "s-lr_1e-2 has no object store, by which machines go that see no common folder" in " ".join(err.split())
+    assert "s-lr_1e-2 needs an object store: no folder is shared" in " ".join(err.split())
     assert "[checkpoint.store]" in err
     assert desk.names() == []

@@ -90,7 +90,7 @@ def test_a_spare_without_the_folder_takes_the_place_of_another(recipe, tmp_path,
         assert there.ends() == {0: 0, 2: 0}, there.said()
         there.assert_same_end(unharmed(LONG))
         (told,) = there.ways_on
-        assert re.fullmatch(r"node \S+-1 was lost: its agent is gone; back to step \d+, from memory", told)
+        assert re.fullmatch(r"node \S+-1 was lost: its agent is gone; resuming from step \d+ \(memory\)", told)
         assert_one_record(there)
 
 
@@ -180,7 +180,7 @@ def test_the_next_agent_to_lead_is_found_at_the_same_door(recipe, tmp_path, unha
         assert there.ends() == {0: 0, 1: 0}, there.said()
         there.assert_same_end(unharmed(LONG))
         (told,) = there.ways_on
-        assert re.fullmatch(r"the agent died; back to step \d+, from memory", told)
+        assert re.fullmatch(r"the agent died; resuming from step \d+ \(memory\)", told)
         assert_one_record(there)
 
 

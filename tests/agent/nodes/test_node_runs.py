@@ -121,7 +121,7 @@ def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(
     again = resume_run(lived.run, ["train.steps=12"], nodes=None, spares=None)
     assert (again.nodes, again.spares) == (2, 1)
     (told,) = lived.ways_on
-    assert re.fullmatch(r"node n\d was lost: its agent is gone; back to step \d, from memory", told)
+    assert re.fullmatch(r"node n\d was lost: its agent is gone; resuming from step \d \(memory\)", told)
     assert sized(lived) == [2, 2]
     key = lived.run.key_file
     assert key.stat().st_mode & 0o777 == 0o600
@@ -160,7 +160,7 @@ def test_without_a_spare_it_goes_on_with_fewer_workers(lab: Lab, recipe, unharme
     faults = after_copies(6, 0).add("kill-node", step=6, rank=0)
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, faults=faults)
     (told,) = lived.ways_on
-    assert re.fullmatch(r"node n0 was lost: .*; back to step 5, from .*, with one worker instead of 2", told)
+    assert re.fullmatch(r"node n0 was lost: .*; resuming from step 5 .*, with one worker instead of 2", told)
     assert (resumed(lived), sized(lived)) == ([0, 5], [2, 1])
     # the same change of workers at the same step, without a fault
     truth = lab.train(recipe(SETTINGS | {"train.restarts": 0}), workers=2, faults=FaultPlan().kill(6))
@@ -176,7 +176,7 @@ def test_an_agent_that_was_stopped_is_done_without(lab: Lab, recipe, unharmed: L
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=1, faults=faults)
     assert_same(lived, unharmed)
     (told,) = lived.ways_on
-    assert re.match(r"node n\d was lost: it has said nothing for 5 s; back to step", told)
+    assert re.match(r"node n\d was lost: it has said nothing for 5 s; resuming from step", told)
     for process in psutil.process_iter():
         if f"--run {lived.run.path} --name" in _command(process):
             process.send_signal(signal.SIGCONT)  # it finds the run over, and goes
@@ -235,7 +235,7 @@ def test_the_next_agent_to_lead_finds_the_nodes_and_what_they_keep(recipe, tmp_p
     lived = Lived(attempt.folder, None)
     assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest)
     (told,) = lived.ways_on
-    assert re.fullmatch(r"the agent died; back to step \d, from memory", told)
+    assert re.fullmatch(r"the agent died; resuming from step \d \(memory\)", told)
     assert max(resumed(lived)) >= 5
 
 

@@ -129,7 +129,7 @@ def test_a_link_is_cut_and_healed(there: Machines, network: Network, unharmed: L
     network.plug(1)
     assert_ends_well(there, unharmed)
     (told,) = there.ways_on
-    assert re.fullmatch(r"node \S+-1 was lost: it has said nothing for 5 s; back to step \d+, from memory", told)
+    assert re.fullmatch(r"node \S+-1 was lost: it has said nothing for 5 s; resuming from step \d+ \(memory\)", told)
     assert newest_lease(there.run.leases).lead.endswith("-0")
 
 
@@ -142,7 +142,7 @@ def test_the_smaller_part_stops_itself_though_it_led(there: Machines, network: N
     network.plug(0)
     assert_ends_well(there, unharmed)
     (told,) = there.ways_on
-    assert re.fullmatch(r"\S+-0, which led, is gone and \S+ leads now; back to step \d+, from memory", told)
+    assert re.fullmatch(r"leader \S+-0 was lost; \S+ is the new leader; resuming from step \d+ \(memory\)", told)
     assert newest_lease(there.run.leases) == lease
 
 

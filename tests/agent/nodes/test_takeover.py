@@ -40,7 +40,7 @@ def test_the_machine_that_leads_is_lost(recipe, tmp_path, unharmed: Lived) -> No
         assert there.ends() == {1: 0, 2: 0}, there.said()
         there.assert_same_end(unharmed)
         (told,) = there.ways_on
-        assert re.fullmatch(r"\S+-0, which led, is gone and \S+-1 leads now; back to step \d+, from memory", told)
+        assert re.fullmatch(r"leader \S+-0 was lost; \S+-1 is the new leader; resuming from step \d+ \(memory\)", told)
         assert newest_lease(there.run.leases).number == 3  # to lead, and for the attempt
 
 
@@ -54,7 +54,9 @@ def test_the_machine_that_leads_is_lost_and_there_is_one_left(recipe, tmp_path) 
         assert there.ends() == {1: 0}, there.said()
         assert [event["workers"] for event in there.events("attempt")] == [2, 1]
         (told,) = there.ways_on
-        assert re.search(r"-1 leads now; back to step \d+, from memory, with one worker instead of 2$", told)
+        assert re.search(
+            r"-1 is the new leader; resuming from step \d+ \(memory\), with one worker instead of 2$", told
+        )
 
 
 @pytest.mark.slow
@@ -90,7 +92,9 @@ def test_a_machine_that_comes_back_has_workers_again(recipe, tmp_path) -> None:
         assert [event["workers"] for event in there.events("attempt")] == [2, 1, 2]
         lost, room = there.ways_on
         assert re.search(r"with one worker instead of 2$", lost)
-        assert re.fullmatch(r"there is room for 2 workers again; back to step \d+, from memory, with 2 .* of 1", room)
+        assert re.fullmatch(
+            r"there is room for 2 workers again; resuming from step \d+ \(memory\), with 2 .* of 1", room
+        )
 
 
 @pytest.mark.slow
@@ -105,7 +109,7 @@ def test_a_run_that_wants_all_its_workers_waits_for_the_machine(recipe, tmp_path
         assert there.ends() == {0: 0, 1: 0}, there.said()
         there.assert_same_end(unharmed)
         (told,) = there.ways_on
-        assert re.search(r"back to step \d+, from (memory|disk), once there is a node in its place$", told)
+        assert re.search(r"resuming from step \d+ \((memory|disk)\), once a replacement node joins$", told)
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Pa
     [
         ([{"kind": "alive", "t": 5_000_000_000}], 10, "training", False),
         ([{"kind": "alive", "t": 5_000_000_000}], 1000, "nothing heard of it for 00:1", True),
-        ([{"kind": "end", "t": 5, "outcome": "failed", "recovery": "back to step 3"}], 10, "training", False),
+        ([{"kind": "end", "t": 5, "outcome": "failed", "recovery": "resuming from step 3"}], 10, "training", False),
         ([{"kind": "end", "t": 5, "outcome": "stopped"}], 10, "stopped", True),
         ([{"kind": "end", "t": 5, "outcome": "finished"}], 1000, "finished", False),
     ],

@@ -111,7 +111,7 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     whys = [f"worker {rank} was killed by signal 9 (SIGKILL)" for rank in ranks]
     # A worker that is killed before its last step is recorded seems to have got no further: then there is a pause.
     ways_on = [way.partition(", after ")[0] for way in lived.ways_on]
-    assert ways_on == [f"{why}; back to step {step}, from memory" for why, step in zip(whys, whole, strict=True)]
+    assert ways_on == [f"{why}; resuming from step {step} (memory)" for why, step in zip(whys, whole, strict=True)]
     assert psutil.Process().children() == children
     assert not list(lived.run.logs.glob("*zygote*"))
     agents = [record.header for record in read_run(lived.run, "agent")]
@@ -164,18 +164,19 @@ def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe,
     (first, *_) = read_run(lived.run, "agent")
     durable = max(event["step"] for event in first.events if event["kind"] == "checkpoint")
     assert resumed(lived) == [0, durable]
-    assert lived.ways_on == [f"worker 0 was killed by signal 9 (SIGKILL); back to step {durable}, from disk"]
+    assert lived.ways_on == [f"worker 0 was killed by signal 9 (SIGKILL); resuming from step {durable} (disk)"]
 
 
 def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, monkeypatch) -> None:
     """The machine has less to spare when they come, while a state of the old ones is still to be written."""
+    reference = unharmed[1]
     free = iter([10**12, 0])
     monkeypatch.setattr("headway.agent.saving.coordinator.available_memory", lambda: next(free))
     settings = SETTINGS | {"checkpoint.every_steps": 4, "checkpoint.keep_last": 9}
     slow = FaultPlan().stall("write", 4, 1.0, rank=AGENT)
     lived = lab.train(recipe(settings), faults=together(slow, killed(6)))
-    assert_same(lived, unharmed[1])
-    runs = (lived, unharmed[1])
+    assert_same(lived, reference)
+    runs = (lived, reference)
     written, wanted = ({event["step"]: event["digest"] for event in run.events("checkpoint", "agent")} for run in runs)
     assert written == wanted
     assert saved_steps(lived) == [4, 8]
@@ -185,7 +186,7 @@ def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(la
     settings = SETTINGS | {"train.restarts": 1}
     failed = lab.train(recipe(settings), faults=together(killed(4), killed(4, attempt=2)))
     assert failed.outcome.state == "failed"
-    assert "worker 0 was killed by signal 9 (SIGKILL), and again without any progress" in failed.outcome.reason
+    assert "worker 0 was killed by signal 9 (SIGKILL); no progress in 1 restart" in failed.outcome.reason
     assert f"headway resume {failed.run.name}" in failed.outcome.hint
     assert resumed(failed) == [0, 3]
     assert saved_steps(failed) == [3]
@@ -204,7 +205,7 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(
     assert failed.outcome.reason == f"{what}: the same error at the same place a second time"
     assert f"headway logs {failed.run.name} --rank 1" in failed.outcome.hint
     assert resumed(failed) == [0, 3]
-    assert failed.ways_on == [f"{what}; back to step 3, from memory"]
+    assert failed.ways_on == [f"{what}; resuming from step 3 (memory)"]
     assert saved_steps(failed) == [3]
 
 

@@ -59,7 +59,7 @@ def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
     status = run.ended()
     assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.told()
     assert f"{lost} was lost" in status.reason
-    assert "back to step" in run.line_with("was lost") or "leads now" in run.line_with("is gone")
+    assert "resuming from step" in run.line_with("was lost") or "is the new leader" in run.line_with("was lost")
     lived = Lived(run.folder, None)
     assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
     assert not run.lives()

@@ -69,7 +69,7 @@ def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> N
         else:
             monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "empty.toml"))
             (tmp_path / "empty.toml").write_text("")
-        with pytest.raises(RunError, match="run told has no object store") as refused:
+        with pytest.raises(RunError, match="run told needs an object store") as refused:
             submit_run(recipe({}), tmp_path / "runs", parse_on("cpux1x2"), "local", "told", shared=shared)
         assert "[checkpoint.store]" in str(refused.value.hint)
         assert list_runs(tmp_path / "runs") == []

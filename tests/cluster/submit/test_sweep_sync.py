@@ -183,7 +183,7 @@ def test_what_would_be_sent_leaves_nothing(desk: Desk) -> None:
 
 def test_without_a_store_it_is_refused(desk: Desk) -> None:
     desk.write({})
-    with pytest.raises(RunError, match="run s-lr_1e-2 has no object store") as refused:
+    with pytest.raises(RunError, match="run s-lr_1e-2 needs an object store") as refused:
         desk.wanted()
     assert "[checkpoint.store]" in str(refused.value.hint)
     desk.wanted(shared=True)

@@ -1,7 +1,7 @@
-"""Which saved states a run could go on from: on its disk, in its object store. What looks damaged is passed over.
+"""Finds the saved states a run can resume from, on disk and in its object store; skips those that look damaged.
 
-A look is at manifests and sizes. What only reading all of it would find, workers find, and the agent looks again
-without that one.
+Only manifests and sizes are checked. Workers find damage that only a full read shows; the agent then searches again
+without that checkpoint.
 """
 
 from collections.abc import Container, Sequence
@@ -21,49 +21,49 @@ __all__ = [
     "RestoreChoice",
     "RestoreOptions",
     "RestorePoint",
+    "find_restore_options",
     "is_taken",
     "need_store",
     "newest_in_store",
     "newest_on_disk",
-    "ways",
 ]
 
 
 class RestorePoint(NamedTuple):
-    """A state that can be had."""
+    """A saved state and its address."""
 
     step: int
     address: str
 
 
 def newest_on_disk(checkpoints: Path, damaged: Container[str] = ()) -> tuple[RestorePoint | None, list[str]]:
-    """The newest checkpoint of a folder that looks whole, and what is wrong with newer ones."""
-    found = list[str]()
+    """The newest checkpoint of a folder that looks intact, and what is wrong with newer ones."""
+    notes = list[str]()
     for entry in reversed(list_checkpoints(checkpoints)):
         if str(entry.path) in damaged:
             continue
         try:
             open_checkpoint(entry.path)
         except StateError as error:
-            found.append(f"step {entry.step} is passed over: {error.message}")
+            notes.append(f"skipped step {entry.step}: {error.message}")
             continue
-        return RestorePoint(entry.step, str(entry.path)), found
-    return None, found
+        return RestorePoint(entry.step, str(entry.path)), notes
+    return None, notes
 
 
 def newest_in_store(
     run: RunFolder, rules: Store | None, damaged: Container[str] = ()
 ) -> tuple[RestorePoint | None, list[str]]:
-    """The same of the run's object store; one that cannot be asked has nothing to offer, and says why."""
+    """The same for the run's object store; one that cannot be read yields None and the reason."""
     if rules is None:
         return None, []
-    url, found = store_url(rules, run.name), list[str]()
+    url, notes = store_url(rules, run.name), list[str]()
     try:
         if is_taken(run, rules):
-            return None, [f"{url} has checkpoints of another run of this name, which are left alone"]
+            return None, [f"{url} has checkpoints of another run with this name; they are left alone"]
         steps = _steps_at(url)
     except HeadwayError as error:
-        return None, [f"the object store cannot be asked: {error.message}"]
+        return None, [f"cannot read the object store: {error.message}"]
     for step in sorted(steps, reverse=True):
         address = address_in_store(url, step)
         if address in damaged:
@@ -71,14 +71,14 @@ def newest_in_store(
         try:
             open_address(address)
         except StateError as error:
-            found.append(f"step {step} in the object store is passed over: {error.message}")
+            notes.append(f"skipped step {step} in the object store: {error.message}")
             continue
-        return RestorePoint(step, address), found
-    return None, found
+        return RestorePoint(step, address), notes
+    return None, notes
 
 
 def is_taken(run: RunFolder, rules: Store) -> bool:
-    """Whether the run's place in its object store has checkpoints of another run."""
+    """Whether the run's prefix in its object store has checkpoints of another run."""
     from headway.state.object_store import open_store
     from headway.state.store_checkpoint import claim_prefix
 
@@ -87,11 +87,11 @@ def is_taken(run: RunFolder, rules: Store) -> bool:
 
 
 def need_store(recipe: Recipe, run: str) -> str:
-    """Where a run's checkpoints lie in its store; RunError for a recipe without one."""
+    """URL of a run's checkpoints in its object store; raise RunError if the recipe has none."""
     if recipe.checkpoint.store is None:
         raise RunError(
-            f"run {run} has no object store, by which machines go that see no common folder",
-            hint='the recipe needs [checkpoint.store] with a url, for example "s3://bucket/prefix"',
+            f"run {run} needs an object store: no folder is shared",
+            hint='add [checkpoint.store] with a url to the recipe, for example url = "s3://bucket/prefix"',
         )
     return store_url(recipe.checkpoint.store, run)
 
@@ -103,19 +103,19 @@ def _steps_at(url: str) -> list[int]:
     return [entry.step for entry in list_remote(open_store(url))]
 
 
-# -- for a way on
+# -- restore options
 
 
 @dataclass(frozen=True)
 class RestoreChoice:
-    """A recovery, and the address of the state that it takes; None where that is in memory or nowhere."""
+    """A recovery, and the address of the state that it loads; None if that is in memory or there is none."""
 
     recovery: Recovery
     address: str | None
 
     @property
     def judge(self) -> SpikeReference | None:
-        """What to hold the doubtful step against."""
+        """What to compare the step of a spike with."""
         if self.recovery.judge is None:
             return None
         step, usual, spread = self.recovery.judge
@@ -123,7 +123,7 @@ class RestoreChoice:
 
     @property
     def doubt(self) -> SuspectElement | None:
-        """What differed between replicas."""
+        """The element that differed between replicas."""
         if self.recovery.doubt is None:
             return None
         step, rank, tensor, index = self.recovery.doubt
@@ -132,33 +132,33 @@ class RestoreChoice:
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """The states that a run could go on from."""
+    """The states that a run can resume from."""
 
     states: RestorableSteps
     addresses: dict[Source, str | None]
 
     def take(self, recovery: Recovery) -> RestoreChoice:
-        """The way that a recovery asks for."""
+        """The state that a recovery asks for."""
         return RestoreChoice(recovery, self.addresses.get(recovery.source))
 
 
-def ways(
+def find_restore_options(
     run: RunFolder, recipe: Recipe, first: Attempt, failures: Sequence[Failure], memory_step: int | None
 ) -> RestoreOptions:
-    """Look for states, without those that were found damaged; `first` is the attempt that somebody started.
+    """Find the newest states, without those known to be damaged; `first` is the attempt that a user started.
 
-    The object store is asked where nothing nearer is whole: that can take long.
+    The object store, which can be slow, is searched only if nothing nearer is intact.
     """
     damaged = {failure.place for failure in failures if failure.cause == "damaged"}
     disk, _ = newest_on_disk(run.checkpoints, damaged)
-    asks_store = failures[-1].cause == "damaged" or (disk is None and memory_step is None)
-    store = newest_in_store(run, recipe.checkpoint.store, damaged)[0] if asks_store else None
+    search_store = failures[-1].cause == "damaged" or (disk is None and memory_step is None)
+    store = newest_in_store(run, recipe.checkpoint.store, damaged)[0] if search_store else None
     states = RestorableSteps(
         memory=None if "memory" in damaged else memory_step,
         disk=None if disk is None else disk.step,
         store=None if store is None else store.step,
         start=None if first.checkpoint in damaged else first.from_step,
     )
-    there: dict[Source, str | None] = {"start": first.checkpoint}
-    there |= {} if disk is None else {"disk": disk.address}
-    return RestoreOptions(states, there | ({} if store is None else {"store": store.address}))
+    addresses: dict[Source, str | None] = {"start": first.checkpoint}
+    addresses |= {} if disk is None else {"disk": disk.address}
+    return RestoreOptions(states, addresses | ({} if store is None else {"store": store.address}))

@@ -1,16 +1,16 @@
-"""Something broke or stalled: how a run goes on. `recover(situation, now) -> Recovery`, pure.
+"""Decides how a run recovers after a failure or a stall: `recover(situation, now) -> Recovery`, pure.
 
-The agent gathers the situation and carries the answer out; chaos tests and simulations ask the same function. The
-cheapest way that is safe, in this order:
+The agent gathers the situation and applies the decision; chaos tests and simulations call the same function. It picks
+the cheapest safe action:
 
-    go on             nothing is lost: a worker that was only stopped is woken, one that moves again is left alone,
-                      workers whose agent died are taken over by the next
-    restart           from the newest state there is: the agent's memory, the disk, the object store, the beginning
-    stop              what comes again at the same place will come again; no state is left; patience is used up
+    go on      nothing is lost: a stopped worker is continued, one that makes progress again is left alone, workers of a
+               dead agent are taken over by the next
+    restart    from the newest state: the agent's memory, the disk, the object store, the beginning
+    stop       the failure would repeat, no state is left, or too many restarts made no progress
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "SUSPECT",
@@ -28,16 +28,16 @@ Cause = Literal[
     "died", "lost", "room", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died",
     "other",
 ]  # fmt: skip
-"""A worker died; its whole node was lost; there is room for more workers than were left after that; it made no mark for
-too long; was stopped by a signal; raised an error in the middle of training. The loss or the gradient's norm was no
-number; the loss jumped. Replicas differ. The state to go on from is damaged. The agent itself died. Anything else,
-which starting again would not mend: a mistake in the recipe, a disk that is full."""
+"""died: a worker exited. lost: its whole node did. room: nodes for more workers joined. hung: no heartbeat for too
+long. stopped: by a signal. raised: an exception during training. not finite, spike: of the loss or the gradient norm.
+corrupted: replicas differ. damaged: the state to resume from is. other: a restart would not help, for example a mistake
+in the recipe or a full disk."""
 
 Source = Literal["memory", "disk", "store", "start"]
 LONGEST_PAUSE_S = 30.0
 FIRST_PAUSE_S = 0.5
 SUSPECT = 2
-"""Attempts that fail in a row on one node, after which it gets no workers any more."""
+"""Consecutive failed attempts on one node after which it gets no more workers."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class Failure:
     step: int = 0
     """The step under way."""
     reached: int = 0
-    """The last step done and recorded, or kept in memory."""
+    """The last step recorded, or held in memory."""
     place: str = ""
-    """Where in the code, or by what: the same again means the same fault."""
+    """File and line, signal, phase or address; the same again means the same fault."""
     rank: int | None = None
     at: float = 0.0
     """Seconds, on the clock of `now`."""
     window: tuple[int, int] | None = None
-    """The samples of the step, for numbers that went wrong: first and end."""
+    """Samples of the step with bad numbers: first and end."""
     usual: float = 0.0
     spread: float = 0.0
-    """What the loss was held against."""
+    """What the loss was compared with."""
     doubt: tuple[int, int, str, int] | None = None
-    """Of replicas that differ: the step, a worker, a tensor and an element that shows it."""
+    """Where replicas differ: step, rank, tensor and element."""
     node: str = ""
-    """Where it happened, of a run on several nodes."""
+    """Where it happened, in a run on several nodes."""
 
 
 @dataclass(frozen=True)
 class RecoveryRules:
-    """What the recipe says."""
+    """Recovery settings of the recipe."""
 
     restarts: int = 3
     if_not_finite: Literal["stop", "skip", "lower-rate"] = "stop"
@@ -79,7 +79,7 @@ class RecoveryRules:
 
 @dataclass(frozen=True)
 class RestorableSteps:
-    """Steps of the newest states that are whole as far as anybody knows; None where there is none."""
+    """Steps of the newest states not known to be damaged; None where there is none."""
 
     memory: int | None = None
     disk: int | None = None
@@ -88,44 +88,44 @@ class RestorableSteps:
     """Where the first attempt began; None if that is gone."""
 
     def newest(self) -> tuple[Source, int] | None:
-        """The newest, the nearest of those that are equally new."""
-        found: list[tuple[Source, int | None]] = [
-            ("memory", self.memory), ("disk", self.disk), ("store", self.store), ("start", self.start)
-        ]  # fmt: skip
-        there = [(source, step) for source, step in found if step is not None]
-        return max(there, key=lambda pair: pair[1]) if there else None
+        """The newest; of equally new ones the fastest to read."""
+        steps: dict[Source, int | None] = {
+            "memory": self.memory, "disk": self.disk, "store": self.store, "start": self.start
+        }  # fmt: skip
+        known = [(source, step) for source, step in steps.items() if step is not None]
+        return max(known, key=lambda pair: pair[1], default=None)
 
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """What a run on several nodes could go on with."""
+    """What a run on several nodes could resume with."""
 
     workers: int
-    """That it had."""
-    able: tuple[tuple[str, int], ...]
-    """Nodes that are there, and how many workers each has room for."""
+    """How many it had."""
+    slots: tuple[tuple[str, int], ...]
+    """Available nodes, and how many workers fit on each."""
     counts: tuple[int, ...]
-    """Numbers of workers that its mesh and its batch can be shared out over, up to that which was asked for."""
+    """Worker counts that its mesh and batch allow, up to the requested one."""
     fewest: int = 1
-    """It does not go on with fewer."""
+    """It does not resume with fewer."""
 
-    def most(self, without: str = "") -> int | None:
-        """As many workers as there is room for; None where there is not for enough of them."""
-        room = sum(slots for name, slots in self.able if name != without)
+    def most_workers(self, without: str = "") -> int | None:
+        """The most workers that fit; None if too few do."""
+        room = sum(slots for name, slots in self.slots if name != without)
         return max((count for count in self.counts if self.fewest <= count <= room), default=None)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known when something has gone wrong."""
+    """What is known after a failure."""
 
     failure: Failure
     before: tuple[Failure, ...] = ()
-    """Earlier ones since somebody started the run, the oldest first."""
+    """Earlier failures since the run was started or resumed by a user, oldest first."""
     rules: RecoveryRules = field(default_factory=RecoveryRules)
     states: RestorableSteps = field(default_factory=RestorableSteps)
     workers_live: bool = False
-    """Whether every worker is there and works, or would if it were woken."""
+    """Whether every worker is alive and works, or would once continued."""
     places: NodeCapacity | None = None
     """Of a run on several nodes."""
 
@@ -140,121 +140,112 @@ class Recovery:
     step: int = 0
     pause_s: float = 0.0
     """How long to wait before it."""
-    wake: int | None = None
+    continue_rank: int | None = None
     """The worker to send SIGCONT to."""
     skip: tuple[int, int] | None = None
-    """Samples that are passed over from now on."""
+    """Samples to skip from now on."""
     cut: tuple[int, float] | None = None
-    """From this step on the learning rate is multiplied by this."""
+    """From this step on, multiply the learning rate by this."""
     judge: tuple[int, float, float] | None = None
-    """The step to hold against these numbers when it is made again."""
+    """The step to compare with these numbers when it is replayed."""
     doubt: tuple[int, int, str, int] | None = None
-    """What to look at again when the replay gets there, so that the replica at fault can be named."""
+    """What to check again during the replay, to identify the faulty replica."""
     accept: int | None = None
-    """The step whose spike is taken as it is."""
+    """The step whose spike is accepted."""
     workers: int | None = None
-    """With how many it goes on, where that is told."""
+    """Number of workers, if that is known."""
     avoid: str = ""
     """A node that gets no workers from now on."""
 
 
 def recover(situation: Situation, now: float) -> Recovery:
-    """The cheapest safe way on."""
+    """Choose the cheapest safe action."""
     failure, what = situation.failure, situation.failure.what
-    if failure.cause == "agent died":
-        return _after_the_agent(situation, now)
-    if failure.cause in ("stopped", "hung") and situation.workers_live:
-        return _still_there(situation)
+    if situation.workers_live and failure.cause == "agent died":
+        return Recovery("go-on", f"{what}; a new agent took over its workers")
+    if situation.workers_live and failure.cause == "stopped":
+        return Recovery("go-on", f"{what}; continued with SIGCONT", continue_rank=failure.rank)
+    if situation.workers_live and failure.cause == "hung":
+        return Recovery("go-on", f"{what}; it is making progress again")
     if failure.cause == "other":
         return Recovery("stop", f"{what}: a restart would not help")
-    if failure.cause == "raised" and _same_again(situation):
+    if failure.cause == "raised" and _is_repeated(situation):
         return Recovery("stop", f"{what}: the same error at the same place a second time")
-    if failure.cause in ("not finite", "spike") and _same_again(situation):
-        return _numbers_again(situation, now)
+    if failure.cause in ("not finite", "spike") and _is_repeated(situation):
+        return _after_replay(situation, now)
     return _restart(situation, now)
 
 
-def _restart(situation: Situation, now: float, **more: object) -> Recovery:
+def _restart(situation: Situation, now: float, **more: Any) -> Recovery:
     failure, what = situation.failure, situation.failure.what
-    bad = _bad_node(situation)
-    tries = _without_progress(situation, bad)
-    if failure.cause != "damaged" and tries >= situation.rules.restarts:
-        again = ", and again without any progress" if situation.rules.restarts else ""
-        return Recovery("stop", f"{what}{again}")
+    bad_node = _bad_node(situation)
+    tries = _without_progress(situation, bad_node)
+    restarts = situation.rules.restarts
+    if failure.cause != "damaged" and tries >= restarts:
+        count = f"; no progress in {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+        return Recovery("stop", f"{what}{count}")
     newest = situation.states.newest()
     if newest is None:
         return Recovery("stop", f"{what}; no checkpoint or snapshot to resume from")
     source, step = newest
-    where = {"memory": ", from memory", "disk": ", from disk", "store": ", from the object store", "start": ""}[source]
-    back = f"back to step {step}{where}" if step or source != "start" else "nothing was saved since, back to the start"
-    judge = (failure.step, failure.usual, failure.spread) if failure.cause == "spike" else None
+    tier = {"memory": " (memory)", "disk": " (disk)", "store": " (object store)", "start": ""}[source]
+    fresh = source == "start" and not step
+    reason = f"{what}; " + (
+        "nothing saved yet, restarting from step 0" if fresh else f"resuming from step {step}{tier}"
+    )
     pause = _pause_s(tries, failure, now)
-    later = f", after {pause:g} s" if pause else ""
-    told = f"{what}; {back}{later}"
+    reason += f", after {pause:g} s" if pause else ""
     workers = None
     if situation.places is not None:
-        workers = situation.places.most(without=bad)
-        told += f", without node {bad}, where {SUSPECT} attempts failed in a row" if bad else ""
+        before = situation.places.workers
+        workers = situation.places.most_workers(without=bad_node)
+        reason += f", without node {bad_node}, where {SUSPECT} attempts failed in a row" if bad_node else ""
         if workers is None and situation.places.fewest == 1:
-            return Recovery("stop", f"{what}, and the nodes that are left have room for no worker")
+            return Recovery("stop", f"{what}; the remaining nodes have room for no worker")
         if workers is None:
-            workers = situation.places.workers
-            told += ", once there is a node in its place"
-        if workers != situation.places.workers:
-            one = "one worker" if workers == 1 else f"{workers} workers"
-            told += f", with {one} instead of {situation.places.workers}"
+            workers = before
+            reason += ", once a replacement node joins"
+        if workers != before:
+            reason += f", with {'one worker' if workers == 1 else f'{workers} workers'} instead of {before}"
+    judge = (failure.step, failure.usual, failure.spread) if failure.cause == "spike" else None
     return Recovery(
         "restart",
-        told,
+        reason,
         source,
         step,
         pause,
         judge=judge,
         doubt=failure.doubt,
         workers=workers,
-        avoid=bad,
-        **more,  # type: ignore[arg-type]
+        avoid=bad_node,
+        **more,
     )
 
 
-def _after_the_agent(situation: Situation, now: float) -> Recovery:
-    if situation.workers_live:
-        return Recovery("go-on", f"{situation.failure.what}; a new agent took over its workers")
-    return _restart(situation, now)
-
-
-def _still_there(situation: Situation) -> Recovery:
-    failure = situation.failure
-    if failure.cause == "stopped":
-        return Recovery("go-on", f"{failure.what}; continued with SIGCONT", wake=failure.rank)
-    return Recovery("go-on", f"{failure.what}; it is making progress again")
-
-
-def _numbers_again(situation: Situation, now: float) -> Recovery:
-    """The numbers go wrong at the same place after everything was made again: it is no fluke of the machine."""
+def _after_replay(situation: Situation, now: float) -> Recovery:
+    """The numbers go wrong at the same step after a replay: it is no transient hardware fault."""
     failure, rules = situation.failure, situation.rules
-    way = rules.if_spike if failure.cause == "spike" else rules.if_not_finite
-    told = f"{failure.what}, again after a replay"
-    if way == "stop":
+    action = rules.if_spike if failure.cause == "spike" else rules.if_not_finite
+    what = f"{failure.what}, again after a replay"
+    more: dict[str, Any]
+    if action == "stop":
         key = "health.if_spike" if failure.cause == "spike" else "health.if_not_finite"
-        return Recovery("stop", f"{told}; {key} says to stop")
-    again = _with_words(situation, told)
-    if way == "skip" and failure.window is not None:
+        return Recovery("stop", f"{what}; {key} is 'stop'")
+    if action == "skip" and failure.window is not None:
         first, end = failure.window
-        again = _with_words(situation, f"{told}; samples {first} to {end - 1} are passed over")
-        return _restart(again, now, skip=failure.window)
-    if way == "lower-rate":
-        again = _with_words(situation, f"{told}; the learning rate is multiplied by {rules.rate_factor:g}")
-        return _restart(again, now, cut=(failure.step, rules.rate_factor))
-    return _restart(_with_words(situation, f"{told}; taken as it is"), now, accept=failure.step)
+        what, more = f"{what}; skipping samples {first} to {end - 1}", {"skip": failure.window}
+    elif action == "lower-rate":
+        what, more = (
+            f"{what}; learning rate multiplied by {rules.rate_factor:g}",
+            {"cut": (failure.step, rules.rate_factor)},
+        )
+    else:
+        what, more = f"{what}; accepted", {"accept": failure.step}
+    return _restart(replace(situation, failure=replace(failure, what=what)), now, **more)
 
 
-def _with_words(situation: Situation, what: str) -> Situation:
-    return replace(situation, failure=replace(situation.failure, what=what))
-
-
-def _same_again(situation: Situation) -> bool:
-    """Whether the failure before was the same one: same cause, step and place."""
+def _is_repeated(situation: Situation) -> bool:
+    """Whether the previous failure had the same cause, step and place."""
     if not situation.before:
         return False
     now, last = situation.failure, situation.before[-1]
@@ -262,32 +253,34 @@ def _same_again(situation: Situation) -> bool:
 
 
 def _since_progress(situation: Situation) -> list[Failure]:
-    """The failure with which the run last got further than ever before, and those after it."""
-    furthest, found = -1, list[Failure]()
+    """The failures since the run last got further than ever before, the one that did included."""
+    furthest, failures = -1, list[Failure]()
     for failure in (*situation.before, situation.failure):
         if failure.reached > furthest:
-            furthest, found = failure.reached, []
-        found.append(failure)
-    return found
+            furthest, failures = failure.reached, []
+        failures.append(failure)
+    return failures
 
 
-def _without_progress(situation: Situation, bad: str = "") -> int:
-    """How many failures there were since the run last got further than ever before, but for those of a bad node."""
+def _without_progress(situation: Situation, bad_node: str) -> int:
+    """Number of failures since the last progress, without those of a bad node."""
     after = _since_progress(situation)[1:]
-    return sum(failure.cause not in ("damaged", "room") and not (bad and failure.node == bad) for failure in after)
+    return sum(
+        failure.cause not in ("damaged", "room") and not (bad_node and failure.node == bad_node) for failure in after
+    )
 
 
 def _bad_node(situation: Situation) -> str:
-    """The node where the last few attempts failed one after the other, if the run can do without it."""
+    """The node where the last SUSPECT attempts failed, if the run can do without it."""
     last = _since_progress(situation)[-SUSPECT:]
     nodes, node, places = {failure.node for failure in last}, situation.failure.node, situation.places
     if places is None or not node or len(last) < SUSPECT or len(nodes) > 1:
         return ""
-    return node if node in dict(places.able) and places.most(node) else ""
+    return node if node in dict(places.slots) and places.most_workers(node) else ""
 
 
 def _pause_s(tries: int, failure: Failure, now: float) -> float:
-    """Longer and longer as long as nothing gets better, less what has passed since."""
+    """Exponential backoff, less the time since the failure."""
     if not tries:
         return 0.0
     return max(0.0, round(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (tries - 1)) - (now - failure.at), 2))

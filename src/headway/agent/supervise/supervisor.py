@@ -17,7 +17,7 @@ from headway.agent.nodes.leader import acquire_store_lease, lead_nodes
 from headway.agent.nodes.lease import MINORITY_S, LeaseSuperseded
 from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.saving.coordinator import SaveCoordinator
-from headway.agent.saving.restore_points import RestoreChoice, need_store, ways
+from headway.agent.saving.restore_points import RestoreChoice, find_restore_options, need_store
 from headway.agent.supervise.attempt_runner import POLL_S, AgentContext, AttemptResult, emergency_save, run_attempt
 from headway.agent.supervise.failures import AttemptEnd, as_fields, classify_failure, failures_before, last_step
 from headway.agent.supervise.outcome import AttemptOutcome
@@ -149,7 +149,7 @@ def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: AgentCont
     """Gather the situation and ask recover."""
     run, recipe, memory = attempt.folder, read_recipe(attempt.folder), agent.saves.memory.step
     before = () if attempt.source is None else failures_before(run, attempt.number)
-    known = ways(run, recipe, first, (*before, failure), None if memory < 0 else memory)
+    known = find_restore_options(run, recipe, first, (*before, failure), None if memory < 0 else memory)
     places = None if isinstance(agent.crew, WorkerGroup) else _places(recipe, attempt, first, agent.crew)
     situation = Situation(failure, before, recovery_rules(recipe), known.states, places=places)
     return known.take(recover(situation, time.time()))

@@ -145,8 +145,8 @@ class WorkerMonitor:
         """Record that no restart is needed, and continue the worker that was stopped."""
         failure = Failure(cause, lost.text, rank=lost.stall.rank)
         recovery = recover(Situation(failure, workers_live=True), time.time())
-        if recovery.wake is not None and workers is not None:
-            workers.signal(signal.SIGCONT, [recovery.wake])
+        if recovery.continue_rank is not None and workers is not None:
+            workers.signal(signal.SIGCONT, [recovery.continue_rank])
         recorder.event("woken", rank=lost.stall.rank, text=recovery.reason)
 
     def _record_hang(self, recorder: Recorder, stall: Stall, text: str, ends: bool = False, **more: Any) -> None:
