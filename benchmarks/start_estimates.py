@@ -41,8 +41,8 @@ def who_waited(record: Path) -> list[Waited]:
     new, waits, found = set[str](), dict[str, float](), list[Waited]()
     last = None
     for snapshot, _, history, decided in replay_until(record):
-        if history.came and history.came[-1].job.name != last:
-            last = history.came[-1].job.name
+        if history.arrivals and history.arrivals[-1].job.name != last:
+            last = history.arrivals[-1].job.name
             new.add(last)
         if not decided:
             continue

@@ -39,9 +39,9 @@ class Load:
         racks = [f"rack-{number // load['nodes_per_rack']}" for number in numbers]
         blocks = [f"block-{number // load['nodes_per_rack'] // load['racks_per_block']}" for number in numbers]
         names = (f"node-{number}" for number in numbers)
-        snapshot.nodes.join("h100", load["gpus_per_node"], names, {"rack": racks, "block": blocks})
+        snapshot.nodes.add_pool("h100", load["gpus_per_node"], names, {"rack": racks, "block": blocks})
         for number in range(load["tenants"]):
-            snapshot.tenants.join(f"tenant-{number}", load["nodes"] * load["gpus_per_node"] // load["tenants"])
+            snapshot.tenants.add_tenant(f"tenant-{number}", load["nodes"] * load["gpus_per_node"] // load["tenants"])
         return snapshot
 
     def jobs(self, count: int, now: float, sizes: tuple[int, ...] = ()) -> list[Job]:

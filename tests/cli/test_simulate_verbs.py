@@ -101,9 +101,9 @@ def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["simulate", "none.csv", "--on", "a100x8x3"], "there is no none.csv"),
-        (["simulate", "log.csv", "--on", "a100x8x3", "--policy", "best"], "there is no policy 'best'"),
-        (["simulate", "log.csv", "--on", "a100x8x1"], "asks for 16 GPUs, and there are 8"),
+        (["simulate", "none.csv", "--on", "a100x8x3"], "no such file: none.csv"),
+        (["simulate", "log.csv", "--on", "a100x8x3", "--policy", "best"], "unknown policy 'best'"),
+        (["simulate", "log.csv", "--on", "a100x8x1"], "requests 16 GPUs; the largest gang is 8"),
         (["simulate", "log.csv", "--on", "a100x8x3", "--spares", "3"], "--spares 3, of 3 nodes"),
         (["simulate", "log.csv", "--on", "abacus"], "abacus"),
         (["simulate", "log.csv"], "neither --on nor --cluster says where"),
@@ -117,9 +117,9 @@ def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys: pytest
         (["simulate", "log.csv", "--on", "a100x8x3", "--load", "0.8"], "--load is of a log that is made up"),
         (["simulate", "--generate", "acme-like", "--on", "a100x8x3"], "gangs of 1,024 GPUs"),
         (["why", "j30", "--from", "kept", "--policy", "las"], "has no record of las"),
-        (["why", "nobody", "--from", "kept", "--at", "1300"], "there is no job nobody"),
-        (["replay", "."], "has no records"),
-        (["trace", "import", "none", "out.csv"], "cannot be read"),
+        (["why", "nobody", "--from", "kept", "--at", "1300"], "no job 'nobody'"),
+        (["replay", "."], "has no decision logs"),
+        (["trace", "import", "none", "out.csv"], "no such file: none"),
     ],
 )
 def test_bad_input_is_one_sentence(folder: Path, words: list[str], said: str) -> None:

@@ -36,7 +36,7 @@ def simulate(
         Path | None, typer.Option("--away", metavar="FILE", help="Nodes that will be away as CSV: node,from_s,to_s.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--generate_trace", metavar="NAME", help="Make a log up: acme-like, seren-like.")
+        str | None, typer.Option("--generate", metavar="NAME", help="Make a log up: acme-like, seren-like.")
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Of a log that is made up.")] = None,
     load: Annotated[

@@ -1,14 +1,14 @@
-"""One pool of GPUs for many: tenants, queues, what is decided and why, and a simulator that runs the same code.
+"""GPU clusters shared by many teams: scheduling, simulation, engines and job submission.
 
-cluster/scheduler/snapshot.py      the cluster at one instant: nodes, tenants, jobs that wait or run
-cluster/scheduler/decide.py        one cycle: who starts where, who waits, who yields
-cluster/scheduler/elastic.py       sizes that grow and shrink; cluster/scheduler/starvation_guard.py holds nodes for who has waited far too long
-cluster/scheduler/policies.py      all policies, Headway's own (cluster/scheduler/least_served.py) first
-cluster/scheduler/decision_log.py        what was decided, kept so that it can be decided again; cluster/scheduler/wait_reasons.py answers for one job
-simulate/        months of a log in seconds
-engines/         what starts processes on machines: this one's own queue, Slurm, Ray
-cluster/submit/runs.py        a run as a job of an engine; cluster/submit/sweeps.py many of them, cluster/submit/sweep_results.py what came of those
-cluster/submit/code_delivery.py          how code gets to machines: cluster/submit/staging.py packs it, cluster/submit/provenance.py says where it came from
+scheduler/snapshot.py        the cluster at one instant: nodes, tenants, waiting and running jobs
+scheduler/decide.py          one cycle: which jobs start where, which wait, which are preempted
+scheduler/policies.py        all policies; least_served.py is Headway's own
+scheduler/elastic.py         job sizes that grow and shrink; starvation_guard.py reserves nodes for overdue jobs
+scheduler/decision_log.py    record and replay of decisions; wait_reasons.py explains why a job waits
+simulate/                    months of a job trace in seconds, decided by the same code
+engines/                     what starts processes on machines: the local queue, Slurm, Ray
+submit/runs.py               a run as a job of an engine; sweeps.py runs many, sweep_results.py ranks them
+submit/code_delivery.py      how code reaches machines: staging.py packs it, provenance.py records its origin
 
-Nothing is imported from here: whoever submits a run needs none of what decides, which is a third of a second away.
+This package imports nothing: submitting a run does not need the scheduler, whose import takes a third of a second.
 """

@@ -1,8 +1,8 @@
-"""Decisions of the simple policies as a table: a cluster, those who share it, jobs, and what should come of it.
+"""Decisions of the simple policies as a table: a cluster, its tenants, jobs, and the expected decisions.
 
-A cluster is drawn: a line for each pool, a word for each node, a letter for each GPU that a running job of that name
-holds and a dot for each that is free; a node behind ~ is being drained. Of running jobs `left` says in how many seconds
-they are at their limit. Jobs that wait come one second after another.
+A cluster is a text: a line per pool, a word per node, a letter per GPU that a running job of that name holds and a dot
+per free GPU; a node with a leading ~ is draining. `left` gives the seconds until a running job reaches its limit.
+Waiting jobs are submitted one second after another.
 """
 
 import math
@@ -43,36 +43,36 @@ class Case:
     tenants: str = ALL
 
 
-def words(text: str) -> Iterable[tuple[list[str], dict[str, str]]]:
-    """Of each line its words, those with an equals sign apart."""
+def parse_lines(text: str) -> Iterable[tuple[list[str], dict[str, str]]]:
+    """Yield the words of each line, and its key=value pairs."""
     for line in filter(None, map(str.strip, text.replace(",", "\n").splitlines())):
         split = line.split()
         named = dict(word.split("=") for word in split if "=" in word)
         yield [word for word in split if "=" not in word], named
 
 
-def draw(case: Case) -> ClusterSnapshot:
-    snapshot, places = ClusterSnapshot(), dict[str, tuple[int, dict[int, int]]]()
-    for pool, ((chip, *nodes), _) in enumerate(words(case.cluster)):
-        there = snapshot.nodes.join(
+def build_cluster(case: Case) -> ClusterSnapshot:
+    snapshot, held = ClusterSnapshot(), dict[str, tuple[int, dict[int, int]]]()
+    for pool, ((chip, *nodes), _) in enumerate(parse_lines(case.cluster)):
+        added = snapshot.nodes.add_pool(
             chip, len(nodes[0].strip("~")), [f"{chip}-{number}" for number in range(len(nodes))]
         )
         for number, node in enumerate(nodes):
             if node.startswith("~"):
-                snapshot.nodes.state[there.first + number] = DRAINING
+                snapshot.nodes.state[added.first + number] = DRAINING
             for letter in node.strip("~.").replace(".", ""):
-                on = places.setdefault(letter, (pool, {}))[1]
+                on = held.setdefault(letter, (pool, {}))[1]
                 on[number] = on.get(number, 0) + 1
-    for (name, guarantee, *above), limits in words(case.tenants):
-        snapshot.tenants.join(name, int(guarantee), *above, **{key: int(value) for key, value in limits.items()})
-    told = {name: more for (name,), more in words(case.runs)}
-    for letter, (pool, on) in sorted(places.items()):
-        more = told.get(letter, {})
+    for (name, guarantee, *above), limits in parse_lines(case.tenants):
+        snapshot.tenants.add_tenant(name, int(guarantee), *above, **{key: int(value) for key, value in limits.items()})
+    options = {name: more for (name,), more in parse_lines(case.runs)}
+    for letter, (pool, on) in sorted(held.items()):
+        more = options.get(letter, {})
         of, left = more.get("of", snapshot.tenants.names[0]), float(more.get("left", math.inf))
         (row,) = snapshot.submit([Job(letter, of, sum(on.values()), limit_s=NOW + left)])
         snapshot.start(row, pool, Placement(*(np.array([*ends], np.int32) for ends in (on.keys(), on.values()))))
     snapshot.advance(NOW)
-    for number, ((name, gpus), more) in enumerate(words(case.waits)):
+    for number, ((name, gpus), more) in enumerate(parse_lines(case.waits)):
         of, at = more.get("of", snapshot.tenants.names[0]), float(more.get("at", 1 + number))
         limit, priority = float(more.get("limit", math.inf)), int(more.get("priority", 0))
         (row,) = snapshot.submit([Job(name, of, int(gpus), at, priority, limit_s=limit)])
@@ -82,88 +82,88 @@ def draw(case: Case) -> ClusterSnapshot:
     return snapshot
 
 
-def told(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[str]:
-    """Decisions in words; none leaves a trace in the snapshot."""
+def decide_lines(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[str]:
+    """Return decisions as text; `decide` must not change the snapshot."""
     before = snapshot.to_json()
     decisions = decide(snapshot, now, policy)
     assert snapshot.to_json() == before
-    found = []
+    lines = []
     for decision in decisions:
         assert decision.reason.sentence
-        assert decision.place.total == snapshot.jobs.gpus[decision.job]
+        assert decision.placement.total == snapshot.jobs.gpus[decision.job]
         later = f" +{decision.at_s - now:.0f}" if decision.kind == "reserve" else ""
-        found.append(f"{decision.kind} {snapshot.jobs.names[decision.job]}{later}")
-    return found
+        lines.append(f"{decision.kind} {snapshot.jobs.names[decision.job]}{later}")
+    return lines
 
 
-def obey(snapshot: ClusterSnapshot, policy: Policy) -> list[str]:
-    """Do what is decided; the snapshot asserts that no GPU is given twice."""
+def apply(snapshot: ClusterSnapshot, policy: Policy) -> list[str]:
+    """Apply the decisions; the snapshot asserts that no GPU is given twice."""
     started = []
     for decision in decide(snapshot, snapshot.now_s, policy):
         if decision.kind == "stop":
-            snapshot.stop(decision.job, 0.0)
+            snapshot.stop([decision.job], 0.0)
         if decision.kind == "start":
-            rows = decision.place.nodes + snapshot.nodes.pools[decision.pool].first
-            assert (snapshot.nodes.state[rows] != DRAINING).all(), "nothing starts on a node that is drained"
+            rows = decision.placement.nodes + snapshot.nodes.pools[decision.pool].first
+            assert (snapshot.nodes.state[rows] != DRAINING).all(), "nothing starts on a draining node"
             assert snapshot.jobs.pools[decision.job] >> decision.pool & 1, "nothing starts where it cannot run"
-            snapshot.start(decision.job, decision.pool, decision.place)
+            snapshot.start(decision.job, decision.pool, decision.placement)
             started.append(snapshot.jobs.names[decision.job])
     return started
 
 
-TEAMS = "red 4, blue 4"
+TENANTS = "red 4, blue 4"
 TABLE = [
     # -- first come, first served
-    Case("nobody waits", "fifo", "h100 ........", "", ""),
+    Case("empty queue", "fifo", "h100 ........", "", ""),
     Case("all fit", "fifo", "h100 ........", "x 4, y 4", "start x, start y"),
     Case("the first blocks", "fifo", "h100 aaaaaa..", "x 4, y 2", ""),
-    Case("a later one blocks", "fifo", "h100 ........", "x 4, y 6, z 2", "start x"),
+    Case("a later job blocks", "fifo", "h100 ........", "x 4, y 6, z 2", "start x"),
     Case("priority first", "fifo", "h100 ....", "x 4, y 4 priority=1", "start y"),
-    Case("among equals who came first", "fifo", "h100 ....", "x 4 priority=1, y 4 priority=1", "start x"),
-    Case("one of higher rank blocks", "fifo", "h100 aa..", "x 2, y 4 priority=1", ""),
+    Case("of equals the first submitted", "fifo", "h100 ....", "x 4 priority=1, y 4 priority=1", "start x"),
+    Case("a higher-ranked job blocks", "fifo", "h100 aa..", "x 2, y 4 priority=1", ""),
     Case("gangs of several nodes", "fifo", "h100 .... .... ....", "x 8, y 4", "start x, start y"),
-    Case("no node is whole", "fifo", "h100 a... b...", "x 5, y 1", ""),
+    Case("no node is empty", "fifo", "h100 a... b...", "x 5, y 1", ""),
     Case("quotas do not count", "fifo", "h100 ........", "x 8 of=red", "start x", tenants="red 4 borrow=4, blue 4"),
-    Case("a node that is drained has no room", "fifo", "h100 ~.... aaa.", "x 4, y 1", ""),
+    Case("a draining node has no free GPUs", "fifo", "h100 ~.... aaa.", "x 4, y 1", ""),
     Case("the other chip", "fifo", "h100 aaaa\na100 ....", "x 4", "start x"),
     Case("not on the other chip", "fifo", "h100 aaaa\na100 ....", "x 4 on=h100, y 4", ""),
-    # -- nobody waits for others, within quotas
+    # -- jobs pass blocked ones, within quotas
     Case("passes", "kueue", "h100 aaaaaa..", "x 4, y 2, z 1", "start y"),
     Case("passes more than once", "kueue", "h100 aaaa....", "x 5, y 2, z 3, w 2", "start y, start w"),
     Case("priority first, and others pass", "kueue", "h100 aa..", "x 1, y 1, z 4 priority=1", "start x, start y"),
-    Case("borrows", "kueue", "h100 ........", "x 8 of=red", "start x", tenants=TEAMS),
-    Case("borrows beside what it has", "kueue", "h100 aaaa....", "x 4 of=red", "start x", "a of=red", TEAMS),
+    Case("borrows", "kueue", "h100 ........", "x 8 of=red", "start x", tenants=TENANTS),
+    Case("borrows in addition to what it has", "kueue", "h100 aaaa....", "x 4 of=red", "start x", "a of=red", TENANTS),
     Case("borrows to its limit", "kueue", "h100 aaaa....",
          "x 3 of=red, y 2 of=red", "start y", "a of=red", "red 4 borrow=2, blue 4"),
     Case("its limit counts in one cycle", "kueue", "h100 ........",
          "x 4 of=red, y 2 of=red, z 1 of=red", "start x, start y", tenants="red 4 borrow=2, blue 4"),
     Case("no more than is lent", "kueue", "h100 ........",
          "x 4 of=red, y 2 of=red, z 1 of=red", "start x, start z", tenants="red 4, blue 4 lend=1"),
-    Case("what is kept is its owner's", "kueue", "h100 aaaa....",
+    Case("what is not lent stays its owner's", "kueue", "h100 aaaa....",
          "x 1 of=red, y 4 of=blue", "start y", "a of=red", "red 4, blue 4 lend=0"),
-    Case("a department's limit is its teams'", "kueue", "h100 ........",
+    Case("a department's limit is shared by its teams", "kueue", "h100 ........",
          "x 3 of=s, y 2 of=t, z 1 of=t", "start x, start z", tenants="d 4 borrow=0, s 2 d, t 2 d"),
-    Case("who has no quota does not block", "kueue", "h100 aaaa....",
+    Case("a job without quota does not block", "kueue", "h100 aaaa....",
          "x 2 of=red priority=9, y 2 of=blue", "start y", "a of=red", "red 4 borrow=0, blue 4"),
     # -- backfill by time limits
     Case("fits before the head", "slurm", "h100 aaaaaa..",
          "x 8, y 2 limit=50", "reserve x +100, start y", "a left=100"),
     Case("ends just in time", "slurm", "h100 aaaaaa..", "x 8, y 2 limit=100", "reserve x +100, start y", "a left=100"),
     Case("would delay the head", "slurm", "h100 aaaaaa..", "x 8, y 2 limit=101", "reserve x +100", "a left=100"),
-    Case("lies beside the head", "slurm", "h100 aaaa....", "x 6, y 2", "reserve x +100, start y", "a left=100"),
-    Case("no more than lies beside it", "slurm", "h100 aaaa....",
+    Case("fits beside the reservation", "slurm", "h100 aaaa....", "x 6, y 2", "reserve x +100, start y", "a left=100"),
+    Case("no more than fits beside it", "slurm", "h100 aaaa....",
          "x 6, y 2, z 2", "reserve x +100, start y", "a left=100"),
-    Case("short ones take nothing from those beside", "slurm", "h100 aaaa....",
+    Case("short jobs take nothing from those beside", "slurm", "h100 aaaa....",
          "x 6, y 2 limit=9, z 2", "reserve x +100, start y, start z", "a left=100"),
     Case("the earliest of several ends", "slurm", "h100 aabb....",
          "x 6, y 4 limit=51", "reserve x +50", "a left=50, b left=70"),
     Case("several ends are needed", "slurm", "h100 aabb....",
          "x 8, y 4 limit=70", "reserve x +70, start y", "a left=50, b left=70"),
-    Case("where it lies counts", "slurm", "h100 aa.. bb..",
+    Case("nodes count, not totals", "slurm", "h100 aa.. bb..",
          "x 4, y 2", "reserve x +50, start y", "a left=50, b left=70"),
     Case("over its limit: soon", "slurm", "h100 aaaaaa..", "x 8, y 2 limit=1", "reserve x +0", "a left=-5"),
-    Case("no limit: nobody knows", "slurm", "h100 aaaaaa..", "x 8, y 2 limit=1", ""),
-    Case("priority keeps the place", "slurm", "h100 aaaaaa..", "y 2, x 8 priority=1", "reserve x +100", "a left=100"),
+    Case("no limit: no reservation", "slurm", "h100 aaaaaa..", "x 8, y 2 limit=1", ""),
+    Case("reserves by priority", "slurm", "h100 aaaaaa..", "y 2, x 8 priority=1", "reserve x +100", "a left=100"),
     Case("in another pool", "slurm", "h100 aaaa\na100 bb..",
          "x 4 on=h100, y 2", "reserve x +100, start y", "a left=100"),
     Case("the pool that is free first", "slurm", "h100 aaaa\na100 bbbb",
@@ -172,22 +172,22 @@ TABLE = [
          "x 3 on=h100, y 1 on=a100", "reserve x +100, start y", "a left=100"),
     Case("beside it in the second pool", "slurm", "h100 aaa.\na100 bb..",
          "x 3 on=a100, y 1 on=h100", "reserve x +90, start y", "b left=90"),
-    Case("a place elsewhere though the first is kept", "slurm", "h100 aa..\na100 bb..",
+    Case("fits elsewhere though the first pool is reserved", "slurm", "h100 aa..\na100 bb..",
          "x 4 on=h100, y 2", "reserve x +100, start y", "a left=100"),
-    Case("no place is kept on a node that is drained", "slurm", "h100 ~aaaa bbbb",
+    Case("no reservation on a draining node", "slurm", "h100 ~aaaa bbbb",
          "x 4", "reserve x +90", "a left=20, b left=90"),
-    Case("those just started count", "slurm", "h100 aaaa........",
+    Case("jobs just started count", "slurm", "h100 aaaa........",
          "w 4 limit=10 priority=2, x 8 priority=1, y 4 limit=900", "start w, reserve x +10", "a left=1000"),
-    Case("just started alone", "slurm", "h100 ........",
+    Case("only jobs just started", "slurm", "h100 ........",
          "w 4 limit=100 priority=2, x 8 priority=1, y 4 limit=50", "start w, reserve x +100, start y"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.policy}: {case.name}")
 def test_table(case):
-    snapshot = draw(case)
-    assert ", ".join(told(snapshot, NOW, POLICIES[case.policy])) == case.want
-    obey(snapshot, POLICIES[case.policy])
+    snapshot = build_cluster(case)
+    assert ", ".join(decide_lines(snapshot, NOW, POLICIES[case.policy])) == case.want
+    apply(snapshot, POLICIES[case.policy])
 
 
 # -- orders of a multifactor priority
@@ -198,15 +198,15 @@ def test_table(case):
     [
         ("the older", "x 4 at=500, y 4 at=100", [0, 0], "start y"),
         ("of equal age the larger", "x 2 at=5, y 4 at=5", [0, 0], "start y"),
-        ("who has used less of its share", "x 4 at=1 of=red, y 4 at=900 of=blue", [1e6, 1e3], "start y"),
+        ("used less of its share", "x 4 at=1 of=red, y 4 at=900 of=blue", [1e6, 1e3], "start y"),
         ("priority above all", "x 4 at=900 of=red priority=1, y 4 at=1 of=blue", [1e9, 0], "start x"),
     ],
     ids=lambda value: value if isinstance(value, str) and " of" not in value and "=" not in value else "",
 )
 def test_multifactor(name, waits, recent, want):
-    snapshot = draw(Case("", "slurm", "h100 ....", waits, want, tenants=TEAMS))
+    snapshot = build_cluster(Case("", "slurm", "h100 ....", waits, want, tenants=TENANTS))
     snapshot.tenants.recent[:2] = recent
-    assert next(line for line in told(snapshot, NOW, POLICIES["slurm"]) if line.startswith("start")) == want
+    assert next(line for line in decide_lines(snapshot, NOW, POLICIES["slurm"]) if line.startswith("start")) == want
 
 
 # -- properties
@@ -233,65 +233,65 @@ def queue(jobs: list[tuple[int, str, int, int]], size: int) -> list[str]:
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
 @settings(max_examples=examples(30), deadline=None)
 @given(nodes=clusters, jobs=queues, random=st.randoms(use_true_random=False))
-def test_the_order_in_which_jobs_are_told_is_irrelevant(policy, nodes, jobs, random):
+def test_order_in_which_jobs_are_submitted_does_not_matter(policy, nodes, jobs, random):
     lines = queue(jobs, 4 * len(nodes))
     shuffled = random.sample(lines, len(lines))
-    case = Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, TEAMS)
-    one, other = (draw(replace(case, waits="\n".join(order))) for order in (lines, shuffled))
-    assert told(one, NOW, POLICIES[policy]) == told(other, NOW, POLICIES[policy])
+    case = Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, TENANTS)
+    ordered, reordered = (build_cluster(replace(case, waits="\n".join(order))) for order in (lines, shuffled))
+    assert decide_lines(ordered, NOW, POLICIES[policy]) == decide_lines(reordered, NOW, POLICIES[policy])
 
 
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
 @settings(max_examples=examples(20), deadline=None)
 @given(nodes=clusters, jobs=queues, random=st.randoms(use_true_random=False))
-def test_the_rows_that_jobs_lie_in_are_irrelevant(policy, nodes, jobs, random):
-    case = Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, TEAMS)
-    one = draw(replace(case, waits="\n".join(queue(jobs, 4 * len(nodes)))))
-    other = draw(case)
-    dropped = other.submit([Job(f"gone-{number}", "red", 1, 0.5) for number in range(9)])
+def test_rows_of_jobs_do_not_matter(policy, nodes, jobs, random):
+    case = Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, TENANTS)
+    original = build_cluster(replace(case, waits="\n".join(queue(jobs, 4 * len(nodes)))))
+    moved = build_cluster(case)
+    dropped = moved.submit([Job(f"ended-{number}", "red", 1, 0.5) for number in range(9)])
     random.shuffle(dropped)
     for row in dropped:
-        other.end(row)
-    for row in one.queue.tolist():
-        record: dict[str, Any] = one.jobs.record(row)
+        moved.end(row)
+    for row in original.queue.tolist():
+        record: dict[str, Any] = original.jobs.record(row)
         job = {key: record[key] for key in ("name", "gpus", "submit_s", "priority", "limit_s")}
-        other.submit([Job(tenant=one.tenants.names[record["tenant"]], **job)])
-    assert told(one, NOW, POLICIES[policy]) == told(other, NOW, POLICIES[policy])
-    read = ClusterSnapshot.from_json(one.to_json())
-    assert told(read, NOW, POLICIES[policy]) == told(one, NOW, POLICIES[policy])
+        moved.submit([Job(tenant=original.tenants.names[record["tenant"]], **job)])
+    assert decide_lines(original, NOW, POLICIES[policy]) == decide_lines(moved, NOW, POLICIES[policy])
+    restored = ClusterSnapshot.from_json(original.to_json())
+    assert decide_lines(restored, NOW, POLICIES[policy]) == decide_lines(original, NOW, POLICIES[policy])
 
 
 @pytest.mark.parametrize("policy", ["fifo", "kueue", "slurm", "headway"])
 @settings(max_examples=examples(20), deadline=None)
 @given(nodes=clusters, jobs=queues, borrow=st.integers(2, 6), lend=st.integers(2, 4))
-def test_what_is_decided_can_be_done_and_nothing_more_could_start(policy, nodes, jobs, borrow, lend):
+def test_decisions_can_be_applied_and_no_further_job_could_start(policy, nodes, jobs, borrow, lend):
     tenants = f"red {2 * len(nodes)} borrow={borrow} lend={lend}, blue {2 * len(nodes)} lend={lend}"
-    empty = draw(Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, tenants))
-    most = min(empty.allowance(0), empty.allowance(1))  # larger ones can never run, and are refused
+    empty = build_cluster(Case("", policy, f"h100 {' '.join(nodes)}", "", "", LEFT, tenants))
+    most = min(empty.allowance(0), empty.allowance(1))  # larger ones can never run and are rejected
     lines = queue(jobs, min(4 * len(nodes), most)) if most else []
-    snapshot = draw(Case("", policy, f"h100 {' '.join(nodes)}", "\n".join(lines), "", LEFT, tenants))
+    snapshot = build_cluster(Case("", policy, f"h100 {' '.join(nodes)}", "\n".join(lines), "", LEFT, tenants))
     before = snapshot.tenants.used[:2].copy()
-    obey(snapshot, POLICIES[policy])
-    room = snapshot.nodes.room(snapshot.nodes.pools[0])
-    allowed = snapshot.tenants.room(room.total)
+    apply(snapshot, POLICIES[policy])
+    room = snapshot.nodes.free_gpus(snapshot.nodes.pools[0])
+    allowed = snapshot.tenants.headroom(room.total)
     if policy in ("kueue", "headway"):
         most = snapshot.tenants.guarantee[:2] + snapshot.tenants.borrow[:2]
         assert (snapshot.tenants.used[:2] <= np.maximum(most, before)).all(), "above a quota"
-        bound = POLICIES[policy].bound
+        bound = POLICIES[policy].cap
         held = int(snapshot.jobs.gpus[snapshot.active].sum())
         for row in snapshot.queue.tolist():
             gpus = int(snapshot.jobs.gpus[row])
             if bound is not None and held + gpus > bound(snapshot, np.array([row]), NOW)[0]:
-                continue  # none of these jobs can be stopped
-            assert gpus > allowed[snapshot.jobs.tenant[row]] or room.find(gpus) is None, "left waiting beside free GPUs"
+                continue  # all these jobs are non-preemptible
+            assert gpus > allowed[snapshot.jobs.tenant[row]] or room.find(gpus) is None, "waits although GPUs are free"
     elif policy == "fifo" and len(snapshot.queue):
         head = POLICIES["fifo"].order(snapshot, NOW)[0]
         assert room.find(int(snapshot.jobs.gpus[head])) is None
 
 
 @dataclass(frozen=True)
-class Coming:
-    """A job of a log, with a limit that is just what it takes."""
+class TraceJob:
+    """A job with a time limit equal to its run time."""
 
     name: str
     at: int
@@ -299,35 +299,37 @@ class Coming:
     seconds: int
 
 
-def random_log(seed: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """Nodes, and of jobs when they come, GPUs and seconds: few different numbers, so that much happens together."""
+def random_trace(seed: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return nodes, and jobs as submit time, GPUs and seconds: few distinct numbers, so that many events coincide."""
     random = Random(seed)
     times, gpus, seconds = (0, 3, 3, 3, 8, 40), (1, 1, 2, 2, 3, 4, 5, 8, 9), (1, 2, 5, 10, 40, 100)
     jobs = [(random.choice(times), random.choice(gpus), random.choice(seconds)) for _ in range(random.randint(2, 9))]
     return random.randint(1, 3), sorted(jobs, key=itemgetter(0))
 
 
-def earliest(snapshot: ClusterSnapshot, gpus: int) -> float:
-    """When a gang finds a place if all that runs ends by its limit, and nothing else starts."""
+def earliest_start(snapshot: ClusterSnapshot, gpus: int) -> float:
+    """Return when a gang fits if all running jobs end by their limits and nothing else starts."""
     pool, now = snapshot.nodes.pools[0], snapshot.now_s
     ends = {row: float(snapshot.jobs.since_s[row] + snapshot.jobs.limit_s[row]) for row in snapshot.active.tolist()}
     for at in sorted({now, *ends.values()}):
         room = FreeGpus(snapshot.nodes.free[pool.first : pool.end], pool.size)
         for row, end in ends.items():
             if end <= at:
-                room.give(snapshot.places[row][1])
+                room.release(snapshot.placements[row][1])
         if room.find(gpus) is not None:
             return at
     raise AssertionError("a gang fits into an empty cluster")
 
 
-def play(nodes: int, log: list[tuple[int, int, int]]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Starts of jobs under backfill in the order they came; for heads the first reservation, and what was possible."""
+def run_backfill(
+    nodes: int, trace: list[tuple[int, int, int]]
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return starts under backfill in submit order; for heads also the first reservation and the earliest start."""
     policy = replace(POLICIES["slurm"], order=POLICIES["fifo"].order)
-    snapshot = draw(Case("", "slurm", "h100 " + " ".join(["...."] * nodes), "", ""))
+    snapshot = build_cluster(Case("", "slurm", "h100 " + " ".join(["...."] * nodes), "", ""))
     snapshot.now_s = 0.0
-    coming = [Coming(f"j{n}", at, min(gpus, 4 * nodes), s) for n, (at, gpus, s) in enumerate(log)]
-    starts, kept, possible, ends = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
+    coming = [TraceJob(f"j{n}", at, min(gpus, 4 * nodes), s) for n, (at, gpus, s) in enumerate(trace)]
+    starts, reserved, possible, ends = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
     while coming or ends:
         now = min([*(float(job.at) for job in coming), *ends.values()])
         snapshot.advance(now)
@@ -344,29 +346,29 @@ def play(nodes: int, log: list[tuple[int, int, int]]) -> tuple[dict[str, float],
         for decision in decisions:
             name = snapshot.jobs.names[decision.job]
             if decision.kind == "reserve":
-                assert decision.job == waiting[front], "the place is kept for the first that has to wait"
-                kept.setdefault(name, decision.at_s)
-                assert decision.at_s <= kept[name], "a reservation moved, and all limits held"
+                assert decision.job == waiting[front], "the reservation is for the first job that has to wait"
+                reserved.setdefault(name, decision.at_s)
+                assert decision.at_s <= reserved[name], "a reservation moved although all limits held"
         for decision in sorted(started, key=lambda decision: waiting.index(decision.job) > front):
             if waiting.index(decision.job) > front and front < len(waiting):
                 head = waiting[front]
-                possible.setdefault(snapshot.jobs.names[head], earliest(snapshot, int(snapshot.jobs.gpus[head])))
-            snapshot.start(decision.job, decision.pool, decision.place)
+                possible.setdefault(snapshot.jobs.names[head], earliest_start(snapshot, int(snapshot.jobs.gpus[head])))
+            snapshot.start(decision.job, decision.pool, decision.placement)
             name = snapshot.jobs.names[decision.job]
             starts[name], ends[name] = now, now + float(snapshot.jobs.limit_s[decision.job])
-    return starts, kept, possible
+    return starts, reserved, possible
 
 
 def test_with_exact_limits_the_head_starts_no_later_than_reserved():
     for seed in range(500):
-        nodes, log = random_log(seed)
-        starts, kept, _ = play(nodes, log)
-        assert len(starts) == len(log), (nodes, log)
-        assert all(starts[name] <= at for name, at in kept.items()), (nodes, log, starts, kept)
+        nodes, trace = random_trace(seed)
+        starts, reserved, _ = run_backfill(nodes, trace)
+        assert len(starts) == len(trace), (nodes, trace)
+        assert all(starts[name] <= at for name, at in reserved.items()), (nodes, trace, starts, reserved)
 
 
-def test_with_exact_limits_the_head_starts_no_later_than_if_nobody_had_passed():
+def test_with_exact_limits_the_head_starts_no_later_than_without_backfill():
     for seed in range(500):
-        nodes, log = random_log(seed)
-        starts, _, possible = play(nodes, log)
-        assert all(starts[name] <= at for name, at in possible.items()), (nodes, log, starts, possible)
+        nodes, trace = random_trace(seed)
+        starts, _, possible = run_backfill(nodes, trace)
+        assert all(starts[name] <= at for name, at in possible.items()), (nodes, trace, starts, possible)

@@ -1,4 +1,4 @@
-"""Every decision can be made again from its record, and asked about."""
+"""Every decision can be replayed from its log, and explained."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from headway.errors import UsageError
 SETUP = SimulationSetup("a100", 4, 4, node_days=0.5, repair_s=3600.0, spares=1, restart_s=60.0)
 
 
-def log(seed: int, jobs: int = 120) -> JobTrace:
+def random_trace(seed: int, jobs: int = 120) -> JobTrace:
     chance = np.random.default_rng(seed)
     return JobTrace(
         tuple(f"job-{number}" for number in range(jobs)),
@@ -33,23 +33,23 @@ def log(seed: int, jobs: int = 120) -> JobTrace:
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("records")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
     for name, policy in POLICIES.items():
-        simulate(log(1), SETUP, policy, record=record_of(folder, name))
+        simulate(random_trace(1), SETUP, policy, record=record_of(folder, name))
     return folder
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_was_decided_is_decided_again(records: Path, name: str) -> None:
-    told = list(replay(record_of(records, name)))
-    assert len(told) > 50
-    assert told == [None] * len(told)
+def test_replay_repeats_every_decision(logs: Path, name: str) -> None:
+    mismatches = list(replay(record_of(logs, name)))
+    assert len(mismatches) > 50
+    assert mismatches == [None] * len(mismatches)
 
 
-def test_a_record_of_all_policies_is_found(records: Path, tmp_path: Path) -> None:
-    assert policies_in(records) == sorted(POLICIES)
-    with pytest.raises(UsageError, match="has no records"):
+def test_policies_of_a_folder_are_listed(logs: Path, tmp_path: Path) -> None:
+    assert policies_in(logs) == sorted(POLICIES)
+    with pytest.raises(UsageError, match="has no decision logs"):
         policies_in(tmp_path)
 
 
@@ -57,12 +57,12 @@ def lines_of(path: Path) -> list[str]:
     return gzip.decompress(path.read_bytes()).decode().splitlines()
 
 
-def changed(source: Path, out: Path, change) -> Path:
-    """A copy of a record with another first line that has starts in it."""
+def modified_log(source: Path, out: Path, change) -> Path:
+    """Copy a log with the first line that has starts changed."""
     lines = lines_of(source)
     for number, text in enumerate(lines):
         line = json.loads(text)
-        if any(one[0] == "start" for one in line.get("decided", ())):
+        if any(decision[0] == "start" for decision in line.get("decided", ())):
             change(line)
             lines[number] = json.dumps(line)
             break
@@ -80,8 +80,8 @@ def changed(source: Path, out: Path, change) -> Path:
         ("one more", lambda line: line["decided"].append(line["decided"][0])),
     ],
 )
-def test_what_is_decided_otherwise_is_found_and_named(records: Path, tmp_path: Path, what: str, change) -> None:
-    path = changed(record_of(records, "headway"), tmp_path / "x.jsonl.gz", change)
+def test_replay_reports_the_first_different_decision(logs: Path, tmp_path: Path, what: str, change) -> None:
+    path = modified_log(record_of(logs, "headway"), tmp_path / "x.jsonl.gz", change)
     *equal, last = replay(path)
     assert equal == [None] * len(equal)
     assert last is not None
@@ -94,7 +94,7 @@ def test_what_is_decided_otherwise_is_found_and_named(records: Path, tmp_path: P
     [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b"[1]\n"), gzip.compress(b'{"format": 1}\n{"at"')],
     ids=["empty", "not gzip", "no format", "a list", "cut short"],  # gzip writes the time of day
 )
-def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_invalid_log_is_rejected_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
@@ -102,71 +102,71 @@ def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, content: b
     assert "\n" not in error.value.message
 
 
-def test_a_record_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no record"):
+def test_missing_log_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no decision log"):
         list(replay(tmp_path / "none.jsonl.gz"))
 
 
 # -- why
 
 
-def waiting(records: Path, name: str) -> tuple[float, str]:
-    """A time, and a job that waits then."""
-    for line in map(json.loads, lines_of(record_of(records, name))):
+def waiting(logs: Path, name: str) -> tuple[float, str]:
+    """Return a time, and a job that waits then."""
+    for line in map(json.loads, lines_of(record_of(logs, name))):
         if "decided" not in line or line["at"] < 10_000:
             continue
-        snapshot, policy, *_ = state_at(record_of(records, name), line["at"])
-        # a cycle may leave room that the next one fills: who waits then does so for something else
-        if len(snapshot.queue) and all(one.kind == "reserve" for one in decide(snapshot, line["at"], policy)):
+        snapshot, policy, *_ = state_at(record_of(logs, name), line["at"])
+        # a cycle may leave GPUs free that the next one uses: take one that starts nothing
+        if len(snapshot.queue) and all(decision.kind == "reserve" for decision in decide(snapshot, line["at"], policy)):
             return line["at"], snapshot.jobs.names[int(policy.order(snapshot, line["at"])[-1])]
-    raise AssertionError("somebody waits in every log")
+    raise AssertionError("jobs wait in every trace")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_job_that_waits_is_told_why(records: Path, name: str) -> None:
-    at, job = waiting(records, name)
-    snapshot, policy, *_ = state_at(record_of(records, name), at)
+def test_waiting_job_gets_an_explanation(logs: Path, name: str) -> None:
+    at, job = waiting(logs, name)
+    snapshot, policy, *_ = state_at(record_of(logs, name), at)
     before = snapshot.to_json()
-    told = explain_wait(snapshot, at, policy, job)
-    assert told.state == "waits"
-    assert told.reason.sentence
-    assert sum(holder.gpus for holder in told.holders) == snapshot.jobs.gpus[snapshot.active].sum()
+    explanation = explain_wait(snapshot, at, policy, job)
+    assert explanation.state == "waits"
+    assert explanation.reason.sentence
+    assert sum(holder.gpus for holder in explanation.holders) == snapshot.jobs.gpus[snapshot.active].sum()
     assert snapshot.to_json() == before, "a question changes nothing"
 
 
-def test_a_job_that_runs_and_one_that_nobody_knows(records: Path) -> None:
-    at, _ = waiting(records, "headway")
-    snapshot, policy, *_ = state_at(record_of(records, "headway"), at)
-    told = explain_wait(snapshot, at, policy, snapshot.jobs.names[int(snapshot.active[0])])
-    assert told.state == "runs"
-    assert "GPUs since" in told.reason.sentence
-    with pytest.raises(UsageError, match="there is no job nobody"):
+def test_running_job_is_explained_and_unknown_job_is_rejected(logs: Path) -> None:
+    at, _ = waiting(logs, "headway")
+    snapshot, policy, *_ = state_at(record_of(logs, "headway"), at)
+    explanation = explain_wait(snapshot, at, policy, snapshot.jobs.names[int(snapshot.active[0])])
+    assert explanation.state == "runs"
+    assert "GPUs since" in explanation.reason.sentence
+    with pytest.raises(UsageError, match="no job 'nobody'"):
         explain_wait(snapshot, at, policy, "nobody")
 
 
-def test_before_anything_has_happened(records: Path) -> None:
+def test_state_before_the_first_event_is_rejected(logs: Path) -> None:
     with pytest.raises(UsageError, match="nothing had happened"):
-        state_at(record_of(records, "headway"), -1.0)
+        state_at(record_of(logs, "headway"), -1.0)
 
 
 @pytest.mark.parametrize(
-    ("what", "cut", "said"),
+    ("what", "cut", "message"),
     [
-        ("the end", lambda lines: lines[:-1], "is cut off"),
-        ("half", lambda lines: lines[: len(lines) // 2], "is cut off"),
-        ("the last cycles", lambda lines: [*lines[:-4], lines[-1]], "was changed"),
-        ("every decision", lambda lines: [line for line in lines if "decided" not in line], "was changed"),
+        ("the end", lambda lines: lines[:-1], "is truncated"),
+        ("half", lambda lines: lines[: len(lines) // 2], "is truncated"),
+        ("the last cycles", lambda lines: [*lines[:-4], lines[-1]], "was modified"),
+        ("every decision", lambda lines: [line for line in lines if "decided" not in line], "was modified"),
     ],
 )
-def test_a_record_that_lacks_something_proves_nothing(records: Path, tmp_path: Path, what: str, cut, said: str) -> None:
+def test_truncated_or_modified_log_is_rejected(logs: Path, tmp_path: Path, what: str, cut, message: str) -> None:
     path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(("\n".join(cut(lines_of(record_of(records, "fifo")))) + "\n").encode()))
-    with pytest.raises(UsageError, match=said):
+    path.write_bytes(gzip.compress(("\n".join(cut(lines_of(record_of(logs, "fifo")))) + "\n").encode()))
+    with pytest.raises(UsageError, match=message):
         list(replay(path))
 
 
-def test_a_gang_that_the_band_holds_back_is_told_so(tmp_path: Path) -> None:
-    """Twelve GPUs of jobs that cannot be stopped, and four more would leave nothing of sixteen."""
+def test_explanation_names_the_non_preemptible_limit(tmp_path: Path) -> None:
+    """Non-preemptible jobs hold twelve of sixteen GPUs, and four more would fill the cluster."""
     trace = JobTrace(
         tuple(f"j{number}" for number in range(13)),
         np.array([0.0] * 12 + [10.0]),
@@ -180,14 +180,14 @@ def test_a_gang_that_the_band_holds_back_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "headway.jsonl.gz"
     simulate(trace, SimulationSetup("a100", 8, 2, preemptible=0.0), POLICIES["headway"], record=path)
     snapshot, policy, *_ = state_at(path, 100.0)
-    told = explain_wait(snapshot, 100.0, policy, "j12")
-    assert told.reason.code == "band"
-    assert told.reason.sentence.endswith("such jobs may hold 14 at most")
+    explanation = explain_wait(snapshot, 100.0, policy, "j12")
+    assert explanation.reason.code == "band"
+    assert explanation.reason.sentence == "non-preemptible limit (12 in use + 4 requested > 14 allowed)"
 
 
-def test_a_record_of_before_there_were_deadlines_is_read(records: Path, tmp_path: Path) -> None:
-    """It had no word for what nobody asked for, and null for no limit."""
-    path, lines = tmp_path / "x.jsonl.gz", [json.loads(line) for line in lines_of(record_of(records, "fifo"))[:-1]]
+def test_log_from_before_deadlines_is_read(logs: Path, tmp_path: Path) -> None:
+    """It lacks later fields, and has null for no limit."""
+    path, lines = tmp_path / "x.jsonl.gz", [json.loads(line) for line in lines_of(record_of(logs, "fifo"))[:-1]]
     new = {"deadline_s", "sizes", "kind", "min_run_s"}
     for line in lines:
         if "job" in line:

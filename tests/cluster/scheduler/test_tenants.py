@@ -1,4 +1,4 @@
-"""Tenants: what each may take against a truth by brute force, and recent use against its closed form."""
+"""Tenants: headroom against brute force, and recent usage against its closed form."""
 
 import math
 from dataclasses import dataclass
@@ -14,130 +14,135 @@ from thinned import examples
 
 
 @dataclass(frozen=True)
-class One:
-    """A tenant as the tests know it."""
+class TreeTenant:
+    """A tenant of a test tree."""
 
     above: int | None
     guarantee: int
     borrow: int | None
     lend: int | None
-    own: int
-    """GPUs its own jobs use, its children's not among them."""
+    own_gpus: int
+    """GPUs of its own jobs, without its children's."""
 
 
 @st.composite
-def trees(draw: st.DrawFn, *, flat: bool = False, lend_below: bool = False) -> tuple[list[One], int]:
-    """Tenants whose guarantees can be kept, parents first, and free GPUs beside what they use."""
-    found, left = list[One](), list[int]()
+def trees(draw: st.DrawFn, *, flat: bool = False, lend_below: bool = False) -> tuple[list[TreeTenant], int]:
+    """Tenants with feasible guarantees, parents first, and the free GPUs."""
+    tree, unpromised = list[TreeTenant](), list[int]()
     gpus = draw(st.integers(0, 12))
     most = gpus
     limit = st.none() | st.integers(0, 6)
     for number in range(draw(st.integers(1, 5))):
         above = None if flat or not number else draw(st.none() | st.integers(0, number - 1))
-        guarantee = draw(st.integers(0, most if above is None else left[above]))
+        guarantee = draw(st.integers(0, most if above is None else unpromised[above]))
         if above is None:
             most -= guarantee
         else:
-            left[above] -= guarantee
-        left.append(guarantee)
+            unpromised[above] -= guarantee
+        unpromised.append(guarantee)
         lend = draw(limit) if above is None or lend_below else None
-        found.append(One(above, guarantee, draw(limit), lend, draw(st.integers(0, 4))))
-    used = sum(one.own for one in found)
+        tree.append(TreeTenant(above, guarantee, draw(limit), lend, draw(st.integers(0, 4))))
+    used = sum(tenant.own_gpus for tenant in tree)
     assume(used <= gpus)
-    return found, gpus - used
+    return tree, gpus - used
 
 
-def make(tree: list[One]) -> TenantTable:
+def make_table(tree: list[TreeTenant]) -> TenantTable:
     tenants = TenantTable()
-    for number, one in enumerate(tree):
-        parent = None if one.above is None else f"t{one.above}"
-        assert tenants.join(f"t{number}", one.guarantee, parent, one.borrow, one.lend) == number
-    for number, one in enumerate(tree):
-        tenants.take(number, one.own)
+    for number, tenant in enumerate(tree):
+        parent = None if tenant.above is None else f"t{tenant.above}"
+        assert tenants.add_tenant(f"t{number}", tenant.guarantee, parent, tenant.borrow, tenant.lend) == number
+    for number, tenant in enumerate(tree):
+        tenants.add_used(number, tenant.own_gpus)
     return tenants
 
 
-def path(tree: list[One], number: int | None) -> list[int]:
+def path(tree: list[TreeTenant], number: int | None) -> list[int]:
     return [] if number is None else [number, *path(tree, tree[number].above)]
 
 
-def use(tree: list[One]) -> list[int]:
-    return [sum(one.own for low, one in enumerate(tree) if high in path(tree, low)) for high in range(len(tree))]
+def usage(tree: list[TreeTenant]) -> list[int]:
+    return [
+        sum(tenant.own_gpus for low, tenant in enumerate(tree) if high in path(tree, low)) for high in range(len(tree))
+    ]
 
 
-def kept(tree: list[One], number: int) -> int:
-    """What a tenant has, does not use and does not lend."""
-    one = tree[number]
-    return 0 if one.lend is None else max(one.guarantee - use(tree)[number] - one.lend, 0)
+def withheld(tree: list[TreeTenant], number: int) -> int:
+    """Return the unused guarantee that a tenant does not lend."""
+    tenant = tree[number]
+    return 0 if tenant.lend is None else max(tenant.guarantee - usage(tree)[number] - tenant.lend, 0)
 
 
-def may_take(tree: list[One], free: int, number: int, gpus: int) -> bool:
-    """The rule in words: GPUs are free, nobody on the way up is above its limit, and what others keep is left over."""
-    line, used = path(tree, number), use(tree)
+def may_take(tree: list[TreeTenant], free: int, number: int, gpus: int) -> bool:
+    """Apply the rule: GPUs are free, no ancestor exceeds its limit, and what others withhold stays free."""
+    line, used = path(tree, number), usage(tree)
     within = all(tree[row].borrow is None or used[row] + gpus <= tree[row].guarantee + tree[row].borrow for row in line)
-    others = sum(kept(tree, row) for row in range(len(tree)) if tree[row].above is None and row not in line)
+    others = sum(withheld(tree, row) for row in range(len(tree)) if tree[row].above is None and row not in line)
     return within and gpus + others <= free
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.one_of(trees(flat=True), trees()))
-def test_a_tenant_may_take_what_the_rule_allows_and_no_more(case):
+def test_headroom_is_what_the_rule_allows_and_no_more(case):
     tree, free = case
-    assume(free >= sum(kept(tree, row) for row in range(len(tree)) if tree[row].above is None))
-    room = make(tree).room(free)
+    assume(free >= sum(withheld(tree, row) for row in range(len(tree)) if tree[row].above is None))
+    headroom = make_table(tree).headroom(free)
     want = [max([0, *(k for k in range(1, free + 1) if may_take(tree, free, row, k))]) for row in range(len(tree))]
-    assert room.tolist() == want
+    assert headroom.tolist() == want
 
 
 @settings(max_examples=examples(70), deadline=None)
 @given(trees(flat=True), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=12))
-def test_what_a_tenant_keeps_is_there_whatever_others_were_allowed_to_take(case, takes):
+def test_gpus_a_tenant_does_not_lend_stay_free_for_it(case, takes):
     tree, free = case
-    tenants, free = make(tree), free + sum(one.own for one in tree)
+    tenants, free = make_table(tree), free + sum(tenant.own_gpus for tenant in tree)
     tenants.used[:] = 0
     for row, gpus in takes:
         row %= len(tree)
-        gpus = min(gpus, int(tenants.room(free)[row]))
-        tenants.take(row, gpus)
+        gpus = min(gpus, int(tenants.headroom(free)[row]))
+        tenants.add_used(row, gpus)
         free -= gpus
-        for other, one in enumerate(tree):
-            if one.lend is not None:
-                assert tenants.room(free)[other] >= one.guarantee - int(tenants.used[other]) - one.lend
+        for other, tenant in enumerate(tree):
+            if tenant.lend is not None:
+                assert tenants.headroom(free)[other] >= tenant.guarantee - int(tenants.used[other]) - tenant.lend
 
 
 @settings(max_examples=examples(70), deadline=None)
 @given(trees(lend_below=True), st.data())
-def test_what_is_tried_is_not_counted(case, data):
-    """`room` with other numbers of used GPUs is that of a tree where they are used, and leaves this one alone."""
+def test_headroom_with_other_usage_changes_nothing(case, data):
+    """It equals the headroom of a tree with that usage."""
     tree, free = case
-    tenants = make(tree)
+    tenants = make_table(tree)
     before = tenants.used.copy()
     other = [data.draw(st.integers(0, 4)) for _ in tree]
-    tried = make(
-        [One(one.above, one.guarantee, one.borrow, one.lend, own) for one, own in zip(tree, other, strict=True)]
+    tried = make_table(
+        [
+            TreeTenant(tenant.above, tenant.guarantee, tenant.borrow, tenant.lend, own_gpus)
+            for tenant, own_gpus in zip(tree, other, strict=True)
+        ]
     )
-    assert tenants.room(free, tried.used[: len(tree)]).tolist() == tried.room(free).tolist()
+    assert tenants.headroom(free, tried.used[: len(tree)]).tolist() == tried.headroom(free).tolist()
     assert tenants.used.tolist() == before.tolist()
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(trees(lend_below=True))
-def test_what_a_team_uses_its_department_uses_too(case):
+def test_usage_of_a_team_counts_for_its_department(case):
     tree, _ = case
-    tenants = make(tree)
-    assert tenants.used[: len(tree)].tolist() == use(tree)
+    tenants = make_table(tree)
+    assert tenants.used[: len(tree)].tolist() == usage(tree)
     for row in range(len(tree)):
         assert tenants.path(row).tolist() == path(tree, row)
-    assert list(tenants.leaves()) == [row for row in range(len(tree)) if row not in {one.above for one in tree}]
-    for row, one in enumerate(tree):
-        tenants.take(row, -one.own)
+    assert list(tenants.leaves()) == [row for row in range(len(tree)) if row not in {tenant.above for tenant in tree}]
+    for row, tenant in enumerate(tree):
+        tenants.add_used(row, -tenant.own_gpus)
     assert not tenants.used.any()
 
 
-def joined(*rows: tuple[str, int, str | None, int | None, int | None, int]) -> TenantTable:
+def table_of(*rows: tuple[str, int, str | None, int | None, int | None, int]) -> TenantTable:
     tenants = TenantTable()
     for *row, used in rows:
-        tenants.take(tenants.join(*row), used)
+        tenants.add_used(tenants.add_tenant(*row), used)
     return tenants
 
 
@@ -151,16 +156,16 @@ def joined(*rows: tuple[str, int, str | None, int | None, int | None, int]) -> T
         ("has borrowed all it may", [("a", 2, None, 1, None, 3), ("b", 6, None, 0, None, 0)], 5, [0, 5]),
         ("lends up to its limit", [("a", 2, None, None, None, 0), ("b", 6, None, None, 1, 0)], 8, [3, 8]),
         ("lends none", [("a", 2, None, None, None, 0), ("b", 6, None, None, 0, 2)], 6, [2, 6]),
-        ("keeps nothing of what it uses", [("a", 2, None, None, None, 0), ("b", 6, None, None, 0, 6)], 2, [2, 2]),
+        ("withholds nothing of what it uses", [("a", 2, None, None, None, 0), ("b", 6, None, None, 0, 6)], 2, [2, 2]),
         ("no more than its department", [("d", 4, None, 0, None, 0), ("t", 4, "d", 4, None, 0)], 8, [4, 4]),
         (
-            "a team's guarantee is within what its department keeps",
+            "a team's guarantee is within what its department withholds",
             [("d", 8, None, None, 0, 0), ("t", 8, "d", None, None, 0), ("e", 0, None, None, None, 0)],
             8,
             [8, 8, 0],
         ),
         (
-            "what one team uses another has no more",
+            "what one team uses another cannot use",
             [("d", 4, None, 0, None, 0), ("s", 2, "d", None, None, 3), ("t", 2, "d", None, None, 0)],
             8,
             [1, 1, 1],
@@ -168,19 +173,19 @@ def joined(*rows: tuple[str, int, str | None, int | None, int | None, int]) -> T
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_room(name, rows, free, want):
-    assert joined(*rows).room(free).tolist() == want
+def test_headroom_examples(name, rows, free, want):
+    assert table_of(*rows).headroom(free).tolist() == want
 
 
-def test_a_team_keeps_what_it_does_not_lend_from_its_siblings_too():
-    tenants = joined(("d", 8, None, None, None, 0), ("s", 4, "d", None, 0, 0), ("t", 4, "d", None, None, 0))
-    assert tenants.room(8).tolist()[1:] == [8, 4]
+def test_team_withholds_what_it_does_not_lend_from_siblings():
+    tenants = table_of(("d", 8, None, None, None, 0), ("s", 4, "d", None, 0, 0), ("t", 4, "d", None, None, 0))
+    assert tenants.headroom(8).tolist()[1:] == [8, 4]
 
 
-def test_gpus_are_not_left_idle_where_there_are_fewer_than_are_kept():
-    """Half of the nodes are away: both are within their guarantees, so one of them has to have what is left."""
-    tenants = joined(("a", 4, None, None, 0, 0), ("b", 4, None, None, 0, 0))
-    assert tenants.room(4).max() > 0
+def test_gpus_are_not_left_idle_if_fewer_are_free_than_withheld():
+    """Half of the nodes are missing: both are within their guarantees, so one of them has to get what is left."""
+    tenants = table_of(("a", 4, None, None, 0, 0), ("b", 4, None, None, 0, 0))
+    assert tenants.headroom(4).max() > 0
 
 
 # -- guarantees
@@ -192,69 +197,71 @@ def test_gpus_are_not_left_idle_where_there_are_fewer_than_are_kept():
 )
 def test_guarantees_are_checked_against_the_cluster_and_parents(rows, gpus):
     tree = [
-        One(above if above is not None and above < row else None, g, None, None, 0)
+        TreeTenant(above if above is not None and above < row else None, g, None, None, 0)
         for row, (above, g) in enumerate(rows)
     ]
-    sums = {above: sum(one.guarantee for one in tree if one.above == above) for above in (None, *range(len(tree)))}
+    sums = {
+        above: sum(tenant.guarantee for tenant in tree if tenant.above == above) for above in (None, *range(len(tree)))
+    }
     fits = all(total <= (gpus if above is None else tree[above].guarantee) for above, total in sums.items())
     if fits:
-        make(tree).check(gpus)
+        make_table(tree).check_guarantees(gpus)
     else:
         with pytest.raises(UsageError, match="guarantees add up to"):
-            make(tree).check(gpus)
+            make_table(tree).check_guarantees(gpus)
 
 
-def test_who_promises_too_much_is_named():
-    with pytest.raises(UsageError, match=r"^guarantees add up to 9 GPUs \(a 4, b 5\), and the cluster has 8$"):
-        joined(("a", 4, None, None, None, 0), ("b", 5, None, None, None, 0)).check(8)
-    with pytest.raises(UsageError, match=r"^guarantees add up to 5 GPUs \(t 5\), and d has 4$"):
-        joined(("d", 4, None, None, None, 0), ("t", 5, "d", None, None, 0)).check(8)
+def test_error_names_the_guarantees_that_add_up_to_too_much():
+    with pytest.raises(UsageError, match=r"^guarantees add up to 9 GPUs \(a 4, b 5\); the cluster has 8$"):
+        table_of(("a", 4, None, None, None, 0), ("b", 5, None, None, None, 0)).check_guarantees(8)
+    with pytest.raises(UsageError, match=r"^guarantees add up to 5 GPUs \(t 5\); d has 4$"):
+        table_of(("d", 4, None, None, None, 0), ("t", 5, "d", None, None, 0)).check_guarantees(8)
 
 
 # -- bad input
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "says"),
+    ("name", "row", "message"),
     [
         ("negative", ("a", -1), "tenant a: guarantee is -1"),
         ("fractional", ("a", 1.5), "tenant a: guarantee is 1.5"),
         ("negative borrowing", ("a", 1, None, -2), "tenant a: borrow is -2"),
         ("fractional lending", ("a", 1, None, None, 0.5), "tenant a: lend is 0.5"),
-        ("twice", ("old", 1), "tenant old is named twice"),
-        ("of nobody", ("a", 1, "who"), "tenant a belongs to who, whom nobody has named"),
-        ("of itself", ("a", 1, "a"), "tenant a belongs to a, whom nobody has named"),
+        ("duplicate", ("old", 1), "duplicate tenant 'old'"),
+        ("unknown parent", ("a", 1, "who"), "tenant a: unknown parent 'who'"),
+        ("its own parent", ("a", 1, "a"), "tenant a: unknown parent 'a'"),
         ("not a number", ("a", math.nan), "tenant a: guarantee is nan"),
-        ("endless", ("a", math.inf), "tenant a: guarantee is inf"),
+        ("infinite", ("a", math.inf), "tenant a: guarantee is inf"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tenants_are_refused_in_one_sentence_and_leave_nothing(name, row, says):
-    tenants = joined(("old", 4, None, None, None, 0))
+def test_invalid_tenant_is_rejected_and_leaves_nothing(name, row, message):
+    tenants = table_of(("old", 4, None, None, None, 0))
     with pytest.raises(UsageError) as error:
-        tenants.join(*row)
-    assert error.value.message == says
+        tenants.add_tenant(*row)
+    assert error.value.message == message
     assert len(tenants) == 1
-    assert tenants.join("new", 1, "old") == 1
+    assert tenants.add_tenant("new", 1, "old") == 1
     assert tenants.path(1).tolist() == [1, 0]
 
 
-def test_cycles_cannot_be_made():
-    """A parent is named before its children, and nobody twice: the first of a cycle always has an unknown parent."""
+def test_cycle_of_tenants_is_rejected():
+    """Parents are listed first, and no tenant twice: the first of a cycle always has an unknown parent."""
     tenants = TenantTable()
-    with pytest.raises(UsageError, match="a belongs to b, whom nobody has named"):
-        tenants.join("a", 1, "b")
-    tenants.join("b", 1)
-    tenants.join("a", 1, "b")
-    with pytest.raises(UsageError, match="b is named twice"):
-        tenants.join("b", 1, "a")
+    with pytest.raises(UsageError, match="tenant a: unknown parent 'b'"):
+        tenants.add_tenant("a", 1, "b")
+    tenants.add_tenant("b", 1)
+    tenants.add_tenant("a", 1, "b")
+    with pytest.raises(UsageError, match="duplicate tenant 'b'"):
+        tenants.add_tenant("b", 1, "a")
 
 
 # -- recent use
 
 
-def closed(pieces: list[tuple[float, int]]) -> float:
-    """GPU-seconds with a half-life: each piece's integral of use, as far back as it lies by the end."""
+def closed_form(pieces: list[tuple[float, int]]) -> float:
+    """Return GPU-seconds with a half-life: the decayed integral of usage over each piece."""
     rate, later, total = math.log(2) / HALF_LIFE_S, 0.0, 0.0
     for seconds, used in reversed(pieces):
         total += used / rate * (math.exp(-rate * later) - math.exp(-rate * (later + seconds)))
@@ -267,53 +274,53 @@ def closed(pieces: list[tuple[float, int]]) -> float:
     st.lists(st.tuples(st.floats(1, 30 * 86400), st.integers(0, 1000)), min_size=1, max_size=6),
     st.lists(st.integers(1, 40), min_size=6, max_size=6),
 )
-def test_recent_use_is_the_same_however_time_is_cut_up(pieces, cuts):
-    whole, cut = joined(("a", 1, None, None, None, 0)), joined(("a", 1, None, None, None, 0))
+def test_recent_usage_does_not_depend_on_time_steps(pieces, cuts):
+    whole, cut = table_of(("a", 1, None, None, None, 0)), table_of(("a", 1, None, None, None, 0))
     for (seconds, used), parts in zip(pieces, cuts, strict=False):
         whole.used[0] = cut.used[0] = used
-        whole.age(seconds)
+        whole.advance(seconds)
         for _ in range(parts):
-            cut.age(seconds / parts)
+            cut.advance(seconds / parts)
     assert cut.recent[0] == pytest.approx(whole.recent[0], rel=1e-9)
-    assert whole.recent[0] == pytest.approx(closed(pieces), rel=1e-9)
+    assert whole.recent[0] == pytest.approx(closed_form(pieces), rel=1e-9)
 
 
-def test_recent_use_is_right_in_very_small_cuts_too():
-    tenants = joined(("a", 1, None, None, None, 8))
+def test_recent_usage_is_accurate_in_very_small_time_steps():
+    tenants = table_of(("a", 1, None, None, None, 8))
     for _ in range(10_000):
-        tenants.age(1e-4)
+        tenants.advance(1e-4)
     assert tenants.recent[0] == pytest.approx(8.0, rel=1e-5)
 
 
-def test_use_counts_half_after_its_half_life():
-    tenants = joined(("d", 4, None, None, None, 0), ("t", 4, "d", None, None, 0))
+def test_usage_counts_half_after_its_half_life():
+    tenants = table_of(("d", 4, None, None, None, 0), ("t", 4, "d", None, None, 0))
     tenants.recent[:2] = [100.0, 60.0]
-    tenants.age(HALF_LIFE_S)
+    tenants.advance(HALF_LIFE_S)
     assert tenants.recent[:2].tolist() == [50.0, 30.0]
-    tenants.age(0.0)
+    tenants.advance(0.0)
     assert tenants.recent[:2].tolist() == [50.0, 30.0]
 
 
-def test_a_departments_recent_use_is_that_of_its_teams():
-    tenants = joined(("d", 4, None, None, None, 0), ("s", 2, "d", None, None, 3), ("t", 2, "d", None, None, 1))
-    tenants.age(1000.0)
+def test_recent_usage_of_a_department_is_that_of_its_teams():
+    tenants = table_of(("d", 4, None, None, None, 0), ("s", 2, "d", None, None, 3), ("t", 2, "d", None, None, 1))
+    tenants.advance(1000.0)
     assert tenants.recent[0] == pytest.approx(tenants.recent[1] + tenants.recent[2])
 
 
-def test_shares_are_one_where_use_is_as_promised():
-    tenants = joined(("a", 6, None, None, None, 0), ("b", 2, None, None, None, 0))
-    assert tenants.shares().tolist() == [0.0, 0.0]
+def test_usage_ratio_is_one_if_usage_matches_guarantees():
+    tenants = table_of(("a", 6, None, None, None, 0), ("b", 2, None, None, None, 0))
+    assert tenants.usage_ratios().tolist() == [0.0, 0.0]
     tenants.recent[:2] = [300.0, 100.0]
-    assert tenants.shares() == pytest.approx([1.0, 1.0])
+    assert tenants.usage_ratios() == pytest.approx([1.0, 1.0])
     tenants.recent[:2] = [100.0, 300.0]
-    assert tenants.shares() == pytest.approx([1 / 3, 3.0])
+    assert tenants.usage_ratios() == pytest.approx([1 / 3, 3.0])
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0, 1e9)), min_size=1, max_size=5))
-def test_shares_weighted_by_guarantees_add_up_to_one(rows):
-    tenants = joined(*((f"t{row}", guarantee, None, None, None, 0) for row, (guarantee, _) in enumerate(rows)))
+def test_usage_ratios_weighted_by_guarantees_average_to_one(rows):
+    tenants = table_of(*((f"t{row}", guarantee, None, None, None, 0) for row, (guarantee, _) in enumerate(rows)))
     tenants.recent[: len(rows)] = [recent for _, recent in rows]
     guarantees = np.array([guarantee for guarantee, _ in rows])
-    total = float((tenants.shares() * guarantees).sum() / guarantees.sum())
+    total = float((tenants.usage_ratios() * guarantees).sum() / guarantees.sum())
     assert total == pytest.approx(1.0 if any(recent > 0 for _, recent in rows) else 0.0)

@@ -1,4 +1,4 @@
-"""What would start a job now: against every change there is, tried on a cluster that was written and read again."""
+"""Alternatives of a waiting job against every possible change, tried on a snapshot restored from JSON."""
 
 import json
 from random import Random
@@ -17,14 +17,14 @@ from headway.cluster.scheduler.wait_reasons import WaitExplanation, explain_wait
 LEVELS = ("rack", "block")
 
 
-def crowded(seed: int) -> ClusterSnapshot:
-    """Two kinds of nodes, most of them taken, and jobs that ask for all sorts of things."""
+def busy_cluster(seed: int) -> ClusterSnapshot:
+    """Return a mostly used cluster of two chips, with jobs of various requests."""
     chance, snapshot = Random(seed), ClusterSnapshot()
     for chip in ("h100", "a100"):
         racks, blocks = ["r0", "r0", "r1", "r1", "r2", "r2"], ["b0"] * 4 + ["b1"] * 2
-        snapshot.nodes.join(chip, 4, [f"{chip}-{number}" for number in range(6)], {"rack": racks, "block": blocks})
-    snapshot.tenants.join("red", 24)
-    snapshot.tenants.join("blue", 24, borrow=8)
+        snapshot.nodes.add_pool(chip, 4, [f"{chip}-{number}" for number in range(6)], {"rack": racks, "block": blocks})
+    snapshot.tenants.add_tenant("red", 24)
+    snapshot.tenants.add_tenant("blue", 24, borrow=8)
     for number in range(40):
         gpus = chance.choice([1, 1, 2, 3, 4, 8, 12])
         within = chance.choice([None, *LEVELS]) if gpus <= 8 else None
@@ -42,77 +42,77 @@ def crowded(seed: int) -> ClusterSnapshot:
 
 
 def starts(snapshot: ClusterSnapshot, policy: str, name: str, **changed: object) -> bool:
-    """Whether a job starts now in a cluster where it has asked for something else from the first."""
-    found = json.loads(snapshot.to_json())
-    (job,) = [one for one in found["jobs"] if one["name"] == name]
+    """Return whether a job would start now had it been submitted with another request."""
+    values = json.loads(snapshot.to_json())
+    (job,) = [job for job in values["jobs"] if job["name"] == name]
     job |= changed
-    other = ClusterSnapshot.from_json(json.dumps(found))
+    other = ClusterSnapshot.from_json(json.dumps(values))
     decisions = decide(other, other.now_s, POLICIES[policy])
-    return any(one.kind == "start" and other.jobs.names[one.job] == name for one in decisions)
+    return any(decision.kind == "start" and other.jobs.names[decision.job] == name for decision in decisions)
 
 
 def by_trying(snapshot: ClusterSnapshot, policy: str, name: str) -> dict[str, object]:
     row = snapshot.jobs.rows[name]
     job = snapshot.jobs.record(row)
-    found = dict[str, object]()
+    alternatives = dict[str, object]()
     if job["within"] >= 0:
         wider = [(level, f"within a {LEVELS[level]}") for level in range(job["within"] + 1, 2)] + [(-1, "anywhere")]
         works = [where for level, where in wider if starts(snapshot, policy, name, within=level)]
-        found |= {"within": works[0]} if works else {}
+        alternatives |= {"within": works[0]} if works else {}
     if not job["preemptible"] and starts(snapshot, policy, name, preemptible=True):
-        found["preemptible"] = True
+        alternatives["preemptible"] = True
     if job["pools"] in (1, 2) and starts(snapshot, policy, name, pools=3):
-        found["chip"] = "a100" if job["pools"] == 1 else "h100"
+        alternatives["chip"] = "a100" if job["pools"] == 1 else "h100"
     fewer = [gpus for gpus in range(1, job["gpus"]) if starts(snapshot, policy, name, gpus=gpus, least=gpus)]
-    return found | ({"gpus": max(fewer)} if fewer else {})
+    return alternatives | ({"gpus": max(fewer)} if fewer else {})
 
 
 @pytest.mark.parametrize("policy", ["headway", "kueue", "fifo"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 3))])
-def test_all_changes_that_start_a_job_are_told_and_no_others(policy: str, seed: int) -> None:
-    snapshot, count = crowded(seed), 0
+def test_alternatives_are_exactly_the_changes_that_start_a_job(policy: str, seed: int) -> None:
+    snapshot, count = busy_cluster(seed), 0
     before = snapshot.to_json()
     for row in snapshot.queue.tolist()[:5]:
         name = snapshot.jobs.names[row]
-        told = explain_wait(snapshot, snapshot.now_s, POLICIES[policy], name)
-        if told.state == "waits":
+        explanation = explain_wait(snapshot, snapshot.now_s, POLICIES[policy], name)
+        if explanation.state == "waits":
             count += 1
-            assert {change.what: change.to for change in told.instead} == by_trying(snapshot, policy, name)
+            assert {change.what: change.to for change in explanation.instead} == by_trying(snapshot, policy, name)
     assert count or policy == "headway"
-    assert snapshot.to_json() == before, "a question changes nothing"
+    assert snapshot.to_json() == before, "an explanation changes nothing"
 
 
 @pytest.mark.parametrize("policy", ["headway", "kueue", "fifo"])
-def test_a_wider_part_of_the_network_is_told_first(policy: str) -> None:
-    """Of each rack one node is taken: eight GPUs find no rack, and a block has them."""
+def test_wider_network_level_is_the_first_alternative(policy: str) -> None:
+    """One node of each rack is used: eight GPUs fit no rack, but a block."""
     snapshot = ClusterSnapshot()
     racks = ["r0", "r0", "r1", "r1"]
-    snapshot.nodes.join("h100", 4, ["a", "b", "c", "d"], {"rack": racks, "block": ["b0"] * 4})
-    snapshot.tenants.join("red", 16)
+    snapshot.nodes.add_pool("h100", 4, ["a", "b", "c", "d"], {"rack": racks, "block": ["b0"] * 4})
+    snapshot.tenants.add_tenant("red", 16)
     for number, node in enumerate((0, 2)):
         (row,) = snapshot.submit([Job(f"j{number}", "red", 4)])
         snapshot.start(row, 0, Placement(np.array([node], np.int32), np.array([4], np.int32)))
     snapshot.submit([Job("mine", "red", 8, preemptible=True, within="rack")])
-    told = explain_wait(snapshot, 0.0, POLICIES[policy], "mine")
-    assert told.instead[0].sentence == "lying within a block instead of within a rack"
-    assert {change.what: change.to for change in told.instead} == by_trying(snapshot, policy, "mine")
+    explanation = explain_wait(snapshot, 0.0, POLICIES[policy], "mine")
+    assert explanation.instead[0].sentence == "running within a block instead of within a rack"
+    assert {change.what: change.to for change in explanation.instead} == by_trying(snapshot, policy, "mine")
 
 
-def band() -> WaitExplanation:
-    """Two nodes of 8; jobs that cannot be stopped hold 12, and one of 4 may not join them."""
+def explain_capped_gang() -> WaitExplanation:
+    """Two nodes of 8; non-preemptible jobs hold 12, and a gang of 4 exceeds the limit."""
     snapshot = ClusterSnapshot()
-    snapshot.nodes.join("h100", 8, ["a", "b"])
-    snapshot.tenants.join("red", 16)
+    snapshot.nodes.add_pool("h100", 8, ["a", "b"])
+    snapshot.tenants.add_tenant("red", 16)
     snapshot.submit([Job(f"j{number}", "red", 1) for number in range(12)])
     apply_decisions(snapshot, decide(snapshot, 0.0, POLICIES["headway"]))
     snapshot.submit([Job("mine", "red", 4)])
     return explain_wait(snapshot, 0.0, POLICIES["headway"], "mine")
 
 
-def test_letting_itself_be_stopped_is_told_before_fewer_gpus() -> None:
-    told = band()
-    assert [change.what for change in told.instead] == ["preemptible", "gpus"]
-    assert [change.sentence for change in told.instead] == [
-        "letting itself be stopped and go on later",
-        "asking for 2 GPUs instead of 4",
+def test_being_preemptible_is_listed_before_fewer_gpus() -> None:
+    explanation = explain_capped_gang()
+    assert [change.what for change in explanation.instead] == ["preemptible", "gpus"]
+    assert [change.sentence for change in explanation.instead] == [
+        "being preemptible",
+        "requesting 2 GPUs instead of 4",
     ]

@@ -1,4 +1,4 @@
-"""A made-up log for tests of the simulator."""
+"""A random trace for tests of the simulator."""
 
 import math
 
@@ -7,11 +7,11 @@ import numpy as np
 from headway.cluster.simulate.job_trace import JobTrace
 
 
-def log(seed: int, span_s: float, jobs: int = 60) -> JobTrace:
-    """Jobs of two tenants that come at any time of a span: short ones and long ones, up to a node large."""
-    chance, none = np.random.default_rng(seed), np.full(jobs, math.nan)
+def synthetic_trace(seed: int, span_s: float, jobs: int = 60) -> JobTrace:
+    """Return short and long jobs of two tenants that arrive at random within a span, up to a node in size."""
+    rng, none = np.random.default_rng(seed), np.full(jobs, math.nan)
     return JobTrace(
-        tuple(f"job-{number}" for number in range(jobs)), np.sort(chance.uniform(0, span_s, jobs)).round(),
-        chance.choice([300.0, 4000.0, 30_000.0], jobs), chance.choice([1, 2, 4, 8], jobs),
-        chance.integers(0, 2, jobs), ("blue", "red"), none, none,
+        tuple(f"job-{number}" for number in range(jobs)), np.sort(rng.uniform(0, span_s, jobs)).round(),
+        rng.choice([300.0, 4000.0, 30_000.0], jobs), rng.choice([1, 2, 4, 8], jobs),
+        rng.integers(0, 2, jobs), ("blue", "red"), none, none,
     )  # fmt: skip

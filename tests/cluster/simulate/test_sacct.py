@@ -1,4 +1,4 @@
-"""Slurm's account of its jobs becomes a log that can be simulated."""
+"""Import of Slurm's sacct output as a job trace."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_jobs_that_had_gpus_ran_and_ended_are_a_log(tmp_path: Path) -> None:
-    out = tmp_path / "log.csv"
-    found = import_sacct(write(tmp_path, HEAD, *LINES), out)
-    assert (found.jobs, found.without_gpus, found.never_ran, found.unfinished) == (4, 1, 1, 1)
+def test_gpu_jobs_that_ran_and_ended_are_imported(tmp_path: Path) -> None:
+    out = tmp_path / "trace.csv"
+    imported = import_sacct(write(tmp_path, HEAD, *LINES), out)
+    assert (imported.jobs, imported.without_gpus, imported.never_ran, imported.unfinished) == (4, 1, 1, 1)
     trace = read_trace(out)
     assert trace.names == ("11", "12", "16_3", "16_3-2")
     assert trace.submit_s.tolist() == [0, 30, 3600, 3600]
@@ -41,25 +41,25 @@ def test_jobs_that_had_gpus_ran_and_ended_are_a_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
-        (["JobID|Submit", "1|2026-03-01T10:00:00"], "line 1 names no ElapsedRaw"),
+        (["JobID|Submit", "1|2026-03-01T10:00:00"], "line 1 lacks ElapsedRaw"),
         (["JobID|Submit|ElapsedRaw", "1|2026-03-01T10:00:00|5"], "neither ReqTRES nor AllocTRES"),
         ([HEAD, LINES[0].replace("|600|", "|ten|", 1)], "line 2: ElapsedRaw is 'ten'"),
         ([HEAD, LINES[2], LINES[0].replace("2026-03-01T10:00:30", "Unknown")], "line 3: Submit is 'Unknown'"),
-        ([HEAD, *LINES[:2], LINES[0][:40]], "line 4 has not as many values"),
-        ([HEAD, LINES[0] + "|more"], "line 2 has not as many values"),
-        ([HEAD, LINES[3]], "no job that had GPUs"),
-        ([HEAD], "no job that had GPUs"),
-        ([""], "line 1 names no JobID"),
+        ([HEAD, *LINES[:2], LINES[0][:40]], "line 4 does not have as many values"),
+        ([HEAD, LINES[0] + "|more"], "line 2 does not have as many values"),
+        ([HEAD, LINES[3]], "is a GPU job that ran and ended"),
+        ([HEAD], "is a GPU job that ran and ended"),
+        ([""], "line 1 lacks JobID"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(tmp_path: Path, lines: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        import_sacct(write(tmp_path, *lines), tmp_path / "log.csv")
-    assert not (tmp_path / "log.csv").exists()
+def test_invalid_sacct_output_is_rejected(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        import_sacct(write(tmp_path, *lines), tmp_path / "trace.csv")
+    assert not (tmp_path / "trace.csv").exists()
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        import_sacct(tmp_path / "none", tmp_path / "log.csv")
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        import_sacct(tmp_path / "none", tmp_path / "trace.csv")

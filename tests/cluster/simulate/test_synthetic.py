@@ -1,4 +1,4 @@
-"""Logs that are made up have the statistics they are made of: the lines of the summary are written out here again."""
+"""Synthetic traces have the statistics of the published summary, which is copied here."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ JOBS, GPUS = 20_000, 6776
 
 
 @pytest.fixture(scope="module", params=sorted(SUMMARY))
-def made(request: pytest.FixtureRequest) -> tuple[str, JobTrace]:
+def generated(request: pytest.FixtureRequest) -> tuple[str, JobTrace]:
     return request.param, generate_trace(request.param, GPUS, JOBS, seed=3)
 
 
-def test_run_times_and_gangs_are_as_in_the_summary(made: tuple[str, JobTrace]) -> None:
-    name, trace = made
+def test_run_times_and_gang_sizes_match_the_summary(generated: tuple[str, JobTrace]) -> None:
+    name, trace = generated
     count, mean_s, median_s, longest_s, gpus, median_gpus, largest, *gpu_s = SUMMARY[name]
     assert trace.duration_s.mean() == pytest.approx(mean_s, rel=0.06)
     assert np.median(trace.duration_s) == pytest.approx(median_s, rel=0.03)
@@ -33,8 +33,8 @@ def test_run_times_and_gangs_are_as_in_the_summary(made: tuple[str, JobTrace]) -
     assert (trace.duration_s * trace.gpus).mean() == pytest.approx(sum(gpu_s) / count, rel=0.15)
 
 
-def test_the_log_is_one_that_could_be_read(made: tuple[str, JobTrace]) -> None:
-    _, trace = made
+def test_generated_trace_is_valid(generated: tuple[str, JobTrace]) -> None:
+    _, trace = generated
     assert len(set(trace.names)) == len(trace) == JOBS
     assert (np.diff(trace.submit_s) >= 0).all()
     assert trace.submit_s[0] >= 0
@@ -42,13 +42,13 @@ def test_the_log_is_one_that_could_be_read(made: tuple[str, JobTrace]) -> None:
     assert set(trace.tenant.tolist()) == set(range(len(trace.tenants)))
 
 
-def test_the_cluster_is_loaded_as_asked(made: tuple[str, JobTrace]) -> None:
-    _, trace = made
+def test_load_of_the_cluster_is_as_requested(generated: tuple[str, JobTrace]) -> None:
+    _, trace = generated
     asked = float((trace.duration_s * trace.gpus).sum())
     assert asked / (GPUS * trace.submit_s[-1]) == pytest.approx(0.8, rel=0.03)
 
 
-def test_more_come_by_day_than_by_night() -> None:
+def test_more_jobs_arrive_by_day_than_by_night() -> None:
     """Two thirds and four thirds of the mean at the ends: within six hours of noon 1 + 2 / (3 pi) of it."""
     trace = generate_trace("acme-like", GPUS, JOBS, seed=4)
     whole = trace.submit_s[trace.submit_s < trace.submit_s[-1] // 86400 * 86400]
@@ -56,16 +56,17 @@ def test_more_come_by_day_than_by_night() -> None:
     assert ((hour > 6) & (hour < 18)).mean() == pytest.approx(0.5 * (1 + 2 / (3 * np.pi)), abs=0.02)
 
 
-def test_the_same_seed_is_the_same_log_and_another_another() -> None:
-    one, same, other = (generate_trace("acme-like", GPUS, 500, seed=seed) for seed in (1, 1, 2))
-    assert one.duration_s.tobytes() == same.duration_s.tobytes()
-    assert one.submit_s.tobytes() == same.submit_s.tobytes()
-    assert one.duration_s.tobytes() != other.duration_s.tobytes()
+def test_trace_is_deterministic_per_seed() -> None:
+    first, same, other = (generate_trace("acme-like", GPUS, 500, seed=seed) for seed in (1, 1, 2))
+    assert first.duration_s.tobytes() == same.duration_s.tobytes()
+    assert first.submit_s.tobytes() == same.submit_s.tobytes()
+    assert first.duration_s.tobytes() != other.duration_s.tobytes()
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "says"), [("none-like", GPUS, "there is no workload"), ("acme-like", 512, "gangs of 1,024 GPUs")]
+    ("name", "gpus", "message"),
+    [("none-like", GPUS, "unknown workload 'none-like'"), ("acme-like", 512, "gangs of 1,024 GPUs")],
 )
-def test_what_cannot_be_made_is_refused(name: str, gpus: int, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_unknown_workload_or_too_small_cluster_is_rejected(name: str, gpus: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         generate_trace(name, gpus)

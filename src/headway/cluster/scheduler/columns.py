@@ -1,33 +1,47 @@
-"""Rows of one kind as columns: arrays that grow, are updated in place, and are read whole."""
+"""Struct-of-arrays tables: one NumPy array per column, grown and updated in place."""
 
-from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "column"]
+
+T = TypeVar("T", bound=np.generic)
+
+
+class _Column(NamedTuple):
+    dtype: Any
+    default: Any
+
+    def full(self, length: int) -> NDArray[Any]:
+        return np.full(length, self.default, self.dtype)
+
+
+def column(dtype: type[T] | np.dtype[T], default: object) -> NDArray[T]:
+    """Declare a column of a table: its dtype, and its value in a new row."""
+    return cast(NDArray[T], _Column(dtype, default))
 
 
 class Columns:
-    """A table whose columns are attributes: `jobs.gpus[row]`. Rows are numbers and stay; freed ones come again."""
+    """A table whose columns are attributes: `jobs.gpus[row]`. A row keeps its number; freed numbers are reused."""
 
-    def __init__(self, kinds: Mapping[str, tuple[Any, Any]], room: int = 16) -> None:
-        """`kinds`: of each column its dtype and what a new row has there."""
-        self._kinds = dict(kinds)
+    def __init__(self, capacity: int = 16) -> None:
+        self._columns = {name: spec for name, spec in vars(type(self)).items() if isinstance(spec, _Column)}
         self._freed: list[int] = []
         self.names: list[str] = []
         self.rows: dict[str, int] = {}
-        """Where the row of a name is."""
-        for name, (dtype, empty) in self._kinds.items():
-            setattr(self, name, np.full(room, empty, dtype))
+        """Row number by name."""
+        for name, spec in self._columns.items():
+            setattr(self, name, spec.full(capacity))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def add(self, name: str, **values: Any) -> int:
-        """A new row; its number."""
-        assert name not in self.rows, f"{name} is there already"
+        """Add a row and return its number."""
+        assert name not in self.rows, f"{name} exists"
         if self._freed:
             row = self._freed.pop()
             self.names[row] = name
@@ -36,35 +50,31 @@ class Columns:
             self.names.append(name)
             self._grow(row + 1)
         self.rows[name] = row
-        for column, (_, empty) in self._kinds.items():
-            getattr(self, column)[row] = values.get(column, empty)
+        for key, spec in self._columns.items():
+            getattr(self, key)[row] = values.get(key, spec.default)
         return row
 
     def drop(self, row: int) -> None:
-        """Forget a row; its number will be another's."""
+        """Remove a row; its number will be reused."""
         del self.rows[self.names[row]]
         self._freed.append(row)
 
     def copy(self) -> Self:
-        """Another that learns nothing of what happens to this one."""
-        made = copy(self)
-        made._freed, made.names, made.rows = self._freed.copy(), self.names.copy(), self.rows.copy()
-        for column in self._kinds:
-            setattr(made, column, getattr(self, column).copy())
-        return made
+        """Return an independent copy."""
+        table = copy(self)
+        table._freed, table.names, table.rows = self._freed.copy(), self.names.copy(), self.rows.copy()
+        for name in self._columns:
+            setattr(table, name, getattr(self, name).copy())
+        return table
 
     def record(self, row: int) -> dict[str, Any]:
-        """One row as plain values, with its name."""
-        return {"name": self.names[row]} | {column: getattr(self, column)[row].item() for column in self._kinds}
+        """Return a row as plain values, with its name."""
+        return {"name": self.names[row]} | {name: getattr(self, name)[row].item() for name in self._columns}
 
-    def records(self, rows: Iterable[int]) -> list[dict[str, Any]]:
-        """Several of them."""
-        return [self.record(row) for row in rows]
-
-    def _grow(self, size: int) -> None:
-        for name, (dtype, empty) in self._kinds.items():
-            column = getattr(self, name)
-            if size > len(column):
-                larger = np.full(max(size, 2 * len(column)), empty, dtype)
-                larger[: len(column)] = column
+    def _grow(self, length: int) -> None:
+        for name, spec in self._columns.items():
+            values = getattr(self, name)
+            if length > len(values):
+                larger = spec.full(max(length, 2 * len(values)))
+                larger[: len(values)] = values
                 setattr(self, name, larger)

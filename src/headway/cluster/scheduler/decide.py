@@ -1,4 +1,4 @@
-"""The scheduler's cycle: which of the jobs that wait start now, and where. Pure: the snapshot stays as it is."""
+"""One scheduling cycle: which waiting jobs start now, and where. Pure: the snapshot does not change."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
-from headway.cluster.scheduler.elastic import grow_jobs, shrink
+from headway.cluster.scheduler.elastic import grow_jobs, shrink_jobs
 from headway.cluster.scheduler.placement import FreeGpus, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, PreemptionRules, RankedJobs, Rows
 from headway.cluster.scheduler.preemption import PreemptionCandidates
@@ -21,274 +21,264 @@ from headway.cluster.scheduler.what_if import WhatIf
 __all__ = ["MIN_RUN_S", "decide", "preemptible_from_s"]
 
 BLOCK = 1024
-"""Jobs that are looked at together."""
+"""Jobs that are checked together."""
 MIN_RUN_S = 120.0
-"""Whoever was started runs so long before it may be stopped."""
-FEW_STOPS = 16
-"""Jobs that one cycle may stop, or a fiftieth of those that run, if that is more."""
+"""Minimum run time of every job before preemption."""
+MIN_STOPS = 16
+"""Jobs that one cycle may preempt, or a fiftieth of the running ones if that is more."""
 
 
 def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decision]:
-    """What to do now, in the order it can be done: stops make room first."""
-    # 1 what is free, to try on, without the nodes that go away: what runs there saves, and waits
+    """Return the decisions of a cycle in an order that can be applied: stops come first."""
+    # 1 find what is free; jobs on nodes with maintenance ahead save and wait
     trial = WhatIf(snapshot, policy, now)
-    moves = _moves(trial, now)
-    # 2 who is first
+    moves = _move_for_maintenance(trial, now)
+    # 2 rank the waiting jobs
     rows = policy.order(snapshot, now)
-    trial.kept = reserve_for_overdue(snapshot, rows, policy, now)
-    # 3 all that fit, in this order, until one does not
-    decisions, blocked = _starts(trial, rows, policy)
+    trial.reservation = reserve_for_overdue(snapshot, rows, policy, now)
+    # 3 start all that fit, in this order, until one does not
+    decisions, blocked = _start_in_order(trial, rows, policy)
     decisions = [*moves, *decisions]
-    if blocked is not None and policy.behind == "backfill":
-        # 4 keep a place for that one, and let others pass as far as they do not delay it
+    if blocked is not None and policy.when_blocked == "backfill":
+        # 4 reserve a placement for that one, and start others that do not delay it
         head = int(rows[blocked])
-        kept = _reserve(trial, head, decisions, now)
-        decisions += [kept.decision] if kept else []
-        decisions += _backfill(trial, rows[blocked + 1 :], head, kept, now)
-    # 5 for the others, elastic jobs give back what they have beyond their least size
+        reservation = _reserve(trial, head, decisions, now)
+        if reservation is not None:
+            decisions.append(reservation.decision)
+            decisions += _backfill(trial, rows[blocked + 1 :], head, reservation, now)
+    # 5 shrink elastic jobs for the others
     if blocked is not None and policy.elastic and snapshot.sizes:
         able = snapshot.active[now - snapshot.jobs.since_s[snapshot.active] >= MIN_RUN_S]
-        decisions += shrink(trial, _without(rows, decisions), _without(able, moves))
-    # 6 and whoever may be stopped for them yields
-    if blocked is not None and policy.stops is not None:
-        decisions += _displace(trial, _without(rows, decisions), now, policy.stops, decisions)
-    # 7 what idles still goes to those who make most of it
+        decisions += shrink_jobs(trial, _undecided(rows, decisions), _undecided(able, moves))
+    # 6 preempt jobs for them
+    if blocked is not None and policy.preemption is not None:
+        decisions += _preempt(trial, _undecided(rows, decisions), now, policy.preemption, decisions)
+    # 7 grow elastic jobs onto GPUs that are still idle
     return grow_jobs(trial, decisions, now) if policy.elastic and snapshot.sizes else decisions
 
 
-def _moves(trial: WhatIf, now: float) -> list[Decision]:
-    """Jobs on nodes that go away."""
+def _move_for_maintenance(trial: WhatIf, now: float) -> list[Decision]:
+    """Move jobs off nodes whose maintenance is about to begin."""
     snapshot, nodes = trial.snapshot, trial.snapshot.nodes
-    if not trial.windows:
+    if not trial.maintenance_ahead:
         return []
     moves, leaving = list[Decision](), nodes.leaving(now)
     for row in snapshot.active.tolist():
-        pool, place = snapshot.places[row]
-        here = place.nodes + nodes.pools[pool].first
+        pool, placement = snapshot.placements[row]
+        here = placement.nodes + nodes.pools[pool].first
         here = here[leaving[here]]
         if len(here):
-            trial.give(row)
+            trial.release(row)
             numbers = (("node", nodes.names[int(here[0])]), ("in_s", max(float(nodes.away_s[here].min()) - now, 0.0)))
-            moves.append(Decision("move", row, pool, place, Reason(ReasonCode.AWAY, numbers)))
+            moves.append(Decision("move", row, pool, placement, Reason(ReasonCode.AWAY, numbers)))
     return moves
 
 
-def _without(rows: Rows, decisions: Sequence[Decision]) -> Rows:
-    """Those of which nothing is decided yet."""
+def _undecided(rows: Rows, decisions: Sequence[Decision]) -> Rows:
+    """Return the rows without a decision yet."""
     decided = {decision.job for decision in decisions}
     if not decided:
         return rows
     return rows[[row not in decided for row in rows.tolist()]]
 
 
-def _starts(trial: WhatIf, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
-    """Those that start, in order, and the number in it of the first that has to wait."""
+def _start_in_order(trial: WhatIf, rows: Rows, policy: Policy) -> tuple[list[Decision], int | None]:
+    """Start jobs in order; return the decisions, and the index of the first job that has to wait."""
     decisions, blocked = list[Decision](), None
     for begin in range(0, len(rows), BLOCK):
         block = rows[begin : begin + BLOCK]
-        # who does not fit now fits no better after the others of the block have started
+        # a job that does not fit now will not fit after the others of the block have started
         fits = trial.fitting(block)
         blocked = begin + int(fits.argmin()) if blocked is None and not fits.all() else blocked
         left = np.flatnonzero(fits)
         while len(left):
             number, left = int(left[0]), left[1:]
-            if blocked is not None and begin + number > blocked and policy.behind != "pass":
+            if blocked is not None and begin + number > blocked and policy.when_blocked != "pass":
                 return decisions, blocked
             if trial.fits(int(block[number])):
-                decisions.append(_start(trial, int(block[number])))
+                decisions.append(trial.start(int(block[number])))
             else:
                 blocked = min(begin + number, len(rows) if blocked is None else blocked)
                 left = left[trial.fitting(block[left])]
-        if blocked is not None and policy.behind != "pass":
+        if blocked is not None and policy.when_blocked != "pass":
             return decisions, blocked
     return decisions, blocked
 
 
-def _start(trial: WhatIf, row: int) -> Decision:
-    found = trial.find(row)
-    assert found is not None, "what fits finds a place"
-    trial.take(row, *found)
-    gpus = int(trial.snapshot.jobs.gpus[row])
-    return Decision("start", row, *found, Reason(ReasonCode.FIRST, (("gpus", gpus),)))
-
-
 def preemptible_from_s(snapshot: ClusterSnapshot, rows: Rows) -> NDArray[np.float64]:
-    """From when on jobs that run may be stopped."""
+    """Return when the minimum run times of running jobs end."""
     jobs = snapshot.jobs
     since: NDArray[np.float64] = jobs.since_s[rows] + np.maximum(jobs.min_run_s[rows], MIN_RUN_S)
     return since
 
 
-def _displace(
-    trial: WhatIf, rows: Rows, now: float, stops: PreemptionRules, before: Sequence[Decision]
+def _preempt(
+    trial: WhatIf, rows: Rows, now: float, rules: PreemptionRules, before: Sequence[Decision]
 ) -> list[Decision]:
-    """Stop jobs for those that wait, and start these in their place; not those of which something is decided."""
+    """Preempt jobs without a decision for waiting ones, and start these in their place."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
     stoppable = active[jobs.preemptible[active] & (preemptible_from_s(snapshot, active) <= now)]
-    stoppable = _without(stoppable, [one for one in before if one.kind in ("resize", "move")])
-    most = sum(room.total for room in trial.rooms) + int(jobs.gpus[stoppable].sum())
-    rows = rows[trial.bounded(rows) & (jobs.gpus[rows] <= most)]  # the others find no place, whoever yields
+    stoppable = _undecided(stoppable, [decision for decision in before if decision.kind in ("resize", "move")])
+    most = trial.free + int(jobs.gpus[stoppable].sum())
+    rows = rows[trial.under_cap(rows) & (jobs.gpus[rows] <= most)]  # the others do not fit, whatever is preempted
     if not len(stoppable) or not len(rows):
         return []
-    waits, runs = (RankedJobs(some, stops.levels(snapshot, some, now)) for some in (rows, stoppable))
-    might = _might(trial, waits, runs, stops, now)
-    if not might.any() and all(one.kind == "start" for one in before):  # what found no place before finds none now
+    waiting, running = (RankedJobs(some, rules.levels(snapshot, some, now)) for some in (rows, stoppable))
+    could_fit: Flags = jobs.gpus[rows] <= rules.reach(snapshot, trial.used, waiting, running, now) + trial.free
+    if not could_fit.any() and all(decision.kind == "start" for decision in before):  # nothing was freed since
         return []
-    brake, decisions = max(FEW_STOPS, len(active) // 50), list[Decision]()
-    kinds = stops.kinds(snapshot, waits, now)
-    alike = _alike(waits.levels, kinds, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.bars(rows))
-    yielding, left, at = PreemptionCandidates(snapshot, stoppable, now), np.ones(len(rows), np.bool_), 0
-    while at < len(rows) and brake > 0:  # the next cycle goes on: a storm of restarts would stall all who load and save
+    stops_left, decisions = max(MIN_STOPS, len(active) // 50), list[Decision]()
+    groups = rules.groups(snapshot, waiting, now)
+    alike = _group_numbers(
+        waiting.levels, groups, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.node_access(rows)
+    )
+    candidates, left, at = PreemptionCandidates(snapshot, stoppable, now), np.ones(len(rows), np.bool_), 0
+    while at < len(rows) and stops_left > 0:  # the next cycle resumes: a storm of restarts would stall all I/O
         at += int(left[at:].argmax())
         if not left[at]:
             break
         row = int(rows[at])
         left[at] = False
-        if not trial.allows(row, int(jobs.gpus[row])):
+        if not trial.admits(row, int(jobs.gpus[row])):
             continue
-        stopped = np.empty(0, np.int64)
-        if (found := trial.find(row)) is None:
+        victims = np.empty(0, np.int64)
+        if (target := trial.find(row)) is None:
             chosen = None
-            if might[at]:
-                one = RankedJobs(waits.rows[at : at + 1], waits.levels[at : at + 1])
-                chosen = _who_yields(trial, row, yielding, stops.may(snapshot, trial.used, one, runs, now))
+            if could_fit[at]:
+                head = RankedJobs(waiting.rows[at : at + 1], waiting.levels[at : at + 1])
+                allowed = rules.may_preempt(snapshot, trial.used, head, running, now)
+                chosen = _choose_victims(trial, row, candidates, allowed)
             if chosen is None:
-                left &= (alike != alike[at]) | (jobs.gpus[rows] < jobs.gpus[row])  # larger ones find no more
+                left &= (alike != alike[at]) | (jobs.gpus[rows] < jobs.gpus[row])  # larger ones will not fit either
                 continue
-            stopped = chosen
-        if not trial.allows_without(row, yielding.rows[stopped]):
+            victims = chosen
+        if not trial.admits_after(row, candidates.rows[victims]):
             continue
-        if found is None:
-            brake -= len(stopped)
-            decisions += [_stop(trial, yielding, i, row) for i in stopped.tolist()]
-            found = trial.find(row)
-            assert found is not None, "there is room now"
-        trial.take(row, *found)
-        lost = float(yielding.lost_gpu_s[stopped].sum())
-        reason = Reason(ReasonCode.DISPLACES, (("count", len(stopped)), ("lost_gpu_s", lost)))
-        decisions.append(Decision("start", row, *found, reason))
-        might |= len(stopped) > 0  # a tenant that has less now may be owed something: all are asked again
+        if target is None:
+            stops_left -= len(victims)
+            decisions += [_stop(trial, candidates, number, row) for number in victims.tolist()]
+            target = trial.find(row)
+            assert target is not None, "it fits now"
+        trial.take(row, *target)
+        lost = float(candidates.lost_gpu_s[victims].sum())
+        reason = Reason(ReasonCode.DISPLACES, (("count", len(victims)), ("lost_gpu_s", lost)))
+        decisions.append(Decision("start", row, *target, reason))
+        could_fit |= len(victims) > 0  # a tenant that has less now may be owed something: check all again
     return decisions
 
 
-def _might(trial: WhatIf, waits: RankedJobs, runs: RankedJobs, stops: PreemptionRules, now: float) -> Flags:
-    """Which of those that wait could have enough GPUs by stopping others: a quick answer, so that few are asked for."""
-    reach = stops.reach(trial.snapshot, trial.used, waits, runs, now) + sum(room.total for room in trial.rooms)
-    might: Flags = trial.snapshot.jobs.gpus[waits.rows] <= reach
-    return might
-
-
-def _alike(*columns: NDArray[Any]) -> NDArray[np.int64]:
-    """The same number for rows that agree in all columns."""
+def _group_numbers(*columns: NDArray[Any]) -> NDArray[np.int64]:
+    """Return equal numbers for rows that agree in all columns."""
     number = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         if column.min() < column.max():
-            values, places = np.unique(column, return_inverse=True)
-            number = number * len(values) + places
+            values, indices = np.unique(column, return_inverse=True)
+            number = number * len(values) + indices
     return number
 
 
-def _who_yields(
-    trial: WhatIf, row: int, yielding: PreemptionCandidates, may: NDArray[np.bool_]
+def _choose_victims(
+    trial: WhatIf, row: int, candidates: PreemptionCandidates, allowed: Flags
 ) -> NDArray[np.int64] | None:
-    """In the first pool where a job would fit then."""
+    """Return the cheapest victims in the first pool where a job would then fit."""
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-    for pool in range(len(trial.rooms)):
+    for pool in range(len(trial.pools)):
         if pools >> pool & 1:
-            chosen = yielding.cheapest_victims(trial.room(row, pool), pool, gpus, may, within)
+            chosen = candidates.cheapest_victims(trial.free_gpus(row, pool), pool, gpus, allowed, within)
             if chosen is not None:
                 return chosen
     return None
 
 
-def _stop(trial: WhatIf, yielding: PreemptionCandidates, number: int, row: int) -> Decision:
-    """One of those that may be stopped yields to a job."""
-    snapshot, victim = trial.snapshot, int(yielding.rows[number])
-    yielding.there[number] = False
-    trial.give(victim)
-    numbers = (("head", snapshot.jobs.names[row]), ("lost_gpu_s", float(yielding.lost_gpu_s[number])))
-    return Decision("stop", victim, *snapshot.places[victim], Reason(ReasonCode.YIELDS, numbers))
+def _stop(trial: WhatIf, candidates: PreemptionCandidates, number: int, row: int) -> Decision:
+    """Preempt a candidate for a job."""
+    snapshot, victim = trial.snapshot, int(candidates.rows[number])
+    candidates.running[number] = False
+    trial.release(victim)
+    numbers = (("head", snapshot.jobs.names[row]), ("lost_gpu_s", float(candidates.lost_gpu_s[number])))
+    return Decision("stop", victim, *snapshot.placements[victim], Reason(ReasonCode.YIELDS, numbers))
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """The place of a job that will start later, and what the pool has beside it then."""
+class _Reservation:
+    """The placement of a job that starts later, and the pool's other free GPUs at that time."""
 
     decision: Decision
     later: FreeGpus
 
 
-def _reserve(trial: WhatIf, row: int, before: Sequence[Decision], now: float) -> _Kept | None:
-    """The earliest place for a job, if all that runs ends by its limit; None where limits say nothing."""
+def _reserve(trial: WhatIf, row: int, before: Sequence[Decision], now: float) -> _Reservation | None:
+    """Return the earliest placement of a job if all jobs end by their limits; None if limits do not tell."""
     jobs, best = trial.snapshot.jobs, None
     gpus, within = int(jobs.gpus[row]), int(jobs.within[row])
     ends = _ends(trial.snapshot, before, now)
-    for number in range(len(trial.rooms)):
+    for number in range(len(trial.pools)):
         if not jobs.pools[row] >> number & 1:
             continue
-        room = trial.room(row, number)
-        here = [(end_s, place) for end_s, pool, place in ends if pool == number and math.isfinite(end_s)]
-        later, freed = room.copy(), room.total
-        for end_s, place in here:
-            later.give(place)
-            freed += place.total
+        later = trial.free_gpus(row, number).copy()
+        freed = later.total
+        for end_s, pool, held in ends:
+            if pool != number or not math.isfinite(end_s):
+                continue
+            later.release(held)
+            freed += held.total
             if freed < gpus or (best is not None and end_s >= best.decision.at_s):
                 continue
-            found = later.find(gpus, within)
-            if found is not None:
-                later.take(found)
+            placement = later.find(gpus, within)
+            if placement is not None:
+                later.take(placement)
                 reason = Reason(ReasonCode.RESERVED, (("gpus", gpus), ("wait_s", end_s - now)))
-                best = _Kept(Decision("reserve", row, number, found, reason, end_s), later)
+                best = _Reservation(Decision("reserve", row, number, placement, reason, end_s), later)
                 break
     return best
 
 
 def _ends(snapshot: ClusterSnapshot, before: Sequence[Decision], now: float) -> list[tuple[float, int, Placement]]:
-    """When all that stays, and what is started now, ends by its limit, and what it leaves; the first first."""
-    jobs, active = snapshot.jobs, _without(snapshot.active, before)
-    started = [one for one in before if one.kind == "start"]
+    """Return when running and just started jobs end by their limits, and what they free; the earliest first."""
+    jobs, active = snapshot.jobs, _undecided(snapshot.active, before)
     limits = np.maximum(jobs.since_s[active] + jobs.limit_s[active] - jobs.ran_s[active], now).tolist()
-    ends = [(end_s, *snapshot.places[row]) for end_s, row in zip(limits, active.tolist(), strict=True)]
-    left = [float(jobs.limit_s[one.job] - jobs.ran_s[one.job]) for one in started]
-    ends += [(now + max(seconds, 0.0), one.pool, one.place) for seconds, one in zip(left, started, strict=True)]
+    ends = [(end_s, *snapshot.placements[row]) for end_s, row in zip(limits, active.tolist(), strict=True)]
+    for start in before:
+        if start.kind == "start":
+            left_s = max(float(jobs.limit_s[start.job] - jobs.ran_s[start.job]), 0.0)
+            ends.append((now + left_s, start.pool, start.placement))
     return sorted(ends, key=itemgetter(0))
 
 
-def _backfill(trial: WhatIf, rows: Rows, head: int, kept: _Kept | None, now: float) -> list[Decision]:
-    """Those that may pass: they end before the place is needed, or lie beside it."""
+def _backfill(trial: WhatIf, rows: Rows, head: int, reservation: _Reservation, now: float) -> list[Decision]:
+    """Start jobs that end before the reservation begins, or fit beside it."""
     decisions, jobs = list[Decision](), trial.snapshot.jobs
-    if kept is None:
-        return decisions
-    name, gap = jobs.names[head], kept.decision.at_s - now
+    name, gap = jobs.names[head], reservation.decision.at_s - now
     for begin in range(0, len(rows), BLOCK):
         block = rows[begin : begin + BLOCK]
         for row in block[trial.fitting(block)].tolist():
             short = bool(jobs.limit_s[row] - jobs.ran_s[row] <= gap)
-            found = trial.find(row) if short else _beside(trial, row, kept)
-            if found is None or not trial.fits(row):
+            target = trial.find(row) if short else _find_beside(trial, row, reservation)
+            if target is None or not trial.fits(row):
                 continue
-            trial.take(row, *found)
+            trial.take(row, *target)
             if short:
                 numbers = (("limit_s", float(jobs.limit_s[row])), ("head", name), ("gap_s", gap))
-                decisions.append(Decision("start", row, *found, Reason(ReasonCode.BACKFILL, numbers)))
+                decisions.append(Decision("start", row, *target, Reason(ReasonCode.BACKFILL, numbers)))
             else:
-                if found[0] == kept.decision.pool:
-                    kept.later.take(found[1])
-                decisions.append(Decision("start", row, *found, Reason(ReasonCode.PAST, (("head", name),))))
+                if target[0] == reservation.decision.pool:
+                    reservation.later.take(target[1])
+                decisions.append(Decision("start", row, *target, Reason(ReasonCode.PAST, (("head", name),))))
     return decisions
 
 
-def _beside(trial: WhatIf, row: int, kept: _Kept) -> tuple[int, Placement] | None:
-    """A place that leaves the kept one as it is, however long the job may hold it."""
+def _find_beside(trial: WhatIf, row: int, reservation: _Reservation) -> tuple[int, Placement] | None:
+    """Return a placement that leaves the reservation intact, however long the job runs."""
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-    for number in range(len(trial.rooms)):
+    for number in range(len(trial.pools)):
         if pools >> number & 1 and gpus <= trial.largest[number]:
-            room = trial.room(row, number)
-            there = kept.later.copy(room.free) if number == kept.decision.pool else room
-            place = there.find(gpus, within)
-            if place is not None:
-                return number, place
+            free_gpus = trial.free_gpus(row, number)
+            if number == reservation.decision.pool:
+                free_gpus = reservation.later.copy(free_gpus.free)
+            placement = free_gpus.find(gpus, within)
+            if placement is not None:
+                return number, placement
     return None

@@ -1,8 +1,8 @@
-"""What the scheduler decides, and why: a code and the numbers, of which a sentence is made when somebody asks."""
+"""Decisions of the scheduler, each with a reason: a code and its numbers, formatted as a sentence on demand."""
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
 from headway.cluster.scheduler.placement import Placement
 
@@ -10,44 +10,35 @@ __all__ = ["Decision", "Reason", "ReasonCode"]
 
 
 class ReasonCode(StrEnum):
-    """Why something was decided."""
+    """Why something was decided: the code that is recorded, and a sentence for people."""
 
-    FIRST = "first"
-    BACKFILL = "backfill"
-    PAST = "past"
-    RESERVED = "reserved"
-    NO_ROOM = "no-room"
-    QUOTA = "quota"
-    BAND = "band"
-    BEHIND = "behind"
-    DISPLACES = "displaces"
-    YIELDS = "yields"
-    BUDGET = "budget"
-    AWAY = "away"
-    WINDOW = "window"
-    GROWS = "grows"
-    SHRINKS = "shrinks"
-    RUNS = "runs"
+    sentence: str
 
+    def __new__(cls, code: str, sentence: str = "") -> Self:
+        """`sentence` is formatted with the numbers of a reason."""
+        member = str.__new__(cls, code)
+        member._value_, member.sentence = code, sentence
+        return member
 
-_SENTENCES = {
-    ReasonCode.FIRST: "{gpus} GPUs are free, and nobody of higher rank waits for them",
-    ReasonCode.BACKFILL: "ends by its limit in {limit_s:.0f} s, and {head} cannot start before {gap_s:.0f} s from now",
-    ReasonCode.PAST: "fits beside what is kept for {head}",
-    ReasonCode.RESERVED: "{gpus} GPUs are free {wait_s:.0f} s from now, if jobs end by their limits",
-    ReasonCode.NO_ROOM: "needs {gpus} GPUs; the largest gang that fits is {largest}",
-    ReasonCode.QUOTA: "needs {gpus} GPUs, and tenant {tenant} may take {room} more",
-    ReasonCode.BAND: "non-preemptible limit ({held} in use + {gpus} requested > {most:.0f} allowed)",
-    ReasonCode.DISPLACES: "{count} of higher levels yield, and lose {lost_gpu_s:.0f} GPU-seconds of work",
-    ReasonCode.YIELDS: "preempted for {head}; cheapest victim, loses {lost_gpu_s:.0f} GPU-seconds",
-    ReasonCode.BUDGET: "tenant {tenant} has spent its {budget_gpu_h:.0f} GPU-hours of this month; job is not preemptible",
-    ReasonCode.AWAY: "node {node} goes away in {in_s:.0f} s: it saves, and starts elsewhere",
-    ReasonCode.WINDOW: "finds {gpus} GPUs only on nodes that go away before it would be done, by its limit",
-    ReasonCode.GROWS: "grows to {gpus} idle GPUs from {before}, adding {adds:.1f} GPUs' worth of work",
-    ReasonCode.SHRINKS: "gives back what it has beyond {gpus} GPUs, so that {head} can start",
-    ReasonCode.RUNS: "has {gpus} GPUs since {since_s:.0f} s",
-    ReasonCode.BEHIND: "waits behind {head}, which is of higher rank",
-}
+    FIRST = "first", "{gpus} GPUs are free, and no higher-ranked job waits for them"
+    BACKFILL = "backfill", "ends by its limit of {limit_s:.0f} s before {head} can start, {gap_s:.0f} s from now"
+    PAST = "past", "fits beside the GPUs reserved for {head}"
+    RESERVED = "reserved", "{gpus} GPUs are free {wait_s:.0f} s from now, if jobs end by their limits"
+    NO_ROOM = "no-room", "needs {gpus} GPUs; the largest gang that fits is {largest}"
+    QUOTA = "quota", "needs {gpus} GPUs; tenant {tenant} may take {room} more"
+    BAND = "band", "non-preemptible limit ({held} in use + {gpus} requested > {most:.0f} allowed)"
+    BEHIND = "behind", "waits behind {head}, which ranks higher"
+    DISPLACES = "displaces", "starts by preempting {count} jobs, which lose {lost_gpu_s:.0f} GPU-seconds of work"
+    YIELDS = "yields", "preempted for {head}; cheapest victim, loses {lost_gpu_s:.0f} GPU-seconds"
+    BUDGET = (
+        "budget",
+        "tenant {tenant} has spent this month's {budget_gpu_h:.0f} GPU-hours; job is not preemptible",
+    )
+    AWAY = "away", "maintenance of node {node} begins in {in_s:.0f} s; saves and restarts elsewhere"
+    WINDOW = "window", "{gpus} GPUs are free only on nodes with maintenance before its time limit ends"
+    GROWS = "grows", "grows from {before} to {gpus} GPUs, which adds the work of {adds:.1f} GPUs"
+    SHRINKS = "shrinks", "shrinks to {gpus} GPUs so that {head} can start"
+    RUNS = "runs", "has held {gpus} GPUs since {since_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +50,8 @@ class Reason:
 
     @property
     def sentence(self) -> str:
-        """For people."""
-        return _SENTENCES[self.code].format(**dict(self.numbers))
+        """The reason for people."""
+        return self.code.sentence.format(**dict(self.numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +60,9 @@ class Decision:
 
     kind: Literal["start", "stop", "move", "resize", "reserve"]
     job: int
-    """Its row in the snapshot."""
+    """Row of the job in the snapshot."""
     pool: int
-    place: Placement
+    placement: Placement
     reason: Reason
     at_s: float = 0.0
-    """When; of a reservation, at the earliest."""
+    """Earliest start of a reservation."""

@@ -1,7 +1,7 @@
-"""What has happened on a cluster of late, for those who look ahead: jobs that came, and how long those took that ended.
+"""Recent arrivals and run times of a cluster, from which start times are estimated.
 
-People send many jobs of a kind at once. Jobs of one user, tenant and size of which each came within ten minutes of the
-one before are a sweep, and how many of it came in the ten minutes before a job is the job's crowd.
+Users submit many similar jobs at once. Jobs of the same user, tenant and size that arrive within ten minutes of one
+another are a sweep; a job's burst is how many of them arrived in the ten minutes before it.
 """
 
 from collections import deque
@@ -12,59 +12,58 @@ from headway.cluster.scheduler.runtimes import JobClass, RuntimeHistory
 
 __all__ = ["JobArrival", "JobHistory"]
 
-REMEMBERED = 5000
-"""Jobs that came."""
-CROWD_S = 600.0
-"""Jobs alike that come within so many seconds are a sweep."""
+MAX_ARRIVALS = 5000
+SWEEP_GAP_S = 600.0
+"""Similar jobs that arrive within this time belong to one sweep."""
 
 
 class JobArrival(NamedTuple):
-    """A job that was submitted."""
+    """A submitted job."""
 
     job: Job
-    kind: JobClass
+    job_class: JobClass
 
 
 class JobHistory:
-    """Told of everything as it happens."""
+    """Arrivals and ends of jobs, reported as they happen."""
 
     def __init__(self) -> None:
         self.runtimes = RuntimeHistory()
-        self.came: deque[JobArrival] = deque(maxlen=REMEMBERED)
-        """The last jobs that were submitted."""
-        self.kinds: dict[str, JobClass] = {}
-        """Of jobs that wait or run."""
-        self._lately: dict[JobClass, deque[float]] = {}
+        self.arrivals: deque[JobArrival] = deque(maxlen=MAX_ARRIVALS)
+        """The last submitted jobs."""
+        self.classes: dict[str, JobClass] = {}
+        """Class of each waiting or running job."""
+        self._recent: dict[JobClass, deque[float]] = {}
         self._sweeps: dict[JobClass, int] = {}
-        """The last of each kind."""
-        self._left: dict[int, int] = {}
-        """Of each sweep, jobs that wait or run."""
+        """Last sweep of each class."""
+        self._active: dict[int, int] = {}
+        """Waiting and running jobs of each sweep."""
         self._count = 0
 
     def submitted(self, job: Job) -> None:
-        """A job came."""
-        alike = JobClass(job.tenant, job.user, job.gpus)
-        lately = self._lately.setdefault(alike, deque())
-        while lately and lately[0] < job.submit_s - CROWD_S:
-            lately.popleft()
-        if not lately:
+        """Record a submitted job."""
+        similar = JobClass(job.tenant, job.user, job.gpus)
+        recent = self._recent.setdefault(similar, deque())
+        while recent and recent[0] < job.submit_s - SWEEP_GAP_S:
+            recent.popleft()
+        if not recent:
             self._count += 1
-            self._sweeps[alike] = self._count
-        kind = alike._replace(crowd=len(lately), sweep=self._sweeps[alike])
-        self._left[kind.sweep] = self._left.get(kind.sweep, 0) + 1
-        lately.append(job.submit_s)
-        self.came.append(JobArrival(job, kind))
-        self.kinds[job.name] = kind
+            self._sweeps[similar] = self._count
+        job_class = similar._replace(burst=len(recent), sweep=self._sweeps[similar])
+        self._active[job_class.sweep] = self._active.get(job_class.sweep, 0) + 1
+        recent.append(job.submit_s)
+        self.arrivals.append(JobArrival(job, job_class))
+        self.classes[job.name] = job_class
 
     def ended(self, name: str, now: float, worked_s: float) -> None:
-        """A job is done after so many seconds of work."""
-        self.runtimes.ended(self.kinds[name], now, worked_s)
+        """Record a job that finished after `worked_s` seconds of work."""
+        self.runtimes.ended(self.classes[name], now, worked_s)
         self.departed(name)
 
     def departed(self, name: str) -> None:
-        """A job is there no longer."""
-        kind = self.kinds.pop(name)
-        self._left[kind.sweep] -= 1
-        if not self._left[kind.sweep]:
-            del self._left[kind.sweep]
-            self.runtimes.forget(kind)
+        """Record a job that left the cluster, finished or not."""
+        job_class = self.classes.pop(name)
+        self._active[job_class.sweep] -= 1
+        if not self._active[job_class.sweep]:
+            del self._active[job_class.sweep]
+            self.runtimes.forget(job_class)

@@ -1,29 +1,27 @@
-"""Jobs: what somebody asks for, and what is known of those that wait or run, as columns."""
+"""Jobs: what users request, and the table of waiting and running jobs."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headway.cluster.scheduler.columns import Columns
+from headway.cluster.scheduler.columns import Columns, column
 from headway.cluster.scheduler.placement import ANYWHERE
-from headway.cluster.scheduler.tenants import NOBODY
+from headway.cluster.scheduler.tenants import NO_TENANT
 from headway.errors import UsageError
 
-__all__ = ["ANY_POOL", "ARRAY", "BATCH", "INTERACTIVE", "KINDS", "SERVICE", "STAYS_S", "Job", "JobTable", "check_sizes"]
+__all__ = ["INTERACTIVE", "INTERACTIVE_MIN_RUN_S", "KINDS", "SERVICE", "Job", "JobTable", "check_sizes"]
 
 BATCH, INTERACTIVE, SERVICE, ARRAY = range(4)
 KINDS = ("batch", "interactive", "service", "array")
-STAYS_S = 3600.0
-"""An interactive job runs for so long before it may be stopped, unless it says otherwise."""
+INTERACTIVE_MIN_RUN_S = 3600.0
+"""Default `min_run_s` of an interactive job."""
 ANY_POOL = -1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What somebody asks for."""
+    """A job as its user requests it."""
 
     name: str
     tenant: str
@@ -32,103 +30,72 @@ class Job:
     priority: int = 0
     preemptible: bool = False
     limit_s: float = math.inf
-    """The longest it may run; whoever knows no better plans with it."""
+    """Time limit; backfill plans with it."""
     save_every_s: float = 1800.0
-    """Seconds of work between its checkpoints."""
+    """Seconds of work between checkpoints."""
     restart_s: float = 120.0
-    """Seconds from a start until it works again."""
+    """Seconds from a restart until it works again."""
     within: str | None = None
-    """The level of the network that it must lie in one domain of; by default it lies as close as there is room."""
+    """Network level (such as a rack) whose domains it must not span; by default it is placed as close as possible."""
     user: str = ""
-    """Who sent it, where somebody said."""
+    """Who submitted it, if known."""
     deadline_s: float = math.inf
     """When it should be done."""
     sizes: tuple[tuple[int, float], ...] = ()
-    """The scaling curve of an elastic job: GPUs, `gpus` first, and how fast it works with them (seconds of its work a
-    second). It starts with the first size, and has more when GPUs idle."""
+    """Scaling curve of an elastic job: GPUs, `gpus` first, and its speed with them (seconds of work per second). It
+    starts at the first size and grows when GPUs are idle."""
     kind: str = "batch"
-    """Or "interactive" (first of its level, and left alone for an hour), "service" (never counts as long, and yields to
-    higher priorities alone) or "array" (one of many of one shape)."""
+    """Or "interactive" (first of its level, not preempted for an hour), "service" (always counts as new, yields to
+    higher priorities only) or "array" (one of many jobs of the same shape)."""
     min_run_s: float = 0.0
-    """It runs so long before it may be stopped; two minutes at least, and an hour by default if it is interactive."""
+    """Minimum run time before preemption; at least two minutes, and an hour by default if it is interactive."""
 
     def array(self, count: int) -> "list[Job]":
-        """So many jobs of this shape, each for itself."""
+        """Return `count` independent jobs of this shape."""
         if count < 1 or count != int(count):
-            raise UsageError(f"job {self.name} is an array of {count}", hint="one at least")
+            raise UsageError(f"job {self.name}: array size is {count}", hint="a whole number, at least 1")
         return [replace(self, name=f"{self.name}[{number}]", kind="array") for number in range(count)]
 
 
 class JobTable(Columns):
-    """Jobs that wait or run."""
+    """Waiting and running jobs."""
 
-    if TYPE_CHECKING:
-        tenant: NDArray[np.int32]
-        gpus: NDArray[np.int32]
-        least: NDArray[np.int32]
-        speed: NDArray[np.float64]
-        other_gpu_s: NDArray[np.float64]
-        priority: NDArray[np.int32]
-        preemptible: NDArray[np.bool_]
-        pools: NDArray[np.int64]
-        submit_s: NDArray[np.float64]
-        limit_s: NDArray[np.float64]
-        deadline_s: NDArray[np.float64]
-        kind: NDArray[np.int8]
-        min_run_s: NDArray[np.float64]
-        save_every_s: NDArray[np.float64]
-        restart_s: NDArray[np.float64]
-        within: NDArray[np.int8]
-        running: NDArray[np.bool_]
-        since_s: NDArray[np.float64]
-        done_s: NDArray[np.float64]
-        ran_s: NDArray[np.float64]
-        waits_s: NDArray[np.float64]
-        number: NDArray[np.int64]
-        starts: NDArray[np.int32]
-        failed: NDArray[np.bool_]
-        known_s: NDArray[np.float64]
-        user: NDArray[np.str_]
+    tenant = column(np.int32, NO_TENANT)
+    gpus = column(np.int32, 0)  # that it holds, or waits for
+    least = column(np.int32, 0)  # smallest size
+    speed = column(np.float64, 1.0)  # seconds of work per second
+    other_gpu_s = column(np.float64, 0.0)  # GPU-seconds held at other sizes, beyond its seconds at this one
+    priority = column(np.int32, 0)
+    preemptible = column(np.bool_, False)
+    pools = column(np.int64, ANY_POOL)  # bit mask of the pools it can use
+    submit_s = column(np.float64, 0.0)
+    limit_s = column(np.float64, math.inf)
+    deadline_s = column(np.float64, math.inf)
+    kind = column(np.int8, BATCH)
+    min_run_s = column(np.float64, 0.0)
+    save_every_s = column(np.float64, 1800.0)
+    restart_s = column(np.float64, 120.0)
+    within = column(np.int8, ANYWHERE)  # level of the network domain that must hold it
+    running = column(np.bool_, False)
+    since_s = column(np.float64, math.nan)  # last start
+    done_s = column(np.float64, 0.0)  # seconds of work saved by earlier starts
+    ran_s = column(np.float64, 0.0)  # seconds that earlier starts held their GPUs
+    waits_s = column(np.float64, 0.0)  # when it last began to wait
+    number = column(np.int64, 0)  # in order of submission
+    starts = column(np.int32, 0)
+    failed = column(np.bool_, False)  # waiting because one of its nodes failed
+    known_s = column(np.float64, math.nan)  # total seconds of work, which only oracles are told
+    user = column(np.dtype("U32"), "")
 
     def __init__(self) -> None:
-        super().__init__(
-            {
-                "tenant": (np.int32, NOBODY),
-                "gpus": (np.int32, 0),  # that it has, or waits for
-                "least": (np.int32, 0),  # that it can do with
-                "speed": (np.float64, 1.0),  # seconds of its work a second
-                "other_gpu_s": (np.float64, 0.0),  # GPU-seconds had at other sizes, beyond its seconds at this one
-                "priority": (np.int32, 0),
-                "preemptible": (np.bool_, False),
-                "pools": (np.int64, ANY_POOL),  # a bit for each pool that it can use
-                "submit_s": (np.float64, 0.0),
-                "limit_s": (np.float64, math.inf),
-                "deadline_s": (np.float64, math.inf),
-                "kind": (np.int8, BATCH),
-                "min_run_s": (np.float64, 0.0),
-                "save_every_s": (np.float64, 1800.0),
-                "restart_s": (np.float64, 120.0),
-                "within": (np.int8, ANYWHERE),  # the level of the domain that it must lie in
-                "running": (np.bool_, False),
-                "since_s": (np.float64, math.nan),  # when it was started last
-                "done_s": (np.float64, 0.0),  # seconds of work that earlier starts left behind
-                "ran_s": (np.float64, 0.0),  # seconds that earlier starts held their GPUs
-                "waits_s": (np.float64, 0.0),  # since when it waits, or waited last
-                "number": (np.int64, 0),  # in the order they were told
-                "starts": (np.int32, 0),
-                "failed": (np.bool_, False),  # waits since a node of its failed
-                "known_s": (np.float64, math.nan),  # seconds of work in all: oracles alone are told
-                "user": ("U32", ""),
-            },
-            room=1024,
-        )
+        super().__init__(capacity=1024)
 
 
 def check_sizes(job: Job) -> None:
-    """UsageError for a scaling curve that is none."""
-    told = f"job {job.name}: sizes are {', '.join(f'{gpus}: {speed}' for gpus, speed in job.sizes)}"
-    gpus, speeds = zip(*job.sizes, strict=True)
-    if gpus[0] != job.gpus or any(one != int(one) for one in gpus) or any(np.diff(gpus) <= 0):
-        raise UsageError(told, hint=f"GPUs in whole numbers, from the {job.gpus} that it needs upwards")
+    """Raise UsageError for an invalid scaling curve."""
+    message = f"job {job.name}: sizes are {', '.join(f'{gpus}: {speed}' for gpus, speed in job.sizes)}"
+    sizes, speeds = zip(*job.sizes, strict=True)
+    if sizes[0] != job.gpus or any(gpus != int(gpus) for gpus in sizes) or any(np.diff(sizes) <= 0):
+        raise UsageError(message, hint=f"whole numbers of GPUs, increasing from the {job.gpus} requested")
     if not all(0 < speed < math.inf for speed in speeds) or any(np.diff(speeds) <= 0):
-        raise UsageError(told, hint="a larger size is faster, and none stands still")
+        raise UsageError(message, hint="finite speeds above 0, higher for each larger size")

@@ -1,77 +1,66 @@
-"""Machines as columns: pools of one kind, their domains of the network, their states, and when they go away."""
+"""Nodes: pools of one kind, their network domains, states and scheduled maintenance."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.scheduler.columns import Columns
+from headway.cluster.scheduler.columns import Columns, column
 from headway.cluster.scheduler.placement import FreeGpus
 from headway.errors import UsageError
 
-__all__ = ["DRAINING", "HEALTHY", "LEAD_S", "QUARANTINED", "SPARE", "STATES", "NodePool", "NodeTable"]
+__all__ = ["DRAINING", "DRAIN_LEAD_S", "HEALTHY", "QUARANTINED", "SPARE", "STATES", "NodePool", "NodeTable"]
 
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
-LEAD_S = 600.0
-"""So long before a node goes away nothing is on it any more."""
+DRAIN_LEAD_S = 600.0
+"""A node is empty this long before its maintenance begins."""
 
 
 @dataclass(frozen=True)
 class NodePool:
-    """Nodes of one kind."""
+    """Nodes of one kind, in consecutive rows."""
 
     number: int
     chip: str
     size: int
-    """GPUs of each node."""
+    """GPUs per node."""
     first: int
     end: int
-    """Rows of its nodes."""
+    """Its rows: `first` to `end`, exclusive."""
     spares: int = 0
-    """How many of them wait at any time to take the place of one that fails; at first the last ones."""
+    """Nodes held back to replace failed ones; initially the last ones."""
 
     @property
     def gpus(self) -> int:
-        """What jobs can count on."""
+        """GPUs of all nodes but spares."""
         return self.size * (self.end - self.first - self.spares)
 
 
 class NodeTable(Columns):
-    """Machines; those of a pool are neighbours."""
+    """All nodes, pool by pool."""
 
-    if TYPE_CHECKING:
-        gpus: NDArray[np.int32]
-        free: NDArray[np.int32]
-        fixed: NDArray[np.int32]
-        state: NDArray[np.int8]
-        away_s: NDArray[np.float64]
-        back_s: NDArray[np.float64]
+    gpus = column(np.int32, 0)
+    free = column(np.int32, 0)
+    fixed = column(np.int32, 0)  # held by non-preemptible jobs
+    state = column(np.int8, HEALTHY)
+    away_s = column(np.float64, math.inf)  # when maintenance begins
+    back_s = column(np.float64, -math.inf)  # and ends
 
     def __init__(self) -> None:
-        super().__init__(
-            {
-                "gpus": (np.int32, 0),
-                "free": (np.int32, 0),
-                "fixed": (np.int32, 0),  # held by jobs that cannot be stopped
-                "state": (np.int8, HEALTHY),
-                "away_s": (np.float64, math.inf),  # when it goes away to be looked after
-                "back_s": (np.float64, -math.inf),
-            }
-        )
+        super().__init__()
         self.pools: list[NodePool] = []
         self.levels: tuple[str, ...] = ()
-        """Of the network's domains, the smallest first."""
+        """Levels of network domains, the smallest first."""
         self._domains: list[NDArray[np.int32]] = []
         self._domain_names: list[dict[str, list[str]]] = []
         self._largest: dict[int, int] = {}
-        self.announced = False
-        """Whether any were ever to be away."""
+        self.has_maintenance = False
+        """Whether maintenance was ever scheduled."""
 
-    def join(
+    def add_pool(
         self,
         chip: str,
         size: int,
@@ -79,9 +68,9 @@ class NodeTable(Columns):
         domains: Mapping[str, Sequence[str]] | None = None,
         spares: int = 0,
     ) -> NodePool:
-        """Add a pool of nodes; `domains` names, for each level from the smallest, the domain of each node."""
+        """Add a pool of nodes; `domains` gives the domain of each node per level, from the smallest."""
         names = list(names)
-        self._check(chip, size, names, domains)
+        self._check_pool(chip, size, names, domains)
         first = len(self.names)
         for name in names:
             self.add(name, gpus=size, free=size)
@@ -89,80 +78,80 @@ class NodeTable(Columns):
         self.state[pool.end - spares : pool.end] = SPARE
         domains = domains or {level: ["all"] * len(names) for level in self.levels}
         self.levels = tuple(domains)
-        self._domain_names.append({level: list(of) for level, of in domains.items()})
-        numbers = [np.unique(np.array(of), return_inverse=True)[1] for of in domains.values()]
+        self._domain_names.append({level: list(of_nodes) for level, of_nodes in domains.items()})
+        numbers = [np.unique(np.array(of_nodes), return_inverse=True)[1] for of_nodes in domains.values()]
         self._domains.append(np.array(numbers, np.int32).reshape(len(domains), pool.end - first))
         self.pools.append(pool)
         self._largest.clear()
         return pool
 
-    def _check(self, chip: str, size: int, names: Sequence[str], domains: Mapping[str, Sequence[str]] | None) -> None:
-        """UsageError for what cannot join."""
+    def _check_pool(
+        self, chip: str, size: int, names: Sequence[str], domains: Mapping[str, Sequence[str]] | None
+    ) -> None:
+        """Raise UsageError for a pool that cannot be added."""
         if size < 1 or size != int(size):
-            raise UsageError(f"a node of {chip} has {size} GPUs", hint="GPUs are counted in whole numbers, from 1 on")
+            raise UsageError(f"a node of {chip} has {size} GPUs", hint="a whole number, at least 1")
         seen = set(self.rows)
         for name in names:
             if name in seen:
-                raise UsageError(f"node {name} is named twice")
+                raise UsageError(f"duplicate node '{name}'")
             seen.add(name)
-        for level, of in (domains or {}).items():
-            if len(of) != len(names):
-                raise UsageError(f"{len(names)} nodes of {chip} have {len(of)} domains of level {level}")
+        for level, of_nodes in (domains or {}).items():
+            if len(of_nodes) != len(names):
+                raise UsageError(f"level {level} has {len(of_nodes)} domains for {len(names)} nodes of {chip}")
         if self.pools and domains and tuple(domains) != self.levels:
-            raise UsageError(f"nodes of {chip} have levels {', '.join(domains)}", hint=f"not {', '.join(self.levels)}")
+            expected = ", ".join(self.levels)
+            raise UsageError(f"nodes of {chip} have network levels {', '.join(domains)}", hint=f"expected {expected}")
 
     def domains(self, pool: int) -> dict[str, list[str]]:
-        """Of each level, the domain of each node of a pool."""
+        """Return the domain of each node of a pool, per level."""
         return self._domain_names[pool]
 
-    def room(self, pool: NodePool, now: float = -math.inf) -> FreeGpus:
-        """What is free for new jobs in a pool."""
+    def free_gpus(self, pool: NodePool, now: float = -math.inf) -> FreeGpus:
+        """Return the GPUs of a pool that new jobs can use."""
         rows = slice(pool.first, pool.end)
         usable = self.state[rows] == HEALTHY
-        if self.announced:
+        if self.has_maintenance:
             usable &= ~self.leaving(now)[rows]
         return FreeGpus(self.free[rows], pool.size, self._domains[pool.number], usable)
 
-    def announce(self, names: Iterable[str], away_s: float, back_s: float) -> None:
-        """Nodes will be away for some time: all of them are told, or, where one cannot be, none. UsageError."""
+    def schedule_maintenance(self, names: Iterable[str], away_s: float, back_s: float) -> None:
+        """Schedule maintenance of nodes, of all or, on UsageError, of none."""
         names = list(names)
         if not -math.inf < away_s < back_s < math.inf:
-            raise UsageError(f"nodes are away from {away_s} s to {back_s} s", hint="seconds, the end after the begin")
+            raise UsageError(f"maintenance is from {away_s} s to {back_s} s", hint="seconds, the end after the start")
         for name in names:
             if name not in self.rows:
-                raise UsageError(f"node {name} is to be away, and there is none of that name")
+                raise UsageError(f"maintenance of unknown node '{name}'")
             row = self.rows[name]
             if self.back_s[row] > away_s:
-                told = f"from {self.away_s[row]:.0f} s to {self.back_s[row]:.0f} s"
-                raise UsageError(f"node {name} is away {told} already", hint="one time after the other")
+                window = f"from {self.away_s[row]:.0f} s to {self.back_s[row]:.0f} s"
+                raise UsageError(f"node {name} already has maintenance {window}", hint="windows must not overlap")
         rows = [self.rows[name] for name in names]
         self.away_s[rows], self.back_s[rows] = away_s, back_s
-        self.announced = True
+        self.has_maintenance = True
 
     def leaving(self, now: float) -> NDArray[np.bool_]:
-        """Which nodes are away, or nearly."""
-        leaving: NDArray[np.bool_] = (self.away_s - LEAD_S <= now) & (now < self.back_s)
+        """Return which nodes are in maintenance, or must be empty for it."""
+        leaving: NDArray[np.bool_] = (self.away_s - DRAIN_LEAD_S <= now) & (now < self.back_s)
         return leaving
 
-    def stays_s(self, now: float) -> NDArray[np.float64]:
-        """How long each node will be there."""
-        return np.where(self.back_s > now, self.away_s - LEAD_S - now, math.inf)
+    def available_s(self, now: float) -> NDArray[np.float64]:
+        """Return how long each node stays available."""
+        return np.where(self.back_s > now, self.away_s - DRAIN_LEAD_S - now, math.inf)
 
-    def windows(self, pool: NodePool) -> list[tuple[str, float, float]]:
-        """Of nodes of a pool that are or were to be away: name, and from when to when."""
+    def maintenance(self, pool: NodePool) -> list[tuple[str, float, float]]:
+        """Return past and scheduled maintenance of a pool: node name, start and end."""
         rows = pool.first + np.flatnonzero(np.isfinite(self.away_s[pool.first : pool.end]))
         return [(self.names[row], float(self.away_s[row]), float(self.back_s[row])) for row in rows.tolist()]
 
-    def largest(self, within: int) -> int:
-        """GPUs of the largest gang that would find a place, or one in a domain of a level, if nothing ran here."""
+    def largest_gang(self, within: int) -> int:
+        """Return the GPUs of the largest gang that fits the empty cluster, or one domain of a level."""
         if within not in self._largest:
-            rooms = [
-                FreeGpus(
-                    self.gpus[one.first : one.end - one.spares],
-                    one.size,
-                    self._domains[one.number][:, : one.end - one.spares - one.first],
-                )
-                for one in self.pools
-            ]
-            self._largest[within] = max((room.largest(within) for room in rooms), default=0)
+            self._largest[within] = max((self._empty(pool).largest_gang(within) for pool in self.pools), default=0)
         return self._largest[within]
+
+    def _empty(self, pool: NodePool) -> FreeGpus:
+        """Return the GPUs of a pool, without spares, as if nothing ran."""
+        count = pool.end - pool.first - pool.spares
+        return FreeGpus(self.gpus[pool.first : pool.first + count], pool.size, self._domains[pool.number][:, :count])

@@ -1,4 +1,4 @@
-"""All policies there are."""
+"""All scheduling policies by name."""
 
 from headway.cluster.scheduler.baseline_policies import BASELINES
 from headway.cluster.scheduler.least_served import LEAST_SERVED
@@ -7,4 +7,4 @@ from headway.cluster.scheduler.policy import Policy
 __all__ = ["POLICIES"]
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (LEAST_SERVED, *BASELINES)}
-"""By name, Headway's own first."""
+"""Headway's own first."""

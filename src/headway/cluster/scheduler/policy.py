@@ -1,4 +1,4 @@
-"""What a policy is: in which order jobs are looked at, what one that must wait means for others, who may stop whom."""
+"""What a scheduling policy is: the order of jobs, what a blocked job means for others, and who may preempt whom."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["Flags", "Policy", "PreemptionRules", "RankedJobs", "Rows", "above"]
+__all__ = ["Flags", "Gpus", "Policy", "PreemptionRules", "RankedJobs", "Rows", "gpus_above"]
 
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+Gpus = NDArray[np.int64]
 
 
 class RankedJobs(NamedTuple):
@@ -22,58 +23,58 @@ class RankedJobs(NamedTuple):
     levels: NDArray[np.int64]
 
 
-def above(snapshot: ClusterSnapshot, levels: NDArray[np.int64], runs: RankedJobs) -> NDArray[np.int64]:
-    """GPUs of jobs that run and are above each of some levels."""
-    order = np.argsort(runs.levels)
-    gpus = np.concatenate(([0], np.cumsum(snapshot.jobs.gpus[runs.rows[order]])))
-    found: NDArray[np.int64] = gpus[-1] - gpus[np.searchsorted(runs.levels[order], levels, side="right")]
-    return found
+def gpus_above(snapshot: ClusterSnapshot, levels: NDArray[np.int64], running: RankedJobs) -> NDArray[np.int64]:
+    """Return, per level, the GPUs of the running jobs above it."""
+    order = np.argsort(running.levels)
+    gpus = np.concatenate(([0], np.cumsum(snapshot.jobs.gpus[running.rows[order]])))
+    above: NDArray[np.int64] = gpus[-1] - gpus[np.searchsorted(running.levels[order], levels, side="right")]
+    return above
 
 
 class PreemptionRules(Protocol):
-    """Who may stop whom."""
+    """Which jobs may preempt which; `used` are the GPUs of tenants after the decisions so far."""
 
     def levels(self, snapshot: ClusterSnapshot, rows: Rows, now: float) -> NDArray[np.int64]:
-        """Of jobs, waiting or running."""
+        """Return the levels of waiting or running jobs."""
         ...
 
-    def kinds(self, snapshot: ClusterSnapshot, waits: RankedJobs, now: float) -> NDArray[np.int64]:
-        """Of jobs that wait, beside their levels and priorities: those of one kind may stop the same."""
+    def groups(self, snapshot: ClusterSnapshot, waiting: RankedJobs, now: float) -> NDArray[np.int64]:
+        """Group waiting jobs: of equal level, priority and group, all may preempt the same jobs."""
         ...
 
     def reach(
-        self, snapshot: ClusterSnapshot, used: NDArray[np.int64], waits: RankedJobs, runs: RankedJobs, now: float
-    ) -> NDArray[np.int64]:
-        """Of all that wait: GPUs of those that run and that it may stop, or more. Quick, to ask `may` of few."""
+        self, snapshot: ClusterSnapshot, used: Gpus, waiting: RankedJobs, running: RankedJobs, now: float
+    ) -> Gpus:
+        """Return, per waiting job, an upper bound of the GPUs that it may preempt; a quick filter for `may_preempt`."""
         ...
 
-    def may(
-        self, snapshot: ClusterSnapshot, used: NDArray[np.int64], waits: RankedJobs, runs: RankedJobs, now: float
+    def may_preempt(
+        self, snapshot: ClusterSnapshot, used: Gpus, waiting: RankedJobs, running: RankedJobs, now: float
     ) -> Flags:
-        """Which of those that run one that waits may stop; `used` are GPUs of tenants as decided so far."""
+        """Return which running jobs one waiting job may preempt."""
         ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to share a cluster."""
+    """A way to share a cluster."""
 
     name: str
     order: Callable[[ClusterSnapshot, float], Rows]
-    """Rows of the jobs that wait, the best first."""
-    behind: Literal["wait", "pass", "backfill"]
-    """What a job that finds no room means for those behind it."""
-    stops: PreemptionRules | None = None
-    """Who may stop whom; None: nobody is ever stopped."""
-    bound: Callable[[ClusterSnapshot, Rows, float], NDArray[np.float64]] | None = None
-    """Of jobs that cannot be stopped: GPUs that all such may hold once it has started; None: as many as there are."""
-    apart: bool = False
-    """Whether jobs that cannot be stopped lie beside one another, so that other nodes can be emptied for a gang."""
+    """Rows of the waiting jobs, the highest-ranked first."""
+    when_blocked: Literal["wait", "pass", "backfill"]
+    """What jobs behind one that does not fit do."""
+    preemption: PreemptionRules | None = None
+    """None: no job is ever preempted."""
+    cap: Callable[[ClusterSnapshot, Rows, float], NDArray[np.float64]] | None = None
+    """GPUs that all non-preemptible jobs may hold once one of these has started; None: no cap."""
+    pack_non_preemptible: bool = False
+    """Whether non-preemptible jobs share nodes, so that other nodes can be emptied for a gang."""
     overdue: Callable[[ClusterSnapshot, Rows, float], Flags] | None = None
-    """Who has waited for so long that nodes are kept for it; None: nobody."""
+    """Which jobs have waited so long that nodes are reserved for them; None: none."""
     elastic: bool = False
-    """Whether elastic jobs have more GPUs when some idle."""
+    """Whether elastic jobs grow onto idle GPUs."""
     quotas: bool = False
-    """Whether tenants keep to their guarantees and limits."""
+    """Whether guarantees and limits of tenants apply."""
     oracle: bool = False
-    """Whether it is told how long jobs will take, which nobody knows."""
+    """Whether it is told how long jobs will take, which no real scheduler knows."""

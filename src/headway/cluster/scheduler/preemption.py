@@ -1,91 +1,94 @@
-"""Who yields: of the jobs that run and may be stopped, those whose stopping loses least and makes room for a gang.
+"""Choice of victims: the running jobs whose preemption loses least and makes room for a gang.
 
-Stopping a job loses the work it has done since it last saved, and what a restart takes, times its GPUs.
+Preempting a job loses the work since its last checkpoint and the time of a restart, times its GPUs.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus
-from headway.cluster.scheduler.policy import Rows
+from headway.cluster.scheduler.policy import Flags, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
 __all__ = ["PreemptionCandidates"]
 
 
 class PreemptionCandidates:
-    """Jobs that may be stopped now, each on its nodes."""
+    """Jobs that may be preempted now, and the nodes they hold."""
 
     def __init__(self, snapshot: ClusterSnapshot, rows: Rows, now: float) -> None:
         self.rows = rows
         self.lost_gpu_s = snapshot.lost_gpu_s(rows, now)
-        self.there = np.ones(len(rows), np.bool_)
-        """Which of them have not been stopped yet."""
-        pools, places = zip(*(snapshot.places[row] for row in rows.tolist()), strict=True) if len(rows) else ((), ())
-        nodes = [place.nodes for place in places] or [np.empty(0, np.int32)]
-        counts = [len(some) for some in nodes][: len(rows)]
+        self.running = np.ones(len(rows), np.bool_)
+        """Which of them have not been preempted yet."""
+        pools = [snapshot.placements[row][0] for row in rows.tolist()]
+        placements = [snapshot.placements[row][1] for row in rows.tolist()]
+        counts = [len(placement.nodes) for placement in placements]
+        # one entry per candidate and node
         self._index = np.repeat(np.arange(len(rows)), counts)
         self._pool = np.array(pools, np.int64)[self._index]
-        self._node = np.concatenate(nodes)
-        self._gpus = np.concatenate([place.gpus for place in places] or [np.empty(0, np.int32)])
-        # what one node of a gang costs: stopping it frees the others too
+        self._node = np.concatenate([np.empty(0, np.int32), *(placement.nodes for placement in placements)])
+        self._gpus = np.concatenate([np.empty(0, np.int32), *(placement.gpus for placement in placements)])
+        # the cost of one node of a gang: preempting it frees the others too
         self._cost = self.lost_gpu_s[self._index] / np.repeat(np.array(counts, np.float64), counts)
 
     def cheapest_victims(
-        self, room: FreeGpus, pool: int, gpus: int, may: NDArray[np.bool_], within: int = ANYWHERE
+        self, free_gpus: FreeGpus, pool: int, gpus: int, allowed: Flags, within: int = ANYWHERE
     ) -> NDArray[np.int64] | None:
-        """Which of those that `may` be stopped yield so that a gang fits; None where not even all of them do."""
-        here = np.flatnonzero((self._pool == pool) & (may & self.there)[self._index])
-        here = here[room.usable[self._node[here]]]  # what a drained node gives back is nobody's
+        """Return the `allowed` candidates to preempt so that a gang fits; None if not even all of them suffice."""
+        here = np.flatnonzero((self._pool == pool) & (allowed & self.running)[self._index])
+        here = here[free_gpus.usable[self._node[here]]]  # GPUs freed on a drained node help nobody
         if not len(here):
             return None
-        whole, rest = divmod(gpus, room.size)
+        whole, rest = divmod(gpus, free_gpus.size)
         if whole:
-            return self._whole_nodes(room, here, whole + (rest > 0), within)
-        return self._one_node(room, here, gpus)
+            return self._empty_nodes(free_gpus, here, whole + (rest > 0), within)
+        return self._free_on_one_node(free_gpus, here, gpus)
 
-    def _one_node(self, room: FreeGpus, here: NDArray[np.int64], gpus: int) -> NDArray[np.int64] | None:
-        """One job that is enough, or on a node those that lose least for each GPU: whichever loses less."""
+    def _free_on_one_node(self, free_gpus: FreeGpus, here: NDArray[np.int64], gpus: int) -> NDArray[np.int64] | None:
+        """Return one job that suffices, or those of a node that lose least per GPU: whichever loses less."""
         lost, freed, nodes = self.lost_gpu_s[self._index[here]], self._gpus[here], self._node[here]
-        alone = np.flatnonzero(freed + room.free[nodes] >= gpus)
-        one = int(alone[np.argmin(lost[alone])]) if len(alone) else None
+        sufficient = np.flatnonzero(freed + free_gpus.free[nodes] >= gpus)
+        single = int(sufficient[np.argmin(lost[sufficient])]) if len(sufficient) else None
         order = np.lexsort((lost / freed, nodes))
         first = np.flatnonzero(np.r_[True, nodes[order][1:] != nodes[order][:-1]])
         lengths = np.diff(np.r_[first, len(order)])
         sums, losses = np.cumsum(freed[order]), np.cumsum(lost[order])
         sums -= np.repeat(sums[first] - freed[order[first]], lengths)
         losses -= np.repeat(losses[first] - lost[order[first]], lengths)
-        enough = np.flatnonzero(sums + room.free[nodes[order]] >= gpus)
+        enough = np.flatnonzero(sums + free_gpus.free[nodes[order]] >= gpus)
         if not len(enough):
             return None
         last = int(enough[np.argmin(losses[enough])])
-        if one is not None and lost[one] <= losses[last]:
-            return np.array([self._index[here[one]]])
+        if single is not None and lost[single] <= losses[last]:
+            return np.array([self._index[here[single]]])
         begin = int(first[np.searchsorted(first, last, side="right") - 1])
         chosen = order[begin : last + 1]
-        return np.unique(self._index[here[self._needed(chosen, freed, gpus - int(room.free[nodes[chosen[0]]]))]])
+        needed = self._needed(chosen, freed, gpus - int(free_gpus.free[nodes[chosen[0]]]))
+        return np.unique(self._index[here[needed]])
 
     @staticmethod
     def _needed(chosen: NDArray[np.int64], freed: NDArray[np.int32], gpus: int) -> list[int]:
-        """Those of some jobs on a node that are needed for so many GPUs: the dearest is spared first."""
-        kept: list[int] = chosen.tolist()
-        spare = int(freed[chosen].sum()) - gpus
+        """Return the jobs of a node that are needed to free `gpus`; the most expensive is spared first."""
+        needed: list[int] = chosen.tolist()
+        excess = int(freed[chosen].sum()) - gpus
         for number in chosen[::-1].tolist():
-            if freed[number] <= spare:
-                kept.remove(number)
-                spare -= int(freed[number])
-        return kept
+            if freed[number] <= excess:
+                needed.remove(number)
+                excess -= int(freed[number])
+        return needed
 
-    def _whole_nodes(
-        self, room: FreeGpus, here: NDArray[np.int64], count: int, within: int
+    def _empty_nodes(
+        self, free_gpus: FreeGpus, here: NDArray[np.int64], count: int, within: int
     ) -> NDArray[np.int64] | None:
-        """The nodes that can be emptied at the least loss, all in one domain where they must be."""
-        freed = room.free + np.bincount(self._node[here], self._gpus[here], len(room.free)).astype(np.int64)
-        lost = np.bincount(self._node[here], self._cost[here], len(room.free))
-        able = np.flatnonzero(freed >= room.size)
+        """Return the jobs on the `count` nodes that are cheapest to empty, in one domain if required."""
+        size, num_nodes = free_gpus.size, len(free_gpus.free)
+        freed = free_gpus.free + np.bincount(self._node[here], self._gpus[here], num_nodes).astype(np.int64)
+        lost = np.bincount(self._node[here], self._cost[here], num_nodes)
+        able = np.flatnonzero(freed >= size)
         if len(able) < count:
             return None
-        domain = np.zeros(len(room.free), np.int64) if within == ANYWHERE else room.domains[within]
+        domain = np.zeros(num_nodes, np.int64) if within == ANYWHERE else free_gpus.domains[within]
         order = able[np.lexsort((lost[able], domain[able]))]
         # of each domain the cheapest `count` nodes, by their sum
         first = np.flatnonzero(np.r_[True, domain[order][1:] != domain[order][:-1]])
@@ -94,6 +97,6 @@ class PreemptionCandidates:
             return None
         sums = np.r_[0.0, np.cumsum(lost[order])]
         best = int(first[np.argmin(sums[first + count] - sums[first])])
-        chosen = np.zeros(len(room.free), np.bool_)
+        chosen = np.zeros(num_nodes, np.bool_)
         chosen[order[best : best + count]] = True
         return np.unique(self._index[here[chosen[self._node[here]]]])

@@ -1,16 +1,16 @@
-"""How long jobs take, as distributions: learnt from those that ended, and from how long those that run have run.
+"""Run times of jobs as distributions, learned from jobs that ended and from how long running jobs have run.
 
-A job is likened to others of its own sweep first (`history` says what that is), then to those of the same user, tenant,
-size and crowd, of the same tenant, size and crowd, of the same tenant and size, of its size, and to all. The fewer of a
-group are known, the more the wider one counts. Of a job that has worked for an hour only those say something that took
-longer: what is drawn is its life given that it has come so far. A job that still runs and has worked for longer is one
-of them too. Where it is drawn, the draw is made again beyond what it has worked, which is the estimate of Kaplan and
-Meier in the form of Efron ("redistribute to the right"): without it long jobs, which end late, would be missing. Beyond
-everything that was ever seen a job is as likely as not to double its age.
+A job is compared with others of its own sweep first (see `history`), then of the same user, tenant, size and burst, of
+the same tenant, size and burst, of the same tenant and size, of the same size, and with all. The fewer jobs of a group
+are known, the more the wider group counts. A job that has worked for an hour is compared only with jobs that took
+longer: what is drawn is its run time given its age. Running jobs that have worked longer count as well: if one is
+drawn, the draw is repeated beyond its age. That is the Kaplan-Meier estimator in Efron's form ("redistribute to the
+right"); without it long jobs, which end late, would be missing. Beyond the longest known run time, a job doubles its
+age with a probability of one half.
 
-How much of the past is like what comes nobody knows either. So each look ahead draws for each group how many of the
-jobs that began last it goes by, and for each tenant and size a pace. Jobs of one future are then alike, as real ones
-are, and futures differ.
+How much of the past resembles the future is unknown too. So each sampler draws, per group, how many of the jobs that
+began last it uses, and a pace per tenant and size. Jobs of one future are then alike, as real ones are, and futures
+differ.
 """
 
 from bisect import bisect_right
@@ -21,102 +21,106 @@ from typing import NamedTuple
 
 __all__ = ["JobClass", "ObservedRuntime", "RuntimeHistory", "RuntimeSampler"]
 
-RECENT = 500
-"""Jobs of a group that are remembered, at most."""
-FEWEST = 32
-"""Jobs of a group that a look ahead goes by, at least."""
-FEW = 2
+MAX_RECENT = 500
+"""Jobs remembered per group, at most."""
+MIN_RECENT = 32
+"""Jobs of a group that a sampler uses, at least."""
+PRIOR_WEIGHT = 2
 """Known jobs at which a group counts as much as the wider ones."""
-PACE = 0.2
-"""By which a look ahead is faster or slower than the past (the spread of a logarithm): medians of sweeps that followed
-one another in the Philly log differ by 0.09 for one tenant and by 0.47 for another."""
+PACE_SPREAD = 0.2
+"""How much faster or slower than the past a future is (standard deviation of the logarithm): medians of consecutive
+sweeps in the Philly trace differ by 0.09 for one tenant and by 0.47 for another."""
 LONGEST_S = 60 * 86400.0
 SHORTEST_S = 60.0
-"""Age below which nothing is concluded from a job's age alone."""
+"""Below this age, nothing is concluded from a job's age alone."""
 
 Group = tuple[str | int, ...]
 
 
 class JobClass(NamedTuple):
-    """What jobs are likened by."""
+    """The properties by which jobs are compared."""
 
     tenant: str
     user: str
-    """Empty where nobody said."""
+    """Empty if unknown."""
     gpus: int
-    crowd: int = 0
-    """How many like it came shortly before it: one of a hundred is unlike a job alone."""
+    burst: int = 0
+    """How many similar jobs arrived shortly before it: one of a hundred differs from a single job."""
     sweep: int = 0
-    """The number of the sweep that it is of; 0 where that is not known."""
+    """Number of its sweep; 0 if unknown."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """From the narrowest; sizes are alike up to a doubling, crowds up to four times."""
-        size, crowd = (self.gpus - 1).bit_length(), self.crowd.bit_length() // 2
-        wider: tuple[Group, ...] = ((self.tenant, size, crowd), (self.tenant, size), (size,), ())
-        wider = ((self.tenant, self.user, size, crowd), *wider) if self.user else wider
-        return (self.own, *wider) if self.sweep else wider
+        """Groups it belongs to, the narrowest first; sizes are equal up to a factor of 2, bursts up to 4."""
+        size, burst = (self.gpus - 1).bit_length(), self.burst.bit_length() // 2
+        wider: tuple[Group, ...] = ((self.tenant, size, burst), (self.tenant, size), (size,), ())
+        wider = ((self.tenant, self.user, size, burst), *wider) if self.user else wider
+        return (self.sweep_group, *wider) if self.sweep else wider
 
     @property
-    def own(self) -> Group:
-        """Of its sweep alone."""
+    def sweep_group(self) -> Group:
+        """The group of its sweep alone."""
         return (self.sweep,) * 5
 
 
 class ObservedRuntime(NamedTuple):
-    """What is known of one job."""
+    """What is known of one job's run time."""
 
     began_s: float
-    """When it would have begun to work, had it never been stopped."""
+    """When it would have begun, had it never been stopped."""
     worked_s: float
     ended: bool
-    """Whether that was all of it."""
+    """Whether it has finished."""
 
 
 class RuntimeHistory:
-    """What is known of jobs that ended. Told of each when it ends, and never before."""
+    """Run times of finished jobs; a job is added when it ends, never before."""
 
     def __init__(self) -> None:
         self._ended: dict[Group, deque[ObservedRuntime]] = {}
 
-    def ended(self, kind: JobClass, now: float, worked_s: float) -> None:
-        """A job is done after so many seconds of work."""
-        known = ObservedRuntime(now - worked_s, worked_s, True)
-        for group in kind.groups:
-            self._ended.setdefault(group, deque(maxlen=RECENT)).append(known)
+    def ended(self, job_class: JobClass, now: float, worked_s: float) -> None:
+        """Record a job that finished after `worked_s` seconds of work."""
+        runtime = ObservedRuntime(now - worked_s, worked_s, True)
+        for group in job_class.groups:
+            self._ended.setdefault(group, deque(maxlen=MAX_RECENT)).append(runtime)
 
     def forget(self, sweep: JobClass) -> None:
-        """A sweep is over, and no other will be likened to it alone."""
-        self._ended.pop(sweep.own, None)
+        """Drop a finished sweep's own group, which no later job belongs to."""
+        self._ended.pop(sweep.sweep_group, None)
 
-    def beside(self, running: Iterable[tuple[JobClass, ObservedRuntime]]) -> dict[Group, list[ObservedRuntime]]:
-        """All that is known of each group, with jobs that run; those that began last are last."""
-        found: dict[Group, list[ObservedRuntime]] = {group: [*ended] for group, ended in self._ended.items()}
-        for kind, known in running:
-            for group in kind.groups:
-                found.setdefault(group, []).append(known)
-        return {group: sorted(known) for group, known in found.items()}
+    def with_running(self, running: Iterable[tuple[JobClass, ObservedRuntime]]) -> dict[Group, list[ObservedRuntime]]:
+        """Return all run times per group, with those of running jobs, in order of their begin."""
+        runtimes: dict[Group, list[ObservedRuntime]] = {group: [*ended] for group, ended in self._ended.items()}
+        for job_class, runtime in running:
+            for group in job_class.groups:
+                runtimes.setdefault(group, []).append(runtime)
+        return {group: sorted(observed) for group, observed in runtimes.items()}
 
 
 class RuntimeSampler:
-    """Distributions of how long jobs take, as one look ahead has them."""
+    """Run time distributions as one future has them."""
 
     def __init__(
-        self, known: dict[Group, list[ObservedRuntime]], chance: Random, pace: float = PACE, fewest: int = FEWEST
+        self,
+        known: dict[Group, list[ObservedRuntime]],
+        rng: Random,
+        pace_spread: float = PACE_SPREAD,
+        min_recent: int = MIN_RECENT,
     ) -> None:
-        self._known, self._chance, self._spread, self._fewest = known, chance, pace, fewest
+        self._known, self._rng, self._spread, self._min_recent = known, rng, pace_spread, min_recent
         self._paces: dict[Group, float] = {}
-        self._chosen: dict[Group, tuple[list[float], list[float]]] = {}
-        """Of groups that were asked for, sorted: seconds of those that ended, and of those that run so far."""
+        self._samples: dict[Group, tuple[list[float], list[float]]] = {}
+        """Sorted run times of finished and of running jobs, per group, drawn on first use."""
 
-    def draw(self, kind: JobClass, after_s: float = 0.0) -> float:
-        """Seconds that a job may take in all, given that it has worked for `after_s`; always more than that."""
-        groups, reached_s = kind.groups, after_s
+    def draw(self, job_class: JobClass, after_s: float = 0.0) -> float:
+        """Draw the total run time of a job that has worked for `after_s`; always longer than that."""
+        groups, reached_s = job_class.groups, after_s
         pace = self._pace(groups[-3])
         while True:
-            longer = self._longer(groups, reached_s)
+            longer = self._draw_longer(groups, reached_s)
             if longer is None:
-                beyond = max(reached_s, SHORTEST_S) / (1.0 - self._chance.random())
+                beyond = max(reached_s, SHORTEST_S) / (1.0 - self._rng.random())
                 seconds, ended = max(min(beyond, LONGEST_S), reached_s * 1.01, reached_s + 1.0), True
             else:
                 seconds, ended = longer
@@ -126,27 +130,26 @@ class RuntimeSampler:
 
     def _pace(self, group: Group) -> float:
         if group not in self._paces:
-            self._paces[group] = self._chance.lognormvariate(0.0, self._spread)
+            self._paces[group] = self._rng.lognormvariate(0.0, self._spread)
         return self._paces[group]
 
-    def _longer(self, groups: Iterable[Group], after_s: float) -> tuple[float, bool] | None:
-        """Another job that took longer, and whether it has ended; None where none is known, or by chance."""
+    def _draw_longer(self, groups: Iterable[Group], after_s: float) -> tuple[float, bool] | None:
+        """Draw a job that took longer, and whether it has ended; None if none is known, or by chance."""
         for group in groups:
-            ended, worked = self._of(group)
+            ended, worked = self._sample(group)
             first, second = bisect_right(ended, after_s), bisect_right(worked, after_s)
             known = len(ended) - first + len(worked) - second
-            number = int(self._chance.random() * (known + FEW))
+            number = int(self._rng.random() * (known + PRIOR_WEIGHT))
             if number < len(ended) - first:
                 return ended[first + number], True
             if number < known:
                 return worked[second + number - (len(ended) - first)], False
         return None
 
-    def _of(self, group: Group) -> tuple[list[float], list[float]]:
-        found = self._chosen.get(group)
-        if found is None:
-            count = int(self._fewest * (RECENT / self._fewest) ** self._chance.random())
+    def _sample(self, group: Group) -> tuple[list[float], list[float]]:
+        if group not in self._samples:
+            count = int(self._min_recent * (MAX_RECENT / self._min_recent) ** self._rng.random())
             last = self._known.get(group, [])[-count:]
-            ended, worked = (sorted(one.worked_s for one in last if one.ended == which) for which in (True, False))
-            found = self._chosen[group] = (ended, worked)
-        return found
+            ended, worked = (sorted(job.worked_s for job in last if job.ended == which) for which in (True, False))
+            self._samples[group] = (ended, worked)
+        return self._samples[group]

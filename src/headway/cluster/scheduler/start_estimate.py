@@ -1,9 +1,8 @@
-"""When will a job start? Futures are drawn and lived through with the scheduler's own decisions; their starts are told.
+"""Start time estimates: simulate possible futures with the scheduler's own decisions, and report when a job starts.
 
-In each future every job that runs or waits takes as long as is drawn for it, given how far it has come, and jobs go on
-coming as they came of late: the future's arrivals are the past's, mirrored at a moment not long ago, so that a rush
-that has lasted for an hour may well last for another. Nothing here sees how long a job will truly take, nor the limits
-that users name.
+In each future, run times of running and waiting jobs are drawn given how far they have come, and jobs keep arriving as
+they did recently: arrivals are those of the past, mirrored at a moment not long ago, so that a rush that has lasted an
+hour may well last another. Neither true run times nor the time limits of users are used.
 """
 
 import heapq
@@ -25,15 +24,15 @@ from headway.errors import UsageError
 __all__ = ["FUTURES", "StartEstimate", "estimate_start", "quantile"]
 
 FUTURES = 19
-"""The tenth of them in order is P50, the eighteenth P90."""
+"""In order, the tenth of them is P50, the eighteenth P90."""
 CYCLE_S = 30.0
-COARSER = 0.03
-"""Of the time that has passed: cycles of a future come so much apart, if that is more than a live scheduler's."""
-PATIENCE_S = 3600.0
-MOST_CYCLES = 400
-"""Of one future: about half a year."""
-SOON_S, LATE_S = 60.0, 86400.0
-"""Moments at which the past is mirrored lie so far back."""
+CYCLE_GROWTH = 0.03
+"""Cycles are this share of the elapsed time apart, if that is more than CYCLE_S."""
+MAX_CYCLE_GAP_S = 3600.0
+MAX_CYCLES = 400
+"""Per future: about half a year."""
+MIRROR_MIN_S, MIRROR_MAX_S = 60.0, 86400.0
+"""How far back the moments lie at which arrivals are mirrored."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class StartEstimate:
     """Seconds from now until a job starts."""
 
     p50_s: float
-    """As likely as not it has started by then; infinite: it may never."""
+    """Infinite if it may never start."""
     p90_s: float
     futures: tuple[float, ...]
-    """Of each future, the earliest first."""
+    """Start in each future, the earliest first."""
 
 
 def estimate_start(
@@ -56,119 +55,115 @@ def estimate_start(
     seed: int = 0,
     futures: int = FUTURES,
 ) -> StartEstimate:
-    """When a job that waits may start; same input, same answer. The snapshot stays as it is."""
+    """Estimate when a waiting job starts. Deterministic; the snapshot does not change."""
     row = snapshot.jobs.rows.get(name)
     if row is None or snapshot.jobs.running[row]:
-        raise UsageError(f"job {name} does not wait at {now:.0f} s")
-    active = snapshot.active
+        raise UsageError(f"job {name} is not waiting at {now:.0f} s")
+    active, classes = snapshot.active, history.classes
     worked = np.maximum(snapshot.worked_s(active, now), 0.0).tolist()
-    kinds = history.kinds
-    known = history.runtimes.beside(
-        (kinds[snapshot.jobs.names[one]], ObservedRuntime(now - seconds, seconds, False))
-        for one, seconds in zip(active.tolist(), worked, strict=True)
+    known = history.runtimes.with_running(
+        (classes[snapshot.jobs.names[running]], ObservedRuntime(now - seconds, seconds, False))
+        for running, seconds in zip(active.tolist(), worked, strict=True)
     )
-    found = []
+    starts = []
     for number in range(futures):
-        chance = Random(f"{seed} {number} {name}")
-        arrivals = mirrored(history, now, now - SOON_S * (LATE_S / SOON_S) ** chance.random(), name)
-        found.append(_Future(snapshot.copy(), now, policy, RuntimeSampler(known, chance), arrivals, kinds).until(row))
-    found.sort()
-    return StartEstimate(quantile(found, 0.5), quantile(found, 0.9), tuple(found))
+        rng = Random(f"{seed} {number} {name}")
+        moment = now - MIRROR_MIN_S * (MIRROR_MAX_S / MIRROR_MIN_S) ** rng.random()
+        arrivals = mirrored_arrivals(history, now, moment, name)
+        future = _Future(snapshot.copy(), now, policy, RuntimeSampler(known, rng), arrivals, classes)
+        starts.append(future.run_until_start(row))
+    starts.sort()
+    return StartEstimate(quantile(starts, 0.5), quantile(starts, 0.9), tuple(starts))
 
 
-def mirrored(history: JobHistory, now: float, around: float, but: str) -> Iterator[JobArrival]:
-    """Jobs that come: those of the past before a moment, backwards from it."""
-    for job, kind in reversed(history.came):
-        if job.submit_s <= around and job.name != but:
-            later = now + (around - job.submit_s)
-            yield JobArrival(replace(job, submit_s=later, deadline_s=job.deadline_s + later - job.submit_s), kind)
+def mirrored_arrivals(history: JobHistory, now: float, moment: float, without: str) -> Iterator[JobArrival]:
+    """Yield future arrivals: past ones before a moment, backwards from it."""
+    for job, job_class in reversed(history.arrivals):
+        if job.submit_s <= moment and job.name != without:
+            later = now + (moment - job.submit_s)
+            yield JobArrival(replace(job, submit_s=later, deadline_s=job.deadline_s + later - job.submit_s), job_class)
 
 
-def quantile(found: list[float], share: float) -> float:
-    """What this share of such futures does not exceed: the k-th of n in order stands for k / (n + 1)."""
-    place = min(max(share * (len(found) + 1) - 1, 0.0), len(found) - 1.0)
-    low = math.floor(place)
-    high = min(low + 1, len(found) - 1)
-    if math.isinf(found[high]):
-        return found[low] if place == low else math.inf
-    return found[low] + (place - low) * (found[high] - found[low])
+def quantile(values: list[float], share: float) -> float:
+    """Return a quantile of sorted values: the k-th of n stands for k / (n + 1)."""
+    index = min(max(share * (len(values) + 1) - 1, 0.0), len(values) - 1.0)
+    low = math.floor(index)
+    high = min(low + 1, len(values) - 1)
+    if math.isinf(values[high]):
+        return values[low] if index == low else math.inf
+    return values[low] + (index - low) * (values[high] - values[low])
 
 
 class _Future:
-    """One way that things may go."""
+    """One possible future of a cluster."""
 
     def __init__(
         self,
         snapshot: ClusterSnapshot,
         now: float,
         policy: Policy,
-        lives: RuntimeSampler,
+        sampler: RuntimeSampler,
         arrivals: Iterator[JobArrival],
-        kinds: dict[str, JobClass],
+        classes: dict[str, JobClass],
     ) -> None:
         self._snapshot, self._begin, self._policy = snapshot, now, policy
-        self._lives, self._arrivals = lives, arrivals
-        self._kinds = kinds.copy()
-        self._takes: dict[int, float] = {}
-        """Seconds of work of each job in all, drawn when they are first needed."""
+        self._sampler, self._arrivals = sampler, arrivals
+        self._classes = classes.copy()
+        self._durations: dict[int, float] = {}
+        """Total seconds of work per job, drawn on first use."""
         self._ends: list[tuple[float, int, int, str]] = []
-        self._coming = next(arrivals, None)
-        self._came = 0
+        self._next_arrival = next(arrivals, None)
+        self._arrived = 0
         snapshot.advance(max(now, snapshot.now_s))
         worked = np.maximum(snapshot.worked_s(snapshot.active, now), 0.0).tolist()
         for row, seconds in zip(snapshot.active.tolist(), worked, strict=True):
-            self._takes[row] = lives.draw(kinds[snapshot.jobs.names[row]], seconds)
-            self._will_end(row)
+            self._schedule_end(row, seconds)
 
-    def until(self, row: int) -> float:
-        """Seconds until a job starts."""
+    def run_until_start(self, row: int) -> float:
+        """Return the seconds until a job starts; infinite if it does not within MAX_CYCLES."""
         snapshot, now, last = self._snapshot, self._begin, self._begin
-        for _ in range(MOST_CYCLES):
-            step = max(CYCLE_S, COARSER * (now - self._begin))
-            event = min(self._next_s(), last + PATIENCE_S)
-            now = max(now + step, event)
-            self._pass(now)
+        for _ in range(MAX_CYCLES):
+            step = max(CYCLE_S, CYCLE_GROWTH * (now - self._begin))
+            now = max(now + step, min(self._next_event_s(), last + MAX_CYCLE_GAP_S))
+            self._advance(now)
             decisions = decide(snapshot, now, self._policy)
             apply_decisions(snapshot, decisions)
             for decision in decisions:
                 if decision.kind == "start" and decision.job == row:
                     return now - self._begin
                 if decision.kind in ("start", "resize"):
-                    self._started(decision.job)
+                    self._schedule_end(decision.job, float(snapshot.jobs.done_s[decision.job]))
             last = now
         return math.inf
 
-    def _next_s(self) -> float:
-        comes = math.inf if self._coming is None else self._coming.job.submit_s
-        return min(comes, self._ends[0][0] if self._ends else math.inf)
+    def _next_event_s(self) -> float:
+        arrival_s = math.inf if self._next_arrival is None else self._next_arrival.job.submit_s
+        return min(arrival_s, self._ends[0][0] if self._ends else math.inf)
 
-    def _pass(self, now: float) -> None:
-        """Jobs end and come."""
+    def _advance(self, now: float) -> None:
+        """Let jobs end and arrive until a time."""
         snapshot = self._snapshot
-        while (at := self._next_s()) <= now:
+        while (at := self._next_event_s()) <= now:
             snapshot.advance(max(at, snapshot.now_s))
             if self._ends and self._ends[0][0] <= at:
                 _, row, starts, name = heapq.heappop(self._ends)
-                there = snapshot.jobs.rows.get(name) == row
-                if there and snapshot.jobs.running[row] and snapshot.jobs.starts[row] == starts:
+                exists = snapshot.jobs.rows.get(name) == row
+                if exists and snapshot.jobs.running[row] and snapshot.jobs.starts[row] == starts:
                     snapshot.end(row)
-                    del self._takes[row]
-            elif self._coming is not None:
-                name = f"{self._coming.job.name} again {self._came}"
-                snapshot.submit([replace(self._coming.job, name=name)])
-                self._kinds[name] = self._coming.kind
-                self._came += 1
-                self._coming = next(self._arrivals, None)
+                    del self._durations[row]
+            elif self._next_arrival is not None:
+                name = f"{self._next_arrival.job.name} again {self._arrived}"
+                snapshot.submit([replace(self._next_arrival.job, name=name)])
+                self._classes[name] = self._next_arrival.job_class
+                self._arrived += 1
+                self._next_arrival = next(self._arrivals, None)
         snapshot.advance(now)
 
-    def _started(self, row: int) -> None:
-        if row not in self._takes:
-            jobs = self._snapshot.jobs
-            self._takes[row] = self._lives.draw(self._kinds[jobs.names[row]], float(jobs.done_s[row]))
-        self._will_end(row)
-
-    def _will_end(self, row: int) -> None:
+    def _schedule_end(self, row: int, worked_s: float) -> None:
+        """Schedule the end of a job that was started; its duration is drawn given `worked_s` on its first start."""
         snapshot, jobs = self._snapshot, self._snapshot.jobs
-        late = float(jobs.restart_s[row]) if jobs.starts[row] > 1 else 0.0
-        end = float(jobs.since_s[row] + late + (self._takes[row] - jobs.done_s[row]) / jobs.speed[row])
+        if row not in self._durations:
+            self._durations[row] = self._sampler.draw(self._classes[jobs.names[row]], worked_s)
+        restart_s = float(jobs.restart_s[row]) if jobs.starts[row] > 1 else 0.0
+        end = float(jobs.since_s[row] + restart_s + (self._durations[row] - jobs.done_s[row]) / jobs.speed[row])
         heapq.heappush(self._ends, (max(end, snapshot.now_s), row, int(jobs.starts[row]), jobs.names[row]))

@@ -1,4 +1,4 @@
-"""Why does a job wait? What binds it, who holds what it waits for, when it may start, and what would start it now."""
+"""Why a job waits: the binding constraint, who holds the GPUs, when it may start, and what would start it now."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from headway.cluster.scheduler.decide import decide
-from headway.cluster.scheduler.decisions import Reason, ReasonCode
+from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
 from headway.cluster.scheduler.history import JobHistory
 from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.policy import Policy
@@ -31,129 +31,120 @@ class Holder:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Something else that a job could ask for."""
+    """A changed request that would start a job now."""
 
     what: Literal["within", "preemptible", "chip", "gpus"]
     to: str | int
     sentence: str
-    """After "it would start now by"."""
+    """Continues "it would start now by"."""
 
 
 @dataclass(frozen=True)
 class WaitExplanation:
-    """The answer for one job at one time."""
+    """The state of one job at one time, and the reason for it."""
 
     job: str
     state: str
     """"runs", "starts" (in this cycle) or "waits"."""
     reason: Reason
     holders: tuple[Holder, ...]
-    """Of those it waits for, the largest first."""
+    """Who holds GPUs, most first."""
     instead: tuple[Alternative, ...]
-    """Changes that would each start it now, the cheapest first: a wider network costs speed, letting itself be stopped
-    costs time, another chip costs money, and fewer GPUs cost all of that."""
+    """Changes that would each start it now, the cheapest first: a wider part of the network costs speed, being
+    preemptible costs time, another chip costs money, and fewer GPUs cost all of that."""
     start: StartEstimate | None = None
-    """When it may start, if it waits and what happened before is known."""
+    """When it may start, if it waits and its history is known."""
 
 
 def explain_wait(
     snapshot: ClusterSnapshot, now: float, policy: Policy, name: str, history: JobHistory | None = None
 ) -> WaitExplanation:
-    """UsageError for a job that is not there."""
+    """Explain the state of a job; raise UsageError if it does not exist."""
     row = snapshot.jobs.rows.get(name)
     if row is None:
-        raise UsageError(f"there is no job {name} at {now:.0f} s", hint="it has not come yet, or is done")
-    gpus = int(snapshot.jobs.gpus[row])
+        raise UsageError(f"no job '{name}' at {now:.0f} s", hint="it is not submitted yet, or has ended")
     if snapshot.jobs.running[row]:
-        since = float(snapshot.jobs.since_s[row])
-        return WaitExplanation(name, "runs", Reason(ReasonCode.RUNS, (("gpus", gpus), ("since_s", since))), (), ())
+        numbers = (("gpus", int(snapshot.jobs.gpus[row])), ("since_s", float(snapshot.jobs.since_s[row])))
+        return WaitExplanation(name, "runs", Reason(ReasonCode.RUNS, numbers), (), ())
     decisions = decide(snapshot, now, policy)
-    for decision in decisions:
-        if decision.job == row and decision.kind != "stop":
-            if decision.kind == "start":
-                return WaitExplanation(name, "starts", decision.reason, (), ())
-            return _waits(snapshot, now, policy, row, decision.reason, history)
+    own = next((decision for decision in decisions if decision.job == row and decision.kind != "stop"), None)
+    if own is not None and own.kind == "start":
+        return WaitExplanation(name, "starts", own.reason, (), ())
+    reason = own.reason if own is not None else _binding_constraint(snapshot, decisions, policy, row, now)
+    start = None if history is None else estimate_start(snapshot, name, now, policy, history)
+    alternatives = tuple(_alternatives(snapshot, now, policy, row))
+    return WaitExplanation(name, "waits", reason, _holders(snapshot), alternatives, start)
+
+
+def _binding_constraint(
+    snapshot: ClusterSnapshot, decisions: list[Decision], policy: Policy, row: int, now: float
+) -> Reason:
+    """Return the constraint that keeps a job from starting once all decisions are applied."""
     trial = WhatIf(snapshot, policy, now)
     for decision in decisions:
         if decision.kind in ("stop", "move"):
-            trial.give(decision.job)
+            trial.release(decision.job)
         elif decision.kind == "start":
-            trial.take(decision.job, decision.pool, decision.place)
+            trial.take(decision.job, decision.pool, decision.placement)
         elif decision.kind == "resize":
-            trial.swap(decision.job, snapshot.places[decision.job], (decision.pool, decision.place))
-    reason = _binds(snapshot, trial, policy, row, now)
-    return _waits(snapshot, now, policy, row, reason, history)
-
-
-def _waits(
-    snapshot: ClusterSnapshot, now: float, policy: Policy, row: int, reason: Reason, history: JobHistory | None
-) -> WaitExplanation:
-    """All that can be said of a job that waits."""
-    name = snapshot.jobs.names[row]
-    start = None if history is None else estimate_start(snapshot, name, now, policy, history)
-    return WaitExplanation(
-        name, "waits", reason, _holders(snapshot), tuple(_changes(snapshot, now, policy, row)), start
-    )
-
-
-def _binds(snapshot: ClusterSnapshot, trial: WhatIf, policy: Policy, row: int, now: float) -> Reason:
-    """The constraint that keeps it from starting, once everything that was decided now is done."""
+            trial.replace(decision.job, snapshot.placements[decision.job], (decision.pool, decision.placement))
     gpus, tenant = int(snapshot.jobs.gpus[row]), int(snapshot.jobs.tenant[row])
-    if row in trial.broke:
+    tenant_name = snapshot.tenants.names[tenant]
+    if row in trial.over_budget:
         budget = float(snapshot.tenants.budget_gpu_s[snapshot.tenants.path(tenant)].min()) / 3600
-        return Reason(ReasonCode.BUDGET, (("tenant", snapshot.tenants.names[tenant]), ("budget_gpu_h", budget)))
-    if trial.fixed + gpus > trial.most(row):
-        return Reason(ReasonCode.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.most(row))))
-    if trial.allowed is not None and not trial.allows(row, gpus):
-        room = int(trial.allowed[tenant])
-        names = (("gpus", gpus), ("tenant", snapshot.tenants.names[tenant]), ("room", room))
-        return Reason(ReasonCode.QUOTA, names)
-    if trial.find(row) is None and any(room.find(gpus, int(snapshot.jobs.within[row])) for room in trial.rooms):
-        return Reason(ReasonCode.WINDOW, (("gpus", gpus),))
+        return Reason(ReasonCode.BUDGET, (("tenant", tenant_name), ("budget_gpu_h", budget)))
+    if trial.fixed + gpus > trial.cap(row):
+        return Reason(ReasonCode.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.cap(row))))
+    if trial.headroom is not None and not trial.admits(row, gpus):
+        room = int(trial.headroom[tenant])
+        return Reason(ReasonCode.QUOTA, (("gpus", gpus), ("tenant", tenant_name), ("room", room)))
     if trial.find(row) is None:
+        if any(free_gpus.find(gpus, int(snapshot.jobs.within[row])) for free_gpus in trial.pools):
+            return Reason(ReasonCode.WINDOW, (("gpus", gpus),))
         return Reason(ReasonCode.NO_ROOM, (("gpus", gpus), ("largest", max(trial.largest))))
-    order = policy.order(snapshot, now)
-    return Reason(ReasonCode.BEHIND, (("head", snapshot.jobs.names[int(order[0])]),))
+    first = int(policy.order(snapshot, now)[0])
+    return Reason(ReasonCode.BEHIND, (("head", snapshot.jobs.names[first]),))
 
 
 def _holders(snapshot: ClusterSnapshot) -> tuple[Holder, ...]:
-    """Who holds GPUs, the most first."""
+    """Return who holds GPUs, most first."""
     jobs, tenants = snapshot.jobs, snapshot.tenants
     count = len(tenants)
     held = np.bincount(jobs.tenant[snapshot.active], jobs.gpus[snapshot.active], count).astype(int)
-    many = np.bincount(jobs.tenant[snapshot.active], minlength=count)
+    running = np.bincount(jobs.tenant[snapshot.active], minlength=count)
     order = [row for row in np.argsort(-held, kind="stable").tolist() if held[row]]
     return tuple(
-        Holder(tenants.names[row], int(held[row]), int(many[row]), int(tenants.guarantee[row])) for row in order
+        Holder(tenants.names[row], int(held[row]), int(running[row]), int(tenants.guarantee[row])) for row in order
     )
 
 
-def _changes(snapshot: ClusterSnapshot, now: float, policy: Policy, row: int) -> list[Alternative]:
-    """What could be asked for instead: each alone, tried with the same decisions on a copy."""
+def _alternatives(snapshot: ClusterSnapshot, now: float, policy: Policy, row: int) -> list[Alternative]:
+    """Return the changes that would start a job now, each tried alone on a copy of the snapshot."""
     jobs, nodes = snapshot.jobs, snapshot.nodes
-    found = list[Alternative]()
+    alternatives = list[Alternative]()
     within = int(jobs.within[row])
     for level in () if within == ANYWHERE else (*range(within + 1, len(nodes.levels)), ANYWHERE):
         if _would_start(snapshot, now, policy, row, within=level):
             where = "anywhere" if level == ANYWHERE else f"within a {nodes.levels[level]}"
-            found.append(Alternative("within", where, f"lying {where} instead of within a {nodes.levels[within]}"))
+            sentence = f"running {where} instead of within a {nodes.levels[within]}"
+            alternatives.append(Alternative("within", where, sentence))
             break
     if not jobs.preemptible[row] and _would_start(snapshot, now, policy, row, preemptible=True):
-        found.append(Alternative("preemptible", True, "letting itself be stopped and go on later"))
+        alternatives.append(Alternative("preemptible", True, "being preemptible"))
     for pool in nodes.pools:
         more = int(jobs.pools[row]) | 1 << pool.number
         if more != jobs.pools[row] and _would_start(snapshot, now, policy, row, pools=more):
-            found.append(Alternative("chip", pool.chip, f"taking {pool.chip} too"))
+            alternatives.append(Alternative("chip", pool.chip, f"accepting {pool.chip} too"))
             break
     gpus = int(jobs.gpus[row])
     most = _most(gpus, lambda count: _would_start(snapshot, now, policy, row, gpus=count))
     if most:
-        found.append(Alternative("gpus", most, f"asking for {most} GPUs instead of {gpus}"))
-    return found
+        alternatives.append(Alternative("gpus", most, f"requesting {most} GPUs instead of {gpus}"))
+    return alternatives
 
 
 def _most(below: int, starts: Callable[[int], bool]) -> int:
-    """The largest number below one that starts, if whoever starts would with fewer too; 0 where none does."""
+    """Return the largest number below one that starts, by bisection; 0 if none does."""
     low, high = 0, below
     while high - low > 1:
         middle = (low + high) // 2
@@ -162,11 +153,10 @@ def _most(below: int, starts: Callable[[int], bool]) -> int:
 
 
 def _would_start(snapshot: ClusterSnapshot, now: float, policy: Policy, row: int, **changed: int) -> bool:
-    """Whether a job would start now if it had asked for something else."""
+    """Return whether a job would start now with a changed request."""
     trial = snapshot.copy()
-    trial.tenants.want(
-        int(trial.jobs.tenant[row]), changed.get("gpus", int(trial.jobs.gpus[row])) - int(trial.jobs.gpus[row])
-    )
+    gpus = int(trial.jobs.gpus[row])
+    trial.tenants.add_wanted(int(trial.jobs.tenant[row]), changed.get("gpus", gpus) - gpus)
     for column, value in changed.items():
         getattr(trial.jobs, column)[row] = value
     return any(decision.job == row and decision.kind == "start" for decision in decide(trial, now, policy))

@@ -1,4 +1,4 @@
-"""The simulator: jobs of a log go through the same decisions as a live cluster's, months of them in seconds."""
+"""Simulator: runs months of a job trace in seconds through the same `decide` as a live cluster."""
 
 from headway.cluster.simulate.job_trace import JobTrace, read_trace
 from headway.cluster.simulate.metrics import SimulationResult, summary

@@ -1,4 +1,4 @@
-"""What became of a simulated log: waiting, delay and completion of jobs, use of GPUs, and what tenants were owed."""
+"""Results of a simulation: waiting, delay and completion of jobs, GPU usage, and unmet guarantees."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Of each job, when; of the cluster, how much."""
+    """Times of each job, and usage of the cluster."""
 
     trace: JobTrace
     gpus: int
@@ -29,11 +29,11 @@ class SimulationResult:
     used_gpu_s: float
     """Between the first submission and the last end."""
     lost_gpu_s: dict[str, float]
-    """Work done again, and restarts, by what stopped jobs."""
+    """Repeated work and restarts, by cause."""
     stops: dict[str, int]
-    """How often, and of elastic jobs how often they went on at another size."""
+    """By cause; resizes of elastic jobs included."""
     owed_gpu_s: float
-    """What tenants asked for within their guarantees and did not have."""
+    """What tenants requested within their guarantees and did not get."""
     guaranteed_gpu_s: float
     cycles: int
     times: NDArray[np.float64]
@@ -48,12 +48,12 @@ class SimulationResult:
 
     @property
     def delay_s(self) -> NDArray[np.float64]:
-        """Completion less the run time alone."""
+        """Completion time minus run time."""
         return self.completion_s - self.trace.duration_s
 
 
 class SimulationMeter:
-    """Watches a simulation."""
+    """Collects the results of a simulation as it runs."""
 
     def __init__(self, trace: JobTrace, snapshot: ClusterSnapshot) -> None:
         self._trace, self._snapshot = trace, snapshot
@@ -67,8 +67,9 @@ class SimulationMeter:
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._stops: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._cause: dict[int, Cause] = {}
-        """Of jobs that were stopped, what stopped them last."""
-        self._cycles, self._seen = 0, list[tuple[float, int, int]]()
+        """What stopped a job last."""
+        self._samples = list[tuple[float, int, int]]()
+        """Per cycle: time, GPUs used and GPUs waited for."""
 
     def advance(self, now: float) -> None:
         """Count the time since the last event."""
@@ -78,37 +79,36 @@ class SimulationMeter:
         self._now = now
         leaves, tenants = self._leaves, self._snapshot.tenants
         self._used += passed * float(tenants.used[leaves].sum())
-        self._owed += passed * float(tenants.lacks()[leaves].sum())
+        self._owed += passed * float(tenants.unmet_gpus()[leaves].sum())
         self._guaranteed += passed * self._promised
 
     def started(self, job: int, now: float) -> None:
-        """It has its GPUs."""
+        """Count a start."""
         self._starts[job] += 1
         if math.isnan(self._first[job]):
             self._first[job] = now
 
     def stopped(self, job: int, lost_gpu_s: float, cause: Cause) -> None:
-        """It lost them, and so much of its work."""
+        """Count a stop, and the work it lost."""
         self._lost[cause] += lost_gpu_s
         self._stops[cause] += 1
         self._cause[job] = cause
 
-    def ended(self, job: int, now: float, late_gpu_s: float) -> None:
-        """It is done; its last start was late by what a restart takes."""
+    def ended(self, job: int, now: float, restart_gpu_s: float) -> None:
+        """Count an end; `restart_gpu_s` is what the restart of its last start took."""
         self._end[job] = now
         if job in self._cause:
-            self._lost[self._cause[job]] += late_gpu_s
+            self._lost[self._cause[job]] += restart_gpu_s
 
     def cycle(self) -> None:
-        """The scheduler has decided."""
-        self._cycles += 1
+        """Count a scheduling cycle."""
         waiting = self._snapshot.jobs.gpus[self._snapshot.queue].sum()
         used = self._snapshot.jobs.gpus[self._snapshot.active].sum()
-        self._seen.append((self._now, int(used), int(waiting)))
+        self._samples.append((self._now, int(used), int(waiting)))
 
-    def outcome(self) -> SimulationResult:
-        """At the end."""
-        seen = np.array(self._seen).reshape(-1, 3)
+    def result(self) -> SimulationResult:
+        """Return the results at the end."""
+        times, used, waiting = np.array(self._samples).reshape(-1, 3).T
         return SimulationResult(
             self._trace,
             self._snapshot.gpus,
@@ -120,17 +120,17 @@ class SimulationMeter:
             self._stops,
             self._owed,
             self._guaranteed,
-            self._cycles,
-            seen[:, 0],
-            seen[:, 1].astype(np.int64),
-            seen[:, 2].astype(np.int64),
+            len(self._samples),
+            times,
+            used.astype(np.int64),
+            waiting.astype(np.int64),
         )
 
 
-def summary(outcome: SimulationResult) -> dict[str, Any]:
-    """The numbers people compare."""
-    completion, delay, trace = outcome.completion_s, outcome.delay_s, outcome.trace
-    span = float(np.nanmax(outcome.end_s) - trace.submit_s[0])
+def summary(result: SimulationResult) -> dict[str, Any]:
+    """Return the metrics by which policies are compared."""
+    completion, delay, trace = result.completion_s, result.delay_s, result.trace
+    span = float(np.nanmax(result.end_s) - trace.submit_s[0])
     long = trace.duration_s > LONG_S
     return {
         "jobs": len(trace),
@@ -142,15 +142,15 @@ def summary(outcome: SimulationResult) -> dict[str, Any]:
         "p99_delay_s": float(np.percentile(delay, 99)),
         "worst_delay_s": float(delay.max()),
         "mean_delay_long_s": float(delay[long].mean()) if long.any() else 0.0,
-        "mean_first_wait_s": float((outcome.first_start_s - trace.submit_s).mean()),
-        "utilization": outcome.used_gpu_s / max(span * outcome.gpus, 1e-9),
+        "mean_first_wait_s": float((result.first_start_s - trace.submit_s).mean()),
+        "utilization": result.used_gpu_s / max(span * result.gpus, 1e-9),
         "deadlines": int(np.count_nonzero(np.isfinite(trace.deadline_s))),
-        "deadline_misses": int(np.count_nonzero(outcome.end_s > trace.deadline_s)),
-        "quota_deficit": outcome.owed_gpu_s / max(outcome.guaranteed_gpu_s, 1.0),
-        "preemptions": outcome.stops["preemption"],
-        "failures": outcome.stops["failure"],
-        "moves": outcome.stops["maintenance"],
-        "resizes": outcome.stops["resize"],
-        "lost_gpu_s": outcome.lost_gpu_s,
-        "cycles": outcome.cycles,
+        "deadline_misses": int(np.count_nonzero(result.end_s > trace.deadline_s)),
+        "quota_deficit": result.owed_gpu_s / max(result.guaranteed_gpu_s, 1.0),
+        "preemptions": result.stops["preemption"],
+        "failures": result.stops["failure"],
+        "moves": result.stops["maintenance"],
+        "resizes": result.stops["resize"],
+        "lost_gpu_s": result.lost_gpu_s,
+        "cycles": result.cycles,
     }

@@ -1,4 +1,4 @@
-"""Policies side by side on one log."""
+"""Policies side by side on one job trace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,14 +20,13 @@ __all__ = ["compare_policies", "find_policies", "zero_wait_bound"]
 
 
 def find_policies(names: str) -> list[Policy]:
-    """Policies by their names, with commas between."""
-    found = []
+    """Return policies by their comma-separated names."""
+    policies = dict[str, Policy]()
     for name in (name.strip() for name in names.split(",")):
         if name not in POLICIES:
-            raise UsageError(f"there is no policy {name!r}", hint=f"there are {', '.join(POLICIES)}")
-        if POLICIES[name] not in found:
-            found.append(POLICIES[name])
-    return found
+            raise UsageError(f"unknown policy '{name}'", hint=f"known policies: {', '.join(POLICIES)}")
+        policies[name] = POLICIES[name]
+    return list(policies.values())
 
 
 def compare_policies(
@@ -37,27 +36,30 @@ def compare_policies(
     progress: Callable[[str, int], None] = lambda *_: None,
     record: Path | None = None,
 ) -> dict[str, SimulationResult]:
-    """What each makes of the log; `progress` hears whose jobs have ended, and how many.
+    """Simulate a trace under each policy; `progress` receives the policy and how many more jobs have ended.
 
-    A policy that plans with time limits runs with users' guesses and with the longest for all, and the better counts.
-    `record` is a folder for what each decided; of two runs of a policy the one with guesses is kept.
+    A policy that plans with time limits runs twice, with users' guesses and with the longest limit for all, and the
+    better run counts. `record` is a folder for decision logs; of two runs, the one with guesses is recorded.
     """
-    found = dict[str, SimulationResult]()
+    results = dict[str, SimulationResult]()
     for policy in policies:
-        both = [setup, replace(setup, limits=None)] if policy.behind == "backfill" and setup.limits else [setup]
-        file = None if record is None else record_of(record, policy.name)
-        tries = [
-            simulate(trace, one, policy, partial(progress, policy.name), file if one is setup else None) for one in both
+        setups = [setup]
+        if policy.when_blocked == "backfill" and setup.limits:
+            setups.append(replace(setup, limits=None))
+        path = None if record is None else record_of(record, policy.name)
+        runs = [
+            simulate(trace, each, policy, partial(progress, policy.name), path if each is setup else None)
+            for each in setups
         ]
-        found[policy.name] = min(tries, key=lambda one: float(one.delay_s.mean()))
-    return found
+        results[policy.name] = min(runs, key=lambda result: float(result.delay_s.mean()))
+    return results
 
 
 def zero_wait_bound(trace: JobTrace) -> dict[str, Any]:
-    """The bound: every job starts when it comes, and never stops."""
-    counts = np.empty(0, np.int64)
-    outcome = SimulationResult(
+    """Return the bound: every job starts when it is submitted, and never stops."""
+    none = np.empty(0, np.int64)
+    result = SimulationResult(
         trace, 1, trace.submit_s, trace.submit_s + trace.duration_s, np.ones(len(trace), np.int64),
-        0.0, {}, dict.fromkeys(CAUSES, 0), 0.0, 1.0, 0, np.empty(0), counts, counts,
+        0.0, {}, dict.fromkeys(CAUSES, 0), 0.0, 1.0, 0, np.empty(0), none, none,
     )  # fmt: skip
-    return {key: value for key, value in summary(outcome).items() if key.endswith("_s") and "gpu" not in key}
+    return {key: value for key, value in summary(result).items() if key.endswith("_s") and "gpu" not in key}

@@ -1,4 +1,4 @@
-"""Event by event: jobs come, the scheduler decides, jobs end. Same input, same bytes out."""
+"""Discrete-event simulation of a job trace: jobs arrive, the scheduler decides, jobs end. Deterministic."""
 
 import heapq
 import math
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from headway.cluster.scheduler.decide import decide, preemptible_from_s
 from headway.cluster.scheduler.decision_log import DecisionRecorder, apply_decisions
 from headway.cluster.scheduler.jobs import Job
-from headway.cluster.scheduler.nodes import HEALTHY, LEAD_S, SPARE
+from headway.cluster.scheduler.nodes import DRAIN_LEAD_S, HEALTHY, SPARE
 from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.policy import Policy
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
-from headway.cluster.simulate.job_trace import JobTrace
+from headway.cluster.simulate.job_trace import JobTrace, apportion
 from headway.cluster.simulate.metrics import Cause, SimulationMeter, SimulationResult
 from headway.cluster.simulate.site import NodeMaintenance, Site, Tenant
 from headway.errors import UsageError
@@ -25,58 +25,58 @@ from headway.errors import UsageError
 __all__ = ["MaintenanceWindow", "SimulationSetup", "simulate"]
 
 CYCLE_S = 30.0
-"""Between two cycles of the scheduler at least."""
-PATIENCE_S = 3600.0
-"""After which jobs that wait are looked at again, though nothing has happened."""
+"""Minimum time between two scheduling cycles."""
+MAX_CYCLE_GAP_S = 3600.0
+"""Maximum time between two cycles while jobs wait."""
 LONGEST_LIMIT_S = 30 * 86400.0
-DOUBLED = 1.8
-"""How much faster an elastic job is with twice the GPUs."""
+SPEEDUP = 1.8
+"""Of an elastic job with twice the GPUs."""
 
 
 @dataclass(frozen=True)
 class MaintenanceWindow:
-    """Nodes that will be away for some time; their scheduler knows from the beginning."""
+    """Maintenance of consecutive nodes, known to the scheduler from the beginning."""
 
     first: int
     end: int
-    """The first node, and the first that stays."""
+    """The first node after the last."""
     from_s: float
     to_s: float
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """What jobs run on, and what a log does not say of them."""
+    """The cluster, and what a trace does not say of its jobs."""
 
     chip: str
     per_node: int
     nodes: int
     guarantees: dict[str, int] = field(default_factory=dict)
-    """GPUs of each tenant; by default in proportion to its demand."""
+    """GPUs per tenant; by default in proportion to its demand."""
     site: Site = field(default_factory=Site)
-    """Its hosts, network and tenants, where they are known."""
+    """Its hosts, network and tenants, if known."""
     preemptible: float = 0.5
-    """Share of the jobs that may be stopped and started again."""
+    """Share of jobs that are preemptible."""
     save_every_s: float = 1800.0
     restart_s: float = 120.0
     elastic: float = 0.0
-    """Share of the jobs that can do with half of their GPUs, and use up to four times as many."""
+    """Share of jobs that can run on half to four times their GPUs."""
     limits: tuple[float, float] | None = (2.0, 20.0)
-    """Time limits are durations times a factor between these, as users guess; None gives all the longest."""
+    """Time limits are run times multiplied by a factor between these, as users guess; None: the longest for all."""
     node_days: float | None = None
-    """Between failures of a node, on average; None: nodes never fail."""
+    """Mean time between failures of a node, in days; None: nodes never fail."""
     repair_s: float = 4 * 3600.0
     spares: int = 0
-    """Of the nodes, those that wait to take the place of a failed one."""
+    """Nodes held back to replace failed ones."""
     away: tuple[MaintenanceWindow, ...] = ()
-    """When nodes are looked after."""
+    """Scheduled maintenance."""
     budgets: dict[str, float] = field(default_factory=dict)
-    """GPU-hours a month of tenants that have a budget."""
+    """GPU-hours per month of tenants with a budget."""
     seed: int = 0
 
     @property
     def gpus(self) -> int:
-        """In all, but for spares."""
+        """GPUs of all nodes but spares."""
         return self.per_node * (self.nodes - self.spares)
 
 
@@ -87,129 +87,127 @@ def simulate(
     progress: Callable[[int], None] = lambda _: None,
     record: Path | None = None,
 ) -> SimulationResult:
-    """Run all jobs of a log; `progress` hears how many have ended, and `record` is a file to write decisions to."""
-    story = _Story(trace, setup, policy, record)
+    """Run all jobs of a trace; `progress` receives how many more have ended, `record` is the decision log to write."""
+    simulation = _Simulation(trace, setup, policy, record)
     ended, cycle_s = 0, -math.inf
-    while (event_s := min(story.next_s(), cycle_s + story.patience_s)) < math.inf:
-        # 1 the next cycle: when something happens, or some have waited for long, and not too soon after the last
+    while (event_s := min(simulation.next_event_s(), cycle_s + simulation.max_gap_s)) < math.inf:
+        # 1 find the time of the next cycle: after an event or the maximum gap, and not too soon after the last
         cycle_s = max(event_s, cycle_s + CYCLE_S)
-        # 2 what happens until then, in its order
-        while (at := story.next_s()) <= cycle_s and at < math.inf:
-            story.happen(at)
-        # 3 decide, and do it
-        story.decide(cycle_s)
-        # 4 tell
-        progress(story.ended - ended)
-        ended = story.ended
-    return story.outcome()
+        # 2 handle the events until then
+        while (at := simulation.next_event_s()) <= cycle_s and at < math.inf:
+            simulation.handle_event(at)
+        # 3 decide, and apply the decisions
+        simulation.run_cycle(cycle_s)
+        # 4 report progress
+        progress(simulation.ended - ended)
+        ended = simulation.ended
+    return simulation.result()
 
 
-class _Story:
-    """A simulation under way."""
+class _Simulation:
+    """State of a simulation."""
 
     def __init__(self, trace: JobTrace, setup: SimulationSetup, policy: Policy, record: Path | None) -> None:
-        chance = np.random.default_rng(setup.seed)
+        rng = np.random.default_rng(setup.seed)
         self._trace, self._setup, self._policy = trace, setup, policy
-        self._can_stop = chance.random(len(trace)) < setup.preemptible
-        self._limits = _limits(trace, setup, chance)
+        self._preemptible = rng.random(len(trace)) < setup.preemptible
+        self._limits = _limits(trace, setup, rng)
         self._elastic = np.random.default_rng((setup.seed, 2)).random(len(trace)) < setup.elastic
-        self._snapshot = _empty(trace, setup)
-        self._check()
+        self._snapshot = _empty_cluster(trace, setup)
+        self._check_jobs()
         self._meter = SimulationMeter(trace, self._snapshot)
         self._recorder = None if record is None else DecisionRecorder(record, self._snapshot, policy)
-        self._coming = 0
+        self._arrived = 0
         self._ends: list[tuple[float, int, int]] = []
-        """When a start of a job would end: time, job, number of the start."""
-        self._wear: list[tuple[float, int, bool]] = []
-        """When a node fails, or (true) is well again: time, node, which."""
+        """Heap of job ends: time, job, number of the start."""
+        self._node_events: list[tuple[float, int, bool]] = []
+        """Heap of failures and repairs: time, node, whether it is repaired."""
         if setup.node_days is not None:
-            self._chance = np.random.default_rng((setup.seed, 1))
-            self._wear = [(self._lasts_s(), node, False) for node in range(setup.nodes)]
-            heapq.heapify(self._wear)
+            self._node_rng = np.random.default_rng((setup.seed, 1))
+            self._node_events = [(self._draw_lifetime_s(), node, False) for node in range(setup.nodes)]
+            heapq.heapify(self._node_events)
         away: tuple[MaintenanceWindow | NodeMaintenance, ...] = (*setup.away, *setup.site.away)
-        self._tides = sorted({time for one in away for time in (max(one.from_s - LEAD_S, 0.0), one.to_s)}, reverse=True)
-        """When nodes go away or are back, the next last."""
+        times = {time for window in away for time in (max(window.from_s - DRAIN_LEAD_S, 0.0), window.to_s)}
+        self._maintenance = sorted(times, reverse=True)
+        """When nodes leave for maintenance or return, the next last."""
         self._row_of: dict[int, int] = {}
         self._job_of: dict[int, int] = {}
         self._causes: tuple[tuple[str, Cause, Callable[[NDArray[np.int64], float], NDArray[np.float64]]], ...] = (
             ("stop", "preemption", self._lost_gpu_s),
-            ("move", "maintenance", self._late_gpu_s),
-            ("resize", "resize", self._late_gpu_s),
+            ("move", "maintenance", self._restart_gpu_s),
+            ("resize", "resize", self._restart_gpu_s),
         )
-        """Of decisions that take GPUs from a job: what they count as, and what they lose."""
+        """Decisions that stop a job: their kind, cause, and what they lose."""
         self._moved = False
         self.ended = 0
 
-    def _check(self) -> None:
-        """UsageError for the first job that can never run, before any does."""
+    def _check_jobs(self) -> None:
+        """Raise UsageError for the first job that can never run."""
         trace, snapshot = self._trace, self._snapshot
-        largest = snapshot.nodes.largest(ANYWHERE)
+        largest = snapshot.nodes.largest_gang(ANYWHERE)
         most = np.array([min(largest, snapshot.allowance(snapshot.tenants.rows[name])) for name in trace.tenants])
         doubtful = trace.gpus > most[trace.tenant]
-        if trace.asked:
-            doubtful |= np.array(["within" in asked for asked in trace.asked])
+        if trace.extra:
+            doubtful |= np.array(["within" in extra for extra in trace.extra])
         for job in np.flatnonzero(doubtful).tolist():
-            snapshot.check(self._asked(job))
+            snapshot.check_job(self._request(job))
 
     @property
-    def patience_s(self) -> float:
-        """How long after a cycle the next one is at the latest: soon where jobs were moved, which wait since, and when
-        the next that runs may be stopped."""
+    def max_gap_s(self) -> float:
+        """Maximum time until the next cycle: short after jobs were moved, and until the next job is preemptible."""
         if self._moved:
             return CYCLE_S
         if not self.waiting:
             return math.inf
         snapshot = self._snapshot
-        if self._policy.stops is None or not len(snapshot.queue):
-            return PATIENCE_S
-        settles = preemptible_from_s(snapshot, snapshot.active[snapshot.jobs.preemptible[snapshot.active]])
-        return float(min(PATIENCE_S, settles[settles > snapshot.now_s].min(initial=math.inf) - snapshot.now_s))
+        if self._policy.preemption is None or not len(snapshot.queue):
+            return MAX_CYCLE_GAP_S
+        from_s = preemptible_from_s(snapshot, snapshot.active[snapshot.jobs.preemptible[snapshot.active]])
+        return float(min(MAX_CYCLE_GAP_S, from_s[from_s > snapshot.now_s].min(initial=math.inf) - snapshot.now_s))
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait, or may have more."""
+        """Jobs that wait, or may grow."""
         return len(self._snapshot.queue) + len(self._snapshot.sizes)
 
-    def next_s(self) -> float:
-        """When something happens next; never again once all jobs are done."""
+    def next_event_s(self) -> float:
+        """Time of the next event; infinite once all jobs have ended."""
         if self.ended == len(self._trace):
             return math.inf
-        worn = self._wear[0][0] if self._wear else math.inf
-        return min(self._comes_s(), self._ends_s(), worn, self._tides[-1] if self._tides else math.inf)
+        arrival = float(self._trace.submit_s[self._arrived]) if self._arrived < len(self._trace) else math.inf
+        node = self._node_events[0][0] if self._node_events else math.inf
+        return min(arrival, self._next_end_s(), node, self._maintenance[-1] if self._maintenance else math.inf)
 
-    def _comes_s(self) -> float:
-        return float(self._trace.submit_s[self._coming]) if self._coming < len(self._trace) else math.inf
-
-    def _ends_s(self) -> float:
+    def _next_end_s(self) -> float:
         return self._ends[0][0] if self._ends else math.inf
 
-    def _lasts_s(self) -> float:
-        """How long a node will last."""
+    def _draw_lifetime_s(self) -> float:
+        """Draw how long a node lasts."""
         assert self._setup.node_days is not None
-        return float(self._chance.exponential(self._setup.node_days * 86400))
+        return float(self._node_rng.exponential(self._setup.node_days * 86400))
 
-    def happen(self, at: float) -> None:
-        """A job ends, or else a node fails or is mended, or else a job comes."""
-        self._pass(at)
-        if self._tides and self._tides[-1] <= at:
-            self._tides.pop()
-        elif self._ends_s() <= at:
-            self._end(at)
-        elif self._wear and self._wear[0][0] <= at:
-            self._wear_out(at)
+    def handle_event(self, at: float) -> None:
+        """Handle the next event: maintenance, then the end of a job, then a node event, then an arrival."""
+        self._advance(at)
+        if self._maintenance and self._maintenance[-1] <= at:
+            self._maintenance.pop()
+        elif self._next_end_s() <= at:
+            self._end_job(at)
+        elif self._node_events and self._node_events[0][0] <= at:
+            self._fail_or_repair(at)
         else:
-            self._come(at)
+            self._submit_job(at)
 
-    def _wear_out(self, at: float) -> None:
-        _, node, mends = heapq.heappop(self._wear)
+    def _fail_or_repair(self, at: float) -> None:
+        _, node, repaired = heapq.heappop(self._node_events)
         snapshot, name = self._snapshot, self._snapshot.nodes.names[node]
-        if mends:
+        if repaired:
             serving = int(np.count_nonzero(snapshot.nodes.state[: self._setup.nodes] == HEALTHY))
             state = HEALTHY if serving < self._setup.nodes - self._setup.spares else SPARE
-            snapshot.mend(node, state)
+            snapshot.repair(node, state)
             if self._recorder:
-                self._recorder.mended(at, name, state)
-            heapq.heappush(self._wear, (at + self._lasts_s(), node, False))
+                self._recorder.repaired(at, name, state)
+            heapq.heappush(self._node_events, (at + self._draw_lifetime_s(), node, False))
             return
         active = snapshot.active
         lost = dict(zip(active.tolist(), self._lost_gpu_s(active, at).tolist(), strict=True))
@@ -217,62 +215,62 @@ class _Story:
             self._meter.stopped(self._job_of[row], lost[row], "failure")
         if self._recorder:
             self._recorder.failed(at, name)
-        heapq.heappush(self._wear, (at + self._setup.repair_s, node, True))
+        heapq.heappush(self._node_events, (at + self._setup.repair_s, node, True))
 
-    def _pass(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         self._meter.advance(now)
         self._snapshot.advance(now)
 
-    def _end(self, at: float) -> None:
+    def _end_job(self, at: float) -> None:
         _, job, starts = heapq.heappop(self._ends)
         row, jobs = self._row_of.get(job), self._snapshot.jobs
         if row is None or jobs.starts[row] != starts or not jobs.running[row]:
-            return  # that start was stopped, or went on at another size
-        late = float(jobs.restart_s[row]) * float(jobs.gpus[row]) if starts > 1 else 0.0
+            return  # that start was stopped or resized
+        restart_gpu_s = float(jobs.restart_s[row]) * float(jobs.gpus[row]) if starts > 1 else 0.0
         self._snapshot.end(row)
-        self._meter.ended(job, at, late)
+        self._meter.ended(job, at, restart_gpu_s)
         if self._recorder:
             self._recorder.ended(at, self._trace.names[job])
         del self._job_of[row], self._row_of[job]
         self.ended += 1
 
-    def _asked(self, job: int) -> Job:
-        """A job as its user submits it."""
+    def _request(self, job: int) -> Job:
+        """Return a job as its user submits it."""
         trace, setup = self._trace, self._setup
-        more: dict[str, Any] = {
-            "preemptible": bool(self._can_stop[job]),
+        extra: dict[str, Any] = {
+            "preemptible": bool(self._preemptible[job]),
             "save_every_s": setup.save_every_s,
             "restart_s": setup.restart_s,
             "sizes": _sizes(int(trace.gpus[job]), setup.gpus) if self._elastic[job] else (),
         }
-        if trace.asked:
-            more |= trace.asked[job]
+        if trace.extra:
+            extra |= trace.extra[job]
         if not self._policy.elastic:
-            more["sizes"] = ()  # it runs as it was submitted
+            extra["sizes"] = ()  # it runs as it was submitted
         return Job(
             trace.names[job],
             trace.tenants[trace.tenant[job]],
-            more["sizes"][0][0] if more["sizes"] else int(trace.gpus[job]),
+            extra["sizes"][0][0] if extra["sizes"] else int(trace.gpus[job]),
             submit_s=float(trace.submit_s[job]),
             limit_s=float(self._limits[job]),
             deadline_s=math.inf if math.isnan(trace.deadline_s[job]) else float(trace.deadline_s[job]),
             user=trace.users[job] if trace.users else "",
-            **more,
+            **extra,
         )
 
-    def _come(self, at: float) -> None:
-        job = self._coming
-        asked = self._asked(job)
+    def _submit_job(self, at: float) -> None:
+        job = self._arrived
+        request = self._request(job)
         known = float(self._trace.duration_s[job]) if self._policy.oracle else math.nan
-        (row,) = self._snapshot.submit([asked], [known])
+        (row,) = self._snapshot.submit([request], [known])
         self._row_of[job], self._job_of[row] = row, job
         if self._recorder:
-            self._recorder.came(at, asked, known)
-        self._coming += 1
+            self._recorder.submitted(at, request, known)
+        self._arrived += 1
 
-    def decide(self, now: float) -> None:
-        """One cycle of the scheduler."""
-        self._pass(now)
+    def run_cycle(self, now: float) -> None:
+        """Run one scheduling cycle."""
+        self._advance(now)
         snapshot = self._snapshot
         self._moved = False
         if not self.waiting and not snapshot.nodes.leaving(now).any():
@@ -280,94 +278,91 @@ class _Story:
         decisions = decide(snapshot, now, self._policy)
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
-        for kind, cause, lost_gpu_s in self._causes if any(one.kind != "start" for one in decisions) else ():
-            rows = np.array([decision.job for decision in decisions if decision.kind == kind], np.int64)
-            for row, lost in zip(rows.tolist(), lost_gpu_s(rows, now).tolist() if len(rows) else (), strict=True):
+        stops = any(decision.kind != "start" for decision in decisions)
+        for kind, cause, lost_gpu_s in self._causes if stops else ():
+            rows = [decision.job for decision in decisions if decision.kind == kind]
+            for row, lost in zip(rows, lost_gpu_s(np.array(rows, np.int64), now).tolist() if rows else (), strict=True):
                 self._meter.stopped(self._job_of[row], lost, cause)
         apply_decisions(snapshot, decisions)
-        self._moved = any(one.kind == "move" for one in decisions)
+        self._moved = any(decision.kind == "move" for decision in decisions)
         for decision in decisions:
             if decision.kind == "start":
                 self._meter.started(self._job_of[decision.job], now)
             if decision.kind in ("start", "resize"):
-                self._goes_on(decision.job, now)
+                self._schedule_end(decision.job, now)
         self._meter.cycle()
 
     def _lost_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """What jobs have held their GPUs for in this start for nothing, if they are stopped now."""
+        """Return the GPU-seconds that the current starts of jobs lose if they are stopped now."""
         jobs = self._snapshot.jobs
         saved_s = (self._snapshot.saved_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
         return ((now - jobs.since_s[rows]) - saved_s) * jobs.gpus[rows]
 
-    def _late_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """What jobs have held their GPUs for in this start before they worked."""
+    def _restart_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """Return the GPU-seconds that the current starts of jobs held before they worked."""
         jobs = self._snapshot.jobs
         worked_s = (self._snapshot.worked_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
         return ((now - jobs.since_s[rows]) - worked_s) * jobs.gpus[rows]
 
-    def _goes_on(self, row: int, now: float) -> None:
-        """A job has its GPUs, for the first time or again: when it will be done with them."""
+    def _schedule_end(self, row: int, now: float) -> None:
+        """Schedule the end of a job that was started or resized."""
         job, jobs = self._job_of[row], self._snapshot.jobs
         starts = int(jobs.starts[row])
-        late = float(jobs.restart_s[row]) if starts > 1 else 0.0
+        restart_s = float(jobs.restart_s[row]) if starts > 1 else 0.0
         left = float(self._trace.duration_s[job] - jobs.done_s[row]) / float(jobs.speed[row])
-        heapq.heappush(self._ends, (now + late + left, job, starts))
+        heapq.heappush(self._ends, (now + restart_s + left, job, starts))
 
-    def outcome(self) -> SimulationResult:
-        """At the end."""
+    def result(self) -> SimulationResult:
+        """Close the decision log, and return the result."""
         if self._recorder:
             self._recorder.close()
-        return self._meter.outcome()
+        return self._meter.result()
 
 
 def _sizes(gpus: int, most: int) -> tuple[tuple[int, float], ...]:
-    """What an elastic job can have: half of what it asks for, where that is whole, up to four times as much."""
-    found = [(gpus * 2**power / 2, DOUBLED ** (power - 1)) for power in range(4)]
-    return tuple((int(size), speed) for size, speed in found if size == int(size) and (size <= most or size <= gpus))
+    """Return the sizes of an elastic job: from half its GPUs, if that is a whole number, to four times as many."""
+    sizes = [(gpus * 2**power / 2, SPEEDUP ** (power - 1)) for power in range(4)]
+    return tuple((int(size), speed) for size, speed in sizes if size == int(size) and (size <= most or size <= gpus))
 
 
-def _empty(trace: JobTrace, setup: SimulationSetup) -> ClusterSnapshot:
+def _empty_cluster(trace: JobTrace, setup: SimulationSetup) -> ClusterSnapshot:
     snapshot, site = ClusterSnapshot(), setup.site
-    site.join_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
-    for window in site.away:
-        snapshot.nodes.announce([window.node], window.from_s, window.to_s)
+    site.add_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
+    for maintenance in site.away:
+        snapshot.nodes.schedule_maintenance([maintenance.node], maintenance.from_s, maintenance.to_s)
     if not site.tenants:
         guarantees = setup.guarantees or _proportional(trace, setup.gpus)
         site = Site(
             tenants=tuple(Tenant(name, gpus, budget_gpu_h=setup.budgets.get(name)) for name, gpus in guarantees.items())
         )
-    site.join_tenants(snapshot)
-    unknown = [name for name in trace.tenants if name not in snapshot.tenants.rows]
-    if unknown:
-        raise UsageError(f"tenant {unknown[0]} has jobs and no guarantee", hint="name it, with 0 GPUs at least")
-    for name in setup.budgets:
-        if name not in snapshot.tenants.rows:
-            there = ", ".join(snapshot.tenants.names)
-            raise UsageError(f"tenant {name} has a budget and no guarantee", hint=f"there are {there}")
-    for one in setup.away:
-        if not 0 <= one.first < one.end <= setup.nodes:
-            raise UsageError(f"nodes {one.first} to {one.end} are to be away, and there are {setup.nodes}")
-        snapshot.nodes.announce(snapshot.nodes.names[one.first : one.end], one.from_s, one.to_s)
-    snapshot.tenants.check(setup.gpus)
+    site.add_tenants(snapshot)
+    for names, what in ((trace.tenants, "jobs"), (setup.budgets, "a budget")):
+        for name in names:
+            if name not in snapshot.tenants.rows:
+                known = ", ".join(snapshot.tenants.names)
+                raise UsageError(f"tenant {name} has {what} but no guarantee", hint=f"known tenants: {known}")
+    for window in setup.away:
+        if not 0 <= window.first < window.end <= setup.nodes:
+            raise UsageError(f"maintenance of nodes {window.first} to {window.end}; the cluster has {setup.nodes}")
+        nodes = snapshot.nodes.names[window.first : window.end]
+        snapshot.nodes.schedule_maintenance(nodes, window.from_s, window.to_s)
+    snapshot.tenants.check_guarantees(setup.gpus)
     return snapshot
 
 
 def _proportional(trace: JobTrace, gpus: int) -> dict[str, int]:
-    """All GPUs, by demand; what is left by rounding goes to who lost most."""
+    """Share all GPUs among the tenants of a trace by demand."""
     demand = trace.demand()
-    exact = demand / max(demand.sum(), 1e-9) * gpus
-    whole = np.floor(exact).astype(int)
-    for row in np.argsort(whole - exact, kind="stable")[: gpus - int(whole.sum())]:
-        whole[row] += 1
-    return dict(zip(trace.tenants, whole.tolist(), strict=True))
+    shares = apportion(demand / max(demand.sum(), 1e-9) * gpus, gpus)
+    return dict(zip(trace.tenants, shares.tolist(), strict=True))
 
 
-def _limits(trace: JobTrace, setup: SimulationSetup, chance: np.random.Generator) -> NDArray[np.float64]:
-    """What users would have said: their log's limits, or guesses."""
+def _limits(trace: JobTrace, setup: SimulationSetup, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return the time limits of the trace, or such as users would guess."""
     if setup.limits is None:
         guessed = np.full(len(trace), LONGEST_LIMIT_S)
     else:
         low, high = np.log(setup.limits)
-        guessed = trace.duration_s * np.exp(chance.uniform(low, high, len(trace)))
+        guessed = trace.duration_s * np.exp(rng.uniform(low, high, len(trace)))
     guessed = np.maximum(np.minimum(guessed, LONGEST_LIMIT_S), np.maximum(trace.duration_s, 1.0))
     return np.where(np.isnan(trace.limit_s), guessed, trace.limit_s)

@@ -1,8 +1,7 @@
-"""A cluster as its people have it: its hosts and how the network joins them, and who shares it.
+"""A cluster's hosts, network topology, tenants and maintenance, read from files.
 
-Hosts are a CSV file, gzipped or not, with a line for each: its name first, then its domain of each level of the network
-from the smallest. A domain counts as another one below another: switch S6 of P8 is not S6 of P10. Tenants are
-in cluster.toml, parents first:
+Hosts are a CSV file, gzipped or not, with a line per host: its name, then its network domain per level, from the
+smallest. Domains are nested: switch S6 of P8 is not S6 of P10. Tenants are in cluster.toml, parents first:
 
     topology = "hosts.csv"
     away = "away.csv"
@@ -19,13 +18,13 @@ in cluster.toml, parents first:
     lend = 16
     budget_gpu_h = 20000
 
-Nodes that will be away to be looked after are a CSV file too, with a line for each: node,from_s,to_s.
+Scheduled maintenance is a CSV file too, with a line per node: node,from_s,to_s.
 """
 
 import csv
 import io
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ AWAY = ("node", "from_s", "to_s")
 
 @dataclass(frozen=True)
 class Tenant:
-    """One of those who share a cluster."""
+    """A team that shares the cluster."""
 
     name: str
     guarantee: int = 0
@@ -49,12 +48,12 @@ class Tenant:
     borrow: int | None = None
     lend: int | None = None
     budget_gpu_h: float | None = None
-    """A month."""
+    """Per month."""
 
 
 @dataclass(frozen=True)
 class NodeMaintenance:
-    """A node is away from one time to another."""
+    """Maintenance of one node."""
 
     node: str
     from_s: float
@@ -63,48 +62,48 @@ class NodeMaintenance:
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a cluster beside its size."""
+    """What is known of a cluster besides its size."""
 
     hosts: tuple[str, ...] = ()
-    """Empty: they are numbered."""
+    """Empty: nodes are numbered."""
     domains: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of each level, from the smallest, the domain of each host."""
+    """Domain of each host per level, from the smallest."""
     tenants: tuple[Tenant, ...] = ()
-    """Empty: those of the log, each with a guarantee in proportion to its demand."""
+    """Empty: those of the trace, with guarantees in proportion to their demand."""
     away: tuple[NodeMaintenance, ...] = ()
-    """When nodes are looked after."""
+    """Scheduled maintenance."""
 
-    def join_nodes(self, snapshot: ClusterSnapshot, chip: str, per_node: int, nodes: int, spares: int) -> None:
-        """Nodes join an empty snapshot."""
+    def add_nodes(self, snapshot: ClusterSnapshot, chip: str, per_node: int, nodes: int, spares: int) -> None:
+        """Add the nodes to an empty snapshot."""
         if self.hosts and len(self.hosts) != nodes:
             raise UsageError(
-                f"the topology has {len(self.hosts)} hosts, and the cluster {nodes} nodes",
+                f"the topology has {len(self.hosts)} hosts, but the cluster has {nodes} nodes",
                 hint=f"--on {chip}x{per_node}x{len(self.hosts)}",
             )
         names = self.hosts or [f"node-{number:04}" for number in range(nodes)]
-        snapshot.nodes.join(chip, per_node, names, self.domains or None, spares)
+        snapshot.nodes.add_pool(chip, per_node, names, self.domains or None, spares)
 
-    def join_tenants(self, snapshot: ClusterSnapshot) -> None:
-        """Tenants join."""
-        for one in self.tenants:
-            snapshot.tenants.join(one.name, one.guarantee, one.parent, one.borrow, one.lend, one.budget_gpu_h)
+    def add_tenants(self, snapshot: ClusterSnapshot) -> None:
+        """Add the tenants to a snapshot."""
+        for tenant in self.tenants:
+            snapshot.tenants.add_tenant(*astuple(tenant))
 
 
 def read_topology(file: Path) -> Site:
-    """UsageError names the line of the first mistake."""
-    lines = csv.reader(io.StringIO(read_text(file, "hosts")))
+    """Read hosts and their network domains; UsageError names the line of the first mistake."""
+    lines = csv.reader(io.StringIO(read_text(file, "a CSV file of hosts")))
     head = [name.strip() for name in next(lines, [])]
     if len(head) < 2 or len(set(head)) < len(head):
-        raise UsageError(f"{file}: line 1 must name the host and the levels of the network", hint="host,rack,block")
+        raise UsageError(f"{file}: line 1 must name the host and the network levels", hint="host,rack,block")
     hosts, paths = dict[str, int](), list[list[str]]()
     for row in lines:
         values, where = [value.strip() for value in row], f"{file}: line {lines.line_num}"
         if not any(values):
             continue
         if len(values) != len(head) or not all(values):
-            raise UsageError(f"{where}: a host has {', '.join(head[1:])}, each with a name")
+            raise UsageError(f"{where}: expected values for {', '.join(head)}, got {','.join(values)}")
         if values[0] in hosts:
-            raise UsageError(f"{where}: host {values[0]} is named twice")
+            raise UsageError(f"{where}: duplicate host '{values[0]}'")
         hosts[values[0]] = len(paths)
         paths.append(values[1:])
     if not paths:
@@ -117,43 +116,43 @@ def read_topology(file: Path) -> Site:
 
 
 def read_away(file: Path) -> tuple[NodeMaintenance, ...]:
-    """UsageError names the line of the first mistake."""
-    lines = csv.DictReader(io.StringIO(read_text(file, "nodes that will be away")))
+    """Read scheduled maintenance; UsageError names the line of the first mistake."""
+    lines = csv.DictReader(io.StringIO(read_text(file, "a CSV file of node maintenance")))
     check_columns(file, lines.fieldnames or (), AWAY, ())
-    found = dict[str, NodeMaintenance]()
+    windows = dict[str, NodeMaintenance]()
     for line in lines:
         where, node = f"{file}: line {lines.line_num}", (line["node"] or "").strip()
-        one = NodeMaintenance(node, read_number(where, line, "from_s"), read_number(where, line, "to_s"))
+        window = NodeMaintenance(node, read_number(where, line, "from_s"), read_number(where, line, "to_s"))
         if not node:
-            raise UsageError(f"{where}: a node without a name")
-        if node in found:
-            raise UsageError(f"{where}: node {node} is named twice", hint="one time for each node")
-        if one.from_s >= one.to_s:
-            raise UsageError(f"{where}: node {node} is away from {one.from_s:g} s to {one.to_s:g} s")
-        found[node] = one
-    return tuple(found.values())
+            raise UsageError(f"{where}: no node name")
+        if node in windows:
+            raise UsageError(f"{where}: duplicate node '{node}'", hint="one maintenance window per node")
+        if window.from_s >= window.to_s:
+            raise UsageError(f"{where}: maintenance of {node} ends at {window.to_s:g} s, not after {window.from_s:g} s")
+        windows[node] = window
+    return tuple(windows.values())
 
 
 def read_site(file: Path) -> Site:
-    """What a cluster.toml says of tenants, topology and nodes that will be away; the rest is `load_cluster`'s."""
+    """Read tenants, topology and maintenance of a cluster.toml; `load_cluster` reads the rest."""
     values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-    topology = values.get("topology")
-    site = Site() if topology is None else read_topology(file.parent / topology)
+    site = read_topology(file.parent / values["topology"]) if "topology" in values else Site()
     away = read_away(file.parent / values["away"]) if "away" in values else ()
-    known = [one.name for one in fields(Tenant)]
-    tenants = list[Tenant]()
-    for number, one in enumerate(values.get("tenant", ())):
-        unknown = [key for key in one if key not in known]
-        if unknown:
-            raise UsageError(f'{file}: a tenant has no key "{unknown[0]}"', hint=f"known are {', '.join(known)}")
-        if not isinstance(one.get("name"), str) or not isinstance(one.get("parent", ""), str):
-            raise UsageError(f"{file}: tenant {number + 1} has no name, or a parent that is none")
-        for key in ("guarantee", "borrow", "lend"):
-            if not isinstance(one.get(key, 0), int):
-                raise UsageError(f"{file}: tenant {one['name']}: {key} is {one[key]!r}", hint="a whole number of GPUs")
-        if not isinstance(one.get("budget_gpu_h", 0), int | float):
-            raise UsageError(
-                f"{file}: tenant {one['name']}: budget_gpu_h is {one['budget_gpu_h']!r}", hint="GPU-hours a month"
-            )
-        tenants.append(Tenant(**one))
-    return Site(site.hosts, site.domains, tuple(tenants), away)
+    tenants = tuple(_read_tenant(file, number, tenant) for number, tenant in enumerate(values.get("tenant", ()), 1))
+    return Site(site.hosts, site.domains, tenants, away)
+
+
+def _read_tenant(file: Path, number: int, values: dict[str, Any]) -> Tenant:
+    known = [key.name for key in fields(Tenant)]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise UsageError(f"{file}: unknown tenant key '{unknown[0]}'", hint=f"known keys: {', '.join(known)}")
+    if "name" not in values:
+        raise UsageError(f"{file}: tenant {number} has no name")
+    gpus = (int, "a whole number of GPUs")
+    types: dict[str, tuple[Any, str]] = {"name": (str, "a string"), "parent": (str, "a string")}
+    types |= {"guarantee": gpus, "borrow": gpus, "lend": gpus, "budget_gpu_h": (int | float, "GPU-hours per month")}
+    for key, value in values.items():
+        if not isinstance(value, types[key][0]):
+            raise UsageError(f"{file}: tenant {number}: {key} is {value!r}", hint=types[key][1])
+    return Tenant(**values)

@@ -1,12 +1,12 @@
-"""Logs that are made up, with the statistics of real clusters where large models are trained.
+"""Synthetic job traces with the statistics of real clusters that train large models.
 
-Of such clusters summaries are public, and no logs: the numbers below are of `acme_cluster_summary.csv` beside the Acme
-traces (CC-BY-4.0; "Characterization of Large Language Model Development in the Datacenter", NSDI 2024). Fitted are the
-mean, median and longest run time, the mean, median and largest gang, and the GPU-seconds of a mean job, which say how
-much longer large gangs run than small ones. Gangs are powers of two: single GPUs, and from two on each doubling is
-rarer by the same factor. Run times of each size are log-normal, cut at the longest, and their medians grow with a power
-of the size. Not in the summaries, and so only assumed: jobs come at random, twice as many by day as by night; six
-tenants have one, a half, a third ... of the jobs; and as many jobs come a day as load the cluster to a given share.
+Only summaries of such clusters are public: the numbers below are from `acme_cluster_summary.csv` of the Acme traces
+(CC-BY-4.0; "Characterization of Large Language Model Development in the Datacenter", NSDI 2024). Fitted are the mean,
+median and longest run time, the mean, median and largest gang, and the GPU-seconds of a mean job, which tell how much
+longer large gangs run than small ones. Gangs are powers of two: single GPUs, and from two on each doubling is rarer by
+the same factor. Run times per size are log-normal, cut at the longest, and their medians grow with a power of the size.
+Not in the summaries, and so only assumed: jobs arrive at random, twice as many by day as by night; six tenants submit
+in proportion to 1, 1/2, 1/3 ...; and as many jobs arrive per day as load the cluster to a given share.
 """
 
 import math
@@ -18,7 +18,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.simulate.job_trace import JobTrace
+from headway.cluster.simulate.job_trace import JobTrace, apportion
 from headway.errors import UsageError
 
 __all__ = ["WORKLOADS", "Workload", "draw_trace", "generate_trace"]
@@ -26,12 +26,12 @@ __all__ = ["WORKLOADS", "Workload", "draw_trace", "generate_trace"]
 DAY_S = 86400.0
 TENANTS = 6
 SINGLE = 0.6
-"""Share of single GPUs, where the median is one."""
+"""Share of single-GPU jobs, where the median is one."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is known of the GPU jobs of a cluster."""
+    """Statistics of the GPU jobs of a cluster."""
 
     jobs: int
     mean_s: float
@@ -47,40 +47,39 @@ WORKLOADS = {
     "acme-like": Workload(19_907, 1259.689, 124.0, 625_740.0, 26.77, 1024, 5_333_180_061.0),
     "seren-like": Workload(663_813, 1414.335, 122.0, 1_209_604.0, 5.68, 1024, 21_510_624_587.0),
 }
-"""By name: Acme's Kalos, where models are pretrained, and its Seren."""
+"""Acme's Kalos, where models are pretrained, and its Seren."""
 
 
 def generate_trace(name: str, gpus: int, jobs: int | None = None, load: float = 0.8, seed: int = 0) -> JobTrace:
-    """A log for a cluster of so many GPUs, which it would keep busy to a share of `load`; same input, same log."""
+    """Return a trace that loads a cluster of `gpus` to a share of `load`. Deterministic."""
     if name not in WORKLOADS:
-        raise UsageError(f"there is no workload {name!r}", hint=f"there are {', '.join(WORKLOADS)}")
+        raise UsageError(f"unknown workload '{name}'", hint=f"known workloads: {', '.join(WORKLOADS)}")
     workload = WORKLOADS[name]
     if gpus < workload.largest:
-        raise UsageError(
-            f"{name} has gangs of {workload.largest:,} GPUs, and there are {gpus:,}", hint="--on names a larger cluster"
-        )
+        message = f"{name} has gangs of {workload.largest:,} GPUs; the cluster has {gpus:,}"
+        raise UsageError(message, hint="choose a larger cluster with --on")
     return draw_trace(workload, gpus, jobs or workload.jobs, load, seed)
 
 
 def draw_trace(workload: Workload, gpus: int, jobs: int, load: float, seed: int) -> JobTrace:
-    """A log with the statistics of a workload."""
-    chance = np.random.default_rng(seed)
+    """Return a trace with the statistics of a workload."""
+    rng = np.random.default_rng(seed)
     fit = _Fit.of(workload)
-    classes = _dealt(fit.shares, jobs, chance)
+    classes = rng.permutation(np.repeat(np.arange(len(fit.shares)), apportion(fit.shares * jobs, jobs)))
     durations = np.empty(jobs)
     normal = NormalDist()
     for number in range(len(fit.shares)):
         rows = np.flatnonzero(classes == number)
-        # one from each of as many equal parts of the distribution: means of heavy tails are else a matter of luck
-        parts = (chance.permutation(len(rows)) + chance.random(len(rows))) / max(len(rows), 1)
+        # stratified: one draw from each of as many equal parts, since means of heavy tails are else a matter of luck
+        parts = (rng.permutation(len(rows)) + rng.random(len(rows))) / max(len(rows), 1)
         scores = np.array([normal.inv_cdf(min(max(part, 1e-12), 1 - 1e-12)) for part in parts.tolist()])
         durations[rows] = np.exp(fit.centres[number] + fit.spread * scores)
     durations = np.ceil(np.minimum(durations, workload.longest_s))
     sizes = 2**classes
     span = float((durations * sizes).sum()) / (gpus * load)
-    submit = np.floor(_times(jobs, span, chance))
+    submit = np.floor(_times(jobs, span, rng))
     weights = 1 / np.arange(1, TENANTS + 1)
-    tenant = chance.choice(TENANTS, jobs, p=weights / weights.sum())
+    tenant = rng.choice(TENANTS, jobs, p=weights / weights.sum())
     unknown = np.full(jobs, math.nan)
     return JobTrace(
         tuple(f"job-{number}" for number in range(jobs)),
@@ -94,46 +93,37 @@ def draw_trace(workload: Workload, gpus: int, jobs: int, load: float, seed: int)
     )
 
 
-def _dealt(shares: NDArray[np.float64], jobs: int, chance: np.random.Generator) -> NDArray[np.int64]:
-    """So many jobs of each size as their shares say, in any order: the remainders go to the largest of them."""
-    exact = shares * jobs
-    counts = np.floor(exact).astype(np.int64)
-    for row in np.argsort(counts - exact, kind="stable")[: jobs - int(counts.sum())]:
-        counts[row] += 1
-    return chance.permutation(np.repeat(np.arange(len(shares)), counts))
-
-
-def _times(jobs: int, span: float, chance: np.random.Generator) -> NDArray[np.float64]:
-    """Sorted times within a span, twice as dense at noon as at midnight."""
+def _times(jobs: int, span: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return sorted times within a span, twice as dense at noon as at midnight."""
     grid = np.linspace(0.0, span, max(int(span // 600), 2) + 1)
     # the integral of 1 - cos(day) / 3
     passed = grid - np.sin(2 * np.pi * grid / DAY_S) * DAY_S / (2 * np.pi) / 3
-    times: NDArray[np.float64] = np.interp(np.sort(chance.random(jobs)) * passed[-1], passed, grid)
+    times: NDArray[np.float64] = np.interp(np.sort(rng.random(jobs)) * passed[-1], passed, grid)
     return times
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Gangs of 1, 2, 4 ... GPUs: how many, and of each the logarithm of the median run time."""
+    """Gangs of 1, 2, 4 ... GPUs: their shares, and the logarithms of their median run times."""
 
     shares: NDArray[np.float64]
     centres: NDArray[np.float64]
     spread: float
-    """Of the logarithm of run times."""
+    """Standard deviation of the logarithm of run times."""
 
     @classmethod
     @cache
     def of(cls, workload: Workload) -> "_Fit":
         sizes: NDArray[np.float64] = np.exp2(np.arange(int(math.log2(workload.largest)) + 1, dtype=np.float64))
         longest = workload.longest_s
-        shares = _sizes(workload, sizes)
+        shares = _shares(workload, sizes)
         gpus = workload.gpu_s / (workload.jobs * workload.mean_s)  # of a mean second
 
         def centres(power: float, spread: float) -> NDArray[np.float64]:
             grown = power * np.log(sizes)
             base = _root(lambda at: float(shares @ _mean(at + grown, spread, longest)) - workload.mean_s, -20, 14)
-            found: NDArray[np.float64] = base + grown
-            return found
+            shifted: NDArray[np.float64] = base + grown
+            return shifted
 
         def spread_of(power: float) -> float:
             middle = math.log(workload.median_s)
@@ -149,8 +139,8 @@ class _Fit:
         return cls(shares, centres(power, spread), spread)
 
 
-def _sizes(workload: Workload, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shares of gangs with the mean of a workload."""
+def _shares(workload: Workload, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return shares of gang sizes that have the mean of a workload."""
 
     def shares(ratio: float) -> NDArray[np.float64]:
         rest = ratio ** np.arange(len(sizes) - 1)
@@ -160,20 +150,20 @@ def _sizes(workload: Workload, sizes: NDArray[np.float64]) -> NDArray[np.float64
 
 
 def _below(at: float | NDArray[np.float64], centres: NDArray[np.float64], spread: float) -> NDArray[np.float64]:
-    """The share of a normal distribution below a point."""
+    """Return the shares of normal distributions below a point."""
     scores = (at - centres) / (spread * math.sqrt(2))
     return np.array([0.5 * math.erfc(-score) for score in scores.tolist()])
 
 
 def _mean(centres: NDArray[np.float64], spread: float, longest: float) -> NDArray[np.float64]:
-    """Of log-normal run times, cut at the longest."""
+    """Return the means of log-normal run times, cut at the longest."""
     end = math.log(longest)
-    whole: NDArray[np.float64] = np.exp(centres + spread**2 / 2) * _below(end, centres + spread**2, spread)
-    return whole + longest * (1 - _below(end, centres, spread))
+    uncut: NDArray[np.float64] = np.exp(centres + spread**2 / 2) * _below(end, centres + spread**2, spread)
+    return uncut + longest * (1 - _below(end, centres, spread))
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that rises or falls crosses zero."""
+    """Return where a monotonic function crosses zero, by bisection."""
     rises = function(high) > 0
     for _ in range(26):
         middle = (low + high) / 2
