@@ -68,9 +68,9 @@ def test_what_is_put_and_dropped_is_told(ends) -> None:
     kept.drop("b")
     kept.drop("b")
     kept.drop("never there")
-    assert kept.things == {"a": FdEntry({"x": 2}, (two,))}
-    assert kept.take("a") == FdEntry({"x": 2}, (two,))
-    assert kept.take("b") is None
+    assert kept.entries == {"a": FdEntry({"x": 2}, (two,))}
+    assert kept.get("a") == FdEntry({"x": 2}, (two,))
+    assert kept.get("b") is None
     assert heard(theirs, FdReassembler(), 4) == [
         ("keep", {"name": "a", "fields": {"x": 1}}, ["1"]),
         ("keep", {"name": "b", "fields": {"y": [1, {"z": None}]}}, ["2", "1"]),
@@ -83,7 +83,7 @@ def test_what_is_put_and_dropped_is_told(ends) -> None:
 
 def test_an_agent_without_a_keeper_remembers_for_itself(ends) -> None:
     """There was none; or there is none any more, which the agent notices elsewhere."""
-    alone = FdStore(things={"old": FdEntry({"n": 1})})
+    alone = FdStore(entries={"old": FdEntry({"n": 1})})
     ours, theirs = ends
     left = FdStore(ours, {"old": FdEntry({"n": 1})})
     theirs.close()
@@ -91,13 +91,13 @@ def test_an_agent_without_a_keeper_remembers_for_itself(ends) -> None:
         kept.put("new", [0], n=2)
         kept.put("new", [1, 0], n=3)
         kept.drop("old")
-        assert kept.things == {"new": FdEntry({"n": 3}, (1, 0))}
+        assert kept.entries == {"new": FdEntry({"n": 3}, (1, 0))}
 
 
 def test_what_was_handed_over_is_not_told_back(ends) -> None:
     ours, theirs = ends
     kept = FdStore(ours, {"a": FdEntry({"x": 1})})
-    assert kept.take("a") == FdEntry({"x": 1})
+    assert kept.get("a") == FdEntry({"x": 1})
     assert theirs.receive() == []
     kept.drop("a")
     assert [message.fields for message in theirs.receive(10.0)] == [{"name": "a"}]

@@ -1,4 +1,4 @@
-"""One a node: starts and watches the workers of a run."""
+"""The agent: one process per node that starts, watches and restarts the workers of a run."""
 
 from headway.agent.attempt import Attempt
 from headway.agent.launch.launcher import run_launcher

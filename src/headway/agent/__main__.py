@@ -1,4 +1,4 @@
-"""The agent as a process of its own: `python -m headway.agent DESCRIPTOR RUN`, started by its keeper (agent/launch/launcher.py)."""
+"""The agent process, `python -m headway.agent DESCRIPTOR RUN`; its launcher (launch/launcher.py) starts it."""
 
 import contextlib
 import socket
@@ -16,27 +16,27 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> int:
-    """Take what the keeper hands over, supervise, say how it ended."""
-    line = Channel(socket.socket(fileno=descriptor))
-    things, attempt = _handed_over(line)
+    """Receive the attempt from the launcher, supervise the run, report the outcome."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    entries, attempt = _receive_attempt(channel)
     try:
-        outcome = supervise_run(attempt, kept=FdStore(line, things))
+        outcome = supervise_run(attempt, kept=FdStore(channel, entries))
     except HeadwayError as error:
         outcome = AttemptOutcome("failed", error.message, error.hint)
     with contextlib.suppress(ChannelClosed):
-        line.send("outcome", **asdict(outcome))
+        channel.send("outcome", **asdict(outcome))
     return outcome.exit_status
 
 
-def _handed_over(line: Channel) -> tuple[dict[str, FdEntry], Attempt]:
-    things, parts = dict[str, FdEntry](), FdReassembler()
+def _receive_attempt(channel: Channel) -> tuple[dict[str, FdEntry], Attempt]:
+    entries, reassembler = dict[str, FdEntry](), FdReassembler()
     while True:
-        for message in line.receive(None):
-            whole = parts.join(message)
-            if whole is not None and whole.kind == "keep":
-                things[whole.fields["name"]] = FdEntry(whole.fields["fields"], tuple(whole.descriptors))
-            elif whole is not None:
-                return things, Attempt.model_validate(whole.fields["attempt"])
+        for chunk in channel.receive(None):
+            message = reassembler.join(chunk)
+            if message is not None and message.kind == "keep":
+                entries[message.fields["name"]] = FdEntry(message.fields["fields"], tuple(message.descriptors))
+            elif message is not None:
+                return entries, Attempt.model_validate(message.fields["attempt"])
 
 
 if __name__ == "__main__":

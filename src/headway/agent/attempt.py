@@ -1,4 +1,4 @@
-"""One life of a run as plain data, and what each of its workers is told."""
+"""One attempt of a run as plain data, and the assignment of each of its workers."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ __all__ = ["Attempt", "make_assignment"]
 
 
 class Attempt(BaseModel):
-    """What to start: everything decided beforehand, as plain data that can be handed to another process."""
+    """Everything decided before a start, as plain data that can be handed to another process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,54 +21,54 @@ class Attempt(BaseModel):
     number: int
     workers: int
     nodes: int = 1
-    """Machines that they are on; each has an agent, and this run's leads them."""
+    """Machines the workers run on, each with an agent; the agent of this run leads them."""
     spares: int = 0
-    """Machines beyond these that wait to take the place of one that is lost."""
+    """Extra machines that wait to replace a lost one."""
     host: str | None = None
-    """This machine's address, where the agents of other machines call; None emulates them all here."""
+    """Address of this machine for the agents of other machines; None emulates them all here."""
     port: int = 0
-    """At which they call; 0 takes a free one."""
+    """Port for the agents of other machines; 0 picks a free one."""
     apart: bool = False
-    """Whether machines see no common folder: leases, small files and records are kept in the run's object store too."""
+    """Whether machines share no folder: leases, small files and records go to the run's object store too."""
     lead: str = "here"
-    """What the agent that leads is called: as the node of its machine, where there is one."""
+    """Name of the leading agent: that of its machine's node, if it has one."""
     device: Literal["cpu", "cuda"]
     threads: int
     checkpoint: str | None = None
-    """The checkpoint to go on from: a folder, or the address of one in an object store."""
+    """Checkpoint to resume from: a folder, or an address in an object store."""
     from_memory: bool = False
-    """Whether to go on from the state in the agent's memory."""
+    """Whether to resume from the snapshot in the agent's memory."""
     from_step: int = 0
     recipe_changes: dict[str, Any] = {}
     source: Literal["memory", "disk", "store", "start"] | None = None
-    """Where the agent itself took the state from, after an attempt that failed; None where somebody started it."""
+    """Where the agent itself restored the state from after a failed attempt; None if somebody started this one."""
     judge: SpikeReference | None = None
-    """The step whose loss was a spike, to be looked at again."""
+    """Step whose loss was a spike, to be examined again."""
     doubt: SuspectElement | None = None
-    """What differed between replicas, to be looked at again."""
+    """Element that differed between replicas, to be examined again."""
     accept: tuple[int, ...] = ()
-    """Steps whose spikes are taken as they are."""
+    """Steps whose spikes are accepted."""
     notes: list[str] = []
-    """What the user should know before it starts."""
+    """What the user should know before the start."""
     faults: FaultPlan = FaultPlan()
     trial: ParityTrial | None = None
     """What workers do instead of training."""
 
     @property
-    def several(self) -> bool:
-        """Whether there are more machines than this one."""
+    def multi_node(self) -> bool:
+        """Whether the attempt has other machines than this one."""
         return self.nodes + self.spares > 1
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folder, by its parts."""
+        """The run folder."""
         return RunFolder(self.run)
 
 
 def make_assignment(
-    attempt: Attempt, rank: int, draw: bool = False, first_rank: int = 0, meet: str | None = None
+    attempt: Attempt, rank: int, draw: bool = False, first_rank: int = 0, rendezvous: str | None = None
 ) -> Assignment:
-    """What one worker of an attempt is told; a new meeting place for every attempt, so that nothing stale is read."""
+    """Make the assignment of one worker; each attempt has a new rendezvous, so that nothing stale is read."""
     process = "draw" if draw else f"rank-{rank}"
     return Assignment(
         run=str(attempt.run),
@@ -79,7 +79,7 @@ def make_assignment(
         threads=attempt.threads,
         log=str(attempt.folder.logs / f"{attempt.number:04d}-{process}.log"),
         first_rank=first_rank,
-        rendezvous=meet or str(attempt.folder.rendezvous / f"{attempt.number:04d}"),
+        rendezvous=rendezvous or str(attempt.folder.rendezvous / f"{attempt.number:04d}"),
         asked_ns=time.monotonic_ns(),
         checkpoint=attempt.checkpoint,
         from_memory=attempt.from_memory,

@@ -1,8 +1,8 @@
-"""What outlives an agent: descriptors and a few facts under a name, which its keeper holds as well.
+"""The fd store: file descriptors and small facts that outlive an agent, because its launcher holds copies of them.
 
-The agent puts things here as they change. If it dies, its keeper starts another one and hands everything over: the
-memory that states are saved into, the lines to the zygote and the workers, who never notice. Without a keeper (in
-tests, in a program of one's own) they are simply remembered.
+The agent stores entries as they change. If it dies, the launcher starts another agent and hands over everything: the
+memory that states are saved into, and the channels to the zygote and the workers, who never notice. Without a launcher
+(in tests, in a program that supervises a run itself) the store is a plain dictionary.
 """
 
 import time
@@ -12,83 +12,83 @@ from typing import Any
 
 from headway.state import Channel, ChannelClosed, Message
 
-__all__ = ["FdEntry", "FdStore"]
+__all__ = ["FdEntry", "FdReassembler", "FdStore", "send_chunked"]
 
-SAY_S = 0.5
-HOW_MANY_AT_ONCE = 200
-"""Descriptors in one message; the kernel passes at most 253."""
+KEEP_ALIVE_S = 0.5
+MAX_DESCRIPTORS = 200
+"""Descriptors per message; the kernel passes at most 253."""
 
 
 @dataclass(frozen=True)
 class FdEntry:
-    """Something kept: what is known of it, and its descriptors."""
+    """A stored entry: its fields and its descriptors."""
 
     fields: dict[str, Any]
     descriptors: tuple[int, ...] = ()
 
 
 class FdStore:
-    """Things by name, the same at both ends of the line between agent and keeper."""
+    """Entries by name, the same in the agent and in its launcher."""
 
-    def __init__(self, line: Channel | None = None, things: Mapping[str, FdEntry] | None = None) -> None:
-        self._line, self._was_kept, self._said = line, line is not None, 0.0
-        self.things = dict(things or {})
-        """What there is. Descriptors that came over the line belong to this process."""
+    def __init__(self, channel: Channel | None = None, entries: Mapping[str, FdEntry] | None = None) -> None:
+        self._channel, self._had_launcher, self._sent_at = channel, channel is not None, 0.0
+        self.entries = dict(entries or {})
+        """Descriptors that arrived over the channel belong to this process."""
         self.on_put: Callable[[str, dict[str, Any]], None] = lambda _name, _fields: None
-        """Called with everything that is put here."""
+        """Called with the name and fields of every entry that is stored."""
 
     def put(self, name: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Keep something, in the place of what had that name."""
-        self.things[name] = FdEntry(fields, tuple(descriptors))
+        """Store an entry, replacing the one of the same name."""
+        self.entries[name] = FdEntry(fields, tuple(descriptors))
         self._send("keep", descriptors, name=name, fields=fields)
         self.on_put(name, fields)
 
     def drop(self, name: str) -> None:
-        """Keep it no longer."""
-        if self.things.pop(name, None) is not None:
+        """Remove an entry."""
+        if self.entries.pop(name, None) is not None:
             self._send("drop", name=name)
 
-    def take(self, name: str) -> FdEntry | None:
-        """What is kept under a name."""
-        return self.things.get(name)
+    def get(self, name: str) -> FdEntry | None:
+        """Return the entry of a name."""
+        return self.entries.get(name)
 
-    def alive(self) -> bool:
-        """Say that this agent is there, now and then; False when nobody keeps it any more."""
-        if self._line is None:
-            return not self._was_kept
-        if time.monotonic() - self._said > SAY_S:
-            self._said = time.monotonic()
+    def keep_alive(self) -> bool:
+        """Tell the launcher now and then that this agent is alive; return False once the launcher is gone."""
+        if self._channel is None:
+            return not self._had_launcher
+        if time.monotonic() - self._sent_at > KEEP_ALIVE_S:
+            self._sent_at = time.monotonic()
             self._send("alive")
         return True
 
     def _send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        if self._line is None:
+        if self._channel is None:
             return
         try:
-            send_chunked(self._line, kind, descriptors, **fields)
+            send_chunked(self._channel, kind, descriptors, **fields)
         except ChannelClosed:
-            self._line = None  # the keeper is gone; the agent notices elsewhere and saves
+            self._channel = None  # the launcher is gone; keep_alive reports it, and the agent saves
 
 
-def send_chunked(line: Channel, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-    """Say something with more descriptors than one message can carry: they go ahead, a few at a time."""
-    head = max(0, (len(descriptors) - 1) // HOW_MANY_AT_ONCE * HOW_MANY_AT_ONCE)
-    for first in range(0, head, HOW_MANY_AT_ONCE):
-        line.send("descriptors", descriptors[first : first + HOW_MANY_AT_ONCE])
-    line.send(kind, descriptors[head:], **fields)
+def send_chunked(channel: Channel, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+    """Send a message with more descriptors than one can carry: the first ones go ahead in messages of their own."""
+    ahead = max(0, (len(descriptors) - 1) // MAX_DESCRIPTORS * MAX_DESCRIPTORS)
+    for first in range(0, ahead, MAX_DESCRIPTORS):
+        channel.send("descriptors", descriptors[first : first + MAX_DESCRIPTORS])
+    channel.send(kind, descriptors[ahead:], **fields)
 
 
 class FdReassembler:
-    """Puts messages that came in parts together again."""
+    """Reassembles messages whose descriptors were sent in chunks."""
 
     def __init__(self) -> None:
         self._ahead: list[int] = []
 
     def join(self, message: Message) -> Message | None:
-        """A message with all of its descriptors; None as long as it is not complete."""
+        """Return a message with all of its descriptors; None until it is complete."""
         if message.kind == "descriptors":
             self._ahead += message.descriptors
             return None
-        whole = Message(message.kind, message.fields, [*self._ahead, *message.descriptors])
+        complete = Message(message.kind, message.fields, [*self._ahead, *message.descriptors])
         self._ahead = []
-        return whole
+        return complete

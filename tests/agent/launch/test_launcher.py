@@ -193,7 +193,7 @@ def lies(thing):
     return [os.pread(descriptor, 100, 0).decode() for descriptor in thing.descriptors]
 
 
-note(f"found-{life}", json.dumps({name: [thing.fields, lies(thing)] for name, thing in kept.things.items()}))
+note(f"found-{life}", json.dumps({name: [thing.fields, lies(thing)] for name, thing in kept.entries.items()}))
 if life == 1:
     kept.put("few", [memory("a"), memory("b")], n=1)
     kept.put("many", [memory(str(number)) for number in range(403)], n=2)

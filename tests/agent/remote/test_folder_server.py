@@ -228,12 +228,12 @@ def test_what_a_worker_is_told_is_of_this_machine(visiting: RemoteRun) -> None:
         run="/there/r", attempt=2, rank=1, workers=2, device="cpu", threads=1, log="/there/r/logs/0002-rank-1.log",
         rendezvous="tcp://h:1", asked_ns=1, checkpoint="/there/r/checkpoints/step-00000005",
     )  # fmt: skip
-    here = visiting.place(told)
+    here = visiting.localize(told)
     assert (here.run, here.log) == (str(visiting.run.path), str(visiting.run.logs / "0002-rank-1.log"))
     assert (here.checkpoint, here.from_memory, reads_leader_disk(told)) == (None, True, True)
     assert here.asked_ns > 1
     stored = told.model_copy(update={"checkpoint": "s3://bucket/r/step-00000005"})
-    assert visiting.place(stored).checkpoint == stored.checkpoint
+    assert visiting.localize(stored).checkpoint == stored.checkpoint
 
 
 def test_a_visit_begins_with_what_can_be_told_at_once(run: RunFolder, door: Door, tmp_path: Path) -> None:

@@ -308,8 +308,8 @@ def test_all_go_in_the_end(crew: WorkerGroup, zygote: ZygoteClient) -> None:
 
 def succeed(crew: WorkerGroup, zygote: ZygoteClient) -> tuple[WorkerGroup, ZygoteClient]:
     """Another agent's crew and zygote, from what a keeper would hold; those of the dead are not used any more."""
-    kept = FdStore(things={name: thing for name, thing in crew.kept.things.items() if name != "crew"})
-    thing = crew.kept.take("crew")
+    kept = FdStore(entries={name: thing for name, thing in crew.kept.entries.items() if name != "crew"})
+    thing = crew.kept.get("crew")
     if thing is not None:
         kept.put("crew", [os.dup(descriptor) for descriptor in thing.descriptors], **thing.fields)
     next_zygote = ZygoteClient.take_over(os.dup(zygote.fileno()), zygote.pid, "")

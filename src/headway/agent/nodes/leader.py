@@ -35,7 +35,7 @@ ANSWER_S = 5.0
 def lead_nodes(attempt: Attempt, kept: FdStore) -> Iterator[NodeGroup]:
     """A team for a run. Its nodes are started here where all of them are this machine; else they call by themselves,
     and so they do where an agent led before this one."""
-    run, door, lease = attempt.folder, kept.take("door"), kept.take("lease")
+    run, door, lease = attempt.folder, kept.get("door"), kept.get("lease")
     if door is None:
         listener = _listen(attempt.host or "127.0.0.1", attempt.port)
         _write_key(run)
@@ -100,7 +100,7 @@ def acquire_store_lease(attempt: Attempt, kept: FdStore, lead: str, host: str = 
     machine nobody is to call."""
     from headway.agent.nodes.store_lease import StoreLease  # only runs that name a store need its library
 
-    run, before = attempt.folder, kept.take("witness")
+    run, before = attempt.folder, kept.get("witness")
     url = need_store(read_recipe(run), run.name)
     witness = StoreLease(run, url, before.fields["number"] if before else 0)
     if before is None:

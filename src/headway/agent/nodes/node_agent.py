@@ -211,7 +211,7 @@ class NodeAgent:
         """Who leads the run: as its newest lease says, or the one that this machine was told to join."""
         if self.visit is not None:
             self._key = self.visit.key
-            host, port = self.visit.where()
+            host, port = self.visit.leader_address()
             return LeaseRecord(0, f"{host}:{port}", host, port)
         lease = newest_lease(self.run.leases)
         if lease is not None and lease.port:
@@ -274,7 +274,7 @@ class NodeAgent:
                     log = self.run.logs / f"{message.fields['attempt']:04d}-{self.name}-zygote.log"
                     told = message.fields["environment"] | network_variables(self.name, line.local_host())
                     if self.visit is not None:
-                        self.visit.begin()
+                        self.visit.start_forwarding()
                     return ZygoteClient.start(log, without_key(os.environ) | told)
 
     def _serve(self, line: Channel, shelf: SnapshotServer, zygote: ZygoteClient, crew: WorkerGroup) -> int:
@@ -356,7 +356,7 @@ class NodeAgent:
 
     def _assign(self, assignment: Assignment, shelf: SnapshotServer, crew: WorkerGroup, pulses: HeartbeatPages) -> None:
         if self.visit is not None:
-            assignment = self.visit.place(assignment)
+            assignment = self.visit.localize(assignment)
         if self._called is not None and self._called.host != shelf.host:  # another machine's clock says nothing here
             assignment = assignment.model_copy(update={"asked_ns": time.monotonic_ns()})
         page = pulses.page(assignment.rank)

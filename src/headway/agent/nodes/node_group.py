@@ -148,7 +148,7 @@ class NodeGroup:
                 silent_s=self._lost_s,
             )
             for name in TOLD:
-                if (thing := self._kept.take(name)) is not None:
+                if (thing := self._kept.get(name)) is not None:
                     self._tell_heirs(name, thing.fields)
             self._call_the_roll()
         for member in list(self.members.values()):

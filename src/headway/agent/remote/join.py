@@ -65,14 +65,14 @@ class RemoteRun:
     _fetching: tuple[int, "Future[None]"] | None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="bundle"))
 
-    def where(self) -> tuple[str, int]:
+    def leader_address(self) -> tuple[str, int]:
         """Whom to call."""
         if self.find is not None and time.monotonic() - self._asked > FIND_S:
             self._asked = time.monotonic()
             self.address = self.find() or self.address
         return self.address
 
-    def begin(self) -> None:
+    def start_forwarding(self) -> None:
         """Pass on what workers write, from now on."""
         if self._forward is None:
             self._forward = RecordForwarder(self.run, lambda: self.address, self.key, self._environment())
@@ -115,7 +115,7 @@ class RemoteRun:
             if path == self.run.environment_file and self._forward is not None:
                 self._forward.had(self._environment())
 
-    def place(self, told: Assignment) -> Assignment:
+    def localize(self, told: Assignment) -> Assignment:
         """What a worker here is told: paths are this machine's, and so is the clock."""
         log = self.run.logs / Path(told.log).name
         here: dict[str, Any] = {"run": str(self.run.path), "log": str(log), "asked_ns": time.monotonic_ns()}

@@ -199,7 +199,7 @@ class SaveCoordinator:
         if self._team is not None:
             self._find_again(self._team)
             return
-        thing = self._kept.take("buffers")
+        thing = self._kept.get("buffers")
         if thing is None:
             return
         self._told = {int(rank): told for rank, told in thing.fields["pieces"].items()}
@@ -219,14 +219,14 @@ class SaveCoordinator:
 
     def _find_again(self, team: NodeGroup) -> None:
         """The newest state that lies with the nodes that have called again since another agent led them."""
-        roster, pieces = self._kept.take("roster"), self._kept.take("pieces")
+        roster, pieces = self._kept.get("roster"), self._kept.get("pieces")
         team.wait_for((name for name in roster.fields["nodes"] if name != team.after) if roster else (), FIND_S)
         if pieces is None:
             return
         self._told = {int(rank): told for rank, told in pieces.fields["told"].items()}
         self._plans = {rank: plan_from(told) for rank, told in self._told.items()}
         names = [shard_name(rank, part.still) for rank, plan in self._plans.items() for part in plan.parts]
-        known = [thing.fields for name in ("newest", "copied") if (thing := self._kept.take(name)) is not None]
+        known = [thing.fields for name in ("newest", "copied") if (thing := self._kept.get(name)) is not None]
         there = [fields for fields in known if team.has(names, fields["step"])]
         if not there or self._workers != len(self._plans):
             return

@@ -91,7 +91,7 @@ class AgentContext:
         self.crew.attend()
         if isinstance(self.crew, NodeGroup) and self.crew.warned:
             self.wishes.asked = max(self.wishes.asked, 1)
-        if not self.kept.alive() and not self.wishes.asked:
+        if not self.kept.keep_alive() and not self.wishes.asked:
             # Whoever killed the keeper wanted an end.
             self.wishes.asked = 1
             self.recorder.event("alone", text="the command that runs it was killed: saving and stopping")
@@ -192,7 +192,7 @@ def _start(attempt: Attempt, agent: AgentContext) -> None:
 
 def _on_nodes(attempt: Attempt) -> dict[str, int | bool]:
     """What the record says of several nodes."""
-    if not attempt.several:
+    if not attempt.multi_node:
         return {}
     return {"nodes": attempt.nodes, "spares": attempt.spares, "emulated": attempt.host is None}
 
@@ -251,7 +251,7 @@ def _assign_all(attempt: Attempt, agent: AgentContext, team: NodeGroup) -> None:
         team.offer(attempt.checkpoint)
     for rank in range(attempt.workers):
         first = next(one for one in range(attempt.workers) if team.place(one) is team.place(rank))
-        line = team.assign(make_assignment(attempt, rank, first_rank=first, meet=meet))
+        line = team.assign(make_assignment(attempt, rank, first_rank=first, rendezvous=meet))
         agent.saves.listen(rank, line)
 
 

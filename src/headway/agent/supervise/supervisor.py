@@ -51,7 +51,7 @@ def supervise_run(
     agent that died has left with its keeper.
     """
     kept, first = kept or FdStore(), attempt
-    orphaned = kept.take("attempt")
+    orphaned = kept.get("attempt")
     if orphaned is not None:
         first, attempt = (Attempt.model_validate(orphaned.fields[which]) for which in ("first", "now"))
     try:
@@ -71,7 +71,7 @@ def _supervise(
 ) -> AttemptOutcome:
     run, recipe = attempt.folder, read_recipe(attempt.folder)
     with (
-        lock_run(run, seize=kept.take("lease") is not None),
+        lock_run(run, seize=kept.get("lease") is not None),
         count_stop_signals() as wishes,
         contextlib.ExitStack() as later,
         _alone_by_lease(attempt, kept) as witness,
@@ -259,7 +259,7 @@ def _again(attempt: Attempt, way: RestoreChoice) -> Attempt:
 @contextlib.contextmanager
 def _workers(attempt: Attempt, warm: ZygoteClient | None, kept: FdStore) -> Iterator[WorkerGroup | NodeGroup]:
     """Those of this machine, or of several nodes."""
-    if attempt.several:
+    if attempt.multi_node:
         with lead_nodes(attempt, kept) as team:
             yield team
         return
@@ -270,7 +270,7 @@ def _workers(attempt: Attempt, warm: ZygoteClient | None, kept: FdStore) -> Iter
 @contextlib.contextmanager
 def _alone_by_lease(attempt: Attempt, kept: FdStore) -> "Iterator[StoreLease | None]":
     """The lease in its store of a run that is on this machine alone, and may have been on others before."""
-    if attempt.several or not attempt.apart:
+    if attempt.multi_node or not attempt.apart:
         yield None
         return
     with contextlib.closing(acquire_store_lease(attempt, kept, socket.gethostname())) as witness:
@@ -301,7 +301,7 @@ def _zygote(attempt: Attempt, warm: ZygoteClient | None, kept: FdStore) -> Itera
     if warm is not None:
         yield warm
         return
-    thing = kept.take("zygote")
+    thing = kept.get("zygote")
     if thing is not None:
         zygote = ZygoteClient.take_over(thing.descriptors[0], **thing.fields)
     else:

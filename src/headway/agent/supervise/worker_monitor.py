@@ -52,7 +52,7 @@ class WorkerMonitor:
         self._clock = clock
         self._detector = HangDetector(recipe.train.timeout_s, clock)
         self._stages = recipe.parallel.pipeline if recipe.parallel else 1
-        entry = fd_store.take("pulses")
+        entry = fd_store.get("pulses")
         self.pulses = HeartbeatPages(workers, None if entry is None else entry.descriptors[0])
         """Where workers write their heartbeats."""
         fd_store.put("pulses", [self.pulses.descriptor])

@@ -205,7 +205,7 @@ class WorkerGroup:
     def take_over(self) -> None:
         """Go on with the workers of an agent that died; whoever is not known is ended when the zygote tells of it."""
         self.zygote.ask()
-        thing = self.kept.take("crew")
+        thing = self.kept.get("crew")
         if thing is None:
             return
         for (number, pid, rank), descriptor in zip(thing.fields["workers"], thing.descriptors, strict=True):
