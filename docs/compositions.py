@@ -72,7 +72,7 @@ def checked(data: Path, dtype: str, meshes: Sequence[str]) -> ParityReport:
     recipe: Recipe = load_recipe(ROOT / "recipes" / "check.toml", [f"data.path={data}", f"train.dtype={dtype}"])
     wanted = [parse_layout(mesh) for mesh in meshes]
     return check_parity(
-        recipe, wanted, data.parent / "runs", tell=lambda text: print(text, file=sys.stderr, flush=True)
+        recipe, wanted, data.parent / "runs", report=lambda text: print(text, file=sys.stderr, flush=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Meshes held against one process: what is equal, what is not and is named, what fails, and what is left behind."""
+"""The parity check: equal meshes, differences that are named, trials that fail, and what is left behind."""
 
 import json
 import os
@@ -27,16 +27,16 @@ DESCENT = {"train.lr": 0.1, "model.vocab_size": 320, "model.tie_embeddings": Fal
 
 @pytest.fixture
 def run_check(zygote: ZygoteClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Checks with the tests' own zygote, in a temporary folder that must be empty at the end."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
+    """Check with the tests' own zygote, in a temporary folder that must be empty at the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
 
     def run(recipe: Recipe, *meshes: Parallel, steps: int = 2, **options: object) -> ParityReport:
         try:
             return check_parity(recipe, meshes, tmp_path / "runs", steps=steps, warm=zygote, **options)  # type: ignore[arg-type]
         finally:
-            assert list(place.iterdir()) == []
+            assert list(folder.iterdir()) == []
 
     return run
 
@@ -50,37 +50,37 @@ def mutate(monkeypatch: pytest.MonkeyPatch, *mutations: str) -> None:
 
 
 def test_meshes_equal_one_process(run_check: Check, recipe: Callable[..., Recipe]) -> None:
-    told = list[str]()
+    messages = list[str]()
     meshes = (mesh(shard=2), mesh(tensor=2), mesh(pipeline=2))
-    checked = run_check(recipe(), *meshes, tell=told.append)
-    assert [found.mesh for found in checked.meshes] == ["shard 2", "tensor 2", "pipeline 2"]
-    for found in checked.meshes:
-        assert found.error is None
-        assert found.verdict is not None
-        assert found.equal, found.verdict.first
-        assert set(found.verdict.largest) == {"forward", "loss", "gradient", "parameter", "adamw"}
-        assert 0 < found.verdict.largest["gradient"].difference < 1e-4
+    checked = run_check(recipe(), *meshes, report=messages.append)
+    assert [result.mesh for result in checked.meshes] == ["shard 2", "tensor 2", "pipeline 2"]
+    for result in checked.meshes:
+        assert result.error is None
+        assert result.verdict is not None
+        assert result.equal, result.verdict.first
+        assert set(result.verdict.largest) == {"forward", "loss", "gradient", "parameter", "adamw"}
+        assert 0 < result.verdict.largest["gradient"].difference < 1e-4
     assert checked.equal
     assert (checked.steps, checked.dtype, checked.device) == (2, "float32", "cpu")
-    assert [line.partition(":")[0] for line in told] == ["one process", "shard 2", "tensor 2", "pipeline 2"]
+    assert [line.partition(":")[0] for line in messages] == ["one process", "shard 2", "tensor 2", "pipeline 2"]
     assert checked.meshes[2].microbatch is not None, "a pipeline has microbatches"
 
 
-class Bare:
-    """Plain descent in a few lines of PyTorch, on a recipe's own windows."""
+class Reference:
+    """Gradient descent in a few lines of PyTorch, on a recipe's own windows."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.heard = recipe, dict[str, float]()
+        self.recipe, self.squares = recipe, dict[str, float]()
         self.model = empty_decoder(recipe.model)
         init_weights(self.model, recipe.seed)
         dataset, seq = open_dataset(Path(recipe.data.path)), recipe.data.seq
         split = split_dataset(dataset, seq, recipe.data.holdout)
         self.loader = Loader(WindowReader(dataset, seq), split, recipe.seed, 8, rows=(0, 8))
         for name in ("embed", "layers.0", "layers.1", "norm"):
-            self.model.get_submodule(name).register_forward_hook(partial(self.hear, name))
+            self.model.get_submodule(name).register_forward_hook(partial(self.record, name))
 
-    def hear(self, name: str, _module: nn.Module, _inputs: object, out: torch.Tensor) -> None:
-        self.heard[name] = float(out.detach().double().square().sum())
+    def record(self, name: str, _module: nn.Module, _inputs: object, out: torch.Tensor) -> None:
+        self.squares[name] = float(out.detach().double().square().sum())
 
     def gradients(self, step: int) -> tuple[float, dict[str, np.ndarray]]:
         batch = self.loader.read((step - 1) * 8)
@@ -98,40 +98,44 @@ class Bare:
 
 
 @pytest.fixture(scope="module")
-def kept(recipe: Callable[..., Recipe], zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trials of a check, kept: one process, and two shards."""
+def trials(recipe: Callable[..., Recipe], zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kept trials of a check: one process, and two shards."""
     folder = tmp_path_factory.mktemp("kept") / "kept"
     check_parity(recipe(DESCENT), [mesh(shard=2)], folder.parent / "runs", steps=2, keep=folder, warm=zygote)
     return folder
 
 
 @pytest.mark.parametrize("trial", ["single", "mesh-1"])
-def test_a_trial_is_plain_descent_on_the_runs_own_data(recipe: Callable[..., Recipe], kept: Path, trial: str) -> None:
-    """A loop of bare PyTorch, from the same weights on the same windows, has the same numbers."""
-    tried = read_trial(kept / trial / "trial")
-    bare = Bare(recipe(DESCENT))
-    assert list(tried.order) == [name for name, _ in bare.model.named_parameters()]
+def test_trial_is_gradient_descent_on_the_data_of_the_run(
+    recipe: Callable[..., Recipe], trials: Path, trial: str
+) -> None:
+    """A plain PyTorch loop, from the same weights on the same windows, computes the same numbers."""
+    numbers = read_trial(trials / trial / "trial")
+    reference = Reference(recipe(DESCENT))
+    assert list(numbers.order) == [name for name, _ in reference.model.named_parameters()]
     for step in (1, 2):
-        loss, gradients = bare.gradients(step)
+        loss, gradients = reference.gradients(step)
         if step == 1:
-            assert [mark.name for mark in tried.marks] == ["embed", "layers.0", "layers.1", "norm"]
-            assert {mark.name: mark.squares for mark in tried.marks} == pytest.approx(bare.heard, rel=1e-5)
-        parameters = bare.descend()
-        assert tried.losses[step - 1] == pytest.approx(loss, rel=1e-6)
-        assert set(tried.gradients[step - 1]) == set(gradients)
+            assert [module.name for module in numbers.module_sums] == ["embed", "layers.0", "layers.1", "norm"]
+            assert {module.name: module.squares for module in numbers.module_sums} == pytest.approx(
+                reference.squares, rel=1e-5
+            )
+        parameters = reference.descend()
+        assert numbers.losses[step - 1] == pytest.approx(loss, rel=1e-6)
+        assert set(numbers.gradients[step - 1]) == set(gradients)
         for name in gradients:
-            assert_near(tried.gradients[step - 1][name], gradients[name], 1e-5)
-            assert_near(tried.parameters[step - 1][name], parameters[name], 1e-6)
+            assert_near(numbers.gradients[step - 1][name], gradients[name], 1e-5)
+            assert_near(numbers.parameters[step - 1][name], parameters[name], 1e-6)
     for name, before in parameters.items():
         # AdamW's first update: the gradient over its own size; matrices decay
         decayed = before * (1 - 0.1 * 0.1) if before.ndim >= 2 else before
         after = decayed - 0.1 * gradients[name] / (np.abs(gradients[name]) + 1e-8)
-        loud = np.abs(gradients[name]) > 1e-4 * np.abs(gradients[name]).max()
-        assert_near(tried.adamw[name][loud], after[loud], 1e-4)
+        significant = np.abs(gradients[name]) > 1e-4 * np.abs(gradients[name]).max()
+        assert_near(numbers.adamw[name][significant], after[significant], 1e-4)
 
 
-def assert_near(found: np.ndarray, truth: np.ndarray, tolerance: float) -> None:
-    assert np.linalg.norm(found - truth) <= tolerance * np.linalg.norm(truth)
+def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.slow
@@ -143,92 +147,92 @@ def test_four_workers_with_masked_labels_and_ties(run_check: Check, recipe: Call
 
 
 @pytest.mark.slow
-def test_bfloat16_is_held_to_what_it_can_do(run_check: Check, recipe: Callable[..., Recipe]) -> None:
+def test_bfloat16_has_its_own_tolerances(run_check: Check, recipe: Callable[..., Recipe]) -> None:
     checked = run_check(recipe({"train.dtype": "bfloat16"}), mesh(shard=2), steps=1)
-    (found,) = checked.meshes
-    assert found.equal, found.verdict
-    assert found.verdict is not None
-    assert found.verdict.largest["gradient"].difference > 1e-4, "it is not float32 that was compared"
+    (result,) = checked.meshes
+    assert result.equal, result.verdict
+    assert result.verdict is not None
+    assert result.verdict.largest["gradient"].difference > 1e-4, "it is not float32 that was compared"
     assert checked.tolerances.of("loss") == 2e-3
 
 
-# -- mistakes made on purpose
+# -- injected mistakes
 
 
 @pytest.mark.parametrize(
     "mutation",
     ["no-gradient-reduction", pytest.param("whole-norm", marks=pytest.mark.slow)],  # which test_check_verb.py has too
 )
-def test_norms_whose_gradients_are_not_added_up_are_named(
+def test_norm_without_gradient_reduction_is_named(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, mutation: str
 ) -> None:
     mutate(monkeypatch, mutation)
-    (found,) = run_check(recipe(), mesh(tensor=2), steps=1).meshes
-    assert not found.equal
-    assert found.verdict is not None
-    first = found.verdict.first
+    (result,) = run_check(recipe(), mesh(tensor=2), steps=1).meshes
+    assert not result.equal
+    assert result.verdict is not None
+    first = result.verdict.first
     assert first is not None
     assert (first.kind, first.step) == ("gradient", 1)
     assert first.name.endswith("norm.weight")
     assert first.difference > 0.1
 
 
-def test_copies_whose_gradients_are_not_added_up_are_named(
+def test_replicas_without_gradient_reduction_are_named(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, "no-gradient-reduction")
-    (found,) = run_check(recipe({"model.tie_embeddings": False}), mesh(replicate=2), steps=1).meshes
-    assert found.verdict is not None
-    first = found.verdict.first
+    (result,) = run_check(recipe({"model.tie_embeddings": False}), mesh(replicate=2), steps=1).meshes
+    assert result.verdict is not None
+    first = result.verdict.first
     assert first is not None
     assert (first.kind, first.name, first.step) == ("gradient", "head.weight", 1), "the first that backward reaches"
     assert first.difference > 0.1
 
 
-def test_a_pipeline_that_divides_its_loss_twice_is_caught(
+def test_pipeline_that_divides_its_loss_twice_is_detected(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, "pipeline-loss-scale")
-    (found,) = run_check(recipe({"train.microbatch": 2}), mesh(pipeline=2), steps=1).meshes
-    assert found.verdict is not None
-    first = found.verdict.first
+    (result,) = run_check(recipe({"train.microbatch": 2}), mesh(pipeline=2), steps=1).meshes
+    assert result.verdict is not None
+    first = result.verdict.first
     assert first is not None
     assert first.kind in ("loss", "gradient")
     assert first.step == 1
     assert first.difference == pytest.approx(0.75, rel=1e-3), "a quarter of it, with four microbatches"
-    assert found.verdict.largest["forward"].difference < 1e-5, "what the stages put out is right"
+    assert result.verdict.largest["forward"].difference < 1e-5, "the outputs of the stages are right"
 
 
-# -- what fails, and what stops
+# -- failures and stops
 
 
-def test_a_mesh_that_cannot_run_is_refused_before_any_process_starts(
+def test_mesh_that_cannot_run_is_refused_before_any_process_starts(
     run_check: Check, recipe: Callable[..., Recipe]
 ) -> None:
-    told = list[str]()
+    messages = list[str]()
     with pytest.raises(UsageError, match=r"replicate 3: .*batch is 8 sequences"):
-        run_check(recipe(), mesh(shard=2), mesh(replicate=3), tell=told.append)
+        run_check(recipe(), mesh(shard=2), mesh(replicate=3), report=messages.append)
     with pytest.raises(UsageError, match=r"tensor 4: .*heads"):
-        run_check(recipe(), mesh(tensor=4), tell=told.append)
+        run_check(recipe(), mesh(tensor=4), report=messages.append)
     with pytest.raises(RecipeError, match="vocab_size is 17"):
-        run_check(recipe({"model.vocab_size": 17}), mesh(shard=2), tell=told.append)
-    assert told == []
+        run_check(recipe({"model.vocab_size": 17}), mesh(shard=2), report=messages.append)
+    assert messages == []
 
 
-def test_a_trial_that_fails_is_told_and_the_others_go_on(
+def test_failed_trial_is_reported_and_the_others_continue(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [{"action": "raise", "step": 1, "rank": 1}]}))
-    failed, alone = run_check(recipe(), mesh(shard=2), mesh(), steps=1).meshes
+    failed, single = run_check(recipe(), mesh(shard=2), mesh(), steps=1).meshes
     assert failed.error == "worker 1 failed: RuntimeError: injected at start of step 1"
     assert failed.hint == "--keep DIR keeps the trials and their logs"
     assert failed.verdict is None
     assert not failed.equal
-    assert alone.mesh == "one worker"
-    assert alone.equal, "there is no worker 1 that could fail"
+    assert single.mesh == "one worker"
+    assert single.equal, "there is no worker 1 that could fail"
 
 
-def test_a_stop_ends_it_with_a_sentence_and_nothing_left(
+def test_stop_ends_the_check_and_leaves_nothing_behind(
     run_check: Check, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Worker 1 never gets through step 2: a second stop ends it where it is."""
@@ -243,28 +247,28 @@ def test_a_stop_ends_it_with_a_sentence_and_nothing_left(
     assert stopped.value.exit_status == 1
 
 
-def test_a_stop_between_trials_counts_too(run_check: Check, recipe: Callable[..., Recipe]) -> None:
+def test_stop_between_trials_ends_the_check(run_check: Check, recipe: Callable[..., Recipe]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(WorkerError, match="stopped on request"):
-        run_check(recipe(), mesh(shard=2), tell=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        run_check(recipe(), mesh(shard=2), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_what_is_kept_stays_and_is_never_overwritten(
-    run_check: Check, recipe: Callable[..., Recipe], kept: Path
+def test_kept_trials_stay_and_are_never_overwritten(
+    run_check: Check, recipe: Callable[..., Recipe], trials: Path
 ) -> None:
-    assert (kept / "mesh-1" / "logs" / "0001-rank-1.log").exists()
-    gradients = TrialTensors(kept / "mesh-1" / "trial" / "gradients" / "step-00000001", "gradient/")
+    assert (trials / "mesh-1" / "logs" / "0001-rank-1.log").exists()
+    gradients = TrialTensors(trials / "mesh-1" / "trial" / "gradients" / "step-00000001", "gradient/")
     assert len(gradients) == len(list(gradients)) == 21
     with pytest.raises(KeyError):
         gradients["nothing"]
-    before = sorted(kept.rglob("*"))
-    with pytest.raises(UsageError, match="there is something already"):
-        run_check(recipe(), mesh(shard=2), steps=1, keep=kept)
-    assert sorted(kept.rglob("*")) == before
+    before = sorted(trials.rglob("*"))
+    with pytest.raises(UsageError, match="not an empty folder"):
+        run_check(recipe(), mesh(shard=2), steps=1, keep=trials)
+    assert sorted(trials.rglob("*")) == before
 
 
-def test_meshes_in_words() -> None:
+def test_describe_meshes() -> None:
     assert describe(mesh(shard=2, tensor=2), 4) == "shard 2 x tensor 2"
     assert describe(Parallel(tensor=2), 6) == "shard 3 x tensor 2"
     assert describe(mesh(pipeline=2, schedule="zero-bubble"), 2) == "pipeline 2, zero-bubble"
@@ -283,9 +287,9 @@ def test_meshes_in_words() -> None:
         mesh(replicate=2, tensor=2, pipeline=2, schedule="interleaved"),
         mesh(shard=4, pipeline=2, schedule="zero-bubble"),
     ],
-    ids=lambda found: describe(found, 8),
+    ids=lambda parallel: describe(parallel, 8),
 )
 def test_eight_workers_equal_one_process(run_check: Check, recipe: Callable[..., Recipe], wanted: Parallel) -> None:
-    made = recipe({"model.layers": 4, "model.heads": 4, "model.kv_heads": 2, "train.batch": 16})
-    checked = run_check(made, wanted)
+    small = recipe({"model.layers": 4, "model.heads": 4, "model.kv_heads": 2, "train.batch": 16})
+    checked = run_check(small, wanted)
     assert checked.equal, checked.meshes[0]

@@ -180,7 +180,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(desk) -> None:
         (["r.toml", "--mesh", "pipeline=2,stages=1:2"], 2, "pipeline 2, stages 1:2: "),
         (["r.toml", "--mesh", "shard=2,keep_weights=maybe"], 2, "keep_weights: this is neither true nor false"),
         (["r.toml", "--mesh", "shard=2", "--set", "data.path=nowhere"], 1, "nowhere"),
-        (["r.toml", "--mesh", "shard=2", "--keep", "r.toml"], 2, "there is something already"),
+        (["r.toml", "--mesh", "shard=2", "--keep", "r.toml"], 2, "not an empty folder"),
     ],
 )
 def test_bad_input_is_one_sentence(typed, words: list[str], status: int, message: str) -> None:
@@ -212,7 +212,7 @@ def verdict(**differences: float) -> Verdict:
         kind: Finding(kind, "" if kind == "loss" else "layers.3.mlp.down.weight", 2, differences.get(kind, 1e-9), limit)
         for kind, limit in ((kind, FLOAT32.of(kind)) for kind in KINDS)
     }
-    return Verdict(largest, next((finding for finding in largest.values() if finding.parts), None))
+    return Verdict(largest, next((finding for finding in largest.values() if finding.differs), None))
 
 
 def checked(*meshes: MeshParity) -> ParityReport:

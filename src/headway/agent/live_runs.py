@@ -1,4 +1,4 @@
-"""The runs that are alive on this machine, found by their processes: nothing is written down that could be stale."""
+"""The live runs of this machine, found by their processes: nothing is recorded that could become stale."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,73 +21,71 @@ class LiveRun:
 
     run: RunFolder
     agent: int
-    """The one that leads; else the first of those that work for one elsewhere."""
+    """The leader; of a run led elsewhere, the first agent here."""
     keeper: int | None
-    """None when it is gone, and the run about to save and stop; also of a run that is led elsewhere."""
+    """The launcher; None if it is gone (the run is about to save and stop) and for a run led elsewhere."""
     led_here: bool
     workers: tuple[int, ...]
     spares: int
     memory_bytes: int
-    """What all of them have to themselves, and their share of what they share."""
+    """Private memory of all processes and their share of shared memory."""
     started: float
-    """Unix seconds when the agent was started."""
+    """Unix seconds when the agent started."""
     user: str
 
 
 @dataclass(frozen=True)
-class _Found:
-    """An agent with the processes that are its own."""
+class _AgentProcesses:
+    """An agent with its processes."""
 
     agent: psutil.Process
     run: Path
-    own: tuple[psutil.Process, ...]
+    processes: tuple[psutil.Process, ...]
 
 
 def list_live_runs() -> list[LiveRun]:
-    """All runs on this machine whose processes may be seen, the oldest first."""
-    leaders, nodes = _found()
-    groups = [(leader, [node for node in nodes if _same(leader.run, node.run)]) for leader in leaders]
-    elsewhere = [node for node in nodes if not any(_same(leader.run, node.run) for leader in leaders)]
+    """List all runs on this machine whose processes are visible, the oldest first."""
+    leaders, nodes = _find_agents()
+    groups = [(leader, [node for node in nodes if _same_run(leader.run, node.run)]) for leader in leaders]
+    elsewhere = [node for node in nodes if not any(_same_run(leader.run, node.run) for leader in leaders)]
     while elsewhere:
-        mine = [node for node in elsewhere if _same(elsewhere[0].run, node.run)]
-        elsewhere = [node for node in elsewhere if node not in mine]
-        groups.append((mine[0], mine))
-    found = list[LiveRun]()
+        group = [node for node in elsewhere if _same_run(elsewhere[0].run, node.run)]
+        elsewhere = [node for node in elsewhere if node not in group]
+        groups.append((group[0], group))
+    runs = list[LiveRun]()
     for first, others in groups:
         with suppress(psutil.Error):
-            found.append(_describe(first, others, led_here=first in leaders))
-    return sorted(found, key=lambda one: one.started)
+            runs.append(_describe(first, others, led_here=first in leaders))
+    return sorted(runs, key=lambda run: run.started)
 
 
 def run_from_cmdline(command: Sequence[str]) -> str | None:
-    """The run's folder if this is an agent's command line, `python -m headway.agent DESCRIPTOR RUN`."""
+    """Return the run folder of an agent's command line, `python -m headway.agent DESCRIPTOR RUN`; else None."""
     return command[4] if len(command) == 5 and tuple(command[1:3]) == _AGENT else None
 
 
-def _found() -> tuple[list[_Found], list[_Found]]:
-    """Agents that lead a run, and those that have a zygote for one."""
-    leaders, nodes = list[_Found](), list[_Found]()
+def _find_agents() -> tuple[list[_AgentProcesses], list[_AgentProcesses]]:
+    """Find the agents that lead a run, and those that have a zygote for one."""
+    leaders, nodes = list[_AgentProcesses](), list[_AgentProcesses]()
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
             run = run_from_cmdline(command)
             if run is not None:
-                leaders.append(_Found(process, Path(process.cwd(), run).resolve(), (process, *_below(process))))
+                path = Path(process.cwd(), run).resolve()
+                leaders.append(_AgentProcesses(process, path, (process, *process.children(recursive=True))))
             elif tuple(command[1:3]) == _ZYGOTE and not process.name().startswith("hw"):
-                parent, of = process.parent(), _prints_for(process)
-                if parent is not None and parent.pid != 1 and of is not None:
-                    nodes.append(_Found(parent, of, (parent, process, *_below(process))))
+                parent, log_run = process.parent(), _run_of_log(process)
+                if parent is not None and parent.pid != 1 and log_run is not None:
+                    processes = (parent, process, *process.children(recursive=True))
+                    nodes.append(_AgentProcesses(parent, log_run, processes))
         except psutil.Error:
-            continue  # it ended meanwhile, or may not be looked at
+            continue  # it ended meanwhile, or belongs to another user
     return leaders, nodes
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    return list(process.children(recursive=True))
-
-
-def _prints_for(process: psutil.Process) -> Path | None:
-    """The run's folder whose log a process prints into."""
+def _run_of_log(process: psutil.Process) -> Path | None:
+    """Return the run folder to whose logs a process prints."""
     try:
         log = Path(f"/proc/{process.pid}/fd/1").readlink()
     except OSError:
@@ -95,29 +93,27 @@ def _prints_for(process: psutil.Process) -> Path | None:
     return log.parent.parent if log.parent.name == "logs" else None
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two folders are of one run: that of a machine which does not see the other's has the same id."""
-    if one == other:
+def _same_run(folder: Path, other: Path) -> bool:
+    """Whether two folders are of one run: machines that share no folder have copies with the same id."""
+    if folder == other:
         return True
     try:
-        return RunFolder(one).id_file.read_text() == RunFolder(other).id_file.read_text()
+        return RunFolder(folder).id_file.read_text() == RunFolder(other).id_file.read_text()
     except OSError:
         return False
 
 
-def _describe(first: _Found, others: Sequence[_Found], led_here: bool) -> LiveRun:
-    own = dict.fromkeys(process for one in (first, *others) for process in one.own)
-    names = {process: _name(process) for process in own}
+def _describe(first: _AgentProcesses, others: Sequence[_AgentProcesses], led_here: bool) -> LiveRun:
+    names = {process: _name(process) for agent in (first, *others) for process in agent.processes}
     agent, parent = first.agent, first.agent.parent()
-    kept = led_here and parent is not None and parent.pid != 1
     return LiveRun(
         run=RunFolder(first.run),
         agent=agent.pid,
-        keeper=parent.pid if parent is not None and kept else None,
+        keeper=parent.pid if led_here and parent is not None and parent.pid != 1 else None,
         led_here=led_here,
         workers=tuple(sorted(process.pid for process, name in names.items() if name.startswith("hw "))),
         spares=sum(name == "hw-spare" for name in names.values()),
-        memory_bytes=sum(map(_memory, own)),
+        memory_bytes=sum(map(_memory, names)),
         started=agent.create_time(),
         user=agent.username(),
     )
@@ -131,9 +127,9 @@ def _name(process: psutil.Process) -> str:
 
 
 def _memory(process: psutil.Process) -> int:
-    """The proportional share where the kernel tells it: workers forked from one process share most of their memory."""
+    """Return the proportional set size if the kernel has it: forked workers share most of their memory."""
     try:
-        found = process.memory_full_info()
-        return int(getattr(found, "pss", found.rss))
+        memory = process.memory_full_info()
+        return int(getattr(memory, "pss", memory.rss))
     except psutil.Error:
         return 0

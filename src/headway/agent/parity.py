@@ -1,7 +1,7 @@
-"""Proof that a mesh computes what one process computes: the same few steps on both, every number compared.
+"""The parity check: proof that a mesh computes what one process does, by running the same steps on both.
 
-`check` decides everything first, so that a mesh that cannot run is refused before any process starts; then makes one
-trial in a single process and one on each mesh, in folders that are removed at the end.
+`check_parity` validates everything first, so that a mesh that cannot run is refused before any process starts. Then it
+runs one trial in a single process and one on each mesh, in folders that are removed at the end.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from headway.agent.parity_compare import (
     TrialNumbers,
     Verdict,
     compare_trials,
-    merge_marks,
+    merge_sums,
 )
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.supervisor import supervise_run
@@ -44,24 +44,24 @@ from headway.track import read_recipe
 __all__ = ["MeshParity", "ParityReport", "TrialTensors", "check_parity", "describe", "read_trial"]
 
 ELSEWHERE = ("headway logs", "headway resume", "headway report", "checkpoint.")
-"""What hints that speak of a run that lasts contain; a trial's is gone when they are read."""
+"""Parts of hints that refer to a run folder; that of a trial is gone when they are read."""
 
 
 @dataclass(frozen=True)
 class MeshParity:
-    """One mesh, and what came of it."""
+    """The result for one mesh."""
 
     mesh: str
-    """In words: shard 2 x tensor 2."""
+    """Description: shard 2 x tensor 2."""
     parallel: Parallel
-    """As it was settled for the trial."""
+    """As resolved for the trial."""
     workers: int
     microbatch: int | None
-    """Rows in one pass; None is a worker's whole share."""
+    """Rows per pass; None is a worker's whole share."""
     seconds: float
-    """The trial's and the comparison's."""
+    """Duration of the trial and the comparison."""
     verdict: Verdict | None = None
-    """None where the trial failed."""
+    """None if the trial failed."""
     error: str | None = None
     hint: str | None = None
 
@@ -73,7 +73,7 @@ class MeshParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What a check came to."""
+    """The result of a parity check."""
 
     recipe: str
     steps: int
@@ -81,17 +81,17 @@ class ParityReport:
     device: str
     tolerances: Tolerances
     losses: Sequence[float]
-    """Of the single process."""
+    """Losses of the single process."""
     meshes: tuple[MeshParity, ...]
 
     @property
     def equal(self) -> bool:
-        """Whether all meshes do."""
+        """Whether all meshes are equal."""
         return all(mesh.equal for mesh in self.meshes)
 
 
 class _Stopped(Exception):
-    """A stop was asked for."""
+    """A stop was requested."""
 
 
 def check_parity(
@@ -101,89 +101,95 @@ def check_parity(
     *,
     steps: int = 3,
     keep: Path | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     warm: ZygoteClient | None = None,
 ) -> ParityReport:
-    """Hold each mesh against a single process. `root` is where runs live that the recipe may start from; `tell` hears
-    what is going on; `keep` names a new folder for the trials, which stay there."""
+    """Compare each mesh with a single process.
+
+    `root` has the runs that the recipe may start from, `report` is called with progress messages, and `keep` names a
+    new folder in which the trials stay.
+    """
     assert steps >= 1, "no step, no gradient"
-    recipe = _on_one_kind_of_device(resolve_recipe(recipe, root), meshes)
-    done = list[MeshParity]()
+    recipe = _with_device(resolve_recipe(recipe, root), meshes)
+    results = list[MeshParity]()
     with _folder(keep) as folder, _stoppable():
         try:
-            # 1 decide, and refuse what cannot run
-            single = _single(recipe, folder)
-            attempts = [_prepared(recipe, mesh, folder, i) for i, mesh in enumerate(meshes, 1)]
+            # 1 validate, and refuse what cannot run
+            single = _prepare_single(recipe, folder)
+            attempts = [_prepare_mesh(recipe, mesh, folder, i) for i, mesh in enumerate(meshes, 1)]
             with _shared_zygote(folder, single, warm) as zygote:
                 # 2 one process
-                tell("one process")
-                losses = _reference(single, steps, zygote)
+                report("one process")
+                outcome = _run(single, steps, zygote)
+                if outcome.state == "failed":
+                    raise WorkerError(f"one process, without a mesh: {outcome.reason}", hint=_hint(outcome))
+                losses = read_trial(_trial_folder(single)).losses
                 # 3 each mesh
                 for mesh, attempt in zip(meshes, attempts, strict=True):
-                    words = describe(mesh, attempt.workers)
-                    tell(f"{words}: {attempt.workers} workers on {attempt.device}")
-                    done.append(_held_against(single, attempt, words, steps, zygote))
+                    name = describe(mesh, attempt.workers)
+                    report(f"{name}: {attempt.workers} workers on {attempt.device}")
+                    results.append(_compare_mesh(single, attempt, name, steps, zygote))
                     if keep is None:
                         shutil.rmtree(attempt.run)
         except (_Stopped, KeyboardInterrupt):
-            raise WorkerError(f"stopped on request after {len(done)} of {len(meshes)} meshes") from None
+            raise WorkerError(f"stopped on request after {len(results)} of {len(meshes)} meshes") from None
     return ParityReport(
-        recipe.name, steps, recipe.train.dtype, single.device, TOLERANCES[recipe.train.dtype], losses, tuple(done)
+        recipe.name, steps, recipe.train.dtype, single.device, TOLERANCES[recipe.train.dtype], losses, tuple(results)
     )
 
 
 def describe(parallel: Parallel, workers: int) -> str:
-    """A mesh in words, with what else was asked for: shard 2 x pipeline 2, interleaved."""
+    """Describe a mesh and its other settings: shard 2 x pipeline 2, interleaved."""
     sizes = parallel.sizes(workers)
-    words = [" x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1) or "one worker"]
+    parts = [" x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1) or "one worker"]
     if parallel.pipeline > 1 and parallel.schedule != "1f1b":
-        words.append(parallel.schedule)
+        parts.append(parallel.schedule)
     if parallel.chunks > 2:
-        words.append(f"{parallel.chunks} chunks")
+        parts.append(f"{parallel.chunks} chunks")
     if parallel.stages is not None:
-        words.append(f"stages {':'.join(map(str, parallel.stages))}")
+        parts.append(f"stages {':'.join(map(str, parallel.stages))}")
     if parallel.keep_weights:
-        words.append("weights kept")
+        parts.append("weights kept")
     if parallel.reduce_each:
-        words.append("reduced each")
-    return ", ".join(words)
+        parts.append("reduced each")
+    return ", ".join(parts)
 
 
 # -- before any process
 
 
-def _on_one_kind_of_device(recipe: Recipe, meshes: Sequence[Parallel]) -> Recipe:
-    """With the device settled: all trials on GPUs if the largest mesh has enough of them, else all on the CPU."""
-    found = devices(recipe.train.device)
-    default = default_workers(found)
+def _with_device(recipe: Recipe, meshes: Sequence[Parallel]) -> Recipe:
+    """Choose the device: GPUs for all trials if there are enough for the largest mesh, else the CPU."""
+    available = devices(recipe.train.device)
+    default = default_workers(available)
     most = max(count_workers(recipe.model_copy(update={"parallel": mesh}), None, default) for mesh in meshes)
-    short = found.kind == "cuda" and most > found.count and recipe.train.device == "auto"
-    train = recipe.train.model_copy(update={"device": "cpu" if short else found.kind})
+    too_few = available.kind == "cuda" and most > available.count and recipe.train.device == "auto"
+    train = recipe.train.model_copy(update={"device": "cpu" if too_few else available.kind})
     return recipe.model_copy(update={"train": train})
 
 
-def _single(recipe: Recipe, folder: Path) -> Attempt:
+def _prepare_single(recipe: Recipe, folder: Path) -> Attempt:
     attempt = new_run(recipe.model_copy(update={"parallel": None}), folder, name="single", workers=1)
-    return attempt.model_copy(update={"faults": FaultPlan()})  # what is broken on purpose is the mesh
+    return attempt.model_copy(update={"faults": FaultPlan()})  # faults are injected into the mesh only
 
 
-def _prepared(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:
+def _prepare_mesh(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:
     try:
         return new_run(recipe.model_copy(update={"parallel": mesh}), folder, name=f"mesh-{number}")
     except HeadwayError as error:
-        told = UsageError if error.exit_status == UsageError.exit_status else RunError
-        raise told(f"{describe(mesh, 1)}: {error.message}", hint=error.hint) from None
+        kind = UsageError if error.exit_status == UsageError.exit_status else RunError
+        raise kind(f"{describe(mesh, 1)}: {error.message}", hint=error.hint) from None
 
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """A place for the trials: a new folder that stays, or one that goes whatever happens."""
+    """The folder of the trials: a new one that stays, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="headway-check-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UsageError(f"--keep {keep}: there is something already", hint="name a folder that does not exist yet")
+        raise UsageError(f"--keep {keep}: not an empty folder", hint="name a folder that does not exist yet")
     yield keep.resolve()
 
 
@@ -192,7 +198,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that nothing is left behind."""
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that nothing is left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -215,12 +221,12 @@ def _shared_zygote(folder: Path, attempt: Attempt, warm: ZygoteClient | None) ->
     try:
         yield zygote
     finally:
-        zygote.kill()  # it may be in the middle of its imports, and all of its workers have ended
+        zygote.kill()  # it may still be importing, and all of its workers have ended
         zygote.close()
 
 
 def _run(attempt: Attempt, steps: int, zygote: ZygoteClient) -> AttemptOutcome:
-    """Make one trial; a stop is an exception, whatever the workers made of it."""
+    """Run one trial; raise _Stopped if a stop was requested, whatever the outcome."""
     attempt.folder.logs.mkdir(exist_ok=True)
     stops = [0]
     trial = ParityTrial(folder=str(_trial_folder(attempt)), steps=steps)
@@ -230,29 +236,22 @@ def _run(attempt: Attempt, steps: int, zygote: ZygoteClient) -> AttemptOutcome:
     return outcome
 
 
-def _reference(single: Attempt, steps: int, zygote: ZygoteClient) -> Sequence[float]:
-    outcome = _run(single, steps, zygote)
-    if outcome.state == "failed":
-        raise WorkerError(f"one process, without a mesh: {outcome.reason}", hint=_hint(outcome))
-    return read_trial(_trial_folder(single)).losses
-
-
-def _held_against(single: Attempt, attempt: Attempt, mesh: str, steps: int, zygote: ZygoteClient) -> MeshParity:
-    began = time.monotonic()
+def _compare_mesh(single: Attempt, attempt: Attempt, mesh: str, steps: int, zygote: ZygoteClient) -> MeshParity:
+    started = time.monotonic()
     outcome = _run(attempt, steps, zygote)
     recipe = read_recipe(attempt.folder)
     verdict, error, hint = None, None, None
     if outcome.state == "failed":
         error, hint = outcome.reason, _hint(outcome)
     else:
-        ours, theirs = read_trial(_trial_folder(single)), read_trial(_trial_folder(attempt))
-        verdict = compare_trials(ours, theirs, TOLERANCES[recipe.train.dtype])
+        trials = read_trial(_trial_folder(single)), read_trial(_trial_folder(attempt))
+        verdict = compare_trials(*trials, TOLERANCES[recipe.train.dtype])
     return MeshParity(
         mesh=mesh,
         parallel=recipe.parallel or Parallel(),
         workers=attempt.workers,
         microbatch=recipe.train.microbatch,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - started,
         verdict=verdict,
         error=error,
         hint=hint,
@@ -260,7 +259,7 @@ def _held_against(single: Attempt, attempt: Attempt, mesh: str, steps: int, zygo
 
 
 def _hint(outcome: AttemptOutcome) -> str:
-    if outcome.hint is None or any(word in outcome.hint for word in ELSEWHERE):
+    if outcome.hint is None or any(part in outcome.hint for part in ELSEWHERE):
         return "--keep DIR keeps the trials and their logs"
     return outcome.hint
 
@@ -269,25 +268,25 @@ def _trial_folder(attempt: Attempt) -> Path:
     return attempt.run / "trial"
 
 
-# -- what trials wrote
+# -- what trials write
 
 
 def read_trial(folder: Path) -> TrialNumbers:
-    """What a trial wrote down; its tensors stay on disk until they are asked for."""
-    told = json.loads((folder / "trial.json").read_text())
-    heard = [json.loads(file.read_text()) for file in sorted(folder.glob("marks-*.json"))]
-    steps = range(1, len(told["losses"]) + 1)
+    """Read what a trial wrote; its tensors stay on disk until they are accessed."""
+    trial = json.loads((folder / "trial.json").read_text())
+    ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("marks-*.json"))]
+    steps = range(1, len(trial["losses"]) + 1)
     return TrialNumbers(
-        losses=told["losses"],
-        marks=merge_marks([_mark(row) for row in rows] for rows in heard),
+        losses=trial["losses"],
+        module_sums=merge_sums([_module_sums(row) for row in rows] for rows in ranks),
         gradients=[TrialTensors(_step(folder / "gradients", step), "gradient/") for step in steps],
         parameters=[TrialTensors(_step(folder / "parameters", step), "model/") for step in steps],
         adamw=TrialTensors(_step(folder / "adamw", steps[-1]), "model/"),
-        order=told["order"],
+        order=trial["order"],
     )
 
 
-def _mark(row: Mapping[str, Any]) -> ModuleSums:
+def _module_sums(row: Mapping[str, Any]) -> ModuleSums:
     return ModuleSums(tuple(row["place"]), row["name"], row["sum"], row["squares"], row["count"])
 
 
@@ -296,12 +295,12 @@ def _step(folder: Path, step: int) -> Path:
 
 
 class TrialTensors(Mapping[str, NDArray[Any]]):
-    """The tensors of a checkpoint whose names begin with a prefix, by the rest of their names; each read when asked."""
+    """The tensors of a checkpoint whose names have a prefix, by the rest of their names; each read on access."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._checkpoint = open_checkpoint(path)
-        named = self._checkpoint.manifest.tensors
-        self._names = {name.removeprefix(prefix): name for name in named if name.startswith(prefix)}
+        tensors = self._checkpoint.manifest.tensors
+        self._names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         full = self._names[name]

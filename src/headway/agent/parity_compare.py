@@ -1,14 +1,15 @@
-"""Whether two trials computed the same, and if not, where they part first: pure, on arrays and numbers.
+"""Compares two trials of a parity check and finds the first difference: pure, on arrays and numbers.
 
-    forward     sums over what modules put out in the first step          |difference| / sum
+    forward     sums over the outputs of modules in the first step        |difference| / sum
     loss        of each step                                              |difference| / loss
     gradient    each tensor at each step                                  norm of the difference / norm
     parameter   each tensor after each step's plain update                the same
-    adamw       each tensor after one AdamW update                        the same, where gradients stand out from noise
+    adamw       each tensor after one AdamW update                        the same, where gradients exceed the noise
 
-Things are looked at in the order in which a step makes them, so that the first that parts is nearest to the cause.
+Numbers are compared in the order in which a step computes them, so that the first difference is nearest to the cause.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,23 +28,23 @@ __all__ = [
     "TrialNumbers",
     "Verdict",
     "compare_trials",
-    "merge_marks",
+    "merge_sums",
 ]
 
 Kind = Literal["forward", "loss", "gradient", "parameter", "adamw"]
 KINDS: tuple[Kind, ...] = ("forward", "loss", "gradient", "parameter", "adamw")
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]
-"""Whole tensors by name; read one at a time."""
+"""Full tensors by name; read one at a time."""
 CHUNK = 1 << 20
-"""Elements that are turned into float64 at once."""
+"""Elements converted to float64 at once."""
 QUIET = 1e-4
-"""A tensor whose norm is less than this of all tensors' together is measured against that much: gradients that are zero
-but for rounding (a key's bias behind a softmax) would else differ by all of their norm. One that is wrong altogether is
-still found down to `tolerance * QUIET`, 1e-8 of all in float32, which is about what rounding leaves of such a sum."""
+"""The norm of a tensor counts as at least this share of the norm of all tensors: gradients that are zero but for
+rounding (a key's bias behind a softmax) would else differ by their whole norm. A tensor that is wrong altogether is
+still found down to `tolerance * QUIET`, 1e-8 of all in float32, which is about the rounding error of such a sum."""
 
 SMALL = 0.01
-"""After AdamW a tensor is as large as its elements would be if they were all of this size, if it is not larger: what
-began at zero (Gemma's norms) is nothing but one update, in which gradients count by their sign."""
+"""After AdamW the norm of a tensor counts as at least that of elements of this size: a tensor that started at zero
+(Gemma's norms) is nothing but one update, in which only the signs of gradients count."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Tolerances:
     gradient: float
     parameter: float
     noise: float
-    """AdamW makes full steps of gradients however small: below this share of the tensor's largest they are left out."""
+    """AdamW takes full steps however small a gradient is: those below this share of the largest are excluded."""
 
     def of(self, kind: Kind) -> float:
-        """That of one kind; AdamW's parameters are parameters."""
+        """Return the tolerance of a kind; parameters after AdamW have that of parameters."""
         return float(getattr(self, "parameter" if kind == "adamw" else kind))
 
 
@@ -66,35 +67,35 @@ TOLERANCES: Mapping[str, Tolerances] = {
     # Measured on decoders of 4 layers, over shard, tensor, pipeline and pairs of them: forward 4e-9, loss 8e-8,
     # gradients 1e-6, parameters 2e-7.
     "float32": Tolerances(forward=1e-5, loss=1e-5, gradient=1e-4, parameter=1e-4, noise=1e-6),
-    # Eight bits, 4e-3 of a number: a mesh rounds elsewhere (FSDP the stream between blocks too, which autocast leaves
-    # in float32), and each layer hands the others' rounding on. Measured on 4 and 6 layers: forward 3e-4, loss 3e-5,
-    # gradients 1.3e-2 (keys). After AdamW 5e-2 where gradients are above 1e-3 of the largest, 1e-4 above 1e-2.
+    # Eight bits, 4e-3 of a number: a mesh rounds at other points (FSDP also the residual stream between blocks, which
+    # autocast leaves in float32), and each layer passes rounding errors on. Measured on 4 and 6 layers: forward 3e-4,
+    # loss 3e-5, gradients 1.3e-2 (keys). After AdamW 5e-2 for gradients above 1e-3 of the largest, 1e-4 above 1e-2.
     "bfloat16": Tolerances(forward=2e-3, loss=2e-3, gradient=5e-2, parameter=5e-2, noise=2e-2),
 }
-"""By the precision of the products."""
+"""By dtype of the matrix products."""
 
 
 @dataclass(frozen=True)
 class ModuleSums:
-    """Sums over all that a module put out in one step."""
+    """Sums over the outputs of a module in one step."""
 
     place: tuple[int, int]
-    """Where it stands in the model's forward order."""
+    """Position in the model's forward order."""
     name: str
     sum: float
     squares: float
     count: float
-    """Elements; a multiple of one process' where several workers hold them alike."""
+    """Elements; a multiple of the single process's if several workers hold the same ones."""
 
 
 @dataclass(frozen=True)
 class TrialNumbers:
-    """What one trial wrote down."""
+    """The numbers of one trial."""
 
     losses: Sequence[float]
-    marks: Sequence[ModuleSums]
+    module_sums: Sequence[ModuleSums]
     gradients: Sequence[Tensors]
-    """Of each step."""
+    """Per step."""
     parameters: Sequence[Tensors]
     """After each step's plain update."""
     adamw: Tensors
@@ -105,26 +106,26 @@ class TrialNumbers:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared."""
+    """One comparison."""
 
     kind: Kind
     name: str
     """The module or tensor; the loss has none."""
     step: int
     difference: float
-    """Relative; infinite where there is nothing to compare with."""
+    """Relative; infinite if there is nothing to compare with."""
     tolerance: float
     note: str = ""
-    """What is wrong with it beside its values."""
+    """What is wrong other than the values."""
 
     @property
-    def parts(self) -> bool:
-        """Whether rounding does not explain it."""
+    def differs(self) -> bool:
+        """Whether the difference exceeds the tolerance."""
         return not self.difference <= self.tolerance
 
     @property
     def subject(self) -> str:
-        """What it is, in words."""
+        """What was compared."""
         return {
             "forward": f"forward of {self.name}",
             "loss": "the loss",
@@ -135,19 +136,19 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Where it is and by how much it is off."""
+        """Where the difference is and how large."""
         what = self.note or f"off by {self.difference:.1e}, {self.tolerance:.0e} allowed"
         return f"{self.subject}, step {self.step}: {what}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison came to."""
+    """The result of a comparison."""
 
     largest: Mapping[Kind, Finding]
     """The largest difference of each kind."""
     first: Finding | None
-    """What parts first, in the order of the computation; None where nothing does."""
+    """The first difference in the order of the computation; None if equal."""
 
     @property
     def equal(self) -> bool:
@@ -156,89 +157,85 @@ class Verdict:
 
 
 def compare_trials(single: TrialNumbers, mesh: TrialNumbers, tolerances: Tolerances) -> Verdict:
-    """Hold a mesh's trial against that of a single process."""
+    """Compare a mesh's trial with that of a single process."""
     findings = list(_findings(single, mesh, tolerances))
     largest = dict[Kind, Finding]()
     for finding in findings:
         if finding.kind not in largest or finding.difference > largest[finding.kind].difference:
             largest[finding.kind] = finding
-    return Verdict(largest, next((finding for finding in findings if finding.parts), None))
+    return Verdict(largest, next((finding for finding in findings if finding.differs), None))
 
 
-def merge_marks(ranks: Iterable[Iterable[ModuleSums]]) -> list[ModuleSums]:
-    """One mark a module, of what all workers heard; in forward order."""
+def merge_sums(ranks: Iterable[Iterable[ModuleSums]]) -> list[ModuleSums]:
+    """Add up the sums of all workers per module; in forward order."""
     merged = dict[str, ModuleSums]()
-    for mark in (mark for rank in ranks for mark in rank):
-        have = merged.get(mark.name)
-        if have is not None:
-            sums = {key: getattr(have, key) + getattr(mark, key) for key in ("sum", "squares", "count")}
-            mark = replace(have, **sums)
-        merged[mark.name] = mark
-    return sorted(merged.values(), key=lambda mark: mark.place)
+    for module in itertools.chain.from_iterable(ranks):
+        before = merged.get(module.name)
+        if before is not None:
+            sums = {key: getattr(before, key) + getattr(module, key) for key in ("sum", "squares", "count")}
+            module = replace(before, **sums)
+        merged[module.name] = module
+    return sorted(merged.values(), key=lambda module: module.place)
 
 
 def _findings(single: TrialNumbers, mesh: TrialNumbers, tolerances: Tolerances) -> Iterator[Finding]:
-    """Everything that is compared, in the order of the computation."""
+    """Compare everything, in the order of the computation."""
     steps = len(single.losses)
     forwards, backwards = list(single.order), list(reversed(single.order))
-    yield from _marks(single.marks, mesh.marks, tolerances.forward)
-    for step in range(1, steps + 1):
-        i = step - 1
-        yield _loss(single.losses[i], mesh.losses[i], step, tolerances.loss)
+    yield from _compare_sums(single.module_sums, mesh.module_sums, tolerances.forward)
+    for i, step in enumerate(range(1, steps + 1)):
+        loss, mesh_loss = single.losses[i], mesh.losses[i]
+        yield Finding("loss", "", step, _relative(abs(mesh_loss - loss), abs(loss)), tolerances.loss)
         gradients = _ordered(single.gradients[i], mesh.gradients[i], backwards)
-        yield from _tensors("gradient", step, gradients, single.gradients[i], mesh.gradients[i], tolerances)
+        yield from _compare_tensors("gradient", step, gradients, single.gradients[i], mesh.gradients[i], tolerances)
         parameters = _ordered(single.parameters[i], mesh.parameters[i], forwards)
-        yield from _tensors("parameter", step, parameters, single.parameters[i], mesh.parameters[i], tolerances)
-    slopes = single.gradients[-1]
-    loud = _loud(slopes, tolerances.gradient)
-    moved = [name for name in _ordered(single.adamw, mesh.adamw, forwards) if name not in slopes or name in loud]
-    yield from _tensors("adamw", steps, moved, single.adamw, mesh.adamw, tolerances, slopes)
+        yield from _compare_tensors("parameter", step, parameters, single.parameters[i], mesh.parameters[i], tolerances)
+    last = single.gradients[-1]
+    significant = _significant(last, tolerances.gradient)
+    names = [n for n in _ordered(single.adamw, mesh.adamw, forwards) if n not in last or n in significant]
+    yield from _compare_tensors("adamw", steps, names, single.adamw, mesh.adamw, tolerances, last)
 
 
-def _marks(single: Sequence[ModuleSums], mesh: Sequence[ModuleSums], tolerance: float) -> Iterator[Finding]:
-    theirs = {mark.name: mark for mark in mesh}
-    for mark in single:
-        other = theirs.pop(mark.name, None)
-        difference, note = (math.inf, "not called on the mesh") if other is None else _mark(mark, other)
-        yield Finding("forward", mark.name, 1, difference, tolerance, note)
-    for name in theirs:
+def _compare_sums(single: Sequence[ModuleSums], mesh: Sequence[ModuleSums], tolerance: float) -> Iterator[Finding]:
+    on_mesh = {module.name: module for module in mesh}
+    for module in single:
+        other = on_mesh.pop(module.name, None)
+        difference, note = (math.inf, "not called on the mesh") if other is None else _module_difference(module, other)
+        yield Finding("forward", module.name, 1, difference, tolerance, note)
+    for name in on_mesh:
         yield Finding("forward", name, 1, math.inf, tolerance, "called on the mesh only")
 
 
-def _mark(mark: ModuleSums, other: ModuleSums) -> tuple[float, str]:
-    copies = other.count / mark.count if mark.count else 1.0
+def _module_difference(single: ModuleSums, mesh: ModuleSums) -> tuple[float, str]:
+    copies = mesh.count / single.count if single.count else 1.0
     if copies < 1 or copies != round(copies):
-        return math.inf, f"{other.count:,.0f} elements on the mesh for {mark.count:,.0f}"
-    squares = abs(other.squares / copies - mark.squares)
-    # A sum may cancel: it is held against the largest that elements of this size could have.
-    sums = abs(other.sum / copies - mark.sum)
-    most = math.sqrt(mark.count * mark.squares)
-    return max(_relative(squares, mark.squares), _relative(sums, most)), ""
+        return math.inf, f"{mesh.count:,.0f} elements on the mesh for {single.count:,.0f}"
+    squares = abs(mesh.squares / copies - single.squares)
+    # A sum may cancel: compare it with the largest that elements of this size could have.
+    sums = abs(mesh.sum / copies - single.sum)
+    largest = math.sqrt(single.count * single.squares)
+    return max(_relative(squares, single.squares), _relative(sums, largest)), ""
 
 
-def _loss(single: float, mesh: float, step: int, tolerance: float) -> Finding:
-    return Finding("loss", "", step, _relative(abs(mesh - single), abs(single)), tolerance)
-
-
-def _tensors(
+def _compare_tensors(
     kind: Kind,
     step: int,
     names: Iterable[str],
     single: Tensors,
     mesh: Tensors,
     tolerances: Tolerances,
-    slopes: Tensors | None = None,
+    gradients: Tensors | None = None,
 ) -> Iterator[Finding]:
-    """Each tensor's difference; with `slopes`, over the elements whose gradients there stand out from noise."""
+    """Compare tensors by name; with `gradients`, only the elements whose gradients exceed the noise."""
     measured = list[tuple[str, float, float, str]]()
     for name in names:
         least = 0.0
-        ours, theirs = single.get(name), mesh.get(name)
-        off, norm, note = math.inf, 0.0, _mismatch(ours, theirs)
-        if ours is not None and theirs is not None and not note:
-            chosen = None if slopes is None or name not in slopes else _chosen(slopes[name], tolerances.noise)
-            off, norm = _distance(ours, theirs, chosen)
-            least = SMALL * math.sqrt(ours.size) if kind == "adamw" else 0.0
+        expected, actual = single.get(name), mesh.get(name)
+        off, norm, note = math.inf, 0.0, _mismatch(expected, actual)
+        if expected is not None and actual is not None and not note:
+            mask = None if gradients is None or name not in gradients else _mask(gradients[name], tolerances.noise)
+            off, norm = _distance(expected, actual, mask)
+            least = SMALL * math.sqrt(expected.size) if kind == "adamw" else 0.0
         measured.append((name, off, max(norm, least), note))
     total = math.sqrt(sum(norm**2 for _, _, norm, _ in measured if math.isfinite(norm)))
     for name, off, norm, note in measured:
@@ -246,52 +243,48 @@ def _tensors(
 
 
 def _ordered(single: Tensors, mesh: Tensors, order: Sequence[str]) -> list[str]:
-    """All names there are; those that the order does not have come last."""
+    """Return all names; those missing from `order` come last."""
     names = {*single, *mesh}
     return [name for name in order if name in names] + sorted(names - {*order})
 
 
-def _mismatch(ours: NDArray[Any] | None, theirs: NDArray[Any] | None) -> str:
-    if ours is None or theirs is None:
-        return "missing on the mesh" if theirs is None else "on the mesh only"
-    same = ours.shape == theirs.shape
-    return "" if same else f"of shape {list(theirs.shape)} on the mesh, {list(ours.shape)} in one process"
+def _mismatch(expected: NDArray[Any] | None, actual: NDArray[Any] | None) -> str:
+    if expected is None or actual is None:
+        return "missing on the mesh" if actual is None else "on the mesh only"
+    same = expected.shape == actual.shape
+    return "" if same else f"of shape {list(actual.shape)} on the mesh, {list(expected.shape)} in one process"
 
 
-def _loud(gradients: Tensors, tolerance: float) -> set[str]:
-    """The tensors whose gradients are a hundred times what `QUIET` leaves to rounding; AdamW would make steps of it."""
-    norms = {name: _norm(gradients[name]) for name in gradients}
+def _significant(gradients: Tensors, tolerance: float) -> set[str]:
+    """Find tensors whose gradients are 100 times what `QUIET` leaves to rounding: AdamW takes full steps of it."""
+    norms = {name: _distance(gradients[name], gradients[name])[1] for name in gradients}
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     return {name for name, norm in norms.items() if not norm <= 100 * tolerance * QUIET * total}
 
 
-def _chosen(gradient: NDArray[Any], noise: float) -> NDArray[np.bool_]:
+def _mask(gradient: NDArray[Any], noise: float) -> NDArray[np.bool_]:
     sizes = np.abs(gradient)
-    chosen: NDArray[np.bool_] = ~(sizes <= noise * sizes.max(initial=0.0))  # what is not a number stays in
-    return chosen
+    mask: NDArray[np.bool_] = ~(sizes <= noise * sizes.max(initial=0.0))  # keeps NaN
+    return mask
 
 
-def _norm(a: NDArray[Any]) -> float:
-    return _distance(a, a)[1]
-
-
-def _distance(a: NDArray[Any], b: NDArray[Any], chosen: NDArray[np.bool_] | None = None) -> tuple[float, float]:
-    """The norm of a - b and that of a, in float64, over all elements or the chosen ones."""
+def _distance(a: NDArray[Any], b: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> tuple[float, float]:
+    """Return the norms of a - b and of a, in float64, over all elements or those of a mask."""
     off = norm = 0.0
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for begin in range(0, flat_a.size, CHUNK):
-        here = slice(begin, begin + CHUNK)
-        x, y = flat_a[here].astype(np.float64), flat_b[here].astype(np.float64)
-        if chosen is not None:
-            kept = chosen.reshape(-1)[here]
-            x, y = x[kept], y[kept]
-        with np.errstate(invalid="ignore", over="ignore"):  # infinities come out as no number, which parts
+        chunk = slice(begin, begin + CHUNK)
+        x, y = flat_a[chunk].astype(np.float64), flat_b[chunk].astype(np.float64)
+        if mask is not None:
+            selected = mask.reshape(-1)[chunk]
+            x, y = x[selected], y[selected]
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities become NaN, which differs
             off += float(np.square(x - y).sum())
             norm += float(np.square(x).sum())
     return math.sqrt(off), math.sqrt(norm)
 
 
 def _relative(off: float, scale: float) -> float:
-    """A difference over a size; over nothing, itself. What is not a number is as far off as can be."""
+    """Return a difference relative to a scale, or itself if that is 0; infinity for NaN."""
     ratio = off / scale if scale > 0 else off
     return ratio if math.isfinite(ratio) else math.inf

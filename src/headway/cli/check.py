@@ -56,7 +56,7 @@ def check(
     wanted = load_recipe(recipe, settings or ())
     meshes = _meshes(wanted, mesh or ())
     with _progress() as tell:
-        checked = run_check(wanted, meshes, runs_root(runs), steps=steps, keep=keep, tell=tell)
+        checked = run_check(wanted, meshes, runs_root(runs), steps=steps, keep=keep, report=tell)
     if json:
         print_json(as_json(checked))
     else:

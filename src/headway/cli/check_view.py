@@ -50,7 +50,7 @@ def _details(mesh: MeshParity) -> Iterator[str]:
 
 def _row(kind: Kind, largest: Finding) -> str:
     """One kind's largest difference; a name that would be too wide goes onto a line of its own."""
-    state = "PARTED" if largest.parts else "ok"
+    state = "PARTED" if largest.differs else "ok"
     row = f"  {NAMES[kind]:<12}  {_number(largest.difference)} of {_short(largest.tolerance):<5}  {state:<6}"
     if not largest.name:
         return row.rstrip()

@@ -25,7 +25,7 @@ def fetch(
 
     For runs whose machines see no common folder; what they recorded is there a minute later.
     """
-    from headway.agent.remote.store_mirror import fetch_run, said_in
+    from headway.agent.remote.store_mirror import fetch_run, start_failures
     from headway.agent.saving.restore_points import need_store
     from headway.cli.text import print_json
     from headway.state.address import is_in_store
@@ -43,7 +43,7 @@ def fetch(
         print_json(told | {"state": "running" if how == TRAINS else found.state})
         return
     print(f"{found.name}: step {found.step}, {found.attempts} attempt{'s' * (found.attempts != 1)}, {how}")
-    for path in [] if how in (TRAINS, "finished") else said_in(folder):
+    for path in [] if how in (TRAINS, "finished") else start_failures(folder):
         print(f"  {path.read_text().strip()}")
     more = f"headway resume {found.name}" if over else f"headway fetch {found.name}"
     print(f"next: headway report {found.name}, headway logs {found.name}{'' if how == 'finished' else ', ' + more}")

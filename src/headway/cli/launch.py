@@ -66,7 +66,7 @@ def main() -> int:
     if told["door"] is not None:
         left["door"] = FdEntry({}, (told["door"],))
     with open_view(attempt, quiet=False) as view:
-        outcome = run_launcher(attempt, on_tick=view.tick, left=left)
+        outcome = run_launcher(attempt, on_tick=view.tick, inherited=left)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 

@@ -74,7 +74,7 @@ def _is_sweep(sweep: "Sweep") -> "RunError":
 
 def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
     """The logs asked for: of the attempt named, else of the last that has any."""
-    from headway.agent.remote.store_mirror import said_in
+    from headway.agent.remote.store_mirror import start_failures
 
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
@@ -82,7 +82,7 @@ def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path
     own = sorted(path for path in paths if _attempt(path) == wanted)
     if rank is not None:
         return own
-    job = [*_of_job(run), *said_in(run)] if attempt is None else []
+    job = [*_of_job(run), *start_failures(run)] if attempt is None else []
     told = job or any(path.name.endswith("-keeper.log") for path in own)
     return [*job, *([] if told else _of_agent(run, attempt)), *own]
 

@@ -51,11 +51,11 @@ def _led_by_store(folder: RunFolder) -> str | None:
 
 def own_folder_of(url: str, runs: Path | None) -> RunFolder:
     """The folder of a run on a machine that an engine has started, from its store."""
-    from headway.agent.remote.store_mirror import fetch_run, make_room
+    from headway.agent.remote.store_mirror import fetch_run, remove_stale_folder
 
     root = own_root(runs)
     if runs is None and not os.environ.get("HEADWAY_RUNS"):
-        make_room(url, root)
+        remove_stale_folder(url, root)
     return fetch_run(url, root)
 
 

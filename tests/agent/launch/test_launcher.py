@@ -1,7 +1,7 @@
-"""The keeper and its agents. Most agents here are short scripts, so that they can die in every way; the last are real.
+"""The launcher and its agents, which are short scripts here, so that they can die in every way.
 
-A script is run where `python -m headway.agent` would be. It knows which life of the run's agent it is, leaves files in
-the run's folder, and speaks as an agent does.
+A script runs in place of `python -m headway.agent`. It knows the how-manieth agent of the run it is, leaves files in
+the run folder, and sends messages as an agent does.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ import pytest
 
 from eventually import CEILING_S, eventually
 from headway.agent import Attempt
-from headway.agent.launch import launcher as keeper
+from headway.agent.launch import launcher
 
 SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys, time
 
-run, line = sys.argv[4], socket.socket(fileno=int(sys.argv[3]))
-life = sum(name.startswith("life-") for name in os.listdir(run)) + 1
+run, channel = sys.argv[4], socket.socket(fileno=int(sys.argv[3]))
+generation = sum(name.startswith("agent-") for name in os.listdir(run)) + 1
 
 
 def note(name, content=""):
@@ -36,12 +36,12 @@ def note(name, content=""):
     os.rename(f"{{run}}/making-{{os.getpid()}}", f"{{run}}/{{name}}")
 
 
-def tell(kind, **fields):
-    line.sendall(json.dumps({{"kind": kind, "descriptors": 0, **fields}}).encode() + b"\\n")
+def send(kind, **fields):
+    channel.sendall(json.dumps({{"kind": kind, "descriptors": 0, **fields}}).encode() + b"\\n")
 
 
-def say(state="finished", reason="all done", hint=None):
-    tell("outcome", state=state, reason=reason, hint=hint)
+def end(state="finished", reason="all done", hint=None):
+    send("outcome", state=state, reason=reason, hint=hint)
 
 
 def die():
@@ -59,15 +59,15 @@ def pass_time(seconds):
         time.sleep(0.01)
 
 
-note(f"life-{{life}}", os.getpid())
+note(f"agent-{{generation}}", os.getpid())
 {body}
 """
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork, where threads were started
 
 
-class Kept:
-    """A keeper at work, and what its agents leave in the run's folder."""
+class RunningLauncher:
+    """A launcher process, and what its agents leave in the run folder."""
 
     def __init__(self, run: Path, pid: int) -> None:
         self.run, self.pid = run, pid
@@ -76,33 +76,33 @@ class Kept:
         os.kill(self.pid, number)
 
     def wait_for(self, name: str) -> None:
-        """Until some agent makes a file of this name."""
+        """Wait until some agent creates a file of this name."""
         eventually((self.run / name).exists)
 
     def go(self) -> None:
-        """Let agents go on that wait for it."""
+        """Release the agents that wait for the file `go`."""
         (self.run / "go").touch()
 
     def sync(self) -> None:
-        """Until it has done everything that was asked of it so far."""
+        """Wait until it has done everything that was asked of it so far."""
         (self.run / "making-pass").write_text("0")
         (self.run / "making-pass").rename(self.run / "pass")
         eventually(lambda: not (self.run / "pass").exists())
 
     def end(self) -> dict[str, Any]:
-        """What it comes to."""
+        """Wait for its end and return what it reported."""
         eventually(lambda: not is_alive(self.pid))
-        found: dict[str, Any] = json.loads((self.run / "ended").read_text())
-        return found
+        result: dict[str, Any] = json.loads((self.run / "ended").read_text())
+        return result
 
     @property
-    def lives(self) -> int:
-        """How many agents there were."""
-        return len(list(self.run.glob("life-*")))
+    def agents(self) -> int:
+        """How many agents it started."""
+        return len(list(self.run.glob("agent-*")))
 
 
 class Clock:
-    """A keeper's clock: whoever leaves a file `pass` in the run's folder has it go on by so many seconds."""
+    """A launcher's clock: a file `pass` in the run folder advances it by so many seconds."""
 
     def __init__(self, run: Path) -> None:
         self._passed_s, self._asked, self._seen = 0.0, run / "pass", False
@@ -111,26 +111,25 @@ class Clock:
         return time.monotonic() + self._passed_s
 
     def tick(self, _stops_asked: int) -> None:
-        """The first time that the file is seen, what was said or sent before it may not have been heard yet."""
+        """When the file is first seen, messages sent before it may not have been received yet."""
         if self._seen:
             self._passed_s += float(self._asked.read_text())
             self._asked.unlink()
         self._seen = self._asked.exists()
 
 
-def keep_alone(attempt: Attempt, script: Path, settings: dict[str, float]) -> None:
-    """What a process does that is a keeper and nothing else."""
-    for name, value in ({"POLL_S": 0.02, "LAST_S": CEILING_S} | settings).items():
-        setattr(keeper, name, value)
+def launch(attempt: Attempt, script: Path) -> None:
+    """Be a launcher and nothing else."""
+    launcher.POLL_S, launcher.REAP_S = 0.02, CEILING_S
     sys.executable = str(script)
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  (a Path would keep one open)
     clock = Clock(attempt.run)
-    outcome = keeper.run_launcher(attempt, clock.tick, clock=clock)
-    children = keeper._has_children()
+    outcome = launcher.run_launcher(attempt, clock.tick, clock=clock)
+    children = launcher._has_children()
     gc.collect()
     left = set(os.listdir("/proc/self/fd")) - before  # noqa: PTH208
-    told = {"outcome": asdict(outcome), "status": outcome.exit_status, "left": len(left), "children": children}
-    (attempt.run / "ended").write_text(json.dumps(told))
+    result = {"outcome": asdict(outcome), "status": outcome.exit_status, "left": len(left), "children": children}
+    (attempt.run / "ended").write_text(json.dumps(result))
 
 
 def is_alive(pid: int) -> bool:
@@ -140,11 +139,11 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
-    """Starts a keeper whose agents do what a script says; in the end nothing of it is left."""
-    made = list[Kept]()
+def start(tmp_path: Path) -> Iterator[Callable[[str], RunningLauncher]]:
+    """Start a launcher whose agents run a script; in the end nothing of it is left."""
+    running = list[RunningLauncher]()
 
-    def start(body: str, **settings: float) -> Kept:
+    def start_launcher(body: str) -> RunningLauncher:
         run, script = tmp_path / "run", tmp_path / "agent"
         run.mkdir()
         script.write_text(SCRIPT.format(python=sys.executable, body=body))
@@ -153,34 +152,34 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
         pid = os.fork()
         if not pid:
             try:
-                keep_alone(attempt, script, settings)
+                launch(attempt, script)
             except BaseException as error:
                 (run / "ended").write_text(json.dumps({"raised": repr(error)}))
             os._exit(0)
-        made.append(Kept(run, pid))
-        return made[-1]
+        running.append(RunningLauncher(run, pid))
+        return running[-1]
 
-    yield start
-    for kept in made:
-        kept.signal(signal.SIGKILL)
-        os.waitpid(kept.pid, 0)
-        pids = [int(path.read_text()) for path in kept.run.glob("life-*")]
+    yield start_launcher
+    for process in running:
+        process.signal(signal.SIGKILL)
+        os.waitpid(process.pid, 0)
+        pids = [int(path.read_text()) for path in process.run.glob("agent-*")]
         eventually(lambda pids=pids: not any(is_alive(pid) for pid in pids))
 
 
 # -- an agent that dies
 
 
-HEIRS = """
-line.detach()
+SUCCESSION = """
+channel.detach()
 sys.path[:0] = {paths}
-from headway.agent.__main__ import _handed_over
-from headway.agent.fd_store import Kept
-from headway.state import Line
+from headway.agent.__main__ import _receive_attempt
+from headway.agent.fd_store import FdStore
+from headway.state import Channel
 
-line = Line(socket.socket(fileno=int(sys.argv[3])))
-things, attempt = _handed_over(line)
-kept = Kept(line, things)
+channel = Channel(socket.socket(fileno=int(sys.argv[3])))
+entries, attempt = _receive_attempt(channel)
+store = FdStore(channel, entries)
 
 
 def memory(content):
@@ -189,81 +188,81 @@ def memory(content):
     return descriptor
 
 
-def lies(thing):
-    return [os.pread(descriptor, 100, 0).decode() for descriptor in thing.descriptors]
+def contents(entry):
+    return [os.pread(descriptor, 100, 0).decode() for descriptor in entry.descriptors]
 
 
-note(f"found-{life}", json.dumps({name: [thing.fields, lies(thing)] for name, thing in kept.entries.items()}))
-if life == 1:
-    kept.put("few", [memory("a"), memory("b")], n=1)
-    kept.put("many", [memory(str(number)) for number in range(403)], n=2)
-    kept.put("none", text="é" * 50_000)
-    kept.put("gone", [memory("x")])
-    kept.drop("gone")
+note(f"inherited-{generation}", json.dumps({name: [entry.fields, contents(entry)] for name, entry in entries.items()}))
+if generation == 1:
+    store.put("few", [memory("a"), memory("b")], n=1)
+    store.put("many", [memory(str(i)) for i in range(403)], n=2)
+    store.put("none", text="é" * 50_000)
+    store.put("gone", [memory("x")])
+    store.drop("gone")
     die()
-if life == 2:
-    kept.put("few", [memory("c")], n=3)
-    kept.drop("none")
+if generation == 2:
+    store.put("few", [memory("c")], n=3)
+    store.drop("none")
     die()
-line.send("outcome", state="finished", reason="", hint=None)
+channel.send("outcome", state="finished", reason="", hint=None)
 """
 
 
-def test_the_next_agent_has_all_that_the_last_one_put_aside(keep) -> None:
-    """Content and all, and more descriptors than a message carries; nothing of it stays with the keeper."""
-    one = keep(HEIRS.replace("{paths}", repr([path for path in sys.path if path])))
-    ended = one.end()
-    assert (ended["status"], one.lives, ended["left"]) == (0, 3, 0)
+def test_next_agent_inherits_everything_the_last_one_stored(start) -> None:
+    """With contents, and more descriptors than a message carries; no descriptor stays open in the launcher."""
+    running = start(SUCCESSION.replace("{paths}", repr([path for path in sys.path if path])))
+    ended = running.end()
+    assert (ended["status"], running.agents, ended["left"]) == (0, 3, 0)
     many = [{"n": 2}, [str(number) for number in range(403)]]
-    assert [json.loads((one.run / f"found-{life}").read_text()) for life in (1, 2, 3)] == [
+    assert [json.loads((running.run / f"inherited-{generation}").read_text()) for generation in (1, 2, 3)] == [
         {},
         {"few": [{"n": 1}, ["a", "b"]], "many": many, "none": [{"text": "é" * 50_000}, []]},
         {"few": [{"n": 3}, ["c"]], "many": many},
     ]
 
 
-def test_agents_that_die_as_they_start_are_given_up(keep) -> None:
-    one = keep("sys.exit(3)")
-    ended = one.end()
-    assert (ended["status"], ended["outcome"]["state"], one.lives, ended["left"]) == (1, "failed", 5, 0)
+def test_launcher_gives_up_after_five_deaths_during_start_up(start) -> None:
+    running = start("sys.exit(3)")
+    ended = running.end()
+    assert (ended["status"], ended["outcome"]["state"], running.agents, ended["left"]) == (1, "failed", 5, 0)
     assert "died 5 times" in ended["outcome"]["reason"]
-    assert str(one.run / "logs") in ended["outcome"]["hint"]
+    assert str(running.run / "logs") in ended["outcome"]["hint"]
 
 
-def test_what_an_agent_says_last_counts_though_it_dies_of_it(keep) -> None:
-    """A run that is over is not begun again: the last word and the end come at once."""
-    one = keep('say("stopped", "as asked", "resume"); die()')
-    ended = one.end()
+def test_last_outcome_counts_even_if_the_agent_then_dies(start) -> None:
+    """A finished run is not started again: the last message and the exit arrive together."""
+    running = start('end("stopped", "as asked", "resume"); die()')
+    ended = running.end()
     assert ended["outcome"] == {"state": "stopped", "reason": "as asked", "hint": "resume"}
-    assert (ended["status"], one.lives, ended["left"]) == (75, 1, 0)
+    assert (ended["status"], running.agents, ended["left"]) == (75, 1, 0)
 
 
 ORPHANS = """
-if life == 1:
+if generation == 1:
     for _ in range(3):
         pid = os.fork()
         if not pid:
-            wait_for("life-2")
-            with open(f"{run}/life-2") as file:
+            wait_for("agent-2")
+            with open(f"{run}/agent-2") as file:
                 next_agent = file.read()
             while os.path.exists(f"/proc/{next_agent}"):
                 time.sleep(0.01)
             os._exit(0)
         note(f"child-{pid}", pid)
     die()
-say()
+end()
 """
 
 
-def test_what_a_dead_agent_leaves_behind_is_waited_for(keep) -> None:
-    """Its children become the keeper's, and none is a zombie or left when that is gone.
+def test_orphans_of_a_dead_agent_are_reaped(start) -> None:
+    """Its children become the launcher's, and none is a zombie or left once that has exited.
 
     They outlive the next agent, which is the last.
     """
-    one = keep(ORPHANS)
-    ended = one.end()
-    assert (ended["status"], one.lives, ended["children"]) == (0, 2, False)
-    children = [int(path.read_text()) for path in one.run.glob("child-*")]
+    running = start(ORPHANS)
+    ended = running.end()
+    assert (ended["status"], running.agents, ended["children"]) == (0, 2, False)
+    children = [int(path.read_text()) for path in running.run.glob("child-*")]
     assert len(children) == 3
     assert not any(psutil.pid_exists(pid) for pid in children)
 
@@ -271,43 +270,43 @@ def test_what_a_dead_agent_leaves_behind_is_waited_for(keep) -> None:
 # -- an agent that is silent
 
 
-def test_a_stopped_agent_is_woken(keep) -> None:
-    one = keep("tell('alive'); pass_time(3); os.kill(os.getpid(), signal.SIGSTOP); say()")
-    assert (one.end()["status"], one.lives) == (0, 1)
+def test_stopped_agent_is_continued(start) -> None:
+    running = start("send('alive'); pass_time(3); os.kill(os.getpid(), signal.SIGSTOP); end()")
+    assert (running.end()["status"], running.agents) == (0, 1)
 
 
-def test_an_agent_that_hangs_is_followed_by_another(keep) -> None:
-    one = keep("tell('alive')\nif life < 3: pass_time(121); time.sleep(600)\nsay()")
-    ended = one.end()
-    assert (ended["status"], one.lives, ended["left"]) == (0, 3, 0)
+def test_hung_agent_is_replaced(start) -> None:
+    running = start("send('alive')\nif generation < 3: pass_time(121); time.sleep(600)\nend()")
+    ended = running.end()
+    assert (ended["status"], running.agents, ended["left"]) == (0, 3, 0)
 
 
-def test_an_agent_that_is_silent_for_a_while_is_left_alone(keep) -> None:
-    one = keep("tell('alive'); pass_time(110); pass_time(0); say()")
-    assert (one.end()["status"], one.lives) == (0, 1)
+def test_briefly_silent_agent_is_left_alone(start) -> None:
+    running = start("send('alive'); pass_time(110); pass_time(0); end()")
+    assert (running.end()["status"], running.agents) == (0, 1)
 
 
-def test_agents_that_die_after_a_while_are_not_given_up(keep) -> None:
-    """However many there are; only five in a row that die as they begin are too many."""
-    one = keep("tell('alive')\nif life < 7: pass_time(11); die()\nsay()")
-    assert (one.end()["status"], one.lives) == (0, 7)
+def test_agents_that_die_later_are_always_replaced(start) -> None:
+    """However many there are; only five in a row that die during start-up are too many."""
+    running = start("send('alive')\nif generation < 7: pass_time(11); die()\nend()")
+    assert (running.end()["status"], running.agents) == (0, 7)
 
 
-# -- what is asked of it
+# -- stop signals
 
 
 LISTENER = """
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: asked.append(number))
-tell("alive")
-note(f"listens-{life}")
+send("alive")
+note(f"listens-{generation}")
 while not asked:
     time.sleep(0.01)
-    tell("alive")
+    send("alive")
 note("asked")
 wait_for("go")
-say("stopped", f"asked {len(asked)}")
+end("stopped", f"asked {len(asked)}")
 """
 
 
@@ -321,50 +320,50 @@ say("stopped", f"asked {len(asked)}")
     ],
     ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else "",
 )
-def test_stops_travel(keep, numbers: list[signal.Signals], asked: int) -> None:
-    """A batch system's warning never hurries a run, however often it comes."""
-    one = keep(LISTENER)
-    one.wait_for("listens-1")
+def test_stop_signals_reach_the_agent(start, numbers: list[signal.Signals], asked: int) -> None:
+    """A batch system's warning (SIGUSR1) never hurries a run, however often it comes."""
+    running = start(LISTENER)
+    running.wait_for("listens-1")
     for number in numbers:
-        one.signal(number)
-        one.wait_for("asked")
-        one.sync()
-    one.go()
-    ended = one.end()
-    assert (ended["outcome"]["reason"], ended["status"], one.lives) == (f"asked {asked}", 75, 1)
+        running.signal(number)
+        running.wait_for("asked")
+        running.sync()
+    running.go()
+    ended = running.end()
+    assert (ended["outcome"]["reason"], ended["status"], running.agents) == (f"asked {asked}", 75, 1)
 
 
 @pytest.mark.parametrize("slowly", [False, True], ids=["at once", "slowly"])
-def test_a_stop_that_comes_before_the_agent_listens_waits_for_it(keep, slowly: bool) -> None:
-    """It would die of the signal, and the next one too."""
+def test_stop_before_the_agent_is_ready_is_held_back(start, slowly: bool) -> None:
+    """The agent would die of the signal, and the next one too."""
     early = "wait_for('go')" if slowly else ""
-    one = keep(f"note('starts')\n{early}\n{LISTENER}")
-    one.wait_for("starts")
-    one.signal(signal.SIGTERM)
+    running = start(f"note('starts')\n{early}\n{LISTENER}")
+    running.wait_for("starts")
+    running.signal(signal.SIGTERM)
     if slowly:
-        one.sync()
-    one.go()
-    ended = one.end()
-    assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 1)
+        running.sync()
+    running.go()
+    ended = running.end()
+    assert (ended["outcome"]["reason"], ended["status"], running.agents) == ("asked 1", 75, 1)
 
 
-def test_a_stop_that_the_dead_agent_heard_is_told_to_the_next(keep) -> None:
-    one = keep(LISTENER.replace('note("asked")', "if life < 3: die()"))
-    one.wait_for("listens-1")
-    one.go()
-    one.signal(signal.SIGTERM)
-    ended = one.end()
-    assert (ended["outcome"]["reason"], ended["status"], one.lives) == ("asked 1", 75, 3)
+def test_stop_received_by_a_dead_agent_is_repeated_to_the_next(start) -> None:
+    running = start(LISTENER.replace('note("asked")', "if generation < 3: die()"))
+    running.wait_for("listens-1")
+    running.go()
+    running.signal(signal.SIGTERM)
+    ended = running.end()
+    assert (ended["outcome"]["reason"], ended["status"], running.agents) == ("asked 1", 75, 3)
 
 
-def test_two_stops_end_a_run_whose_agent_dies(keep) -> None:
-    one = keep(LISTENER.replace('note("asked")', 'note("asked"); wait_for("go"); die()'))
-    one.wait_for("listens-1")
-    one.signal(signal.SIGTERM)
-    one.wait_for("asked")
-    one.signal(signal.SIGINT)
-    one.sync()
-    one.go()
-    ended = one.end()
-    assert (ended["outcome"]["state"], ended["status"], one.lives) == ("stopped", 75, 1)
+def test_two_stops_end_a_run_whose_agent_dies(start) -> None:
+    running = start(LISTENER.replace('note("asked")', 'note("asked"); wait_for("go"); die()'))
+    running.wait_for("listens-1")
+    running.signal(signal.SIGTERM)
+    running.wait_for("asked")
+    running.signal(signal.SIGINT)
+    running.sync()
+    running.go()
+    ended = running.end()
+    assert (ended["outcome"]["state"], ended["status"], running.agents) == ("stopped", 75, 1)
     assert "at once" in ended["outcome"]["reason"]

@@ -1,4 +1,4 @@
-"""A run that is brought from its store again and again: only what is new is asked for, and nothing stays missing."""
+"""A run that is fetched from its store again and again: only what is new is read, and nothing stays missing."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from headway.track import RunFolder, create_run, run_id
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> RunFolder:
+def remote(tmp_path: Path) -> RunFolder:
     run = create_run(tmp_path / "there", "r", "r")
     run.recipe_file.write_text('{"a": 1}')
     run.tokenizer_file.write_bytes(bytes(1000))
@@ -26,12 +26,12 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The objects that were read."""
-    found, get, read = list[str](), ObjectStore.get, ObjectStore.read
-    monkeypatch.setattr(ObjectStore, "get", lambda self, key: found.append(key) or get(self, key))
-    monkeypatch.setattr(ObjectStore, "read", lambda self, key, *more: found.append(key) or read(self, key, *more))
-    return found
+def keys_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the objects that were read."""
+    keys, get, read = list[str](), ObjectStore.get, ObjectStore.read
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key: keys.append(key) or get(self, key))
+    monkeypatch.setattr(ObjectStore, "read", lambda self, key, *more: keys.append(key) or read(self, key, *more))
+    return keys
 
 
 def grow(run: RunFolder, url: str, text: str, lease: int = 1) -> None:
@@ -40,25 +40,25 @@ def grow(run: RunFolder, url: str, text: str, lease: int = 1) -> None:
     StoreMirror(run, url, lease, lambda: True).close()
 
 
-def test_only_what_is_new_is_read(there: RunFolder, url: str, tmp_path: Path, asked: list[str]) -> None:
-    grow(there, url, "one\n")
+def test_only_new_objects_are_read(remote: RunFolder, url: str, tmp_path: Path, keys_read: list[str]) -> None:
+    grow(remote, url, "one\n")
     here = fetch_run(url, tmp_path / "here")
-    assert "folder/tokenizer.json" in asked
-    asked.clear()
+    assert "folder/tokenizer.json" in keys_read
+    keys_read.clear()
     fetch_run(url, tmp_path / "here")
-    assert asked == ["folder/id"]
-    there.recipe_file.write_text('{"a": 2}')
-    grow(there, url, "two\n")
-    asked.clear()
+    assert keys_read == ["folder/id"]
+    remote.recipe_file.write_text('{"a": 2}')
+    grow(remote, url, "two\n")
+    keys_read.clear()
     fetch_run(url, tmp_path / "here")
     # an agent that starts puts its small files again, whatever is there
-    assert [key for key in asked if key.startswith("records/")] == [open_store(url).list("records")[-1].key]
+    assert [key for key in keys_read if key.startswith("records/")] == [open_store(url).list("records")[-1].key]
     assert here.recipe_file.read_text() == '{"a": 2}'
     assert (here.events / "0001-rank-0.jsonl").read_text() == "one\ntwo\n"
 
 
-def test_what_is_lost_or_changed_here_comes_again(there: RunFolder, url: str, tmp_path: Path) -> None:
-    grow(there, url, "one\n")
+def test_lost_or_changed_local_files_are_fetched_again(remote: RunFolder, url: str, tmp_path: Path) -> None:
+    grow(remote, url, "one\n")
     here = fetch_run(url, tmp_path / "here")
     here.recipe_file.write_text('{"a": 9}')
     (here.events / "0001-rank-0.jsonl").unlink()
@@ -67,9 +67,9 @@ def test_what_is_lost_or_changed_here_comes_again(there: RunFolder, url: str, tm
     assert (here.events / "0001-rank-0.jsonl").read_text() == "one\n"
 
 
-def test_a_piece_that_comes_late_goes_below_those_after_it(there: RunFolder, url: str, tmp_path: Path) -> None:
-    """The machine that led before puts its last words after the next one's first: as if they were in order."""
-    grow(there, url, "", 1)
+def test_late_piece_does_not_overwrite_its_successors(remote: RunFolder, url: str, tmp_path: Path) -> None:
+    """The former leader puts its last piece after the first of the next: the result is as if they were in order."""
+    grow(remote, url, "", 1)
     store, name = open_store(url), "events/0001-rank-0.jsonl"
 
     def piece(lease: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that come: what they and the agent that leads say of it. Real connections and processes, and no workers."""
+"""Nodes that join, and what they and the leader report: real connections and processes, no workers."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def team(run: RunFolder) -> Iterator[NodeGroup]:
-    """That of an agent that leads."""
+    """The node group of a leader."""
     listener = socket.create_server(("127.0.0.1", 0))
     right = LeaderLease(run.leases, "vm-0", *listener.getsockname()[:2])
     right.begin()
@@ -46,36 +46,36 @@ def team(run: RunFolder) -> Iterator[NodeGroup]:
     team.close()
 
 
-def joined(team: NodeGroup, name: str, pid: int = 1) -> Channel:
-    """A node of this name, that says no more than hello."""
-    line = Channel(call((team.right.host, team.right.port), KEY))
-    line.send(
+def join(team: NodeGroup, name: str, pid: int = 1) -> Channel:
+    """Connect a node of this name that sends nothing but hello."""
+    channel = Channel(call((team.right.host, team.right.port), KEY))
+    channel.send(
         "hello", name=name, machine="the-first", domain="", slots=1, host="127.0.0.1", port=1, pid=pid,
         free_bytes=0, files={}, apart=False,
     )  # fmt: skip
-    return line
+    return channel
 
 
-def told(team: NodeGroup, line: Channel) -> list[Message]:
-    """What a node hears first."""
-    while not (heard := line.receive(0.05)):
+def first_messages(team: NodeGroup, channel: Channel) -> list[Message]:
+    """Return what a node receives first."""
+    while not (messages := channel.receive(0.05)):
         team.attend()
-    return heard
+    return messages
 
 
-def test_whose_a_rank_is_that_another_asks_for(team: NodeGroup) -> None:
-    with contextlib.closing(joined(team, "n1", 4711)) as first:
-        assert told(team, first)[0].kind == "welcome"
-        with contextlib.closing(joined(team, "n1", 4712)) as second:
-            (refused,) = told(team, second)
+def test_second_node_of_a_rank_is_told_who_has_it(team: NodeGroup) -> None:
+    with contextlib.closing(join(team, "n1", 4711)) as first:
+        assert first_messages(team, first)[0].kind == "welcome"
+        with contextlib.closing(join(team, "n1", 4712)) as second:
+            (refused,) = first_messages(team, second)
             assert refused.kind == "taken"
             assert (refused.fields["pid"], refused.fields["machine"]) == (4711, "the-first")
 
 
 @contextlib.contextmanager
 def refusing(run: RunFolder) -> Iterator[list[str]]:
-    """An agent that leads and that tells whoever calls that its rank is taken; gives the names of those that did."""
-    calls, lines = list[str](), list[Channel]()
+    """A leader that tells every caller that its rank is taken; yields the names of the callers."""
+    callers, channels = list[str](), list[Channel]()
 
     def refuse(listener: socket.socket) -> None:
         while True:
@@ -85,23 +85,23 @@ def refusing(run: RunFolder) -> Iterator[list[str]]:
                 return
             try:
                 server_handshake(end, KEY)
-                calls.append(json.loads(read_line(end))["name"])
-            except ConnectionError:  # one that only looked
+                callers.append(json.loads(read_line(end))["name"])
+            except ConnectionError:  # a probe
                 end.close()
                 continue
-            lines.append(Channel(end))
-            lines[-1].send("taken", pid=4711, machine="the-first", silent_s=0.5)
+            channels.append(Channel(end))
+            channels[-1].send("taken", pid=4711, machine="the-first", silent_s=0.5)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         LeaderLease(run.leases, "vm-0", *listener.getsockname()[:2]).begin()
         threading.Thread(target=refuse, args=(listener,), daemon=True).start()
-        yield calls
-    for line in lines:
-        line.close()
+        yield callers
+    for channel in channels:
+        channel.close()
 
 
-def said(*words: str) -> list[str]:
-    """What a command says until it has failed, without the time and its name."""
+def stderr_of(*words: str) -> list[str]:
+    """Run a command that fails; return its messages without times and names."""
     done = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     return [re.sub(r"^[\d:]{8} \S+: ", "", line) for line in done.stderr.splitlines()]
@@ -113,24 +113,26 @@ REFUSED = [
 ]
 
 
-def test_a_rank_that_is_taken_is_told_once_and_given_up_after_a_while(run: RunFolder) -> None:
-    with refusing(run) as calls:
-        words = said("-m", "headway.agent.nodes.node_agent", "--run", str(run.path), "--name", "n1", "--slots", "1")
-    assert words == REFUSED
-    assert len(calls) > 1
-    assert set(calls) == {"n1"}
+def test_taken_rank_is_reported_once_and_given_up_later(run: RunFolder) -> None:
+    with refusing(run) as callers:
+        messages = stderr_of(
+            "-m", "headway.agent.nodes.node_agent", "--run", str(run.path), "--name", "n1", "--slots", "1"
+        )
+    assert messages == REFUSED
+    assert len(callers) > 1
+    assert set(callers) == {"n1"}
 
 
-def test_the_first_of_a_run_that_is_led_already_joins(recipe, tmp_path: Path) -> None:
-    """Its command was killed, and the keeper of the agent that it had lead lives on."""
+def test_rank_0_joins_a_run_that_already_has_a_leader(recipe, tmp_path: Path) -> None:
+    """Its command was killed, and the launcher of its leading agent lives on."""
     run = new_run(recipe(), tmp_path, name="r", workers=2).folder
     run.key_file.write_text(KEY)
     words = ("-m", "headway.cli.main", "agent", "--run", "r", "--runs", str(tmp_path), "--nodes", "2", "--rank", "0")
     with lock_run(run):
         assert not leader_answers(run)
-        with refusing(run) as calls:
+        with refusing(run) as callers:
             assert leader_answers(run)
-            joined = said(*words)
-    assert joined[0].startswith(f"process {os.getpid()} leads run r already: joining it (headway logs r --follow")
-    assert joined[1:] == REFUSED
-    assert set(calls) == {f"{socket.gethostname()}-0"}
+            messages = stderr_of(*words)
+    assert messages[0].startswith(f"process {os.getpid()} leads run r already: joining it (headway logs r --follow")
+    assert messages[1:] == REFUSED
+    assert set(callers) == {f"{socket.gethostname()}-0"}

@@ -1,7 +1,4 @@
-"""A run's store as the witness of who leads, and as the place from which any machine goes on with it.
-
-On a folder, and on a real S3 server.
-"""
+"""A run's store holds its leader lease and lets any machine resume it: on a folder, and on a real S3 server."""
 
 import contextlib
 import json
@@ -19,8 +16,8 @@ from eventually import eventually
 from headway.agent import new_run, resume_run, supervise_run
 from headway.agent.nodes.lease import LeaderLease
 from headway.agent.nodes.store_lease import StoreLease, leader_finder, lease_in_store
-from headway.agent.remote.bundle import bundle_names, place_of_record
-from headway.agent.remote.store_mirror import LOG_BYTES, MUCH_BYTES, StoreMirror, fetch_run, put_folder
+from headway.agent.remote.bundle import bundle_names, stored_record_path
+from headway.agent.remote.store_mirror import LOG_BYTES, OBJECT_BYTES, StoreMirror, fetch_run, put_folder
 from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.main import main
 from headway.cli.run_lookup import folder_of, own_folder_of, own_root
@@ -42,22 +39,22 @@ FACTS = CheckpointFacts(cursor=0, chain="", data_version="", recipe={}, mesh={})
 
 
 @pytest.fixture(autouse=True)
-def nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No witness looks for leases when its test is over."""
-    made, look_on = list[StoreLease](), StoreLease._look_on
-    monkeypatch.setattr(StoreLease, "_look_on", lambda self: (made.append(self), look_on(self))[1])
+def closed_leases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the leases that a test leaves open, so that their threads end."""
+    leases, look_on = list[StoreLease](), StoreLease._look_on
+    monkeypatch.setattr(StoreLease, "_look_on", lambda self: (leases.append(self), look_on(self))[1])
     yield
-    for one in made:
-        one.close()
+    for lease in leases:
+        lease.close()
 
 
 ON_BOTH = pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
-"""For what rests on how a store creates and lists objects; the rest does by default with a folder."""
+"""For tests of how a store creates and lists objects; the others use a folder by default."""
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where the run lies in a store."""
+    """Address of the run in a store."""
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/r"
     (tmp_path / "store").mkdir()
@@ -74,45 +71,46 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def files(run: RunFolder) -> dict[str, bytes]:
-    """All that another machine should have of it."""
-    names = [*bundle_names(run), *(f"{one.parent.name}/{one.name}" for one in run.path.glob("*/*") if one.is_file())]
+    """Read all files that another machine should have of a run."""
+    paths = [path for path in run.path.glob("*/*") if path.is_file()]
+    names = [*bundle_names(run), *(f"{path.parent.name}/{path.name}" for path in paths)]
     return {name: (run.path / name).read_bytes() for name in names}
 
 
-def mirrored(run: RunFolder, url: str, number: int = 1) -> None:
+def mirror(run: RunFolder, url: str, number: int = 1) -> None:
     StoreMirror(run, url, number, lambda: True).close()
 
 
 @ON_BOTH
-def test_of_agents_that_begin_at_once_one_leads(run: RunFolder, url: str) -> None:
-    led, refused = list[int](), list[str]()
-    witnesses = [StoreLease(run, url) for _ in range(4)]
+def test_of_agents_that_start_at_once_one_leads(run: RunFolder, url: str) -> None:
+    leaders, refusals = list[int](), list[str]()
+    leases = [StoreLease(run, url) for _ in range(4)]
 
     def begin(number: int) -> None:
         try:
-            witnesses[number].begin(f"n{number}", "127.0.0.1", 1000 + number)
-            led.append(number)
+            leases[number].begin(f"n{number}", "127.0.0.1", 1000 + number)
+            leaders.append(number)
         except RunError as error:
-            refused.append(error.message)
+            refusals.append(error.message)
 
     threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    # each lease is of one; who came later took a later one, or was refused
-    assert sorted(witnesses[number].number for number in led) == list(range(1, len(led) + 1))
-    assert all("another agent has begun to lead" in one for one in refused)
-    assert [one.holds() for one in witnesses].count(True) == 1
+    # each agent has a lease of its own number, or was refused
+    assert sorted(leases[number].number for number in leaders) == list(range(1, len(leaders) + 1))
+    assert all("another agent has begun to lead" in message for message in refusals)
+    assert [lease.holds() for lease in leases].count(True) == 1
     newest = lease_in_store(url)
     assert newest is not None
     assert leader_finder(url)() == (newest.host, newest.port)
-    for one in witnesses:
-        one.close()
+    for lease in leases:
+        lease.close()
 
 
 @ON_BOTH
-def test_who_was_overtaken_commits_nothing_there(run: RunFolder, url: str, monkeypatch) -> None:
+def test_superseded_leader_commits_nothing_to_the_store(run: RunFolder, url: str, monkeypatch) -> None:
     monkeypatch.setattr("headway.agent.nodes.store_lease.LOOK_S", 0.05)
     first, second = StoreLease(run, url), StoreLease(run, url)
     first.begin("a", "h", 1)
@@ -132,7 +130,7 @@ def test_who_was_overtaken_commits_nothing_there(run: RunFolder, url: str, monke
     assert store.list("records") == store.list("folder") == []
 
 
-def test_a_place_of_another_run_is_left_alone(run: RunFolder, url: str, tmp_path: Path) -> None:
+def test_store_of_another_run_is_left_alone(run: RunFolder, url: str, tmp_path: Path) -> None:
     StoreLease(run, url).begin("a", "h", 1)
     other = create_run(tmp_path / "elsewhere", "r", "r")
     with pytest.raises(RunError, match="has checkpoints of another run of this name"):
@@ -140,21 +138,21 @@ def test_a_place_of_another_run_is_left_alone(run: RunFolder, url: str, tmp_path
 
 
 @ON_BOTH
-def test_what_is_in_the_store_makes_the_folder_again(run: RunFolder, url: str, tmp_path: Path) -> None:
+def test_run_folder_is_restored_from_the_store(run: RunFolder, url: str, tmp_path: Path) -> None:
     (run.events / "0001-agent.jsonl").write_text('{"kind":"open"}\n')
-    (run.events / "0001-rank-0.jsonl").write_bytes(b"x" * (MUCH_BYTES + 5))
+    (run.events / "0001-rank-0.jsonl").write_bytes(b"x" * (OBJECT_BYTES + 5))
     (run.logs / "0001-rank-0.log").write_text("said\n")
-    mirrored(run, url)
+    mirror(run, url)
     here = fetch_run(url, tmp_path / "here")
     assert here.path == tmp_path / "here" / "r"
     assert files(here) == files(run)
     assert not here.key_file.exists()
     assert next_attempt(here) == 2
-    # it goes on here, and only what is new goes there
+    # the run resumes here, and only what is new is put
     before = {item.key for item in open_store(url).list("records")}
     (here.events / "0002-agent.jsonl").write_text('{"kind":"open"}\n')
     here.recipe_file.write_text('{"a": 2}')
-    mirrored(here, url, 2)
+    mirror(here, url, 2)
     new = [item for item in open_store(url).list("records") if item.key not in before]
     assert sum(item.bytes for item in new) < 200
     # and back on the first machine
@@ -162,17 +160,17 @@ def test_what_is_in_the_store_makes_the_folder_again(run: RunFolder, url: str, t
     assert run.recipe_file.read_text() == '{"a": 2}'
 
 
-def test_a_life_that_was_lost_with_its_machine_gives_its_number_away(
+def test_local_record_of_a_lost_attempt_is_overwritten_with_a_note(
     run: RunFolder, url: str, tmp_path: Path, capsys
 ) -> None:
-    mirrored(run, url)
+    mirror(run, url)
     (run.events / "0001-rank-0.jsonl").write_bytes(b"never seen by anybody else, and longer\n")
     here = fetch_run(url, tmp_path / "here")
     (here.events / "0001-rank-0.jsonl").write_bytes(b"the other\n")
-    mirrored(here, url, 2)
+    mirror(here, url, 2)
     assert capsys.readouterr().err == ""
     fetch_run(url, run.path.parent)
-    assert "events/0001-rank-0.jsonl had here and the store had not was replaced" in capsys.readouterr().err
+    assert "local changes to events/0001-rank-0.jsonl were overwritten from the store" in capsys.readouterr().err
     fetch_run(url, run.path.parent)
     assert capsys.readouterr().err == ""
     assert (run.events / "0001-rank-0.jsonl").read_bytes() == b"the other\n"
@@ -181,26 +179,26 @@ def test_a_life_that_was_lost_with_its_machine_gives_its_number_away(
 def test_logs_are_bounded_and_records_are_not(run: RunFolder, url: str, tmp_path: Path) -> None:
     (run.logs / "0001-rank-0.log").write_bytes(b"a" * (2 * LOG_BYTES))
     (run.events / "0001-rank-0.jsonl").write_bytes(b"b" * (3 * LOG_BYTES))
-    mirrored(run, url)
+    mirror(run, url)
     here = fetch_run(url, tmp_path / "here")
     assert (here.logs / "0001-rank-0.log").stat().st_size == LOG_BYTES
     assert (here.events / "0001-rank-0.jsonl").stat().st_size == 3 * LOG_BYTES
 
 
 @pytest.mark.parametrize("name", ["../x", "key", "/tmp/x", "events/../../x", "leases/000001.json", "recipe.json"])
-def test_no_piece_leads_out_of_the_folder(run: RunFolder, tmp_path: Path, name: str) -> None:
+def test_no_piece_escapes_the_folder(run: RunFolder, tmp_path: Path, name: str) -> None:
     url = f"file://{tmp_path}/store/r"
     (tmp_path / "store").mkdir()
     put_folder(run, open_store(url))
     open_store(url).put("records/000001-00000001", memoryview(b'{"files": [["%s", 0, 1]]}\nx' % name.encode()))
-    with pytest.raises(RunError, match="may ask for or add to"):
+    with pytest.raises(RunError, match="may read or append to"):
         fetch_run(url, tmp_path / "here")
     with pytest.raises(RunError):
-        place_of_record(run, name)
+        stored_record_path(run, name)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"[]\nx", b'{"files": [["events/0001-agent.jsonl", 0, 9]]}\nshort'])
-def test_a_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes) -> None:
+def test_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes) -> None:
     url = f"file://{tmp_path}/store/r"
     (tmp_path / "store").mkdir()
     put_folder(run, open_store(url))
@@ -209,7 +207,7 @@ def test_a_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes
         fetch_run(url, tmp_path / "here")
 
 
-def test_a_store_without_the_run_and_a_folder_of_another(run: RunFolder, url: str, tmp_path: Path) -> None:
+def test_fetch_refuses_a_missing_run_and_a_folder_of_another(run: RunFolder, url: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=f"there is no run at {url}"):
         fetch_run(url, tmp_path / "here")
     put_folder(run, open_store(url))
@@ -222,12 +220,12 @@ def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Pa
     """By its address on a machine that has nothing."""
     (run.events / "0001-agent.jsonl").write_text('{"kind":"open"}\n{"kind":"end","t":1,"outcome":"failed"}\n')
     (run.events / "0001-rank-0.jsonl").write_text('{"kind":"open"}\n{"kind":"step","t":1,"step":7,"loss":1.5}\n')
-    mirrored(run, url)
+    mirror(run, url)
     monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here"), "--json"])
     with contextlib.suppress(SystemExit):
         main()
-    told = {"run": "r", "step": 7, "attempts": 1, "loss": 1.5, "state": "failed"}
-    assert json.loads(capsys.readouterr().out) == told
+    expected = {"run": "r", "step": 7, "attempts": 1, "loss": 1.5, "state": "failed"}
+    assert json.loads(capsys.readouterr().out) == expected
     monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here")])
     with contextlib.suppress(SystemExit):
         main()
@@ -246,13 +244,13 @@ def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Pa
         ([{"kind": "end", "t": 5, "outcome": "finished"}], 1000, "finished", False),
     ],
 )
-def test_who_fetches_is_told_to_resume_only_what_nobody_trains(
+def test_fetch_suggests_resume_only_for_runs_that_nobody_trains(
     run: RunFolder, tmp_path: Path, monkeypatch, capsys, events, ago_s: float, how: str, resume: bool
 ) -> None:
     header = {"kind": "open", "format": 1, "attempt": 1, "process": "agent", "wall": time.time() - ago_s - 5}
     (run.events / "0001-agent.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [header, *events]))
     url = f"file://{tmp_path}/store/r"
-    mirrored(run, url)
+    mirror(run, url)
     monkeypatch.setattr("sys.argv", ["headway", "fetch", url, "--runs", str(tmp_path / "here")])
     with contextlib.suppress(SystemExit):
         main()
@@ -261,7 +259,7 @@ def test_who_fetches_is_told_to_resume_only_what_nobody_trains(
     assert ("headway resume r" in last) == resume
 
 
-def test_fetching_what_is_not_there_says_so_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_fetching_a_missing_run_fails_and_creates_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     url = f"file://{tmp_path}/store/r"
     for verb in (["fetch", url], ["resume", url], ["agent", "--run", url]):
         monkeypatch.setattr("sys.argv", ["headway", *verb, "--runs", str(tmp_path / "here")])
@@ -271,85 +269,77 @@ def test_fetching_what_is_not_there_says_so_and_makes_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_kept_an_agent_from_beginning_is_heard_by_who_submitted_it(
-    recipe, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """Its data is not on that machine; the job's own log is there too, and nobody sees it."""
+def test_start_failure_of_an_agent_reaches_the_submitting_machine(recipe, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Its data is not on that machine, where the job's own log stays too."""
     url = f"file://{tmp_path}/store"
-    made = new_run(recipe({"checkpoint.store": {"url": url}}), tmp_path / "runs", workers=1).folder
-    address = f"{url}/{made.name}"
-    settings = json.loads(made.recipe_file.read_text())
+    run = new_run(recipe({"checkpoint.store": {"url": url}}), tmp_path / "runs", workers=1).folder
+    address = f"{url}/{run.name}"
+    settings = json.loads(run.recipe_file.read_text())
     settings["data"]["path"] = str(tmp_path / "nowhere")
-    made.recipe_file.write_text(json.dumps(settings))
-    run_id(made)
-    put_folder(made, open_store(address))
-    note_submission(
-        made.path, Submission("slurm", "1", "cpux1", LaunchRequest("r", ("true",), made.path, shared=False))
-    )
-    said = list[str]()
+    run.recipe_file.write_text(json.dumps(settings))
+    run_id(run)
+    put_folder(run, open_store(address))
+    note_submission(run.path, Submission("slurm", "1", "cpux1", LaunchRequest("r", ("true",), run.path, shared=False)))
+    outputs = list[str]()
     for verb, root in (
         (["agent", "--run", address], "there"),
-        (["fetch", made.name], "runs"),
-        (["logs", made.name], "runs"),
+        (["fetch", run.name], "runs"),
+        (["logs", run.name], "runs"),
     ):
         monkeypatch.setattr("sys.argv", ["headway", *verb, "--runs", str(tmp_path / root)])
         with contextlib.suppress(SystemExit):
             main()
-        told = capsys.readouterr()
-        said.append(told.out + told.err)
-    assert all(f"{tmp_path}/nowhere" in words for words in said), said
-    assert "not begun" in said[1]
+        captured = capsys.readouterr()
+        outputs.append(captured.out + captured.err)
+    assert all(f"{tmp_path}/nowhere" in output for output in outputs), outputs
+    assert "not begun" in outputs[1]
 
 
 def submitted_elsewhere(recipe, tmp_path: Path) -> RunFolder:
-    """A run that machines have which do not see its folder."""
+    """A run submitted to machines that do not see its folder."""
     stored = recipe({"checkpoint.store": {"url": f"file://{tmp_path}/store"}})
-    made = new_run(stored, tmp_path / "runs", workers=1).folder
-    note_submission(
-        made.path, Submission("slurm", "1", "cpux1", LaunchRequest("r", ("true",), made.path, shared=False))
-    )
-    run_id(made)
-    return made
+    run = new_run(stored, tmp_path / "runs", workers=1).folder
+    note_submission(run.path, Submission("slurm", "1", "cpux1", LaunchRequest("r", ("true",), run.path, shared=False)))
+    run_id(run)
+    return run
 
 
-def told_elsewhere(made: RunFolder, tmp_path: Path, *events: dict[str, object]) -> None:
-    """What its agent has recorded there, put into its store."""
-    there = RunFolder(tmp_path / "elsewhere" / made.name)
-    shutil.copytree(made.path, there.path)
+def record_elsewhere(run: RunFolder, tmp_path: Path, *events: dict[str, object]) -> None:
+    """Put records of its agent into its store."""
+    there = RunFolder(tmp_path / "elsewhere" / run.name)
+    shutil.copytree(run.path, there.path)
     lines = [{"kind": "open"}, *events]
     (there.events / "0001-agent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    mirrored(there, f"file://{tmp_path}/store/{made.name}")
+    mirror(there, f"file://{tmp_path}/store/{run.name}")
 
 
-def test_who_looks_at_a_run_elsewhere_is_told_what_its_store_knows(recipe, tmp_path, capsys, monkeypatch) -> None:
-    made = submitted_elsewhere(recipe, tmp_path)
+def test_runs_and_report_show_what_the_store_of_a_remote_run_has(recipe, tmp_path, capsys, monkeypatch) -> None:
+    run = submitted_elsewhere(recipe, tmp_path)
     monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path / "runs"))
 
-    def told(*words: str) -> tuple[str, str]:
+    def headway(*words: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["headway", *words])
         with contextlib.suppress(SystemExit):
             main()
         return capsys.readouterr()
 
-    out, _ = told("runs")
+    out, _ = headway("runs")
     assert "submitted" in out
-    assert f"note: {made.name} is elsewhere and may be further on: headway fetch {made.name}" in out
-    _, err = told("report", made.name)
+    assert f"note: {run.name} is elsewhere and may be further on: headway fetch {run.name}" in out
+    _, err = headway("report", run.name)
     assert "note: what is here may be old: there is no run at" in err
-    told_elsewhere(made, tmp_path, {"kind": "end", "t": 1, "outcome": "finished", "reason": "all steps done"})
-    out, err = told("report", made.name, "--json")
+    record_elsewhere(run, tmp_path, {"kind": "end", "t": 1, "outcome": "finished", "reason": "all steps done"})
+    out, err = headway("report", run.name, "--json")
     assert (json.loads(out)["state"], err) == ("finished", "")
-    out, _ = told("runs")
+    out, _ = headway("runs")
     assert "finished" in out
     assert "elsewhere" not in out
-    (made.path / "jobs.jsonl").write_text("torn\n")
-    assert "finished" in told("runs")[0]
-    made.recipe_file.write_text("{")
-    note_submission(
-        made.path, Submission("slurm", "2", "cpux1", LaunchRequest("r", ("true",), made.path, shared=False))
-    )
-    (made.events / "0001-agent.jsonl").unlink()
-    assert "elsewhere" in told("runs")[0]  # whatever has become of its recipe
+    (run.path / "jobs.jsonl").write_text("torn\n")
+    assert "finished" in headway("runs")[0]
+    run.recipe_file.write_text("{")
+    note_submission(run.path, Submission("slurm", "2", "cpux1", LaunchRequest("r", ("true",), run.path, shared=False)))
+    (run.events / "0001-agent.jsonl").unlink()
+    assert "elsewhere" in headway("runs")[0]  # whatever has become of its recipe
 
 
 @pytest.mark.parametrize(
@@ -362,39 +352,39 @@ def test_who_looks_at_a_run_elsewhere_is_told_what_its_store_knows(recipe, tmp_p
         (None, "unknown", "there is no run at"),
     ],
 )
-def test_a_job_that_its_engine_has_forgotten_stands_as_its_records_say(
+def test_job_forgotten_by_its_engine_has_the_state_of_its_records(
     recipe, tmp_path: Path, monkeypatch, end: dict | None, state: str, reason: str
 ) -> None:
-    """They are in the store alone, and are brought; where there are none, nobody knows."""
-    made = submitted_elsewhere(recipe, tmp_path)
+    """Records are fetched from the store; without any, the state is unknown."""
+    run = submitted_elsewhere(recipe, tmp_path)
     if end is not None:
-        told_elsewhere(made, tmp_path, {"kind": "end", "t": 1, **end})
+        record_elsewhere(run, tmp_path, {"kind": "end", "t": 1, **end})
 
     class Forgetful:
         def status(self, jobs: list[str]) -> dict[str, JobStatus]:
             return {job: JobStatus("unknown", "Slurm has forgotten it") for job in jobs}
 
     monkeypatch.setattr("headway.cluster.submit.runs.open_engine", lambda *_: Forgetful())
-    (one,) = standings(tmp_path / "runs")
-    assert (one.status.state, reason in one.status.reason) == (state, True), one.status
+    (submitted,) = standings(tmp_path / "runs")
+    assert (submitted.status.state, reason in submitted.status.reason) == (state, True), submitted.status
 
 
-def test_what_another_run_has_left_on_a_machine_is_not_in_the_way(run: RunFolder, tmp_path: Path, monkeypatch) -> None:
-    """In a folder of the machine's own; one that somebody names is left alone, and so is one that is in use."""
+def test_stale_folder_of_another_run_is_replaced(run: RunFolder, tmp_path: Path, monkeypatch) -> None:
+    """In the machine's own folder; a folder that somebody names is left alone, and so is one in use."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "machine"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)
     (tmp_path / "machine").mkdir()
     url = f"file://{tmp_path}/store/r"
     put_folder(run, open_store(url))
-    left = create_run(own_root(None), "r", "r")
-    run_id(left)
-    (left.events / "0001-agent.jsonl").write_text("of another")
-    with lock_run(left), pytest.raises(RunError, match="there is another run r"):
+    stale = create_run(own_root(None), "r", "r")
+    run_id(stale)
+    (stale.events / "0001-agent.jsonl").write_text("of another")
+    with lock_run(stale), pytest.raises(RunError, match="there is another run r"):
         own_folder_of(url, None)
-    found = own_folder_of(url, None)
-    assert (found.path, run_id(found)) == (left.path, run_id(run))
-    assert list(found.events.iterdir()) == []
+    fetched = own_folder_of(url, None)
+    assert (fetched.path, run_id(fetched)) == (stale.path, run_id(run))
+    assert list(fetched.events.iterdir()) == []
     named = create_run(tmp_path / "named", "r", "r")
     run_id(named)
     with pytest.raises(RunError, match="there is another run r"):
@@ -402,13 +392,13 @@ def test_what_another_run_has_left_on_a_machine_is_not_in_the_way(run: RunFolder
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: ZygoteClient, tmp_path: Path) -> None:
-    """Its machine is lost with the folder, steps after the last upload with it; the end is that of one left alone."""
+def test_run_resumes_on_a_bare_machine(recipe, lab: Lab, zygote: ZygoteClient, tmp_path: Path) -> None:
+    """Machine and folder are lost, with the steps after the last upload; the result is that of an undisturbed run."""
     (tmp_path / "store").mkdir()
     rules = {"url": f"file://{tmp_path}/store", "every_steps": 2}
-    kept = recipe({"train.steps": 8, "checkpoint.every_steps": 2, "checkpoint.store": rules})
+    stored = recipe({"train.steps": 8, "checkpoint.every_steps": 2, "checkpoint.store": rules})
     own = {"apart": True, "threads": 1}
-    first = new_run(kept, tmp_path / "lost", name="r").model_copy(update=own | {"faults": FaultPlan().kill(6)})
+    first = new_run(stored, tmp_path / "lost", name="r").model_copy(update=own | {"faults": FaultPlan().kill(6)})
     assert supervise_run(first, warm=zygote).state == "failed"
     before = read_run(first.folder)
     shutil.rmtree(tmp_path / "lost")
@@ -417,34 +407,34 @@ def test_a_run_goes_on_on_a_bare_machine(recipe, lab: Lab, zygote: ZygoteClient,
     again = resume_run(run, []).model_copy(update=own)
     assert (again.number, again.from_step) == (2, 4)
     assert supervise_run(again, warm=zygote).state == "finished"
-    alone, lived = lab.train(recipe({"train.steps": 8})), Lived(run, None)
-    assert (lived.chain, lived.digest) == (alone.chain, alone.digest)
-    there = fetch_run(f"{rules['url']}/r", tmp_path / "elsewhere")
-    assert (summarize(there).state, summarize(there).step) == ("finished", 8)
+    undisturbed, resumed = lab.train(recipe({"train.steps": 8})), Lived(run, None)
+    assert (resumed.chain, resumed.digest) == (undisturbed.chain, undisturbed.digest)
+    copy = fetch_run(f"{rules['url']}/r", tmp_path / "elsewhere")
+    assert (summarize(copy).state, summarize(copy).step) == ("finished", 8)
 
 
-def test_a_run_on_one_machine_leads_by_a_lease_and_stops_when_another_has_the_next(lab, recipe, tmp_path) -> None:
+def test_single_machine_run_holds_a_store_lease_and_stops_when_superseded(lab, recipe, tmp_path) -> None:
     url = f"file://{tmp_path}/store"
     store = {"url": url, "every_steps": 40}
     settings = {"checkpoint.store": store, "checkpoint.every_steps": 40, "train.steps": 1_000_000}
     attempt = new_run(recipe(settings), tmp_path / "runs", workers=1).model_copy(update={"apart": True, "threads": 1})
     run, address = attempt.folder, f"{url}/{attempt.run.name}"
-    taken = list[int]()
+    last_steps = list[int]()
 
     def elsewhere(_stops_asked: int) -> None:
         """Another start of the same run, once this one has put something there."""
-        if not taken and steps_in(address):
+        if not last_steps and steps_in(address):
             other = StoreLease(run, address)
             other.begin("another", "", 0)
-            taken.append(max(steps_in(address)))
+            last_steps.append(max(steps_in(address)))
             other.close()
 
     outcome = supervise_run(attempt, elsewhere, warm=lab._zygote)
     assert (outcome.state, lease_in_store(address).number) == ("failed", 2)
     assert "another machine's agent leads this run now" in outcome.reason
-    assert sum(step > taken[0] for step in steps_in(address)) <= 1  # at most what was on its way
+    assert sum(step > last_steps[0] for step in steps_in(address)) <= 1  # at most the upload under way
     folder, apart = folder_of(attempt.run.name, tmp_path / "runs", alone=True)
-    assert (folder.path, apart) == (run.path, True)  # whoever resumes it goes by the store
+    assert (folder.path, apart) == (run.path, True)  # resuming it goes through the store
 
 
 def steps_in(address: str) -> list[int]:

@@ -1,8 +1,7 @@
-"""What the planner settles for a run about to start: the mesh, sequences at once, and what is recomputed.
+"""Plans a run before it starts: fills the keys that the recipe leaves open (mesh, microbatch, recomputation).
 
-A plan never stops a run that would work: where none can be made the recipe is trained as it stands, and a note says
-why. Only a pipeline's stages are always settled, since its workers must agree on them.
-Workers see nothing of it but the recipe.
+Planning never prevents a run that would work: if it fails, the recipe is trained as written, and a note says why. Only
+a pipeline's stages are always filled in, since its workers must agree on them. Workers see only the resulting recipe.
 """
 
 from collections.abc import Mapping
@@ -29,94 +28,93 @@ from headway.track import RunPlan
 __all__ = ["PlannedRecipe", "plan_run", "replan_run", "settings_as_written", "unplanned"]
 
 WORTH = 0.03
-"""Gain in speed for which the plain way is left, where that fits: predictions err by more than less would win."""
+"""Predicted speed-up for which settings as written, if they fit, are given up: less is within the prediction error."""
 MESH_WORTH = 0.10
-"""The same for another mesh than shards over all workers: what that exchanges was never measured on several GPUs."""
-GOES_ON = "training with the recipe as written"
+"""The same for a mesh other than one shard axis: its communication was never measured on several GPUs."""
+AS_WRITTEN = "training with the recipe as written"
 CHOSEN_AXES = tuple(axis for axis in AXES if axis in RUNNABLE.axes)
 
 
 @dataclass(frozen=True)
 class PlannedRecipe:
-    """A recipe with what was planned for it."""
+    """A recipe with its plan."""
 
     recipe: Recipe
-    """With the plan's choices filled in."""
+    """The recipe with the plan's choices filled in."""
     plan: RunPlan | None
-    """None where none could be made."""
+    """None if planning failed."""
     notes: tuple[str, ...] = ()
     """What the user should know before the run starts."""
 
 
-def plan_run(recipe: Recipe, found: Devices, workers: int) -> PlannedRecipe:
-    """The best way that the trainer runs a resolved recipe on so many of the devices found."""
+def plan_run(recipe: Recipe, devices: Devices, workers: int) -> PlannedRecipe:
+    """Plan a resolved recipe for so many workers on the given devices."""
     try:
-        cluster = _cluster(recipe, found, workers)
-        plain = _plain(recipe, cluster)
-        way, notes = plain, tuple[str, ...]()
-        # on a CPU, whose figures are assumed, only memory that somebody has counted is a reason for another way
-        if found.kind == "cuda" or recipe.train.memory_gb is not None:
-            way, notes = _choose(recipe, plain, cluster, any_mesh=found.kind == "cuda")
-        chosen = _needed(recipe, way.settings) if way is plain else _chosen(recipe, way.settings)
-        return PlannedRecipe(_with(recipe, chosen), _document(way, cluster, chosen), notes)
-    except Exception as error:  # whatever is wrong with the planner, it is no reason not to train
+        cluster = _cluster(recipe, devices, workers)
+        baseline = _as_written(recipe, cluster)
+        best, notes = baseline, tuple[str, ...]()
+        # on a CPU, whose figures are assumed, only a memory limit is a reason for other settings
+        if devices.kind == "cuda" or recipe.train.memory_gb is not None:
+            best, notes = _choose(recipe, baseline, cluster, any_mesh=devices.kind == "cuda")
+        chosen = _required(recipe, best.settings) if best is baseline else _chosen(recipe, best.settings)
+        return PlannedRecipe(_with(recipe, chosen), _document(best, cluster, chosen), notes)
+    except Exception as error:  # whatever is wrong with the planner, train anyway
         return _not_planned(recipe, workers, error)
 
 
 def replan_run(
-    recipe: Recipe, found: Devices, workers: int, *, old: RunPlan | None, before: int | None
+    recipe: Recipe, devices: Devices, workers: int, *, old: RunPlan | None, workers_before: int | None
 ) -> PlannedRecipe:
-    """The plan of a run that goes on: a new one on other devices or another mesh; otherwise its choices stay, and its
-    bits.
+    """Plan a run that resumes: anew on other devices or another mesh; otherwise its choices stay, and so do its bits.
 
-    `before` is how many workers the run had, for runs without a plan.
+    `workers_before` is how many workers the run had, for runs without a plan.
     """
     try:
-        cluster = _cluster(recipe, found, workers)
-        moved = before not in (None, workers)
+        cluster = _cluster(recipe, devices, workers)
+        moved = workers_before not in (None, workers)
         if old is not None:
             moved = old.cluster != cluster.name or not _same_mesh(recipe, old, workers)
-            # a budget that was set or taken back; what a machine without GPUs has is no reason to change bits
-            counts = recipe.train.memory_gb is not None or found.kind == "cuda"
-            moved = moved or (counts and old.capacity_bytes != cluster.chip.memory_bytes)
+            # a memory limit that was set or removed; the memory of a machine without GPUs is no reason to change bits
+            limited = recipe.train.memory_gb is not None or devices.kind == "cuda"
+            moved = moved or (limited and old.capacity_bytes != cluster.chip.memory_bytes)
         if moved:
-            return plan_run(recipe if old is None else unplanned(recipe, old), found, workers)
-        way = _plain(recipe, cluster)
-        needed = _needed(recipe, way.settings)
-        kept = {} if old is None else _kept(recipe, old)
-        return PlannedRecipe(_with(recipe, needed), _document(way, cluster, {**kept, **needed}))
+            return plan_run(recipe if old is None else unplanned(recipe, old), devices, workers)
+        current = _as_written(recipe, cluster)
+        required = _required(recipe, current.settings)
+        unchanged = {} if old is None else _unchanged(recipe, old)
+        return PlannedRecipe(_with(recipe, required), _document(current, cluster, {**unchanged, **required}))
     except Exception as error:  # as above
         return _not_planned(recipe, workers, error)
 
 
 def _same_mesh(recipe: Recipe, old: RunPlan, workers: int) -> bool:
-    order = (recipe.parallel.schedule, recipe.parallel.chunks) if recipe.parallel else ("1f1b", 1)
+    schedule = (recipe.parallel.schedule, recipe.parallel.chunks) if recipe.parallel else ("1f1b", 1)
     mesh = stated_mesh(recipe.parallel, workers)
-    return asdict(mesh) == dict(old.mesh) and (mesh.pipeline == 1 or order == (old.schedule, old.chunks))
+    return asdict(mesh) == dict(old.mesh) and (mesh.pipeline == 1 or schedule == (old.schedule, old.chunks))
 
 
-def _cluster(recipe: Recipe, found: Devices, workers: int) -> Cluster:
-    chip = this_cpu(workers) if found.kind == "cpu" else find_chip(found.name)
+def _cluster(recipe: Recipe, devices: Devices, workers: int) -> Cluster:
+    chip = this_cpu(workers) if devices.kind == "cpu" else find_chip(devices.name)
     if chip is None:
-        raise UsageError(f"nothing is known of {found.name}")
+        raise UsageError(f"unknown GPU {devices.name}")
     return capped(default_cluster(chip, workers), recipe)
 
 
 def _fidelity(cluster: Cluster) -> Fidelity:
-    """What is known best of these devices: kernels as measured on one of them, where somebody did."""
+    """Return the best fidelity for these devices: measured kernels, if there are measurements."""
     return "measured" if find_ceilings(cluster.chip) is not None else "default"
 
 
-# -- ways to run
+# -- settings
 
 
 def settings_as_written(recipe: Recipe, cluster: Cluster) -> Settings:
-    """The recipe as it stands: what it leaves open is a worker's whole share at once, in a pipeline enough
-    microbatches to fill it, and no recomputation."""
-    mesh, parallel, again = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
+    """Return the settings of a recipe as written; open keys mean a worker's whole share at once (in a pipeline, enough
+    microbatches to fill it) and no recomputation."""
+    mesh, parallel, recompute = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
     task = make_task(recipe, cluster)
     settings = settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)).but(
-        recompute=again or "none", recompute_blocks=recipe.train.recompute_blocks if again else None
+        recompute=recompute or "none", recompute_blocks=recipe.train.recompute_blocks if recompute else None
     )
     if parallel is None:
         return settings
@@ -124,33 +122,35 @@ def settings_as_written(recipe: Recipe, cluster: Cluster) -> Settings:
     return settings.but(schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
 
 
-def _plain(recipe: Recipe, cluster: Cluster) -> Estimate:
+def _as_written(recipe: Recipe, cluster: Cluster) -> Estimate:
     arch = make_task(recipe, cluster).architecture
     return estimate(arch, settings_as_written(recipe, cluster), make_cost_model(cluster, _fidelity(cluster)))
 
 
-def _choose(recipe: Recipe, plain: Estimate, cluster: Cluster, any_mesh: bool) -> tuple[Estimate, tuple[str, ...]]:
-    """The best plan among what the trainer runs, unless the plain way, or another on its mesh, fits and is about as
-    fast."""
+def _choose(recipe: Recipe, baseline: Estimate, cluster: Cluster, any_mesh: bool) -> tuple[Estimate, tuple[str, ...]]:
+    """Return the best plan that the trainer supports, unless the baseline, or a plan on its mesh, fits and is about as
+    fast; with notes."""
     if recipe.train.microbatch is not None:
-        recipe = _with(recipe, {"train.microbatch": plain.settings.microbatch})
-    mesh = None if any_mesh or recipe.parallel is not None else plain.settings.mesh
+        recipe = _with(recipe, {"train.microbatch": baseline.settings.microbatch})
+    mesh = None if any_mesh or recipe.parallel is not None else baseline.settings.mesh
     try:
         best = _best(recipe, cluster, mesh)
     except UsageError as error:
         why = f"{error.message}{f': {error.hint}' if error.hint else ''}"
-        if plain.memory.fits:
-            return plain, (f"{why}; {GOES_ON}",)
-        return _smallest(recipe, plain, cluster, mesh), (f"{why}; the run tries what needs least",)
-    enough = (1 + WORTH) * best.step.seconds
-    if plain.memory.fits and plain.step.seconds < enough:
-        return plain, ()
-    if best.settings.mesh != plain.settings.mesh:
+        if baseline.memory.fits:
+            return baseline, (f"{why}; {AS_WRITTEN}",)
+        return _smallest(recipe, baseline, cluster, mesh), (
+            f"{why}; training with the settings that need least memory",
+        )
+    if baseline.memory.fits and baseline.step.seconds < (1 + WORTH) * best.step.seconds:
+        return baseline, ()
+    if best.settings.mesh != baseline.settings.mesh:
         try:
-            same = _best(recipe, cluster, plain.settings.mesh)
+            same_mesh = _best(recipe, cluster, baseline.settings.mesh)
         except UsageError:
             return best, ()
-        return (same if same.step.seconds < (1 + MESH_WORTH) * best.step.seconds else best), ()
+        if same_mesh.step.seconds < (1 + MESH_WORTH) * best.step.seconds:
+            return same_mesh, ()
     return best, ()
 
 
@@ -159,56 +159,61 @@ def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     return plan(recipe, cluster, fidelity=_fidelity(cluster), choices=choices, keep=1).best.estimate
 
 
-def _smallest(recipe: Recipe, plain: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
-    """What needs least of all that the recipe leaves open; a prediction may be off by what is missing."""
+def _smallest(recipe: Recipe, baseline: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
+    """Return the settings that need least memory; the prediction may be off by what is missing."""
     choices = fixed(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe.model)))
     if recipe.train.recompute is None:
         choices = replace(choices, recompute=("full",))
-    arch, ways = plain.architecture, candidates(make_task(recipe, cluster), cluster, choices)
-    need = {way: memory(arch, way, cluster, held_microbatches(way)).total for way in ways}
-    least = min(need, key=lambda way: need[way], default=plain.settings)
-    return estimate(arch, least, make_cost_model(cluster, _fidelity(cluster)))
+    arch, all_settings = baseline.architecture, candidates(make_task(recipe, cluster), cluster, choices)
+    need = {settings: memory(arch, settings, cluster, held_microbatches(settings)).total for settings in all_settings}
+    smallest = min(need, key=lambda settings: need[settings], default=baseline.settings)
+    return estimate(arch, smallest, make_cost_model(cluster, _fidelity(cluster)))
 
 
-# -- keys of the recipe
+# -- recipe keys
 
 
-def _chosen(recipe: Recipe, way: Settings) -> dict[str, Any]:
-    """The keys that the recipe leaves open, as the plan has them."""
-    settled: dict[str, Any] = {"train.microbatch": way.microbatch, "train.recompute": way.recompute}
-    if way.recompute_blocks is not None and way.recompute != "none":
-        settled["train.recompute_blocks"] = way.recompute_blocks
-    mesh, sharded = way.mesh, way.mesh.shard > 1 and way.mesh.pipeline == 1
+def _chosen(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+    """Return the keys that the recipe leaves open, as planned."""
+    settled: dict[str, Any] = {"train.microbatch": settings.microbatch, "train.recompute": settings.recompute}
+    if settings.recompute_blocks is not None and settings.recompute != "none":
+        settled["train.recompute_blocks"] = settings.recompute_blocks
+    mesh, sharded = settings.mesh, settings.mesh.shard > 1 and settings.mesh.pipeline == 1
     stated = recipe.parallel is not None
-    if stated or way.keeps_weights or way.reduces_each or mesh != Mesh(shard=mesh.devices):
+    if stated or settings.keeps_weights or settings.reduces_each or mesh != Mesh(shard=mesh.devices):
         settled |= {f"parallel.{axis}": getattr(mesh, axis) for axis in CHOSEN_AXES if not stated}
-        gathers = {"parallel.keep_weights": way.keeps_weights, "parallel.reduce_each": way.reduces_each}
+        gathers = {"parallel.keep_weights": settings.keeps_weights, "parallel.reduce_each": settings.reduces_each}
         settled |= gathers if sharded else {}
     if mesh.pipeline > 1:
-        settled |= {} if stated else {"parallel.schedule": way.schedule, "parallel.chunks": way.chunks}
-        settled["parallel.stages"] = list(way.stages or ())
-    return {key: value for key, value in settled.items() if _value(recipe, key) is None}
+        settled |= {} if stated else {"parallel.schedule": settings.schedule, "parallel.chunks": settings.chunks}
+        settled["parallel.stages"] = list(settings.stages or ())
+    return _open(recipe, settled)
 
 
-def _needed(recipe: Recipe, way: Settings) -> dict[str, Any]:
-    """What a pipeline's workers must know, where the recipe leaves it open."""
-    if way.mesh.pipeline == 1:
+def _required(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+    """Return the keys that a pipeline's workers need and the recipe leaves open."""
+    if settings.mesh.pipeline == 1:
         return {}
-    settled = {"train.microbatch": way.microbatch, "parallel.stages": list(way.stages or ())}
-    return {key: value for key, value in settled.items() if _value(recipe, key) is None}
+    return _open(recipe, {"train.microbatch": settings.microbatch, "parallel.stages": list(settings.stages or ())})
+
+
+def _open(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose keys the recipe leaves open."""
+    return {key: value for key, value in values.items() if _value(recipe, key) is None}
 
 
 def unplanned(recipe: Recipe, old: RunPlan) -> Recipe:
-    """The recipe as its author wrote it: without what the plan filled in."""
-    kept, plain = _kept(recipe, old), Parallel()
-    defaults = {key: getattr(plain, _name(key), None) if key.startswith("parallel.") else None for key in kept}
-    left = _with(recipe, defaults)
-    section_is_the_plans = "parallel.shard" in old.chosen
-    return left.model_copy(update={"parallel": None}) if section_is_the_plans and left.parallel == plain else left
+    """Return the recipe as its author wrote it, without what the plan filled in."""
+    planned, plain = _unchanged(recipe, old), Parallel()
+    defaults = {key: getattr(plain, _name(key), None) if key.startswith("parallel.") else None for key in planned}
+    stated = _with(recipe, defaults)
+    if "parallel.shard" in old.chosen and stated.parallel == plain:  # the plan added the whole section
+        return stated.model_copy(update={"parallel": None})
+    return stated
 
 
-def _kept(recipe: Recipe, old: RunPlan) -> dict[str, Any]:
-    """What the plan filled in and nobody has changed since."""
+def _unchanged(recipe: Recipe, old: RunPlan) -> dict[str, Any]:
+    """Return what the plan filled in and nobody has changed since."""
     return {key: value for key, value in old.chosen.items() if _value(recipe, key) == value}
 
 
@@ -217,14 +222,14 @@ def _name(key: str) -> str:
 
 
 def _value(recipe: Recipe, key: str) -> Any:
-    """As plan.json has it; None where the recipe has no such section."""
+    """Return the value of a key as in plan.json; None if the recipe has no such section."""
     section = recipe.train if key.startswith("train.") else recipe.parallel
     value = getattr(section, _name(key), None)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with some keys of its train and parallel sections set."""
+    """Set keys of the train and parallel sections of a recipe."""
     update: dict[str, Any] = {}
     for name, section in (("train", recipe.train), ("parallel", recipe.parallel or Parallel())):
         keys = {_name(key): value for key, value in values.items() if key.startswith(f"{name}.")}
@@ -234,12 +239,12 @@ def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update=update) if update else recipe
 
 
-# -- what is written down
+# -- plan.json
 
 
-def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> RunPlan:
-    """An estimate as plan.json has it."""
-    settings, parts = way.settings, asdict(way.memory)
+def _document(best: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> RunPlan:
+    """Return an estimate as plan.json has it."""
+    settings, parts = best.settings, asdict(best.memory)
     del parts["rank"]
     return RunPlan(
         cluster=cluster.name,
@@ -259,11 +264,11 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
         stages=settings.stages,
         precision=settings.precision,
         chosen=chosen,
-        step_s=way.step.seconds,
-        accounts_s=way.step.accounts,
-        tokens_s=way.tokens_s,
-        mfu=way.mfu,
-        mfu_full_attention=way.mfu_full_attention,
+        step_s=best.step.seconds,
+        accounts_s=best.step.accounts,
+        tokens_s=best.tokens_s,
+        mfu=best.mfu,
+        mfu_full_attention=best.mfu_full_attention,
         capacity_bytes=parts.pop("capacity"),
         memory_bytes=parts,
     )
@@ -271,12 +276,12 @@ def _document(way: Estimate, cluster: Cluster, chosen: Mapping[str, Any]) -> Run
 
 def _not_planned(recipe: Recipe, workers: int, error: Exception) -> PlannedRecipe:
     why = error.message if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-    return PlannedRecipe(_filled(recipe, workers), None, (f"not planned: {why}; {GOES_ON}",))
+    return PlannedRecipe(_filled(recipe, workers), None, (f"not planned: {why}; {AS_WRITTEN}",))
 
 
 def _filled(recipe: Recipe, workers: int) -> Recipe:
-    """With what a pipeline's workers must know, where there is no plan: stages cut by their FLOPs alone. A class of
-    the user's own is cut by its workers, who know how many blocks it has."""
+    """Fill in what a pipeline's workers need without a plan: stages balanced by FLOPs alone. A custom class is split by
+    its workers, which know how many blocks it has."""
     mesh, model, parallel = stated_mesh(recipe.parallel, workers), recipe.model, recipe.parallel
     if mesh.pipeline == 1 or parallel is None:
         return recipe
@@ -286,4 +291,4 @@ def _filled(recipe: Recipe, workers: int) -> Recipe:
         block = layer_parameters(arch, False) + arch.heads * arch.head_dim * recipe.data.seq
         head = arch.vocab * arch.dim / block
         settled["parallel.stages"] = list(stages_by_cost(arch.layers, 0.0, head, mesh.pipeline, parallel.chunks))
-    return _with(recipe, {key: value for key, value in settled.items() if _value(recipe, key) is None})
+    return _with(recipe, _open(recipe, settled))

@@ -1,14 +1,14 @@
-"""The keeper: a small process that starts the agent, holds what must not be lost with it, starts another if it dies.
+"""The launcher: the small process that the user started. It starts the agent and restarts it if it dies.
 
-    keeper (what the user started: shows the view, takes Ctrl-C)
+    launcher (shows the view, takes Ctrl-C)
       agent (`python -m headway.agent`: watches, saves, recovers)
         zygote
           workers
 
-The keeper knows nothing of training. It has a second descriptor of every piece of memory and of every line that the
-agent has (agent/fd_store.py), so that neither workers nor states notice when the agent is gone, and hands them to the next one.
-An agent that was stopped is woken; one that says nothing for long is ended. If the keeper dies, the agent has the run
-save and stop; if both die, the zygote finds its line closed and ends the workers.
+The launcher knows nothing of training. It holds a duplicate of every memory and channel descriptor of the agent
+(agent/fd_store.py) and hands them to the next one, so that workers and snapshots survive the agent. It continues a
+stopped agent and kills a silent one. If the launcher dies, the agent has the run save and stop; if both die, the zygote
+sees its channel close and ends the workers.
 """
 
 import contextlib
@@ -34,150 +34,144 @@ __all__ = ["run_launcher"]
 
 POLL_S = 0.25
 STOPPED_S = 2.0
-"""An agent that is stopped by a signal for so long is woken."""
+"""An agent that a signal has stopped for this long is continued."""
 SILENT_S = 120.0
-"""One that does not say anything for so long hangs. It may be busy making memory of many gigabytes ready."""
-LIVES, WELL_S = 5, 10.0
-"""So many agents in a row that die before their first word or within so many seconds of it: another would die too."""
-LAST_S = 10.0
+"""An agent that sends nothing for this long hangs. It may be busy preparing many gigabytes of memory."""
+MAX_EARLY_DEATHS, HEALTHY_S = 5, 10.0
+"""Give up after this many agents in a row that died before their first message or within these seconds of it."""
+REAP_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
 class _Agent:
-    """An agent as its keeper knows it."""
+    """An agent as its launcher knows it."""
 
     pid: int
-    line: Channel
-    began: float
-    heard: float
-    spoke: bool = False
+    channel: Channel
+    started: float
+    last_message: float
+    ready: bool = False
+    """Whether it has sent a message."""
     outcome: AttemptOutcome | None = None
-    parts: FdReassembler = field(default_factory=FdReassembler)
+    reassembler: FdReassembler = field(default_factory=FdReassembler)
 
 
 def run_launcher(
     attempt: Attempt,
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
-    left: Mapping[str, FdEntry] | None = None,
+    inherited: Mapping[str, FdEntry] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AttemptOutcome:
-    """Have an agent run an attempt to the run's end, and another when it dies; `on_tick` as in `supervise`.
+    """Have an agent run an attempt to the run's end, and start another if it dies; `on_tick` as in `supervise_run`.
 
-    `left` is what an agent elsewhere has left, which the first one goes on with. `clock` tells how long an agent has
-    been silent and how long it has lived.
+    `inherited` is the fd store of an agent elsewhere, from which the first one continues. `clock` measures how long an
+    agent has been silent and how long it has lived.
     """
-    things = dict(left or {})
-    with count_stop_signals() as wishes, _all_children() as reap:
-        agent = _start(attempt, things, clock())
+    entries = dict(inherited or {})
+    with count_stop_signals() as stop_signals, _all_children() as reap:
+        agent = _start(attempt, entries, clock())
         try:
-            return _keep(attempt, agent, things, wishes, reap, lambda: on_tick(wishes.asked), clock)
+            return _watch(attempt, agent, entries, stop_signals, reap, lambda: on_tick(stop_signals.asked), clock)
         finally:
-            for name in list(things):
-                _drop(things, name)
+            for name in list(entries):
+                _drop(entries, name)
 
 
-def _keep(
+def _watch(
     attempt: Attempt,
     agent: _Agent,
-    things: dict[str, FdEntry],
-    wishes: StopSignals,
+    entries: dict[str, FdEntry],
+    stop_signals: StopSignals,
     reap: Callable[[], dict[int, int]],
     tick: Callable[[], None],
     clock: Callable[[], float],
 ) -> AttemptOutcome:
-    passed_on = deaths = 0
+    forwarded = deaths = 0
     while True:
-        # 1 what the agent says, and whether it is there
-        select.select([agent.line.fileno()], [], [], POLL_S)
-        ends = reap()  # before the last words are heard, which are said before the end
-        alive = _hear(agent, things, clock())
-        if agent.outcome is not None and agent.pid in ends:
-            agent.line.close()
+        # 1 the agent's messages, and whether it is alive
+        select.select([agent.channel.fileno()], [], [], POLL_S)
+        exits = reap()  # before the last messages are received, which are sent before the exit
+        connected = _receive(agent, entries, clock())
+        if agent.outcome is not None and agent.pid in exits:
+            agent.channel.close()
             tick()
             return agent.outcome
-        # 2 another one where it is not
-        if agent.outcome is None and (agent.pid in ends or not alive):
-            deaths = 0 if agent.spoke and clock() - agent.began > WELL_S else deaths + 1
-            _end(agent)
-            if wishes.asked >= 2 or deaths == LIVES:
-                return _give_up(attempt.folder, reap().get(agent.pid), wishes.asked)
-            agent, passed_on = _start(attempt, things, clock()), 0
-        # 3 pass on what people ask; before it has spoken it would die of the signal
-        if wishes.asked > passed_on and agent.spoke:
-            # The first wish as SIGUSR1, which never hurries: batch systems tell the agent too, not only its keeper.
-            _signal(agent.pid, signal.SIGTERM if passed_on else signal.SIGUSR1)
-            passed_on += 1
-        _rouse(agent, clock() - agent.heard)
+        # 2 another agent if it is not
+        if agent.outcome is None and (agent.pid in exits or not connected):
+            deaths = 0 if agent.ready and clock() - agent.started > HEALTHY_S else deaths + 1
+            _signal(agent.pid, signal.SIGKILL)
+            agent.channel.close()
+            if stop_signals.asked >= 2 or deaths == MAX_EARLY_DEATHS:
+                return _give_up(attempt.folder, reap().get(agent.pid), stop_signals.asked)
+            agent, forwarded = _start(attempt, entries, clock()), 0
+        # 3 forward stop requests; before its first message the agent would die of the signal
+        if stop_signals.asked > forwarded and agent.ready:
+            # The first as SIGUSR1, which never hurries: batch systems signal the agent too, not only its launcher.
+            _signal(agent.pid, signal.SIGTERM if forwarded else signal.SIGUSR1)
+            forwarded += 1
+        # 4 continue a stopped agent, kill one that hangs
+        silent_s = clock() - agent.last_message
+        if silent_s > STOPPED_S and process_state(agent.pid) == "T":
+            _signal(agent.pid, signal.SIGCONT)
+        elif silent_s > SILENT_S:
+            _signal(agent.pid, signal.SIGKILL)
         tick()
 
 
-def _start(attempt: Attempt, things: dict[str, FdEntry], now: float) -> _Agent:
-    """An agent in a session of its own, with everything that the one before has left."""
+def _start(attempt: Attempt, entries: dict[str, FdEntry], now: float) -> _Agent:
+    """Start an agent in a session of its own and hand it everything that the last one stored."""
     run = attempt.folder
-    ours, theirs = Channel.pair()
+    channel, agent_end = Channel.pair()
     run.logs.mkdir(exist_ok=True)
-    with contextlib.closing(theirs), (run.logs / f"{attempt.number:04d}-agent.log").open("ab") as log:
+    with contextlib.closing(agent_end), (run.logs / f"{attempt.number:04d}-agent.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway.agent", str(theirs.fileno()), str(run.path)],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "headway.agent", str(agent_end.fileno()), str(run.path)],
+            pass_fds=[agent_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    process.returncode = 0  # its end is heard of with that of all other children
+    process.returncode = 0  # reaped with all other children
     with contextlib.suppress(ChannelClosed):
-        for name, thing in things.items():
-            send_chunked(ours, "keep", thing.descriptors, name=name, fields=thing.fields)
-        ours.send("go", attempt=attempt.model_dump(mode="json"))
-    return _Agent(process.pid, ours, began=now, heard=now)
+        for name, entry in entries.items():
+            send_chunked(channel, "keep", entry.descriptors, name=name, fields=entry.fields)
+        channel.send("go", attempt=attempt.model_dump(mode="json"))
+    return _Agent(process.pid, channel, started=now, last_message=now)
 
 
-def _hear(agent: _Agent, things: dict[str, FdEntry], now: float) -> bool:
-    """Take in what the agent says; False when it has hung up."""
+def _receive(agent: _Agent, entries: dict[str, FdEntry], now: float) -> bool:
+    """Process the agent's messages; return False if its channel is closed."""
     try:
-        messages = agent.line.receive()
+        messages = agent.channel.receive()
     except ChannelClosed:
         return False
-    for message in messages:
-        agent.heard = now
-        if not agent.spoke:
-            agent.began, agent.spoke = agent.heard, True
-        whole = agent.parts.join(message)
-        if whole is not None:
-            _take(agent, whole, things)
+    for chunk in messages:
+        agent.last_message = now
+        if not agent.ready:
+            agent.started, agent.ready = now, True
+        message = agent.reassembler.join(chunk)
+        if message is not None:
+            _process(agent, message, entries)
     return True
 
 
-def _take(agent: _Agent, message: Message, things: dict[str, FdEntry]) -> None:
+def _process(agent: _Agent, message: Message, entries: dict[str, FdEntry]) -> None:
     match message.kind:
         case "keep":
-            _drop(things, message.fields["name"])
-            things[message.fields["name"]] = FdEntry(message.fields["fields"], tuple(message.descriptors))
+            _drop(entries, message.fields["name"])
+            entries[message.fields["name"]] = FdEntry(message.fields["fields"], tuple(message.descriptors))
         case "drop":
-            _drop(things, message.fields["name"])
+            _drop(entries, message.fields["name"])
         case "outcome":
             agent.outcome = AttemptOutcome(**message.fields)
 
 
-def _drop(things: dict[str, FdEntry], name: str) -> None:
-    thing = things.pop(name, None)
-    for descriptor in thing.descriptors if thing else ():
+def _drop(entries: dict[str, FdEntry], name: str) -> None:
+    entry = entries.pop(name, None)
+    for descriptor in entry.descriptors if entry else ():
         os.close(descriptor)
-
-
-def _rouse(agent: _Agent, silent_s: float) -> None:
-    """An agent that is silent: wake it if it was stopped, end it if it hangs."""
-    if silent_s > STOPPED_S and process_state(agent.pid) == "T":
-        _signal(agent.pid, signal.SIGCONT)
-    elif silent_s > SILENT_S:
-        _signal(agent.pid, signal.SIGKILL)
-
-
-def _end(agent: _Agent) -> None:
-    _signal(agent.pid, signal.SIGKILL)
-    agent.line.close()
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -186,9 +180,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _give_up(run: RunFolder, status: int | None, asked: int) -> AttemptOutcome:
-    """No other agent is started; the record says so, for nobody else will."""
-    how = "" if status is None else f" (status {status})"
-    reason = f"the agent died {LIVES} times during start-up{how}"
+    """Start no other agent, and record the end of the run, which no agent does any more."""
+    exit_status = "" if status is None else f" (status {status})"
+    reason = f"the agent died {MAX_EARLY_DEATHS} times during start-up{exit_status}"
     outcome = AttemptOutcome("failed", reason, f"its log is in {run.logs}")
     if asked:
         outcome = AttemptOutcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
@@ -200,21 +194,21 @@ def _give_up(run: RunFolder, status: int | None, asked: int) -> AttemptOutcome:
 
 @contextlib.contextmanager
 def _all_children() -> Iterator[Callable[[], dict[int, int]]]:
-    """Be the parent of whatever a dead agent leaves; gives a function that tells who has ended, and with what."""
+    """Become the parent of the orphans of dead agents; yield a function that returns the exit codes so far by pid."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    ended = dict[int, int]()
+    exits = dict[int, int]()
 
     def reap() -> dict[int, int]:
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended[found[0]] = os.waitstatus_to_exitcode(found[1])
-        return ended
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                exits[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return exits
 
     try:
         yield reap
     finally:
-        deadline = time.monotonic() + LAST_S
+        deadline = time.monotonic() + REAP_S
         while _has_children() and time.monotonic() < deadline:
             reap()
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""How many workers a recipe's mesh takes, and whether it can run: one sentence, with the numbers, when it cannot."""
+"""How many workers a recipe's mesh needs, and whether it can run; the error says why not, with the numbers."""
 
 from headway.agent.launch.auto_plan import settings_as_written
 from headway.agent.launch.trainer_support import outdated_torch
@@ -16,20 +16,20 @@ from headway.recipe.patterns import matched
 __all__ = ["check_axes", "check_mesh", "check_workers", "count_workers", "default_workers", "mesh_can_run"]
 
 
-def default_workers(found: Devices) -> int:
-    """One a GPU; on a CPU one, which then uses all cores."""
-    return found.count if found.kind == "cuda" else 1
+def default_workers(devices: Devices) -> int:
+    """Return one per GPU; on a CPU one, which uses all cores."""
+    return devices.count if devices.kind == "cuda" else 1
 
 
 def check_axes(recipe: Recipe, workers: int) -> None:
-    """Refuse axes that this version's trainer does not run."""
+    """Raise RecipeError for axes that this version's trainer does not support."""
     parallel = recipe.parallel or Parallel()
     wanted = {axis: size for axis in AXES if (size := getattr(parallel, axis)) not in (None, 1)}
     for axis, size in wanted.items():
         if axis == "tensor" and recipe.model.UNCUT:
             raise RecipeError(
-                f"parallel.tensor is {size}, and no tensor axis cuts {recipe.model.family}: {recipe.model.UNCUT}",
-                hint="shard, replicate and pipeline axes run it",
+                f"parallel.tensor is {size}, but {recipe.model.family} has no tensor axis: {recipe.model.UNCUT}",
+                hint="use shard, replicate and pipeline axes",
             )
         if axis not in RUNNABLE.axes:
             runs = other_axes(parallel) * parallel.shard if parallel.shard else workers
@@ -37,22 +37,22 @@ def check_axes(recipe: Recipe, workers: int) -> None:
             *others, last = RUNNABLE.axes
             raise RecipeError(
                 f"parallel.{axis} is {size}: this version's trainer runs {', '.join(others)} and {last} only",
-                hint=f"--mesh shard={runs} would run; headway plan --mesh {mesh} says what the other would bring",
+                hint=f"--mesh shard={runs} would run; headway plan --mesh {mesh} estimates the other",
             )
 
 
 def check_mesh(recipe: Recipe, workers: int) -> None:
-    """Refuse a mesh that the model, its sequences or the batch cannot be shared out over, before any process starts."""
+    """Raise RecipeError if the model, its sequences or the batch cannot be divided over a mesh."""
     longest = recipe.model.longest
     if longest is not None and recipe.data.seq > longest:
         raise RecipeError(
-            f"data.seq is {recipe.data.seq}, and {recipe.model.family} has positions for {longest} tokens",
+            f"data.seq is {recipe.data.seq}, but {recipe.model.family} has positions for {longest} tokens only",
             hint=f"--set data.seq={longest}",
         )
     if recipe.train.update_in_backward and workers > 1:
         raise RecipeError(
             f"train.update_in_backward needs 1 worker, not {workers}",
-            hint="--workers 1, or leave it out: several workers share gradients out",
+            hint="--workers 1, or leave it out: several workers reduce gradients",
         )
     if recipe.model.class_ is not None:
         check_stated_layout(recipe, workers)
@@ -61,7 +61,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     cluster = default_cluster(known_chip("cpu"), workers)
     settings = settings_as_written(recipe, cluster)
     if settings.mesh.pipeline == 1:
-        settings = settings.but(microbatch=1)  # only a pipeline's must be of one size
+        settings = settings.but(microbatch=1)  # only a pipeline's microbatches must be equal
     try:
         check(architecture_of(recipe.model), settings, cluster)
     except UsageError as error:
@@ -76,60 +76,60 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
 
 
 def check_patterns(recipe: Recipe) -> None:
-    """Refuse patterns of parameters that no parameter matches, and to freeze them all."""
+    """Raise RecipeError for patterns that match no parameter, and if all parameters are frozen."""
     names = [*recipe.model.tensors()]
     if len(matched("train.freeze", recipe.train.freeze, names)) == len(names):
-        raise RecipeError("train.freeze has every parameter, so that nothing is trained", hint="leave some out of it")
+        raise RecipeError("train.freeze matches every parameter: nothing is trained", hint="leave some out of it")
     for i, group in enumerate(recipe.train.groups):
         matched(f"train.groups[{i}].match", group.match, names)
 
 
 def check_stated_layout(recipe: Recipe, workers: int) -> None:
-    """Of a class of the user's own: what the recipe says is enough for its mesh. The rest its workers find out."""
+    """Check that a recipe says enough about a custom model class for its mesh; its workers check the rest."""
     mesh, parallel = stated_mesh(recipe.parallel, workers), recipe.parallel or Parallel()
-    layout, named = recipe.model.layout or ModelLayout(), recipe.model.class_
+    layout, class_name = recipe.model.layout or ModelLayout(), recipe.model.class_
     if mesh.tensor > 1 and not (layout.columns and layout.rows):
         raise RecipeError(
-            f"parallel.tensor is {mesh.tensor}, and nothing says how {named} is cut",
-            hint="model.layout.columns and model.layout.rows name its linear modules; or leave parallel.tensor out",
+            f"parallel.tensor is {mesh.tensor}, but model.layout does not say how to split {class_name}",
+            hint="name its linear modules in model.layout.columns and model.layout.rows, or leave parallel.tensor out",
         )
     if mesh.pipeline == 1:
         return
     if layout.blocks is None:
         raise RecipeError(
-            f"parallel.pipeline is {mesh.pipeline}, and nothing says where {named} is cut",
-            hint="model.layout.blocks names its list of blocks; or leave parallel.pipeline out",
+            f"parallel.pipeline is {mesh.pipeline}, but model.layout does not say where to split {class_name}",
+            hint="name its list of blocks in model.layout.blocks, or leave parallel.pipeline out",
         )
-    stages, wanted = parallel.stages, mesh.pipeline * parallel.chunks
-    if stages is not None and len(stages) != wanted:
+    stages, count = parallel.stages, mesh.pipeline * parallel.chunks
+    if stages is not None and len(stages) != count:
         raise RecipeError(
-            f"parallel.stages has {len(stages)} numbers, and the pipeline has {wanted} stages",
-            hint=f"give {wanted} numbers, or none",
+            f"parallel.stages has {len(stages)} numbers, but the pipeline has {count} stages",
+            hint=f"give {count} numbers, or none",
         )
     settings = Settings(mesh, recipe.data.seq, default_microbatch(recipe, mesh), recipe.train.batch)
     settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
     software = trainer_software(recipe, known_chip("cpu"))
     check_microbatch(settings)
     try:
-        check_schedule(settings.schedule, mesh.pipeline, settings.chunks, settings.microbatches, wanted)
+        check_schedule(settings.schedule, mesh.pipeline, settings.chunks, settings.microbatches, count)
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
     check_trainer_schedule(settings.but(software=software))
 
 
 def check_microbatch(settings: Settings) -> None:
-    """A pipeline's microbatches are all of one size."""
+    """Check that a pipeline's microbatches are all of one size."""
     share = settings.batch // settings.mesh.data
     if share % settings.microbatch:
         sizes = ", ".join(map(str, divisors(share)))
         raise RecipeError(
             f"train.microbatch is {settings.microbatch}, which does not divide the {share} sequences of a data rank",
-            hint=f"in a pipeline it may be {sizes}",
+            hint=f"for a pipeline, use one of {sizes}",
         )
 
 
 def check_trainer_schedule(settings: Settings) -> None:
-    """What the trainer's schedules ask of a pipeline."""
+    """Check what the trainer's schedules require of a pipeline."""
     if settings.mesh.pipeline > 1 and settings.schedule == "zero-bubble" and outdated_torch() is not None:
         raise RecipeError(
             f"parallel.schedule is {settings.schedule}, which needs a newer PyTorch than {outdated_torch()}",
@@ -138,72 +138,72 @@ def check_trainer_schedule(settings: Settings) -> None:
     clash = pipeline_clash(settings) if settings.mesh.pipeline > 1 else None
     if clash is not None:
         share, ranks = settings.batch // settings.mesh.data, settings.mesh.pipeline
-        able = [n for n in divisors(share) if pipeline_clash(settings.but(microbatch=n)) is None]
-        hint = f"train.microbatch may be {', '.join(map(str, able))}" if able else "use --set parallel.schedule=1f1b"
-        if not able and settings.schedule == "1f1b":
-            hint = f"a batch of {ranks * settings.mesh.data} sequences or more, or fewer stages"
+        sizes = [n for n in divisors(share) if pipeline_clash(settings.but(microbatch=n)) is None]
+        hint = f"train.microbatch may be {', '.join(map(str, sizes))}" if sizes else "use --set parallel.schedule=1f1b"
+        if not sizes and settings.schedule == "1f1b":
+            hint = f"use a batch of {ranks * settings.mesh.data} sequences or more, or fewer stages"
         raise RecipeError(f"[parallel] cannot run: {clash}", hint=hint)
 
 
-def count_workers(recipe: Recipe, asked: int | None, default: int) -> int:
-    """As many as the recipe's mesh takes; its shard axis, where that is open, takes what is left of those that were
-    asked for, or of the default."""
+def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
+    """Return the number of workers of a recipe's mesh; an open shard axis takes the rest of the requested or default
+    number."""
     parallel = recipe.parallel
-    if parallel is None or (asked is not None and asked < 1):
-        return asked or default
+    if parallel is None or (requested is not None and requested < 1):
+        return requested or default
     others = other_axes(parallel)
     sizes = " x ".join(f"{a} {n}" for a in AXES if a != "expert" and (n := getattr(parallel, a) or 1) > 1) or "shard 1"
     if parallel.shard is None:
-        count = asked or max(default, others)
+        count = requested or max(default, others)
         if count % others:
-            fit = [str(n) for n in (count - count % others, count - count % others + others) if n]
+            multiples = [str(n) for n in (count - count % others, count - count % others + others) if n]
             raise RecipeError(
-                f"[parallel] has {sizes}, {others} workers, which do not divide {count}",
-                hint=f"--workers {' or '.join(fit)}",
+                f"[parallel] has {sizes}: {others} workers, which does not divide {count}",
+                hint=f"--workers {' or '.join(multiples)}",
             )
         return count
     stated = parallel.shard * others
-    if asked not in (None, stated):
+    if requested not in (None, stated):
         if others == 1:
             raise RecipeError(
-                f"parallel.shard is {stated}, but {asked} workers were asked for",
-                hint=f"--workers {stated}, or --set parallel.shard={asked}",
+                f"parallel.shard is {stated}, but {requested} workers were requested",
+                hint=f"--workers {stated}, or --set parallel.shard={requested}",
             )
         hint = f"--workers {stated}"
-        if asked is not None and asked % others == 0:
-            hint += f", or --set parallel.shard={asked // others}"
-        raise RecipeError(f"[parallel] has {sizes}: {stated} workers, but {asked} were asked for", hint=hint)
+        if requested is not None and requested % others == 0:
+            hint += f", or --set parallel.shard={requested // others}"
+        raise RecipeError(f"[parallel] has {sizes}: {stated} workers, but {requested} were requested", hint=hint)
     return stated
 
 
-def check_workers(recipe: Recipe, workers: int, found: Devices) -> None:
-    """The batch must share out evenly over the data ranks, and every worker needs a device."""
+def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
+    """Check that the batch divides evenly over the data ranks, and that every worker has a device."""
     if workers < 1:
         raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more")
-    if found.kind == "cuda" and workers > found.count:
+    if devices.kind == "cuda" and workers > devices.count:
         raise RunError(
-            f"{workers} workers, but there are {found.count} GPUs ({found.name})",
-            hint=f"--workers {found.count}, or --set train.device=cpu",
+            f"{workers} workers, but there are {devices.count} GPUs ({devices.name})",
+            hint=f"--workers {devices.count}, or --set train.device=cpu",
         )
     mesh = stated_mesh(recipe.parallel, workers)
-    who = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"
+    ranks = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"
     for batch in recipe.train.batches:
         if batch % mesh.data:
             below = batch - batch % mesh.data
             nearest = " or ".join(str(value) for value in (below, below + mesh.data) if value > 0)
             key = "train.batch" if batch == recipe.train.batch else "a batch of train.batch_ramp"
             raise RecipeError(
-                f"{key} is {batch} sequences, which {who} cannot share evenly",
+                f"{key} is {batch} sequences, which {ranks} cannot share evenly",
                 hint=f"--set train.batch={nearest}, or another number of workers"
                 if batch == recipe.train.batch
-                else f"{nearest} could be shared; or another number of workers",
+                else f"use {nearest}, or another number of workers",
             )
     if mesh.pipeline > 1 and recipe.train.batch_ramp:
         _check_ramp(recipe, mesh)
 
 
 def mesh_can_run(recipe: Recipe, workers: int) -> bool:
-    """Whether a recipe's mesh and batch can be shared out over so many workers, wherever they are."""
+    """Whether a recipe's mesh and batch can be divided over so many workers, wherever they are."""
     try:
         if count_workers(recipe, workers, workers) != workers:
             return False
@@ -215,7 +215,7 @@ def mesh_can_run(recipe: Recipe, workers: int) -> bool:
 
 
 def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:
-    """A pipeline's microbatches are of one size in all steps, and enough of them in each."""
+    """Check that a pipeline's microbatches have one size in all steps, and that each step has enough of them."""
     parallel, size = recipe.parallel or Parallel(), default_microbatch(recipe, mesh)
     software = trainer_software(recipe, known_chip("cpu"))
     for batch in recipe.train.batches:

@@ -1,7 +1,7 @@
-"""Everything that is decided, checked and written down before the first process starts.
+"""Prepares a new or resumed run: everything that is checked, decided and written before the first process starts.
 
-`new_run` and `resume_run` either return an Attempt that is ready to be supervised or raise with nothing changed:
-data, model, devices and batch are checked before a run folder is made or touched.
+`new_run` and `resume_run` return an Attempt that is ready to run, or raise with nothing changed: data, model, devices
+and batch are checked before a run folder is created or touched.
 """
 
 import os
@@ -49,8 +49,8 @@ FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
 MANIFEST = "manifest.json"
 STORE_PATIENCE_S = 5.0
-OF_NO_SHAPE = {"init", "init_std", "layout"}
-"""Fields of a model that do not decide what its tensors look like."""
+NOT_SHAPE = {"init", "init_std", "layout"}
+"""Model fields that do not affect the shapes of its tensors."""
 
 
 def new_run(
@@ -64,45 +64,45 @@ def new_run(
     nodes: int = 1,
     spares: int = 0,
 ) -> Attempt:
-    """A new run's first attempt. `origin` (RUN or RUN@STEP) makes it go on from another run's state; `on` are the
-    devices that it will have, where those of this machine are not meant."""
+    """Create a run and return its first attempt. It continues from the state of `origin` (RUN or RUN@STEP), if given;
+    `on` are its devices, if not those of this machine."""
     store_notes = check_store(recipe)
     recipe = resolve_recipe(recipe, root)
-    found = on or devices(recipe.train.device)
-    check_axes(recipe, workers or default_workers(found))
-    count = count_workers(recipe, workers, max(default_workers(found), nodes))
-    check_workers(recipe, count, found)
+    available = on or devices(recipe.train.device)
+    check_axes(recipe, workers or default_workers(available))
+    count = count_workers(recipe, workers, max(default_workers(available), nodes))
+    check_workers(recipe, count, available)
     check_mesh(recipe, count)
     _check_nodes(nodes, count)
     checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
-    planned = plan_run(recipe, found, count)
+    planned = plan_run(recipe, available, count)
     _faults()
 
     run = create_run(root, recipe.name, name)
     if recipe.checkpoint.store and not store_notes and is_taken(run, recipe.checkpoint.store):
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(
-            f"{recipe.checkpoint.store.url} has checkpoints of another run of the name {run.name}",
-            hint="another --name, or another checkpoint.store.url",
+            f"{recipe.checkpoint.store.url} has checkpoints of another run named {run.name}",
+            hint="use another --name or another checkpoint.store.url",
         )
     try:
         write_json(run.recipe_file, planned.recipe.model_dump())
         if planned.plan is not None:
             write_plan(run, planned.plan)
-        _keep_data_facts(run, recipe.data)
-        _keep_companions(run, recipe.model.init)
+        _copy_data_facts(run, recipe.data)
+        _copy_companions(run, recipe.model.init)
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = [*store_notes, *planned.notes, *idle_settings(recipe, found, count)]
+    notes = [*store_notes, *planned.notes, *idle_settings(recipe, available, count)]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("run headway check: a wrong model.layout is silent")
-    attempt = make_attempt(run, 1, count, found, checkpoint, notes=notes)
+    attempt = make_attempt(run, 1, count, available, checkpoint, notes=notes)
     return attempt.model_copy(update={"nodes": nodes, "spares": spares})
 
 
@@ -116,87 +116,84 @@ def resume_run(
     nodes: int | None = 1,
     spares: int | None = 0,
 ) -> Attempt:
-    """The attempt that continues a run from its newest checkpoint, with the settings that may change; `on` as in
-    `new_run`. Where `nodes` or `spares` is None, as many are emulated as were before."""
+    """Return the attempt that resumes a run from its newest checkpoint with changed settings; `on` as in `new_run`. If
+    `nodes` or `spares` is None, as many are emulated as before."""
     pid = lock_holder(run)
     if pid is not None:
         raise RunError(
             f"run {run.name} is in use by process {pid}",
-            hint=f"headway stop {run.name} ends it; headway ps shows its processes; left alone, it goes on by itself",
+            hint=f"headway stop {run.name} ends it; headway ps shows its processes; it also recovers by itself",
         )
     old = read_recipe(run)
     if NO_DATA in old.data.parts:
         raise RunError(
-            f"run {run.name} was imported: it has weights, but neither data nor an optimizer's state",
+            f"run {run.name} was imported: it has weights, but no data and no optimizer state",
             hint=f'start a run from it: model.init = "{run.name}" in a recipe',
         )
     new, _ = pin_data(with_settings(old, settings))
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
     check_store(new, ask=False)
-    found = on or devices(new.train.device)
+    available = on or devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
-    check_axes(stated, workers or default_workers(found))
+    check_axes(stated, workers or default_workers(available))
     check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
-    checkpoint, passed_over = newest_checkpoint(run, events, new)
+    checkpoint, skipped = newest_checkpoint(run, events, new)
     manifest = open_address(checkpoint).manifest if checkpoint else None
     step = manifest.step if manifest else 0
     if step >= new.train.steps:
         raise RunError(
-            f"run {run.name} has done all of its {step} steps",
-            hint=f"headway resume {run.name} --set train.steps={2 * step} trains on",
+            f"run {run.name} has finished all of its {step} steps",
+            hint=f"headway resume {run.name} --set train.steps={2 * step} continues it",
         )
     starts = [event for event in events if event["kind"] == "attempt"]
-    before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
-    count = count_workers(stated, workers, before or default_workers(found))
-    check_workers(stated, count, found)
+    workers_before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
+    count = count_workers(stated, workers, workers_before or default_workers(available))
+    check_workers(stated, count, available)
     check_mesh(stated, count)
     _check_nodes(nodes or 1, count)
-    planned = replan_run(new, found, count, old=old_plan, before=before)
+    planned = replan_run(new, available, count, old=old_plan, workers_before=workers_before)
     changed = changed_keys(old, planned.recipe)
     if changed:
         write_json(run.recipe_file, planned.recipe.model_dump())
     renew_plan(run, planned, step)
-    notes = [*passed_over, *planned.notes, *idle_settings(new, found, count)]
+    notes = [*skipped, *planned.notes, *idle_settings(new, available, count)]
     if manifest:
-        meshes = [stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)]
-        if meshes[0] != meshes[1]:
-            notes.append(
-                f"{meshes[0].describe()} before, {meshes[1].describe()} now: the state is taken over exactly, "
-                "the steps after it are not promised bit for bit"
-            )
+        before, now = stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)
+        if before != now:
+            change = f"mesh changed from {before.describe()} to {now.describe()}"
+            notes.append(f"{change}: state is exact, later steps may differ")
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
-    had = emulated_nodes(starts[-1] if starts else {})
-    update = {"nodes": nodes or min(had[0], count), "spares": had[1] if spares is None else spares}
-    attempt = make_attempt(run, next_attempt(run), count, found, checkpoint, recipe_changes, notes)
+    nodes_then, spares_then = emulated_nodes(starts[-1] if starts else {})
+    update = {"nodes": nodes or min(nodes_then, count), "spares": spares_then if spares is None else spares}
+    attempt = make_attempt(run, next_attempt(run), count, available, checkpoint, recipe_changes, notes)
     return attempt.model_copy(update=update)
 
 
 def emulated_nodes(start: dict[str, Any]) -> tuple[int, int]:
-    """Nodes and spares that an attempt emulated on one machine, by the event of its start; none where they were
-    machines of their own."""
+    """Return the nodes and spares that an attempt emulated on one machine, from its start event; (1, 0) if they were
+    real machines."""
     return (start.get("nodes", 1), start.get("spares", 0)) if start.get("emulated") else (1, 0)
 
 
 def nodes_before(run: RunFolder) -> int | None:
-    """Machines that the workers of a run's last attempt were on; None before the first."""
+    """Return the number of nodes of a run's last attempt; None before the first."""
     records = sorted(run.events.glob("*-agent.jsonl"))
     events = read_ends(records[-1]).events if records else []
     return next((event.get("nodes", 1) for event in events if event["kind"] == "attempt"), None)
 
 
 def _check_nodes(nodes: int, workers: int) -> None:
-    """Each has a worker."""
+    """Check that each node has a worker."""
     if workers < nodes:
-        raise UsageError(
-            f"--nodes {nodes}, and {workers} worker{'s' * (workers > 1)}", hint=f"--workers {nodes} or more"
-        )
+        workers_text = f"{workers} worker{'s' * (workers > 1)}"
+        raise UsageError(f"--nodes {nodes}, but only {workers_text}", hint=f"--workers {nodes} or more")
 
 
 def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
-    """See that the recipe's object store can be opened; one that does not answer now may do so when it is needed."""
+    """Check that the recipe's object store can be opened; return a note if it does not answer yet."""
     rules = recipe.checkpoint.store
     if rules is None:
         return []
@@ -211,28 +208,28 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
     return []
 
 
-def idle_settings(recipe: Recipe, found: Devices, workers: int) -> list[str]:
-    """What a recipe asks for that does nothing on these devices."""
-    if recipe.train.cuda_graphs and (found.kind != "cuda" or workers > 1):
-        where = "on CPUs" if found.kind != "cuda" else f"with {workers} workers"
-        return [f"train.cuda_graphs has no effect {where}: it is for one worker on a GPU"]
+def idle_settings(recipe: Recipe, available: Devices, workers: int) -> list[str]:
+    """Return notes on settings of a recipe that have no effect on these devices."""
+    if recipe.train.cuda_graphs and (available.kind != "cuda" or workers > 1):
+        setup = "on CPUs" if available.kind != "cuda" else f"with {workers} workers"
+        return [f"train.cuda_graphs has no effect {setup}: it needs one worker on a GPU"]
     return []
 
 
 def recipe_of_ref(root: Path, ref: str) -> Recipe:
-    """The recipe of what RUN, RUN@STEP or a checkpoint's address names."""
+    """Return the recipe of RUN, RUN@STEP or a checkpoint's address."""
     address = _address(ref)
     return stated_recipe(find_run(root, parse_ref(ref)[0])) if address is None else recipe_of_checkpoint(address)
 
 
 def stated_recipe(run: RunFolder) -> Recipe:
-    """A run's recipe without what its plan filled in: other devices may want it otherwise."""
+    """Return a run's recipe without what its plan filled in, which may not suit other devices."""
     recipe, plan = read_recipe(run), read_plan(run)
     return recipe if plan is None else unplanned(recipe, plan)
 
 
 def renew_plan(run: RunFolder, planned: PlannedRecipe, step: int) -> None:
-    """Replace a run's plan by one that holds from here on, if it says something else."""
+    """Replace a run's plan from a step on, if it changed."""
     old, new = read_plan(run), planned.plan
     if new is None:
         run.plan_file.unlink(missing_ok=True)
@@ -244,19 +241,19 @@ def make_attempt(
     run: RunFolder,
     number: int,
     workers: int,
-    found: Devices,
+    available: Devices,
     checkpoint: str | None,
     recipe_changes: dict[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> Attempt:
-    """Put an attempt together; threads are shared out so that workers do not fight over cores."""
+    """Make an attempt; cores are divided among workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     step = open_address(checkpoint).manifest.step if checkpoint else 0
     return Attempt(
         run=run.path,
         number=number,
         workers=workers,
-        device=found.kind,
+        device=available.kind,
         threads=max(1, cores // workers),
         checkpoint=checkpoint,
         from_step=step,
@@ -267,25 +264,25 @@ def make_attempt(
 
 
 def _faults() -> FaultPlan:
-    """Faults on purpose that the environment asks for."""
+    """Return the fault plan of the environment."""
     text = os.environ.get(FAULTS_VARIABLE, "{}")
     try:
         return FaultPlan.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "it"
+        key = ".".join(map(str, first["loc"])) or "it"
         raise UsageError(
-            f"{FAULTS_VARIABLE} is no plan of faults: {where}: {first['msg']}",
+            f"{FAULTS_VARIABLE} is not a fault plan: {key}: {first['msg']}",
             hint='for example {"faults": [{"action": "kill", "step": 45, "rank": 1}]}',
         ) from None
 
 
 def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
-    """Fill in what only the disk knows: the data's version, the model's shape and vocabulary."""
+    """Fill in what only files know: the data version, the model's shape and vocabulary."""
     recipe, vocabulary = pin_data(recipe)
     model = resolve_model(recipe.model, root)
     if model.class_ is not None:
-        return recipe.model_copy(update={"model": model})  # whoever draws its weights sees what it makes of the data
+        return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:
         rounded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         model = model.model_copy(update={"vocab_size": rounded})
@@ -298,14 +295,13 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
 
 
 def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
-    """The recipe with its data checked and its version written in, so that no other is ever taken for it."""
+    """Check the data and pin its version in the recipe; return the recipe and the vocabulary size."""
     corpus = open_corpus(recipe)
-    data = corpus.pinned()
-    return recipe.model_copy(update={"data": data}), corpus.vocab_size
+    return recipe.model_copy(update={"data": corpus.pinned()}), corpus.vocab_size
 
 
-def _keep_data_facts(run: RunFolder, data: Data) -> None:
-    """Leave in a run's folder what its data's tokens mean: the tokenizer, and the manifest of each data set."""
+def _copy_data_facts(run: RunFolder, data: Data) -> None:
+    """Copy what gives tokens their meaning into the run folder: the tokenizer, and the manifest of each dataset."""
     folders = {name: Path(part.path) for name, part in data.parts.items()}
     first = next(iter(folders.values()))
     shutil.copyfile(first / "tokenizer.json", run.tokenizer_file)
@@ -317,8 +313,8 @@ def _keep_data_facts(run: RunFolder, data: Data) -> None:
         shutil.copyfile(first / MANIFEST, run.data_file)
 
 
-def _keep_companions(run: RunFolder, init: str | None) -> None:
-    """Leave in a run's folder what came with the weights that it begins with, from a Hugging Face folder or a run."""
+def _copy_companions(run: RunFolder, init: str | None) -> None:
+    """Copy the companions of initial weights into the run folder, from a Hugging Face folder or a run."""
     if init is None or is_in_store(init):
         return
     if (Path(init) / "config.json").is_file():
@@ -330,7 +326,7 @@ def _keep_companions(run: RunFolder, init: str | None) -> None:
 
 
 def resolve_model(model: Model, root: Path) -> Model:
-    """A model that starts from a folder or a run takes that one's shape; a recipe that states another is refused."""
+    """Give a model the shape of the folder or run it starts from; raise ModelError if the recipe states another."""
     if model.init is None:
         return model
     folder = Path(model.init)
@@ -338,8 +334,8 @@ def resolve_model(model: Model, root: Path) -> Model:
         return _shaped(model, recipe_of_checkpoint(model.init).model, model.init)
     if folder.is_dir() and model.class_ is not None:
         raise ModelError(
-            f"model.init = {model.init!r} is a folder, and a class of your own starts from a run's weights only",
-            hint="model.init takes RUN or RUN@STEP; without it the class draws its own",
+            f"model.init = {model.init!r} is a folder, but a custom class can only start from a run's weights",
+            hint="model.init takes RUN or RUN@STEP; without it the class initializes its own weights",
         )
     if folder.is_dir():
         return _shaped(model, read_model(folder), str(folder.resolve()))
@@ -353,25 +349,25 @@ def resolve_model(model: Model, root: Path) -> Model:
 
 
 def _shaped(model: Model, shape: Model, init: str) -> Model:
-    """The model with the shape of what it starts from."""
-    if model.family not in (shape.family, "llama"):  # which it is where a recipe does not say
+    """Return a model with the shape of what it starts from."""
+    if model.family not in (shape.family, "llama"):  # the default
         raise ModelError(
             f"model.family is {model.family} in the recipe and {shape.family} in {model.init}",
             hint="leave model.family out: model.init gives the shape",
         )
-    stated, there, defaults = (m.model_dump(exclude=OF_NO_SHAPE) for m in (model, shape, type(model)()))
-    for key in {**stated, **there}:
-        if stated.get(key) not in (there.get(key), defaults.get(key), {}):
+    stated, actual, defaults = (m.model_dump(exclude=NOT_SHAPE) for m in (model, shape, type(model)()))
+    for key in {**stated, **actual}:
+        if stated.get(key) not in (actual.get(key), defaults.get(key), {}):
             raise ModelError(
-                f"model.{key} is {stated[key]} in the recipe and {there.get(key)} in {model.init}",
+                f"model.{key} is {stated[key]} in the recipe and {actual.get(key)} in {model.init}",
                 hint=f"leave model.{key} out: model.init gives the shape",
             )
-    own = {"init": init, "init_std": model.init_std, "layout": model.layout or shape.layout}
-    return shape.model_copy(update=own)
+    update = {"init": init, "init_std": model.init_std, "layout": model.layout or shape.layout}
+    return shape.model_copy(update=update)
 
 
 def checkpoint_of(root: Path, ref: str) -> str:
-    """The address of the checkpoint that RUN, RUN@STEP, a folder or an address in an object store means."""
+    """Return the checkpoint address of RUN, RUN@STEP, a folder or an address in an object store."""
     address = _address(ref)
     if address is not None:
         return address
@@ -380,77 +376,74 @@ def checkpoint_of(root: Path, ref: str) -> str:
 
 
 def _address(ref: str) -> str | None:
-    """Where a checkpoint lies, if that is what a reference says; None if it names a run."""
+    """Return the address of a checkpoint; None if the reference names a run."""
     if is_in_store(ref):
         return ref
     return str(Path(ref).resolve()) if (Path(ref) / MANIFEST).exists() else None
 
 
 def recipe_of_checkpoint(address: str) -> Recipe:
-    """The recipe that a checkpoint was saved with; older ones have it in the run they lie in only."""
+    """Return the recipe that a checkpoint was saved with; for older ones, that of their run."""
     recipe = open_address(address).manifest.recipe
     return upgrade_recipe(recipe) if recipe else read_recipe(RunFolder(Path(address).parent.parent))
 
 
 def check_branch(recipe: Recipe, checkpoint: str) -> None:
-    """A run that goes on from another's state must have its shape and its optimizer, and steps left to do."""
+    """Check that a run can continue from a checkpoint: same shape, same optimizer, and steps left to do."""
     before = recipe_of_checkpoint(checkpoint)
-    source, wanted = (r.model.model_dump(exclude=OF_NO_SHAPE) for r in (before, recipe))
+    source, target = (r.model.model_dump(exclude=NOT_SHAPE) for r in (before, recipe))
     for key in source:
-        if source[key] != wanted.get(key):
+        if source[key] != target.get(key):
             raise StateError(
-                f"--from: model.{key} is {source[key]} in the checkpoint and {wanted.get(key)} in the recipe",
-                hint="only a model of the same shape can go on from it",
+                f"--from: model.{key} is {source[key]} in the checkpoint and {target.get(key)} in the recipe",
+                hint="only a model of the same shape can continue from it",
             )
-    weights_alone = f"--set model.init={checkpoint} instead of --from takes the weights alone"
+    weights_only = f"--set model.init={checkpoint} instead of --from takes only the weights"
     if before.train.optimizer != recipe.train.optimizer:
         raise StateError(
-            f"--from: the checkpoint has the state of {before.train.optimizer}, and train.optimizer is "
+            f"--from: the checkpoint has the state of {before.train.optimizer}, but train.optimizer is "
             f"{recipe.train.optimizer}",
-            hint=weights_alone,
+            hint=weights_only,
         )
     names = [] if recipe.model.class_ is not None else [*recipe.model.tensors()]
     thawed = matched("train.freeze", before.train.freeze, names) - matched("train.freeze", recipe.train.freeze, names)
     if names and thawed:
         raise StateError(
-            f"--from: {min(thawed)} was frozen, so that the checkpoint has no state of its optimizer",
-            hint=weights_alone,
+            f"--from: {min(thawed)} was frozen, so the checkpoint has no optimizer state of it",
+            hint=weights_only,
         )
     step = open_address(checkpoint).manifest.step
     if step >= recipe.train.steps:
         raise RecipeError(
-            f"--from: the checkpoint has done {step} steps, and train.steps is {recipe.train.steps}",
+            f"--from: the checkpoint is at step {step}, but train.steps is {recipe.train.steps}",
             hint=f"--set train.steps={2 * step}, or --from an earlier step",
         )
 
 
 def newest_checkpoint(run: RunFolder, events: list[dict[str, Any]], recipe: Recipe) -> tuple[str | None, list[str]]:
-    """The address of the newest checkpoint that looks whole, and notes on those that do not.
+    """Return the address of the newest checkpoint that looks intact, and notes on those that do not.
 
-    None if none was ever written; an error if some were and are gone.
+    The address is None if none was ever written; raise StateError if some were and are gone.
     """
-    here, damage = newest_on_disk(run.checkpoints)
-    there, trouble = newest_in_store(run, recipe.checkpoint.store)
-    if there is not None and (here is None or there.step > here.step):
-        return there.address, [*damage, *trouble, f"going on from step {there.step} in the object store"]
-    if here is not None:
-        return here.address, [*damage, *trouble]
+    local, damage = newest_on_disk(run.checkpoints)
+    stored, problems = newest_in_store(run, recipe.checkpoint.store)
+    if stored is not None and (local is None or stored.step > local.step):
+        return stored.address, [*damage, *problems, f"resuming from step {stored.step} in the object store"]
+    if local is not None:
+        return local.address, [*damage, *problems]
     if damage:
-        raise StateError(
-            f"run {run.name} has no checkpoint that is whole; {damage[0]}", hint="put another copy of one there"
-        )
+        raise StateError(f"run {run.name} has no intact checkpoint; {damage[0]}", hint="put an intact copy there")
     written = [event["step"] for event in events if event["kind"] in ("checkpoint", "upload")]
     started_from = [event["from_step"] for event in events if event["kind"] == "attempt"]
     if written:
+        missing = f"run {run.name} saved step {max(written)}, but {run.checkpoints} has no checkpoint now"
         raise StateError(
-            "; ".join(
-                [f"run {run.name} saved step {max(written)}, but {run.checkpoints} holds no checkpoint now", *trouble]
-            ),
+            "; ".join([missing, *problems]),
             hint="put the folder back, or start a new run of the same recipe",
         )
     if any(started_from):
         raise StateError(
-            f"run {run.name} began from another run's step {started_from[0]} and saved nothing of its own",
+            f"run {run.name} started from another run's step {started_from[0]} and saved nothing of its own",
             hint="start it again with headway train --from",
         )
-    return None, trouble
+    return None, problems

@@ -1,4 +1,4 @@
-"""What the trainer runs with the libraries that are installed here."""
+"""What the trainer supports with the libraries installed here."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -10,13 +10,13 @@ from headway.recipe import Model
 __all__ = ["outdated_torch", "supported_limits"]
 
 SPLIT_BACKWARD = (2, 13)
-"""PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, and 2.12 was
-never tried."""
+"""PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, 2.12 is
+untested."""
 
 
 @lru_cache
 def outdated_torch() -> str | None:
-    """The installed PyTorch, where it is too old for a zero-bubble pipeline; None where it is not, or there is none."""
+    """Return the installed PyTorch version if it is too old for a zero-bubble pipeline; else None."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -26,7 +26,7 @@ def outdated_torch() -> str | None:
 
 
 def supported_limits(model: Model) -> TrainerLimits:
-    """What this version's trainer runs here of such a model."""
+    """Return the limits of this version's trainer for a model here."""
     limits = RUNNABLE
     if outdated_torch() is not None:
         limits = replace(limits, schedules=tuple(kind for kind in limits.schedules if kind != "zero-bubble"))

@@ -1,11 +1,11 @@
-"""What of a run's folder travels between machines that do not share it, and by which names.
+"""Which files of a run folder are exchanged between machines that do not share it, and under which names.
 
     to a node              recipe, plan, data facts, tokenizer and so on: small files, each with its checksum
-    from a node            its workers' records and logs, which grow at their ends; the marks of faults on purpose;
+    from a node            records and logs of its workers, which grow at their ends; the marks of injected faults;
                            environment.json, which the first worker writes as a whole
 
-Names come from the other machine, and are held against these patterns before any file is touched: none of them leads
-out of the folder, and none to what only the agent that leads writes there.
+Names come from the other machine and are matched against these patterns before any file is touched: none escapes the
+folder, and none names a file that only the leader writes.
 """
 
 import re
@@ -18,28 +18,29 @@ from headway.errors import RunError
 from headway.track import RunFolder
 
 __all__ = [
+    "READ_BYTES",
     "FileStamps",
     "bundle_names",
     "bundle_path",
+    "growing_files",
     "growing_path",
-    "grown_files",
-    "place_of_record",
     "record_files",
+    "stored_record_path",
 ]
 
 SINGLE = ("recipe.json", "plan.json", "environment.json", "data.json", "tokenizer.json", "id", "suspects")
 FOLDERS = ("huggingface", "initial")
-"""What came with weights from elsewhere; the first weights of a class of the user's own."""
+"""Companions of imported weights; the initial weights of a custom model class."""
 READ_BYTES = 4 << 20
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _BUNDLE = re.compile(rf"(?:{'|'.join(map(re.escape, SINGLE))})|(?:{'|'.join(FOLDERS)})(?:/{_PART}){{1,4}}")
-_GROWN = re.compile(
+_GROWING = re.compile(
     r"events/\d{4,9}-(?:rank-\d{1,7}|draw)\.jsonl"
     rf"|logs/\d{{4,9}}-(?:rank-\d{{1,7}}|draw|{_PART}-zygote)\.log"
     r"|faults/\d{4,9}-rank-\d{1,7}\.json"
 )
-_GROWN_FOLDERS = ("events", "logs", "faults")
+_GROWING_FOLDERS = ("events", "logs", "faults")
 _RECORD = re.compile(
     r"events/\d{4,9}-(?:agent|draw|rank-\d{1,7})\.jsonl"
     rf"|logs/\d{{4,9}}-(?:agent|draw|keeper|rank-\d{{1,7}}|{_PART}-zygote)\.log"
@@ -47,66 +48,66 @@ _RECORD = re.compile(
 
 
 def bundle_names(run: RunFolder) -> list[str]:
-    """The files that another machine needs to work for a run, as far as they are there."""
+    """List the files that another machine needs to work for a run, as far as they exist."""
     names = [name for name in SINGLE if (run.path / name).is_file()]
     for folder in FOLDERS:
-        found = (path for path in (run.path / folder).rglob("*") if path.is_file())
-        names += sorted(str(path.relative_to(run.path)) for path in found)
+        files = (path for path in (run.path / folder).rglob("*") if path.is_file())
+        names += sorted(str(path.relative_to(run.path)) for path in files)
     return [name for name in names if _BUNDLE.fullmatch(name)]
 
 
 def bundle_path(run: RunFolder, name: str) -> Path:
-    """Where a file of the bundle lies; RunError for any other name."""
-    return _place(run, name, _BUNDLE)
+    """Return the path of a file of the bundle; raise RunError for any other name."""
+    return _path(run, name, _BUNDLE)
 
 
-def grown_files(run: RunFolder) -> Iterator[str]:
-    """The files of a folder that are passed on as they grow."""
-    return _matching(run, _GROWN)
+def growing_files(run: RunFolder) -> Iterator[str]:
+    """List the files that a node forwards as they grow."""
+    return _matching(run, _GROWING)
 
 
 def record_files(run: RunFolder) -> Iterator[str]:
-    """The records and logs of a run, those of the agents that led it too."""
+    """List the records and logs of a run, including those of its leaders."""
     return _matching(run, _RECORD)
 
 
 def _matching(run: RunFolder, pattern: "re.Pattern[str]") -> Iterator[str]:
-    for folder in _GROWN_FOLDERS:
+    for folder in _GROWING_FOLDERS:
         for path in sorted((run.path / folder).glob("*")):
             if pattern.fullmatch(name := f"{folder}/{path.name}"):
                 yield name
 
 
 def growing_path(run: RunFolder, name: str) -> Path:
-    """Where a file lies that a node adds to; RunError for any other name."""
-    return _place(run, name, _GROWN)
+    """Return the path of a file that a node appends to; raise RunError for any other name."""
+    return _path(run, name, _GROWING)
 
 
-def place_of_record(run: RunFolder, name: str) -> Path:
-    """Where a record or log lies that comes from the run's store; RunError for any other name."""
-    return _place(run, name, _RECORD)
+def stored_record_path(run: RunFolder, name: str) -> Path:
+    """Return the path of a record or log from the run's store; raise RunError for any other name."""
+    return _path(run, name, _RECORD)
 
 
-def _place(run: RunFolder, name: str, pattern: "re.Pattern[str]") -> Path:
+def _path(run: RunFolder, name: str, pattern: "re.Pattern[str]") -> Path:
     if not isinstance(name, str) or not pattern.fullmatch(name):
-        raise RunError(f"{str(name)[:80]!r} is no file of a run that another machine may ask for or add to")
+        raise RunError(f"{str(name)[:80]!r} is not a run file that another machine may read or append to")
     return run.path / name
 
 
 class FileStamps:
-    """Sizes and checksums of files, taken again only of those that have changed."""
+    """Sizes and checksums of files, computed again only for files that changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
 
     def of(self, path: Path) -> tuple[int, str]:
-        """A file's size and checksum."""
+        """Return a file's size and checksum."""
         with path.open("rb") as file:
             stat = path.stat()
             state = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
             if path not in self._known or self._known[path][0] != state:
-                taken = xxhash.xxh3_128()
+                digest = xxhash.xxh3_128()
                 while piece := file.read(READ_BYTES):
-                    taken.update(piece)
-                self._known[path] = (state, taken.hexdigest())
+                    digest.update(piece)
+                self._known[path] = (state, digest.hexdigest())
         return stat.st_size, self._known[path][1]

@@ -1,14 +1,14 @@
-"""What the agent that leads has for machines that do not see the run's folder, and what it takes from them.
+"""The leader's file server for machines that do not see the run folder.
 
-They ask at the same door that nodes call at, over connections of their own, each a thread here:
+They connect to the port that nodes use, with connections of their own, each served by a thread here:
 
-    bundle    which small files there are, with sizes and checksums
+    bundle    list the small files, with sizes and checksums
     fetch     bytes of one of them
-    read      bytes of a file of the checkpoint on disk that the run goes on from
-    append    bytes for the end of a record or a log, from where this end of it is; the answer is its size now
+    read      bytes of a file of the checkpoint on disk that the run resumes from
+    append    bytes for the end of a record or a log, from its current end here; the reply is its new size
     replace   environment.json as a whole
 
-Whoever asks has the run's key. All the same, no name leads out of the places meant for it (bundle.py).
+Clients have the run's key. All the same, no name escapes the files meant for it (bundle.py).
 """
 
 import contextlib
@@ -29,64 +29,64 @@ from headway.track import RunFolder, run_id, write_json
 __all__ = ["PIECE_BYTES", "RunFolderServer"]
 
 PIECE_BYTES = 1 << 20
-"""The most that is appended by one word."""
+"""The most that one request appends."""
 
 
 class RunFolderServer:
-    """Serves one run's folder."""
+    """Serves one run folder."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run, self._stamps, self._lock = run, FileStamps(), threading.Lock()
-        self._offered: dict[tuple[str, int], tuple[Path, int]] = {}
-        """Files of a checkpoint on disk, by name and step: where they lie, and their sizes."""
+        self._published: dict[tuple[str, int], tuple[Path, int]] = {}
+        """Files of a checkpoint on disk, by name and step: their paths and sizes."""
 
     def publish(self, checkpoint: Path) -> tuple[int, bytes, list[tuple[str, int]]]:
-        """Have other machines read a checkpoint: its step, its manifest, and the name and size of each file."""
+        """Let other machines read a checkpoint; return its step, its manifest, and the name and size of each file."""
         opened = open_checkpoint(checkpoint)
         step, sizes = opened.manifest.step, {name: entry.bytes for name, entry in opened.manifest.files.items()}
-        self._offered = {(name, step): (checkpoint / name, size) for name, size in sizes.items()}
+        self._published = {(name, step): (checkpoint / name, size) for name, size in sizes.items()}
         return step, opened.source.manifest(), sorted(sizes.items())
 
-    def serve(self, end: socket.socket, asked: Mapping[str, Any]) -> None:
-        """Answer one connection until it is hung up; `asked` is the first thing that it wants."""
-        end.settimeout(None)
-        with contextlib.closing(end), contextlib.suppress(OSError, ValueError):
+    def serve(self, client: socket.socket, request: Mapping[str, Any]) -> None:
+        """Serve one connection until the client closes it; `request` is its first request."""
+        client.settimeout(None)
+        with contextlib.closing(client), contextlib.suppress(OSError, ValueError):
             while True:
-                self._answer(end, asked)
-                asked = json.loads(read_line(end))
+                self._answer(client, request)
+                request = json.loads(read_line(client))
 
-    def _answer(self, end: socket.socket, asked: Mapping[str, Any]) -> None:
-        deeds: dict[str, Callable[..., dict[str, Any] | None]] = {
+    def _answer(self, client: socket.socket, request: Mapping[str, Any]) -> None:
+        handlers: dict[str, Callable[..., dict[str, Any] | None]] = {
             "bundle": self._bundle, "fetch": self._fetch, "read": self._read, "append": self._append,
             "replace": self._replace,
         }  # fmt: skip
-        fields = {key: value for key, value in asked.items() if key != "kind"}
-        content = _content(end, fields) if asked.get("kind") in ("append", "replace") else None
+        fields = {key: value for key, value in request.items() if key != "kind"}
+        if request.get("kind") in ("append", "replace"):
+            fields["content"] = _content(client, fields.pop("size", None))
         try:
-            more = {} if content is None else {"content": content}
-            told = deeds[asked["kind"]](end, **fields, **more)
+            reply = handlers[request["kind"]](client, **fields)
         except (HeadwayError, FileNotFoundError, PermissionError, KeyError, TypeError) as error:
-            told = {"error": getattr(error, "message", None) or str(error) or type(error).__name__}
-        if told is not None:
-            end.sendall(json.dumps(told).encode() + b"\n")
+            reply = {"error": getattr(error, "message", None) or str(error) or type(error).__name__}
+        if reply is not None:
+            client.sendall(json.dumps(reply).encode() + b"\n")
 
-    def _bundle(self, _end: socket.socket) -> dict[str, Any]:
-        """All small files of the run, as they are now."""
+    def _bundle(self, _client: socket.socket) -> dict[str, Any]:
+        """List the small files of the run as they are now."""
         identity = run_id(self._run)
         files = [(name, *self._stamps.of(bundle_path(self._run, name))) for name in bundle_names(self._run)]
         return {"run": self._run.name, "id": identity, "files": files}
 
-    def _fetch(self, end: socket.socket, name: str, begin: int, size: int) -> None:
-        _send(end, bundle_path(self._run, name), begin, size)
+    def _fetch(self, client: socket.socket, name: str, begin: int, size: int) -> None:
+        _send(client, bundle_path(self._run, name), begin, size)
 
-    def _read(self, end: socket.socket, name: str, step: int, begin: int, size: int) -> None:
-        path, whole = self._offered.get((name, step), (None, 0))
-        if path is None or begin < 0 or begin + size > whole:
-            raise RunError(f"{name} of step {step} is not what the run goes on from")
-        _send(end, path, begin, size)
+    def _read(self, client: socket.socket, name: str, step: int, begin: int, size: int) -> None:
+        path, total = self._published.get((name, step), (None, 0))
+        if path is None or begin < 0 or begin + size > total:
+            raise RunError(f"{name} of step {step} is not part of the checkpoint that the run resumes from")
+        _send(client, path, begin, size)
 
-    def _append(self, _end: socket.socket, name: str, offset: int, content: bytes) -> dict[str, Any]:
-        """Only what begins where the file ends: an answer that was lost has its bytes sent again, and they are here."""
+    def _append(self, _client: socket.socket, name: str, offset: int, content: bytes) -> dict[str, Any]:
+        """Append only at the file's end: after a lost reply the client sends bytes again that are already here."""
         path = growing_path(self._run, name)
         with self._lock:
             path.parent.mkdir(exist_ok=True)
@@ -100,34 +100,33 @@ class RunFolderServer:
                 os.close(descriptor)
         return {"size": size}
 
-    def _replace(self, _end: socket.socket, name: str, content: bytes) -> dict[str, Any]:
+    def _replace(self, _client: socket.socket, name: str, content: bytes) -> dict[str, Any]:
         if name != self._run.environment_file.name:
-            raise RunError(f"{name[:80]!r} is not replaced by other machines")
+            raise RunError(f"other machines may not replace {name[:80]!r}")
         try:
-            told = json.loads(content)
+            environment = json.loads(content)
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
-            raise RunError("what a run ran on is told as a table")
-        write_json(self._run.environment_file, told)
+            environment = None
+        if not isinstance(environment, dict):
+            raise RunError(f"{name} must be a JSON object")
+        write_json(self._run.environment_file, environment)
         return {"size": len(content)}
 
 
-def _content(end: socket.socket, fields: dict[str, Any]) -> bytes:
-    """The bytes that follow what was asked."""
-    size = fields.pop("size", None)
+def _content(client: socket.socket, size: object) -> bytes:
+    """Receive the bytes that follow a request."""
     if not isinstance(size, int) or not 0 <= size <= PIECE_BYTES:
-        raise ValueError("more than is taken at once")
+        raise ValueError(f"a request carries at most {PIECE_BYTES} bytes")
     content = bytearray(size)
-    fill(end, memoryview(content))
+    fill(client, memoryview(content))
     return bytes(content)
 
 
-def _send(end: socket.socket, path: Path, begin: int, size: int) -> None:
-    """Bytes of a file: straight from the disk, past this process."""
+def _send(client: socket.socket, path: Path, begin: int, size: int) -> None:
+    """Send bytes of a file straight from the disk, without a copy in this process."""
     with path.open("rb") as file:
         if begin < 0 or size < 0 or begin + size > os.fstat(file.fileno()).st_size:
-            raise RunError(f"{path.name} has no {size} bytes from {begin} on")
-        end.sendall(json.dumps({"size": size}).encode() + b"\n")
-        if size and end.sendfile(file, begin, size) != size:
+            raise RunError(f"{path.name} has no {size} bytes at offset {begin}")
+        client.sendall(json.dumps({"size": size}).encode() + b"\n")
+        if size and client.sendfile(file, begin, size) != size:
             raise OSError(f"{path.name} became shorter")

@@ -1,10 +1,10 @@
-"""A run whose folder is on another machine: the folder that stands in for it here, and how it is kept alike.
+"""Joining a run whose folder is on another machine: a local folder that stands in for it, and how the two stay in sync.
 
-    ROOT/visiting/NODE/RUN/     recipe and so on, as the agent that leads sends them (bundle.py)
-                                records and logs of the workers here, which it gets (forwarder.py)
+    ROOT/visiting/NODE/RUN/     recipe and so on, as the leader sends them (bundle.py)
+                                records and logs of the workers here, which are forwarded to it (forwarder.py)
 
-A node here never leads, since it sees no leases; it calls one address, and when nobody answers there any more the run
-has to be started again.
+A node here never leads, since it sees no leases. It calls one address; if no leader answers there any more, the run has
+to be started again.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.agent.remote.bundle import FileStamps, bundle_path
+from headway.agent.remote.bundle import READ_BYTES, FileStamps, bundle_path
 from headway.agent.remote.forwarder import RecordForwarder
 from headway.errors import DataError, RunError, StateError, UsageError
 from headway.recipe import Assignment
@@ -30,52 +30,52 @@ from headway.state.handshake import HandshakeFailed, call
 from headway.state.peer_read import fill, peer_request
 from headway.track import RunFolder, read_recipe
 
-__all__ = ["RemoteRun", "join_run", "parse_address"]
+__all__ = ["RemoteRun", "join_run", "parse_address", "reads_leader_disk"]
 
-AGAIN_S = 0.2
-SAY_SO_S = 3.0
+RETRY_S = 0.2
+REPORT_WAIT_S = 3.0
 FIND_S = 2.0
-"""Between two questions to the store, who leads."""
-PIECE_BYTES = 4 << 20
+"""Between two lookups of the leader in the store."""
+LAST_FLUSH_S = 5.0
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, the host of IPv6 in brackets."""
+    """Parse HOST:PORT, with an IPv6 host in brackets."""
     host, colon, port = text.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise UsageError(f"{text!r} is no address of an agent", hint="HOST:PORT, as the agent that leads tells it")
+        raise UsageError(f"{text!r} is not an agent address", hint="use HOST:PORT, as the leader prints it")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @dataclass
 class RemoteRun:
-    """The agent that leads, and the folder here."""
+    """A run led on another machine, and its folder here."""
 
     address: tuple[str, int]
     key: str
     run: RunFolder
     find: Callable[[], tuple[str, int] | None] | None = None
-    """Finds out who leads now, where another agent may after this one."""
+    """Looks up the current leader, where another agent may take over."""
     lock: int = -1
-    """Held as long as an agent of this name is at work here for this run."""
-    _asked: float = 0.0
+    """Held as long as an agent of this name works here for this run."""
+    _looked_up: float = 0.0
     _stamps: FileStamps = field(default_factory=FileStamps)
-    _forward: RecordForwarder | None = None
+    _forwarder: RecordForwarder | None = None
     _fetching: tuple[int, "Future[None]"] | None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="bundle"))
 
     def leader_address(self) -> tuple[str, int]:
-        """Whom to call."""
-        if self.find is not None and time.monotonic() - self._asked > FIND_S:
-            self._asked = time.monotonic()
+        """Return the leader's address, looked up now and then."""
+        if self.find is not None and time.monotonic() - self._looked_up > FIND_S:
+            self._looked_up = time.monotonic()
             self.address = self.find() or self.address
         return self.address
 
     def start_forwarding(self) -> None:
-        """Pass on what workers write, from now on."""
-        if self._forward is None:
-            self._forward = RecordForwarder(self.run, lambda: self.address, self.key, self._environment())
+        """Forward what workers write from now on."""
+        if self._forwarder is None:
+            self._forwarder = RecordForwarder(self.run, lambda: self.address, self.key, self._environment())
 
     def _environment(self) -> bytes:
         with contextlib.suppress(FileNotFoundError):
@@ -83,11 +83,11 @@ class RemoteRun:
         return b""
 
     def flush(self, timeout_s: float) -> bool:
-        """See Forward."""
-        return self._forward is None or self._forward.flush(timeout_s)
+        """Wait until the leader has what workers wrote so far; return False after `timeout_s`."""
+        return self._forwarder is None or self._forwarder.flush(timeout_s)
 
     def is_fresh(self, attempt: int) -> bool:
-        """Whether the folder is as the agent that leads has it for an attempt; it is fetched beside if not."""
+        """Whether the folder is as the leader has it for an attempt; if not, fetch it in the background."""
         if self._fetching is None or self._fetching[0] != attempt:
             self._fetching = (attempt, self._pool.submit(self.refresh))
         if not self._fetching[1].done():
@@ -95,54 +95,52 @@ class RemoteRun:
         try:
             self._fetching[1].result()
         except (OSError, HandshakeFailed):
-            self._fetching = None  # who leads may be gone, which the line tells; else it is asked again
+            self._fetching = None  # the node's channel tells whether the leader is gone; if not, ask again
             return False
         return True
 
     def refresh(self) -> None:
-        """Fetch what differs from what the agent that leads has."""
-        with _asking(self.address, self.key) as end:
-            self._take(end, _bundle(end))
+        """Fetch what differs from the leader's files."""
+        with contextlib.closing(call(self.address, self.key)) as leader:
+            self._fetch_changed(leader, _request_bundle(leader))
 
-    def _take(self, end: socket.socket, told: dict[str, Any]) -> None:
-        for name, size, stamp in told["files"]:
+    def _fetch_changed(self, leader: socket.socket, bundle: dict[str, Any]) -> None:
+        for name, size, stamp in bundle["files"]:
             path = bundle_path(self.run, name)
             if not path.exists() or self._stamps.of(path) != (size, stamp):
-                _fetch(end, path, name, size)
+                _fetch(leader, path, name, size)
                 if self._stamps.of(path) != (size, stamp):
                     path.unlink()
-                    raise StateError(f"{name} of run {self.run.name} came damaged", hint="it is tried again")
-            if path == self.run.environment_file and self._forward is not None:
-                self._forward.had(self._environment())
+                    raise StateError(f"{name} of run {self.run.name} arrived damaged", hint="it is fetched again")
+            if path == self.run.environment_file and self._forwarder is not None:
+                self._forwarder.environment = self._environment()
 
-    def localize(self, told: Assignment) -> Assignment:
-        """What a worker here is told: paths are this machine's, and so is the clock."""
-        log = self.run.logs / Path(told.log).name
-        here: dict[str, Any] = {"run": str(self.run.path), "log": str(log), "asked_ns": time.monotonic_ns()}
-        if reads_leader_disk(told):
-            here |= {"checkpoint": None, "from_memory": True}
-        return told.model_copy(update=here)
+    def localize(self, assignment: Assignment) -> Assignment:
+        """Return a worker's assignment with this machine's paths and clock."""
+        log = self.run.logs / Path(assignment.log).name
+        local: dict[str, Any] = {"run": str(self.run.path), "log": str(log), "asked_ns": time.monotonic_ns()}
+        if reads_leader_disk(assignment):
+            local |= {"checkpoint": None, "from_memory": True}
+        return assignment.model_copy(update=local)
 
     def leave(self) -> None:
-        """The run is over: what was passed on is no longer needed here; else it stays."""
-        done = self.flush(PATIENCE_S)
-        if self._forward is not None:
-            self._forward.close()
-        if done:
+        """Leave a run that is over; remove its folder here, unless something could not be forwarded."""
+        forwarded = self.flush(LAST_FLUSH_S)
+        if self._forwarder is not None:
+            self._forwarder.close()
+        if forwarded:
             shutil.rmtree(self.run.path, ignore_errors=True)
             _lock_file(self.run.path).unlink(missing_ok=True)
             for folder in (self.run.path.parent, self.run.path.parent.parent):
                 with contextlib.suppress(OSError):
-                    folder.rmdir()  # unless others are there
+                    folder.rmdir()  # unless it holds other runs
         os.close(self.lock)
 
 
-PATIENCE_S = 5.0
-
-
-def reads_leader_disk(told: Assignment) -> bool:
-    """Whether a worker goes on from a folder of the machine that leads."""
-    return told.checkpoint is not None and not told.from_memory and not is_in_store(told.checkpoint)
+def reads_leader_disk(assignment: Assignment) -> bool:
+    """Whether a worker resumes from a folder on the leader's disk."""
+    checkpoint = assignment.checkpoint
+    return checkpoint is not None and not assignment.from_memory and not is_in_store(checkpoint)
 
 
 def join_run(
@@ -153,57 +151,55 @@ def join_run(
     patience_s: float,
     find: Callable[[], tuple[str, int] | None] | None = None,
 ) -> RemoteRun:
-    """Make a folder for the run that the agent there leads, or the one that `find` finds; RunError if nobody answers
-    for so long."""
-    began = time.monotonic()
-    deadline, said = began + patience_s, False
+    """Join the run led at an address, or at the one that `find` returns; raise RunError if none answers in time."""
+    started = time.monotonic()
+    deadline, reported = started + patience_s, False
     while True:
-        if not said and time.monotonic() - began > SAY_SO_S:
-            said = True
-            where = _shown(address, " at ") or ", by its store"
+        if not reported and time.monotonic() - started > REPORT_WAIT_S:
+            reported = True
+            where = _at(address) or ", looked up in its store"
             print(f"{name}: waiting up to {patience_s:.0f} s for a leader{where}", file=sys.stderr, flush=True)
         try:
-            whom = address or (find() if find else None)
-            if whom is None:
-                raise ConnectionError("nobody has a lease to lead it by")
-            with _asking(whom, key) as end:
-                told = _bundle(end)
-                with contextlib.ExitStack() as undo:
-                    lock = _only_one(root / "visiting" / name / told["run"])
-                    undo.callback(os.close, lock)
-                    made = RemoteRun(whom, key, _make_folder(root, name, told), find, lock)
-                    made._take(end, told)
-                    _check_data(made.run)
-                    undo.pop_all()
-                    return made
+            leader_address = address or (find() if find else None)
+            if leader_address is None:
+                raise ConnectionError("no agent holds the leader lease")
+            with contextlib.closing(call(leader_address, key)) as leader, contextlib.ExitStack() as undo:
+                bundle = _request_bundle(leader)
+                lock = _lock_folder(root / "visiting" / name / bundle["run"])
+                undo.callback(os.close, lock)
+                remote = RemoteRun(leader_address, key, _make_folder(root, name, bundle), find, lock)
+                remote._fetch_changed(leader, bundle)
+                _check_data(remote.run)
+                undo.pop_all()
+                return remote
         except HandshakeFailed:
-            if find is None or time.monotonic() > deadline:  # else it may be an address of before
+            if find is None or time.monotonic() > deadline:  # else it may be the address of a former leader
                 raise RunError(
-                    f"the leader at {_shown(whom)} rejected the key",
-                    hint="HEADWAY_KEY is what the run's file `key` says",
+                    f"the leader{_at(leader_address)} rejected the key",
+                    hint="set HEADWAY_KEY to the contents of the run's file `key`",
                 ) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"no leader answers{_shown(whom, ' at ')}: {error.strerror or error}",
-                    hint="headway agent --run RUN --rank 0 leads one, and tells its address",
+                    f"no leader answers{_at(leader_address)}: {error.strerror or error}",
+                    hint="headway agent --run RUN --rank 0 leads a run, and prints its address",
                 ) from None
-        time.sleep(AGAIN_S if find is None else FIND_S)
+        time.sleep(RETRY_S if find is None else FIND_S)
 
 
 def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _only_one(folder: Path) -> int:
-    """See that no other agent of this name is at work here for this run; a lock on it, which goes with this process."""
+def _lock_folder(folder: Path) -> int:
+    """Lock a run's folder for this process; raise UsageError if another agent of this name works here for this run."""
     path = _lock_file(folder)
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise RunError(f"{path} cannot be made: {error.strerror}", hint="name another one with --runs") from None
+            raise RunError(f"cannot create {path}: {error.strerror}", hint="name another folder with --runs") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
@@ -211,68 +207,62 @@ def _only_one(folder: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise UsageError(
-                f"an agent called {folder.parent.name} is at work for run {folder.name} in {folder.parent.parent}",
-                hint="each machine has a --rank of its own; two on one machine have a --runs of their own too",
+                f"agent {folder.parent.name} already works for run {folder.name} in {folder.parent.parent}",
+                hint="give each machine its own --rank, and two agents on one machine their own --runs",
             ) from None
-        os.close(lock)  # of one that has just gone
+        os.close(lock)  # its agent has just left
 
 
-def _shown(address: tuple[str, int] | None, before: str = "") -> str:
-    return "" if address is None else f"{before}{address[0]}:{address[1]}"
+def _at(address: tuple[str, int] | None) -> str:
+    return "" if address is None else f" at {address[0]}:{address[1]}"
 
 
-@contextlib.contextmanager
-def _asking(address: tuple[str, int], key: str) -> Any:
-    with contextlib.closing(call(address, key)) as end:
-        yield end
+def _request_bundle(leader: socket.socket) -> dict[str, Any]:
+    bundle = peer_request(leader, "bundle")
+    if "error" in bundle or not _RUN.fullmatch(str(bundle.get("run", ""))):
+        raise RunError(f"the leader cannot describe its run: {bundle.get('error', 'it has no name')}")
+    return bundle
 
 
-def _bundle(end: socket.socket) -> dict[str, Any]:
-    told = peer_request(end, "bundle")
-    if "error" in told or not _RUN.fullmatch(str(told.get("run", ""))):
-        raise RunError(f"the agent that leads cannot tell of its run: {told.get('error', 'it has no name')}")
-    return told
-
-
-def _make_folder(root: Path, name: str, told: dict[str, Any]) -> RunFolder:
-    """The folder of an earlier visit to the same run goes on; one of another run of its name goes."""
-    run = RunFolder(root / "visiting" / name / told["run"])
+def _make_folder(root: Path, name: str, bundle: dict[str, Any]) -> RunFolder:
+    """Make the run's folder here; reuse one of the same run, replace one of another run of its name."""
+    run = RunFolder(root / "visiting" / name / bundle["run"])
     try:
-        if run.path.exists() and (not run.id_file.exists() or run.id_file.read_text().strip() != told["id"]):
+        if run.path.exists() and (not run.id_file.exists() or run.id_file.read_text().strip() != bundle["id"]):
             shutil.rmtree(run.path)
         for folder in (run.events, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"cannot make a folder for the run in {root}: {error.strerror}", hint="name another one with --runs"
+            f"cannot make a folder for the run in {root}: {error.strerror}", hint="name another folder with --runs"
         ) from None
     return run
 
 
-def _fetch(end: socket.socket, path: Path, name: str, size: int) -> None:
-    """A file of the bundle, a piece at a time; it has its name when it is whole."""
-    beside = path.with_name(f".{path.name}.partial")
+def _fetch(leader: socket.socket, path: Path, name: str, size: int) -> None:
+    """Fetch a file of the bundle piece by piece; it gets its name once it is complete."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}", hint="name another folder with --runs") from None
+        raise RunError(f"cannot write {path}: {error.strerror}", hint="name another folder with --runs") from None
     with open(file, "wb") as out:  # noqa: PTH123 (a descriptor)
-        for begin in range(0, size, PIECE_BYTES):
-            piece = bytearray(min(PIECE_BYTES, size - begin))
-            told = peer_request(end, "fetch", name=name, begin=begin, size=len(piece))
-            if "error" in told:
-                raise StateError(f"{name} cannot be had from the agent that leads: {told['error']}")
-            fill(end, memoryview(piece))
+        for begin in range(0, size, READ_BYTES):
+            piece = bytearray(min(READ_BYTES, size - begin))
+            reply = peer_request(leader, "fetch", name=name, begin=begin, size=len(piece))
+            if "error" in reply:
+                raise StateError(f"cannot fetch {name} from the leader: {reply['error']}")
+            fill(leader, memoryview(piece))
             out.write(piece)
-    beside.replace(path)
+    partial.replace(path)
 
 
 def _check_data(run: RunFolder) -> None:
-    """See that this machine has the run's data, before anybody counts on its workers."""
+    """Check that this machine has the run's data, before the leader counts on its workers."""
     for part in read_recipe(run).data.parts.values():
         if not (Path(part.path) / "manifest.json").is_file():
             raise DataError(
                 f"the data of run {run.name} is not on this machine: {part.path}",
-                hint="without a common folder each machine has it at the same path",
+                hint="machines without a shared folder need the data at the same path",
             )

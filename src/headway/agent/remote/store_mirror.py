@@ -1,14 +1,14 @@
-"""A run's small files and records in its object store, so that any machine can go on with it, and know what was before.
+"""A run's small files and records in its object store, so that any machine can resume it and knows its history.
 
     folder/...                      recipe, plan, tokenizer and so on (bundle.py), put again when they change
-    said/rank-<rank>                what kept an agent from beginning, the last time
-    records/<lease>-<number>        what records and logs have grown by: a line of JSON that says of which files and
-                                    from which offset, then the bytes
+    said/rank-<rank>                what last kept an agent from starting
+    records/<lease>-<number>        what records and logs have grown by: a line of JSON with file names, offsets and
+                                    sizes, then the bytes
 
-Objects do not grow, and a record put again and again as a whole would cost more with every hour: so only what is new
-is put, when there is much or a while has passed, before a checkpoint, as an attempt begins and at the end. Pieces
-carry their offsets, so that they make the same files in whatever order they are read. `bring` makes the folder, and
-remembers there what it had: who asks again and again asks for what is new.
+Objects cannot be appended to, and putting a whole record again would cost more every hour. So only what is new is put:
+when there is enough of it or a while has passed, before a checkpoint, when an attempt starts and at the end. Pieces
+carry their offsets and make the same files in whatever order they are read. `fetch_run` makes the folder and remembers
+there what it has fetched, so that the next call fetches only what is new.
 """
 
 import contextlib
@@ -24,103 +24,110 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
-from headway.agent.remote.bundle import READ_BYTES, FileStamps, bundle_names, bundle_path, place_of_record, record_files
+from headway.agent.remote.bundle import (
+    READ_BYTES,
+    FileStamps,
+    bundle_names,
+    bundle_path,
+    record_files,
+    stored_record_path,
+)
 from headway.errors import RunError, StateError
 from headway.state.object_store import ObjectStore, open_store
 from headway.track import RunFolder, lock_holder, write_json
 
-__all__ = ["StoreMirror", "fetch_run", "make_room", "put_folder", "report_start_failure", "said_in"]
+__all__ = ["StoreMirror", "fetch_run", "put_folder", "remove_stale_folder", "report_start_failure", "start_failures"]
 
 FOLDER, RECORDS, SAID = "folder", "records", "said"
 LOOK_S = 2.0
 EVERY_S = 60.0
-MUCH_BYTES = 4 << 20
-"""As soon as so much is new it is put, and never more in one object."""
+OBJECT_BYTES = 4 << 20
+"""As soon as this much is new it is put; also the most per object."""
 LOG_BYTES = 1 << 20
-"""What of a log goes there at most; records go as a whole."""
+"""At most this much of each log is put; records are put as a whole."""
 LAST_S = 60.0
 """How long the end of a run waits for the store."""
-_MARKS = "mirrored.json"
-_BROUGHT = "brought.json"
+_MIRRORED = "mirrored.json"
+_FETCHED = "brought.json"
 _SAID_KEY = re.compile(rf"{SAID}/rank-\d{{1,7}}")
 _RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
 
 
 class StoreMirror:
-    """A thread of the agent that leads."""
+    """The leader's thread that puts what is new."""
 
     def __init__(self, run: RunFolder, url: str, number: int, allowed: Callable[[], bool]) -> None:
-        """`number` is that of the lease; nothing is put where `allowed` says no."""
+        """`number` is that of the lease; nothing is put while `allowed` returns False."""
         self._run, self._number, self._allowed = run, number, allowed
-        self._sent, self._stamps, self._put = _read_marks(run), FileStamps(), dict[str, tuple[int, str]]()
-        self._count, self._last = time.time_ns() // 1_000_000, 0.0  # of one lease, agents after each other count on
+        self._sent, self._stamps, self._put = _read_mirrored(run), FileStamps(), dict[str, tuple[int, str]]()
+        self._count, self._last = time.time_ns() // 1_000_000, 0.0  # agents that share a lease must not reuse numbers
         self._ended, self._wake = False, threading.Event()
-        self._asked: SimpleQueue[threading.Event] = SimpleQueue()
-        self._store, self._trouble = open_store(url, patience_s=LAST_S / 2), ""
-        self._thread = threading.Thread(target=self._go, name="mirror", daemon=True)
+        self._flushes: SimpleQueue[threading.Event] = SimpleQueue()
+        self._store, self._problem = open_store(url, patience_s=LAST_S / 2), ""
+        self._thread = threading.Thread(target=self._mirror, name="mirror", daemon=True)
         self._thread.start()
 
     def flush(self, timeout_s: float = LAST_S) -> bool:
-        """Have all that is new put now, and wait for it that long at most: a checkpoint there should not outlive the
-        record of its steps."""
+        """Put all that is new now; return False after `timeout_s`. A checkpoint there should not outlive the record of
+        its steps."""
         done = threading.Event()
-        self._asked.put(done)
+        self._flushes.put(done)
         self._wake.set()
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Put what is left; a store that does not answer is waited for LAST_S."""
+        """Put what is left; wait at most LAST_S for the store."""
         self._ended = True
         self._wake.set()
         self._thread.join(LAST_S)
 
-    def _go(self) -> None:
+    def _mirror(self) -> None:
         while True:
             self._wake.wait(LOOK_S)
             self._wake.clear()
             ended, waiting = self._ended, list[threading.Event]()
-            while not self._asked.empty():
-                waiting.append(self._asked.get())
+            while not self._flushes.empty():
+                waiting.append(self._flushes.get())
             new = dict(_grown(self._run, self._sent))
-            due = self._last + EVERY_S < time.monotonic() or sum(new.values()) > MUCH_BYTES
-            begun = any(name not in self._sent and name.endswith("-agent.jsonl") for name in new)
-            if ended or due or begun or waiting:
-                self._try()
+            due = self._last + EVERY_S < time.monotonic() or sum(new.values()) > OBJECT_BYTES
+            new_attempt = any(name not in self._sent and name.endswith("-agent.jsonl") for name in new)
+            if ended or due or new_attempt or waiting:
+                self._try_put()
             for done in waiting:
                 done.set()
             if ended:
                 return
 
-    def _try(self) -> None:
-        """Put what is new, if this agent still leads; what goes wrong is said once, and tried again at its time."""
-        trouble = ""
+    def _try_put(self) -> None:
+        """Put what is new, if this agent still leads; report a problem once, and try again later."""
+        problem = ""
         try:
             if self._allowed():
-                self._once()
-        except Exception as error:  # whatever it is, training goes on
-            trouble = f"records were not put into the store: {error}"
-        if trouble and trouble != self._trouble:
-            print(trouble, file=sys.stderr, flush=True)
-        self._trouble, self._last = trouble, time.monotonic()
+                self._put_new()
+        except Exception as error:  # whatever it is, training continues
+            problem = f"cannot put records into the store: {error}"
+        if problem and problem != self._problem:
+            print(problem, file=sys.stderr, flush=True)
+        self._problem, self._last = problem, time.monotonic()
 
-    def _once(self) -> None:
-        """All that is new."""
+    def _put_new(self) -> None:
         put_folder(self._run, self._store, self._stamps, self._put)
         while new := list(_grown(self._run, self._sent)):
             head, body = list[tuple[str, int, int]](), bytearray()
             for name, size in new:
-                offset, part = self._sent.get(name, 0), min(size, MUCH_BYTES - len(body))
-                content = _bytes(self._run.path / name, offset, part)
+                offset = self._sent.get(name, 0)
+                with (self._run.path / name).open("rb") as file:
+                    content = os.pread(file.fileno(), min(size, OBJECT_BYTES - len(body)), offset)
                 head.append((name, offset, len(content)))
                 body += content
-                if len(body) >= MUCH_BYTES:
+                if len(body) >= OBJECT_BYTES:
                     break
             piece = json.dumps({"files": head}).encode() + b"\n" + bytes(body)
             self._count += 1
             self._store.put(f"{RECORDS}/{self._number:06d}-{self._count:014d}", memoryview(piece))
             for name, offset, size in head:
                 self._sent[name] = offset + size
-            write_json(self._run.path / _MARKS, self._sent)
+            write_json(self._run.path / _MIRRORED, self._sent)
 
 
 def put_folder(
@@ -129,7 +136,7 @@ def put_folder(
     stamps: FileStamps | None = None,
     known: dict[str, tuple[int, str]] | None = None,
 ) -> None:
-    """Put a run's small files into its store, but for those that are `known` to be there as they are."""
+    """Put a run's small files into its store, except those `known` to be there unchanged."""
     stamps, known = stamps or FileStamps(), {} if known is None else known
     for name in bundle_names(run):
         path = bundle_path(run, name)
@@ -139,22 +146,21 @@ def put_folder(
             known[name] = stamp
 
 
-def report_start_failure(url: str, rank: int, words: str) -> None:
-    """Leave a line in the store of a run that could not begin, if there is such a run."""
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(words.split())}\n"
+def report_start_failure(url: str, rank: int, message: str) -> None:
+    """Leave a line in the store of a run that could not start, if there is such a run."""
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(message.split())}\n"
     store = open_store(url, patience_s=LAST_S / 2)
     if store.find(f"{FOLDER}/id") is not None:
         store.put(f"{SAID}/rank-{rank}", memoryview(line.encode()))
 
 
-def said_in(run: RunFolder) -> list[Path]:
-    """Such lines, as far as they were brought here."""
+def start_failures(run: RunFolder) -> list[Path]:
+    """List the files with such lines that were fetched."""
     return sorted((run.path / SAID).glob("rank-*"))
 
 
-def make_room(url: str, root: Path) -> None:
-    """Remove what another run of the same name has left in a folder of this machine's own, unless somebody uses it:
-    that run's store has all of it."""
+def remove_stale_folder(url: str, root: Path) -> None:
+    """Remove the local copy of another run of the same name, unless it is in use: that run's store has all of it."""
     run = RunFolder(root / url.rstrip("/").rpartition("/")[2])
     if run.path.exists() and lock_holder(run) is None:
         identity = open_store(url).find(f"{FOLDER}/id")
@@ -163,65 +169,66 @@ def make_room(url: str, root: Path) -> None:
 
 
 def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
-    """The folder of a run from what its store has; one that is here already gets what is new."""
+    """Make the folder of a run from its store, or add what is new to an existing one."""
     url, store = url.rstrip("/"), open_store(url, patience_s=patience_s)
     run = RunFolder(root / url.rpartition("/")[2])
-    parts = {item.key.removeprefix(f"{FOLDER}/"): item for item in store.list(FOLDER)}
-    if "recipe.json" not in parts or "id" not in parts:
+    files = {item.key.removeprefix(f"{FOLDER}/"): item for item in store.list(FOLDER)}
+    if "recipe.json" not in files or "id" not in files:
         raise RunError(
             f"there is no run at {url}",
-            hint="the url of checkpoint.store, and the name of the run; runs whose machines see a common folder put "
-            "checkpoints there, and no records",
+            hint="use checkpoint.store.url and the run's name; runs whose machines share a folder store checkpoints "
+            "only, no records",
         )
     identity = store.get(f"{FOLDER}/id").decode(errors="replace").strip()
     if run.path.exists() and run.id_file.exists() and run.id_file.read_text().strip() != identity:
-        raise RunError(f"there is another run {run.name} in {root}", hint="another folder with --runs")
+        raise RunError(f"there is another run {run.name} in {root}", hint="name another folder with --runs")
     try:
         for folder in (run.events, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        ends, replaced = _read_marks(run), set[str]()
-        had = _read_brought(run, identity, ends)
-        for name, item in sorted(parts.items()):
+        ends, overwritten = _read_mirrored(run), set[str]()
+        fetched = _read_fetched(run, identity, ends)
+        for name, item in sorted(files.items()):
             path = bundle_path(run, name)
-            if had.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
+            if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
                 _fetch(store, item.key, path, item.bytes)
-                had[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
+                fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
         for item in store.list(SAID):
             if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
                 _fetch(store, item.key, run.path / item.key, item.bytes)
         records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
-        first = min((key for key in records if key not in had), default="~")
+        first = min((key for key in records if key not in fetched), default="~")
         for key in records:
-            if key >= first:  # no object of records is ever changed; one that came late goes below those after it
-                replaced |= _lay_out(run, store.get(key), store.name(key), ends)
-                had[key] = []
-        write_json(run.path / _MARKS, ends)
-        write_json(run.path / _BROUGHT, {"id": identity, "objects": had})
-        if replaced:
+            if key >= first:  # such objects never change; one that arrived late is applied before its successors
+                overwritten |= _apply_records(run, store.get(key), store.name(key), ends)
+                fetched[key] = []
+        write_json(run.path / _MIRRORED, ends)
+        write_json(run.path / _FETCHED, {"id": identity, "objects": fetched})
+        if overwritten:
             print(
-                f"note: what {', '.join(sorted(replaced))} had here and the store had not was replaced by the store's",
+                f"note: local changes to {', '.join(sorted(overwritten))} were overwritten from the store",
                 file=sys.stderr,
                 flush=True,
             )
     except OSError as error:
         raise RunError(
-            f"cannot make the run's folder {run.path}: {error.strerror}", hint="another one with --runs"
+            f"cannot make the run folder {run.path}: {error.strerror}", hint="name another folder with --runs"
         ) from None
     return run
 
 
-def _read_brought(run: RunFolder, identity: str, ends: dict[str, int]) -> dict[str, list[object]]:
-    """What of the store was laid out here, by key; nothing where files of it are gone since, and all is read again."""
+def _read_fetched(run: RunFolder, identity: str, ends: dict[str, int]) -> dict[str, list[object]]:
+    """Read which objects were fetched, by key; empty if files are missing since, so that everything is read again."""
     try:
-        told = json.loads((run.path / _BROUGHT).read_bytes())
-        whole = all((run.path / name).stat().st_size >= end for name, end in ends.items())
-        return {str(key): list(of) for key, of in told["objects"].items()} if whole and told["id"] == identity else {}
+        state = json.loads((run.path / _FETCHED).read_bytes())
+        intact = all((run.path / name).stat().st_size >= end for name, end in ends.items())
+        objects = state["objects"] if intact and state["id"] == identity else {}
+        return {str(key): list(of) for key, of in objects.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file here does."""
+    """Return size and modification time of a file; empty if it does not exist."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -229,57 +236,52 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _lay_out(run: RunFolder, content: bytes, where: str, ends: dict[str, int]) -> set[str]:
-    """One object of records, each piece to where it belongs; which files lost what they had beyond the store's."""
-    replaced = set[str]()
+def _apply_records(run: RunFolder, content: bytes, key: str, ends: dict[str, int]) -> set[str]:
+    """Write each piece of an object of records to its offset; return the files whose local changes it overwrote."""
+    overwritten = set[str]()
     head, _, body = content.partition(b"\n")
     try:
         files = [
-            (place_of_record(run, name), name, int(offset), int(size))
+            (stored_record_path(run, name), name, int(offset), int(size))
             for name, offset, size in json.loads(head)["files"]
         ]
     except (ValueError, TypeError, KeyError):
-        raise StateError(f"{where} is damaged: it does not say what it holds", hint="remove that object") from None
+        raise StateError(f"{key} is damaged: its header is unreadable", hint="remove that object") from None
     for path, name, offset, size in files:
         piece, body = body[:size], body[size:]
         if offset < 0 or len(piece) != size:
-            raise StateError(f"{where} is damaged: it is too short", hint="remove that object")
+            raise StateError(f"{key} is damaged: it is too short", hint="remove that object")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if offset + size > ends.get(name, 0) < os.fstat(descriptor).st_size:
-                os.ftruncate(descriptor, ends.get(name, 0))  # of a life that was lost here, whose number another has
-                replaced.add(name)
+                os.ftruncate(descriptor, ends.get(name, 0))  # of an attempt lost here, whose number another took
+                overwritten.add(name)
             os.pwrite(descriptor, piece, offset)
         finally:
             os.close(descriptor)
         ends[name] = max(ends.get(name, 0), offset + size)
-    return replaced
+    return overwritten
 
 
 def _fetch(store: ObjectStore, key: str, path: Path, size: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    with beside.open("wb") as file:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
         for begin in range(0, size, READ_BYTES):
             piece = bytearray(min(READ_BYTES, size - begin))
             store.read(key, begin, memoryview(piece))
             file.write(piece)
-    beside.replace(path)
+    partial.replace(path)
 
 
 def _grown(run: RunFolder, sent: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """By how much each record and log has grown since it was put."""
+    """List by how much each record and log has grown since it was put."""
     for name in record_files(run):
         with contextlib.suppress(FileNotFoundError):
             size = (run.path / name).stat().st_size
             size = min(size, LOG_BYTES) if name.endswith(".log") else size
             if size > sent.get(name, 0):
                 yield name, size - sent.get(name, 0)
-
-
-def _bytes(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb") as file:
-        return os.pread(file.fileno(), size, offset)
 
 
 def _mapped(path: Path) -> memoryview:
@@ -289,9 +291,9 @@ def _mapped(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _read_marks(run: RunFolder) -> dict[str, int]:
-    """How far each record is in the store; nothing where that is not known, and all is put again."""
+def _read_mirrored(run: RunFolder) -> dict[str, int]:
+    """Read how much of each record is in the store; empty if unknown, so that everything is put again."""
     try:
-        return {str(name): int(end) for name, end in json.loads((run.path / _MARKS).read_bytes()).items()}
+        return {str(name): int(end) for name, end in json.loads((run.path / _MIRRORED).read_bytes()).items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
