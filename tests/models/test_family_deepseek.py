@@ -141,7 +141,7 @@ def config() -> dict[str, Any]:
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ({"kv_lora_rank": None, "n_routed_experts": None}, "no kv_lora_rank, n_routed_experts"),
+        ({"kv_lora_rank": None, "n_routed_experts": None}, "lacks kv_lora_rank, n_routed_experts"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 2}, "kv_heads"),
         ({"n_shared_experts": 0}, "shared_experts"),
@@ -162,7 +162,7 @@ def test_deepseek_v2_is_refused_and_the_nearest_family_named() -> None:
     config = transformers.DeepseekV2Config(**SHAPE).to_dict()
     with pytest.raises(ModelError, match="deepseek_v2") as refused:
         model_from_config(config)
-    assert "the nearest is deepseek_v3: config.json has topk_method 'greedy'" in str(refused.value.hint)
+    assert "the closest is deepseek_v3: config.json has topk_method 'greedy'" in str(refused.value.hint)
 
 
 def test_the_published_shape_has_its_published_size() -> None:

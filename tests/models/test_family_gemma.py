@@ -108,12 +108,12 @@ def test_a_distance_longer_than_the_model_comes_back() -> None:
         ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma 2", {"hidden_activation": "gelu"}, "gelu"),
         ("Gemma 2", {"sliding_window": None}, "sliding_window"),
-        ("Gemma 2", {"layer_types": ["full_attention", "full_attention", *KINDS[:2]]}, "unequal"),
+        ("Gemma 2", {"layer_types": ["full_attention", "full_attention", *KINDS[:2]]}, "irregular"),
         ("Gemma 2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("Gemma 3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("Gemma 3", {"rope_parameters": LOCAL}, "full_attention"),
         ("Gemma 3", {"rope_parameters": {"sliding_attention": GLOBAL}}, "windowed"),
-        ("Gemma 3", {"model_type": "gemma3"}, "pictures"),
+        ("Gemma 3", {"model_type": "gemma3"}, "multimodal"),
     ],
 )  # fmt: skip
 def test_what_would_be_another_function_is_refused(case: str, changes: dict[str, Any], said: str) -> None:

@@ -92,9 +92,9 @@ CONFIG = SIZES | {"model_type": "gpt2"}
         ({"add_cross_attention": True}, "add_cross_attention"),
         ({"activation_function": "relu"}, "activation_function 'relu'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"n_layer": None}, "no n_layer"),
+        ({"n_layer": None}, "lacks n_layer"),
         ({"hidden_size": 64}, "n_embd 48 and hidden_size 64"),
-        ({"n_head": 5}, "must be dim"),
+        ({"n_head": 5}, "must equal dim"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], said: str) -> None:

@@ -96,5 +96,5 @@ def test_the_numbers_of_gpt_oss_20b() -> None:
 
 
 def test_biases_go_together() -> None:
-    with pytest.raises(ModelError, match="biases"):
+    with pytest.raises(ModelError, match="qkv_bias"):
         config_from_model(Model(family="gpt_oss", vocab_size=64, output_bias=False))

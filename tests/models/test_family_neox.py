@@ -77,8 +77,8 @@ def test_pythia_70m(tmp_path: Path) -> None:
     [
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"num_attention_heads": 5}, "must be dim"),
-        ({"head_dim": 8}, "must be dim"),
+        ({"num_attention_heads": 5}, "must equal dim"),
+        ({"head_dim": 8}, "must equal dim"),
         ({"rotary_pct": 0.05}, "no pair"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ],

@@ -220,7 +220,7 @@ def test_folders_that_cannot_be_imported_are_told_apart(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     assert "gone.safetensors is missing" in import_of(folder, runs).message
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    assert "a family that is not known" in import_of(folder, runs).message
+    assert "unknown model_type" in import_of(folder, runs).message
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

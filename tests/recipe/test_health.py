@@ -63,10 +63,10 @@ def test_a_resumed_run_may_change_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.skip=[[8, 8]]", r"data.skip: \[8, 8\] holds no sample"),
-        ("data.skip=[[9, 8]]", r"data.skip: \[9, 8\] holds no sample"),
-        ("data.skip=[[8, 16], [15, 20]]", r"\[15, 20\] begins before the range ahead of it ends, at 16"),
-        ("data.skip=[[8, 16], [0, 4]]", r"\[0, 4\] begins before the range ahead of it ends"),
+        ("data.skip=[[8, 8]]", r"data.skip: \[8, 8\] is empty"),
+        ("data.skip=[[9, 8]]", r"data.skip: \[9, 8\] is empty"),
+        ("data.skip=[[8, 16], [15, 20]]", r"\[15, 20\] overlaps the previous range, which ends at 16"),
+        ("data.skip=[[8, 16], [0, 4]]", r"\[0, 4\] overlaps the previous range"),
         ("data.skip=[[-1, 16]]", r"data.skip.0.0 = -1"),
         ("data.skip=[[1, 2, 3]]", r"data.skip.0 = "),
         ("data.skip=[[1.5, 2]]", r"data.skip.0.0 = 1.5"),

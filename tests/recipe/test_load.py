@@ -79,7 +79,7 @@ def test_derived_numbers_follow_the_given_ones() -> None:
         ("train.dtype=fp4", "train.dtype = 'fp4'", "one of float32, bfloat16"),
         ("data.holdout=0.9", "data.holdout = 0.9", "below 0.5"),
         ("train.steps=true", "train.steps = True", "a whole number"),
-        ("train.lr", "not of the form key=value", "train.lr=3e-4"),
+        ("train.lr", "expected key=value", "train.lr=3e-4"),
         ("model.kv_heads=3", "heads (4) must be a multiple of kv_heads (3)", ""),
         ("train.warmup_steps=2000", "must be less than steps", ""),
     ],
@@ -244,8 +244,8 @@ def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message", "hint"),
     [
-        ("model.layers=3", "model.layers does not apply to a class of your own: put it into model.args", ""),
-        ("model.vocab_size=3", "model.vocab_size does not apply to a class of your own", ""),
+        ("model.layers=3", "model.layers does not apply to a custom class: put it into model.args", ""),
+        ("model.vocab_size=3", "model.vocab_size does not apply to a custom class", ""),
         ("model.class=shapes", "model.class = 'shapes'", "model.class takes a string matching"),
         ("model.clas=a:B", 'model has no key "clas"', "model.class"),
         ("model.layout.colums=[]", 'model.layout has no key "colums"', "model.layout.columns"),
@@ -254,7 +254,7 @@ def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
         ("model.args=3", "model.args = 3", "a table"),
         ("model.args.width=nan", "model.args.width is nan", ""),
         ("model.args.width=[2020-01-01]", "model.args.width.0 is datetime.date(2020, 1, 1)", ""),
-        ("model.args.a-b=1", "model.args.a-b is no argument's name", ""),
+        ("model.args.a-b=1", "model.args.a-b is not an identifier", ""),
     ],
 )
 def test_mistakes_about_a_class_are_named(tmp_path: Path, setting: str, message: str, hint: str) -> None:
@@ -278,8 +278,8 @@ def test_keys_and_families_that_are_of_others_are_told_apart(tmp_path: Path) -> 
     file.write_text('[data]\npath = "d"\n')
     with pytest.raises(RecipeError, match='model has no key "experts"') as caught:
         load_recipe(file, ["model.experts=8"])
-    assert caught.value.hint == "model.family = one of mixtral, qwen3_moe, deepseek_v3, gpt_oss has it"
-    with pytest.raises(RecipeError, match="there is no such family") as caught:
+    assert caught.value.hint == "these families have it: mixtral, qwen3_moe, deepseek_v3, gpt_oss (model.family)"
+    with pytest.raises(RecipeError, match=r"unknown model\.family") as caught:
         load_recipe(file, ["model.family=qwen3"])
     assert caught.value.hint is not None
     assert "takes one of llama, mistral" in caught.value.hint

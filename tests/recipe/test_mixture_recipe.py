@@ -67,21 +67,21 @@ def test_settings_and_variants_reach_one_data_set(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[data]\npath = "x"\n[data.mixture.a]\npath = "y"', "leave one of them out"),
+        ('[data]\npath = "x"\n[data.mixture.a]\npath = "y"', "exclude each other"),
         ("[data]\nseq = 3", "data.path is missing"),
         ('[data.mixture.a]\npath = "x"\nweight = 0', "all weights of the mixture are 0 from step 1 on"),
         ('[data.mixture.a]\npath = "x"\nweight = [[0, 1], [5, 0]]', "all weights of the mixture are 0 from step 5 on"),
-        ('[data.mixture.a]\npath = "x"\nweight = [[2, 1]]', "says first what it is at step 1"),
-        ('[data.mixture.a]\npath = "x"\nweight = [[1, 1], [9, 2], [9, 3]]', "step 9 does not come after step 9"),
-        ('[data.mixture.a]\npath = "x"\nweight = [[0, 1], [1, 2]]', "step 1 does not come after step 1"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[2, 1]]', "must start at step 1"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[1, 1], [9, 2], [9, 3]]', "step 9 is not after step 9"),
+        ('[data.mixture.a]\npath = "x"\nweight = [[0, 1], [1, 2]]', "step 1 is not after step 1"),
         (
             '[data.mixture.a]\npath = "x"\nweight = -1',
-            "data.mixture.a.weight: -1 is neither a number of 0 or more nor pairs",
+            "data.mixture.a.weight: expected a number of at least 0 or [step, weight] pairs, got -1",
         ),
         ('[data.mixture."a b"]\npath = "x"', "data.mixture.a b"),
         ("[data.mixture.a]\nweight = 1", "data.mixture.a.path is missing"),
         ('[data.mixture.a]\npath = "x"\nwieght = 1', 'has no key "wieght"'),
-        ('[[data.mixture]]\npath = "u/x"\n[[data.mixture]]\npath = "v/x"', "two data sets of the mixture are called x"),
+        ('[[data.mixture]]\npath = "u/x"\n[[data.mixture]]\npath = "v/x"', "two datasets of the mixture are named x"),
     ],
 )
 def test_mistakes_are_told(tmp_path, text, said):

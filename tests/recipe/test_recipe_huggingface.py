@@ -122,7 +122,7 @@ def test_every_layout_of_rotary_settings(layout: dict[str, Any]) -> None:
     ("config", "word"),
     [
         (LLAMA2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        (LLAMA2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "each kind of layer"),
+        (LLAMA2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per kind of layer"),
         (LLAMA2 | {"rope_scaling": "yarn"}, "yarn"),
         (LLAMA2 | {"partial_rotary_factor": 0.5}, "0.5"),
         (LLAMA2 | {"hidden_act": "gelu"}, "gelu"),
@@ -173,7 +173,7 @@ def test_an_unknown_family_is_refused_with_the_nearest_and_what_differs() -> Non
         model_from_config(config)
     assert caught.value.hint is not None
     assert "known: llama, mistral, qwen2, qwen3" in caught.value.hint
-    assert "the nearest is llama, which has no logit_scale, use_qk_norm" in caught.value.hint
+    assert "the closest is llama, which has no logit_scale, use_qk_norm" in caught.value.hint
 
 
 # qk_norm, qkv_bias, output_bias, mlp_bias

@@ -18,9 +18,12 @@ REFUSED = [
     (["train.master=true"], "train.master has no effect with float32 weights"),
     (["train.decay_steps=9"], "train.decay_steps has no effect with a cosine schedule"),
     (["train.weights=bfloat16"], 'needs dtype = "bfloat16"'),
-    (["train.optimizer=muon", "train.offload_optimizer=true"], "offload_optimizer needs float32 adamw, but optimizer is muon"),
+    (["train.optimizer=muon", "train.offload_optimizer=true"], "needs float32 adamw, but optimizer is muon"),
+        ["train.optimizer=muon", "train.offload_optimizer=true"],
+        "offload_optimizer needs float32 adamw, but optimizer is muon",
+    ),
     (["train.offload_optimizer=true", "train.moments=bfloat16"], "moments is bfloat16"),
-    (["train.schedule=wsd", "train.steps=10", "train.warmup_steps=5", "train.decay_steps=6"], "are more than steps"),
+    (["train.schedule=wsd", "train.steps=10", "train.warmup_steps=5", "train.decay_steps=6"], "exceed steps"),
     (["train.optimizer=adam"], "train.optimizer = 'adam'"),
 ]
 
@@ -79,7 +82,7 @@ def test_the_first_match_wins_and_a_pattern_of_nothing_names_the_nearest() -> No
     assert first_match([["head"]], "embed.weight") is None
     assert matched("train.freeze", ["head", "embed.*"], NAMES) == {"head", "embed.weight"}
     with pytest.raises(
-        RecipeError, match=r"train\.freeze has layers\.\*\.attn\.q\.weight, and the model has no"
+        RecipeError, match=r"train\.freeze: no parameter of the model matches .layers\.\*\.attn\.q\.weight"
     ) as caught:
         matched("train.freeze", ["layers.*.attn.q.weight"], NAMES)
     assert "layers.*.attention.q.weight" in (caught.value.hint or "")

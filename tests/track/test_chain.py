@@ -16,7 +16,7 @@ links = st.tuples(u64, u64, st.floats(), st.floats())
 
 
 @given(st.lists(links, max_size=5))
-def test_a_link_is_the_hash_of_the_chain_and_the_bits(rows):
+def test_chain_link_hashes_previous_chain_and_step_bits(rows):
     value = START
     for step, cursor, loss, norm in rows:
         bits = step.to_bytes(8, "little") + cursor.to_bytes(8, "little")
@@ -26,7 +26,7 @@ def test_a_link_is_the_hash_of_the_chain_and_the_bits(rows):
         assert value == expected
 
 
-def test_every_part_counts_to_the_last_bit():
+def test_every_input_bit_changes_the_chain():
     base = (3, 96, 2.5, 1.0)
     same = extend_chain(START, *base)
     others = [
@@ -75,7 +75,7 @@ def pair(tmp_path) -> tuple[RunFolder, RunFolder]:
     return create_run(tmp_path, "demo", "a"), create_run(tmp_path, "demo", "b")
 
 
-def test_equal_runs_are_equal_also_when_one_is_longer(pair):
+def test_runs_are_equal_when_one_is_longer(pair):
     write(pair[0], rows(10), {5: "d5", 10: "d10"})
     write(pair[1], rows(7), {5: "d5"})
     found = compare_runs(*pair)
@@ -84,7 +84,7 @@ def test_equal_runs_are_equal_also_when_one_is_longer(pair):
     assert found.sentence.startswith("equal")
 
 
-def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(pair):
+def test_killed_and_resumed_run_equals_uninterrupted_run(pair):
     whole = rows(10)
     write(pair[0], whole, {5: "d5", 10: "d10"})
     write(pair[1], whole[:5], {5: "d5"})
@@ -110,7 +110,7 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(pair):
         ((4, 32, math.nan, 5.0), ("loss",), "loss differ"),
     ],
 )
-def test_the_first_step_that_differs_is_named_with_what_differs(pair, change, differs, words):
+def test_first_differing_step_and_fields_are_named(pair, change, differs, words):
     changed = rows(10)
     changed[3] = change
     write(pair[0], rows(10), {8: "x"})
@@ -122,7 +122,7 @@ def test_the_first_step_that_differs_is_named_with_what_differs(pair, change, di
     assert "step 4" in found.sentence
 
 
-def test_only_a_digest_differs_and_its_tensors_are_named(pair):
+def test_tensors_are_named_when_only_a_digest_differs(pair):
     for run, digest in zip(pair, ("x", "y"), strict=True):
         write(run, rows(10), {2: "same", 4: digest, 8: digest})
     assert compare_runs(*pair).tensors == ()
@@ -136,7 +136,7 @@ def test_only_a_digest_differs_and_its_tensors_are_named(pair):
     assert "digest" in found.sentence
 
 
-def test_runs_that_diverged_before_the_first_common_step(pair):
+def test_runs_that_diverge_before_first_common_step(pair):
     write(pair[0], rows(10), {})
     write(pair[1], rows(10)[5:], {}, link="f" * 32)
     found = compare_runs(*pair)
@@ -144,7 +144,7 @@ def test_runs_that_diverged_before_the_first_common_step(pair):
     assert "before step 6" in found.sentence
 
 
-def test_runs_without_a_common_step_are_not_called_equal(pair):
+def test_runs_without_common_step_are_not_equal(pair):
     found = compare_runs(*pair)
     assert not found.equal
     assert found.step is None
@@ -152,7 +152,7 @@ def test_runs_without_a_common_step_are_not_called_equal(pair):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"tensors": 3}', '{"tensors": {"a": 3}}'])
-def test_a_damaged_manifest_does_not_stop_the_comparison(pair, text):
+def test_damaged_manifest_does_not_stop_comparison(pair, text):
     for run, digest in zip(pair, ("x", "y"), strict=True):
         write(run, rows(4), {4: digest})
         save(run, 4, {"model/a": digest})

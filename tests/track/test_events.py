@@ -47,7 +47,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_are_json_with_the_documented_header(tmp_path):
+def test_record_lines_are_json_with_documented_header(tmp_path):
     clock = FakeClock()
     path = record_path(tmp_path, 1, "rank-0")
     with Recorder(path, attempt=1, process="rank-0", clock=clock, wall=lambda: 1234.5) as recorder:
@@ -81,7 +81,7 @@ def test_lines_are_json_with_the_documented_header(tmp_path):
     assert record.header == Header(1, "rank-0", 1234.5, 5_000_000_000, header["boot"], header["host"], header["pid"])
 
 
-def test_a_span_ends_when_its_body_raises(tmp_path):
+def test_span_ends_when_its_body_raises(tmp_path):
     path = tmp_path / "0001-rank-0.jsonl"
     recorder = Recorder(path, attempt=1, process="rank-0")
     with pytest.raises(KeyError), recorder.span("evaluation"):
@@ -90,7 +90,7 @@ def test_a_span_ends_when_its_body_raises(tmp_path):
     assert [event["kind"] for event in read_record(path).events] == ["begin", "end-span"]
 
 
-def test_every_thread_s_events_arrive_whole_and_in_order(tmp_path):
+def test_events_of_every_thread_are_complete_and_in_order(tmp_path):
     path = tmp_path / "0001-rank-0.jsonl"
     with Recorder(path, attempt=1, process="rank-0") as recorder:
 
@@ -109,7 +109,7 @@ def test_every_thread_s_events_arrive_whole_and_in_order(tmp_path):
         assert [event["number"] for event in events if event["who"] == name] == list(range(500))
 
 
-def test_numbers_that_json_lacks_and_foreign_types_do_not_stop_the_record(tmp_path):
+def test_non_json_numbers_and_foreign_types_do_not_stop_recording(tmp_path):
     path = tmp_path / "0001-rank-0.jsonl"
     circular: list[object] = []
     circular.append(circular)
@@ -134,14 +134,14 @@ def test_numbers_that_json_lacks_and_foreign_types_do_not_stop_the_record(tmp_pa
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 @settings(max_examples=examples(20), deadline=None)
-def test_a_loss_keeps_its_bits(tmp_path_factory, loss):
+def test_loss_round_trips_bit_for_bit(tmp_path_factory, loss):
     path = tmp_path_factory.mktemp("bits") / "0001-rank-0.jsonl"
     with Recorder(path, attempt=1, process="rank-0") as recorder:
         recorder.event("step", loss=loss)
     assert np.float64(read_record(path).events[0]["loss"]).tobytes() == np.float64(loss).tobytes()
 
 
-def test_a_killed_process_loses_next_to_nothing(tmp_path):
+def test_killed_process_loses_almost_no_events(tmp_path):
     path = tmp_path / "0001-rank-0.jsonl"
     code = f"""
 import signal
@@ -191,7 +191,7 @@ def drain(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 10, 400, 5000])
-def test_a_full_disk_drops_events_and_tells(tmp_path, monkeypatch, room):
+def test_full_disk_drops_events_and_reports_it(tmp_path, monkeypatch, room):
     disk = FullDisk(room)
     monkeypatch.setattr("headway.track.events.os.write", disk)
     path = tmp_path / "0001-rank-0.jsonl"
@@ -216,7 +216,7 @@ def test_a_full_disk_drops_events_and_tells(tmp_path, monkeypatch, room):
     assert any("events were lost" in event.get("message", "") for event in record.events)
 
 
-def test_wherever_a_full_disk_tears_a_line_what_is_lost_is_counted(tmp_path, monkeypatch):
+def test_lost_events_are_counted_wherever_a_full_disk_tears_a_line(tmp_path, monkeypatch):
     """Each byte of a line in turn; one that lacks its newline alone is whole as soon as there is room."""
     for room in range(300, 360):
         disk = FullDisk(room)
@@ -234,13 +234,13 @@ def test_wherever_a_full_disk_tears_a_line_what_is_lost_is_counted(tmp_path, mon
         assert recorder.dropped == 23 - len(kept), room
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path):
+def test_unwritable_folder_is_reported_immediately(tmp_path):
     (tmp_path / "events").write_text("in the way")
     with pytest.raises(RunError, match="cannot write the run's record"):
         Recorder(tmp_path / "events" / "0001-agent.jsonl", attempt=1, process="agent")
 
 
-def test_a_file_that_exists_is_continued_on_its_own_clock(tmp_path):
+def test_existing_record_continues_on_its_own_clock(tmp_path):
     path = tmp_path / "0001-agent.jsonl"
     clock = FakeClock(1000)
     with Recorder(path, attempt=1, process="agent", clock=clock, wall=lambda: 50.0) as recorder:
@@ -256,7 +256,7 @@ def test_a_file_that_exists_is_continued_on_its_own_clock(tmp_path):
     assert record.skipped == 1
 
 
-def test_a_file_without_a_header_gets_one(tmp_path):
+def test_record_without_header_gets_one(tmp_path):
     path = tmp_path / "0003-agent.jsonl"
     path.write_text('{"kind":"op')
     with Recorder(path, attempt=3, process="agent", wall=lambda: 7.0) as recorder:
@@ -268,7 +268,7 @@ def test_a_file_without_a_header_gets_one(tmp_path):
 
 @given(st.lists(st.integers(0, 10**9), max_size=30), st.data())
 @settings(max_examples=examples(60), deadline=None)
-def test_a_file_cut_anywhere_gives_its_complete_lines(tmp_path_factory, steps, data):
+def test_truncated_record_yields_its_complete_lines(tmp_path_factory, steps, data):
     folder = tmp_path_factory.mktemp("cut")
     path = folder / "0002-rank-1.jsonl"
     header = {"kind": "open", "format": 1, "attempt": 2, "process": "rank-1", "wall": 1.0, "mono": 5}
@@ -284,7 +284,7 @@ def test_a_file_cut_anywhere_gives_its_complete_lines(tmp_path_factory, steps, d
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"kind":"log","t":1}')), max_size=20))
 @settings(max_examples=examples(100), deadline=None)
-def test_garbage_lines_are_skipped_and_counted(tmp_path_factory, rows):
+def test_invalid_lines_are_skipped_and_counted(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("garbage") / "0001-agent.jsonl"
     rows = [row.replace(b"\n", b" ") for row in rows]
     path.write_bytes(b"".join(row + b"\n" for row in rows))
@@ -304,7 +304,7 @@ def test_garbage_lines_are_skipped_and_counted(tmp_path_factory, rows):
         {"wall": 10**400},
     ],
 )
-def test_a_damaged_header_does_not_stop_the_reader(tmp_path, header):
+def test_damaged_header_does_not_stop_reading(tmp_path, header):
     path = tmp_path / "0007-rank-2.jsonl"
     path.write_text(json.dumps({"kind": "open", "format": 1} | header) + '\n{"kind":"log","t":1}\n')
     record = read_record(path)
@@ -313,7 +313,7 @@ def test_a_damaged_header_does_not_stop_the_reader(tmp_path, header):
     assert abs(clock_offset(record.header, Header(7, "agent", 1e9))) < 1e22
 
 
-def test_a_newer_format_is_refused_with_a_hint(tmp_path):
+def test_newer_format_is_refused_with_a_hint(tmp_path):
     path = tmp_path / "events" / "0001-agent.jsonl"
     path.parent.mkdir()
     path.write_text(json.dumps({"kind": "open", "format": FORMAT + 1}) + "\n")
@@ -322,7 +322,7 @@ def test_a_newer_format_is_refused_with_a_hint(tmp_path):
     assert caught.value.hint
 
 
-def test_a_run_is_read_attempt_by_attempt(tmp_path):
+def test_run_records_are_ordered_by_attempt(tmp_path):
     for attempt in (10000, 2, 1):
         for process in ("rank-0", "agent", "rank-11"):
             Recorder(record_path(tmp_path / "events", attempt, process), attempt=attempt, process=process).close()
@@ -334,7 +334,7 @@ def test_a_run_is_read_attempt_by_attempt(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 3, 50, 400])
-def test_the_ends_of_a_record_agree_with_the_whole(tmp_path, count):
+def test_record_ends_agree_with_full_record(tmp_path, count):
     path = tmp_path / "0001-rank-0.jsonl"
     with Recorder(path, attempt=1, process="rank-0") as recorder:
         for step in range(count):
@@ -347,7 +347,7 @@ def test_the_ends_of_a_record_agree_with_the_whole(tmp_path, count):
     assert all(event in whole.events for event in ends.events)
 
 
-def test_a_tail_gives_each_event_once_whole(tmp_path):
+def test_tail_returns_each_complete_event_once(tmp_path):
     path = tmp_path / "0001-rank-0.jsonl"
     tail = Tail(path)
     assert tail.poll() == []
@@ -362,7 +362,7 @@ def test_a_tail_gives_each_event_once_whole(tmp_path):
     assert tail.poll() == []
 
 
-def test_clocks_of_one_kernel_meet_by_the_monotonic_clock_others_by_the_wall():
+def test_clock_offset_uses_monotonic_clock_within_a_boot_else_wall_time():
     agent = Header(1, "agent", wall=100.0, mono=1_000, boot="a")
     near = Header(1, "rank-0", wall=90.0, mono=4_000, boot="a")  # the wall clock was set back in between
     far = Header(1, "rank-1", wall=102.5, mono=7, boot="b")
@@ -372,7 +372,7 @@ def test_clocks_of_one_kernel_meet_by_the_monotonic_clock_others_by_the_wall():
     assert clock_offset(unknown, Header(1, "agent", wall=100.0, mono=1_000)) == 1_000_000_000
 
 
-def test_what_later_attempts_throw_away():
+def test_kept_until_follows_rollbacks_of_later_attempts():
     def rank0(attempt: int, resumed: int | None) -> Record:
         events = [] if resumed is None else [{"kind": "resumed", "t": 0, "step": resumed}]
         return Record(Header(attempt, "rank-0"), events)
@@ -387,11 +387,11 @@ def test_what_later_attempts_throw_away():
 @pytest.mark.parametrize(
     ("process", "rank"), [("rank-0", 0), ("rank-12", 12), ("agent", None), ("rank-x", None), ("rank-", None)]
 )
-def test_a_process_s_rank_is_in_its_name(process, rank):
+def test_rank_comes_from_process_name(process, rank):
     assert Header(1, process).rank == rank
 
 
-def test_flush_waits_for_what_was_recorded_so_far(tmp_path: Path) -> None:
+def test_flush_waits_for_pending_events(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "0001-rank-0.jsonl", attempt=1, process="rank-0")
     for step in range(2000):
         recorder.event("step", step=step)

@@ -63,7 +63,7 @@ def read(pulses: HeartbeatPages, rank: int = 0) -> Heartbeat:
 # -- from one process to another
 
 
-def test_what_a_worker_marks_another_process_reads() -> None:
+def test_heartbeat_is_readable_from_another_process() -> None:
     """Two workers that have nothing but the descriptor, and a third that has not come yet."""
     pulses = HeartbeatPages(3)
     assert [pulses.read(rank) for rank in range(3)] == [None, None, None]
@@ -96,7 +96,7 @@ def test_what_a_worker_marks_another_process_reads() -> None:
     pulses.close()
 
 
-def test_the_memory_outlives_who_made_it_as_long_as_somebody_has_its_descriptor() -> None:
+def test_heartbeat_memory_outlives_its_creator_while_a_descriptor_is_open() -> None:
     pulses = HeartbeatPages(1)
     HeartbeatWriter(pulses.page(0)).enter("restore")
     mine = os.dup(pulses.descriptor)
@@ -106,7 +106,7 @@ def test_the_memory_outlives_who_made_it_as_long_as_somebody_has_its_descriptor(
     again.close()
 
 
-def test_pages_are_apart() -> None:
+def test_pages_of_workers_are_independent() -> None:
     pulses = HeartbeatPages(2)
     beat = HeartbeatWriter(pulses.page(0))
     for step in range(1, 1000):
@@ -120,7 +120,7 @@ def test_pages_are_apart() -> None:
 # -- what is in it
 
 
-def test_a_step_as_it_goes(clock: Clock) -> None:
+def test_heartbeat_follows_the_phases_of_a_step(clock: Clock) -> None:
     """A story with its numbers written down by hand. A gap counts when the phase that it lies in has ended."""
     pulses, clock.now = HeartbeatPages(1), 100
     beat = HeartbeatWriter(pulses.page(0))
@@ -157,7 +157,7 @@ def test_a_step_as_it_goes(clock: Clock) -> None:
     pulses.close()
 
 
-def test_progress_is_the_step_then_the_phase_then_the_share_of_its_marks() -> None:
+def test_progress_orders_by_step_phase_and_share_of_marks() -> None:
     def progress(step: int, phase: str, marks: int, usual: int) -> tuple[object, ...]:
         return Heartbeat(step, phase, 0, marks, usual, 1, {}).progress
 
@@ -183,7 +183,7 @@ def test_progress_is_the_step_then_the_phase_then_the_share_of_its_marks() -> No
     assert progress(3, "compute", 20, 40) == progress(3, "compute", 5, 10), "pipeline stages differ in their blocks"
 
 
-def test_arrivals_are_those_of_the_last_steps(clock: Clock) -> None:
+def test_arrivals_cover_the_last_steps(clock: Clock) -> None:
     pulses = HeartbeatPages(1)
     beat = HeartbeatWriter(pulses.page(0))
     for step in range(1, 200):
@@ -201,7 +201,7 @@ def test_arrivals_are_those_of_the_last_steps(clock: Clock) -> None:
     pulses.close()
 
 
-def test_an_outlier_fades(clock: Clock) -> None:
+def test_outlier_gap_expires(clock: Clock) -> None:
     """It counts for as many steps as a window has, and not for more than two."""
     for bad in (1, 100, 127, 128, 200, 255, 256):
         pulses, clock.now = HeartbeatPages(1), 1
@@ -237,7 +237,7 @@ DEEDS = ("mark", "enter", "step", "ready", "forward", "steps")
     st.lists(st.tuples(st.sampled_from(DEEDS), st.sampled_from(PHASES), st.integers(0, 1000)), max_size=60),
     st.sampled_from([0, 100, WINDOW - 3, WINDOW - 1, WINDOW, 5 * WINDOW - 2]),
 )
-def test_gaps_are_those_of_a_list_of_all_phases(deeds: list[tuple[str, str, int]], first: int) -> None:
+def test_longest_gaps_match_a_list_of_all_phases(deeds: list[tuple[str, str, int]], first: int) -> None:
     """The truth: every stay in a phase with its gaps, and how many windows have ended since it did."""
     clock, pulses = Clock(5), HeartbeatPages(1)
     before, pulse_module.time = pulse_module.time, clock
@@ -325,7 +325,7 @@ def while_only_writing(work: Callable[[], object]) -> bytes:
     return said
 
 
-def test_marks_make_no_system_call() -> None:
+def test_marks_make_no_system_calls() -> None:
     """Of thousands of steps that make every kind of mark; the same with one call among them is caught."""
     pulses = HeartbeatPages(1)
     beat = HeartbeatWriter(pulses.page(0))

@@ -82,7 +82,7 @@ def finished_run() -> list[Record]:
     return [agent, rank0, rank1]
 
 
-def test_a_finished_run_worked_by_hand():
+def test_ledger_of_finished_run():
     ledger = account(finished_run())
     check_balance(ledger)
     assert ledger.total_ns == 40 * S
@@ -162,7 +162,7 @@ def killed_and_resumed() -> list[Record]:
     return first + second
 
 
-def test_a_kill_and_what_it_cost_worked_by_hand():
+def test_ledger_of_killed_worker():
     ledger = account(killed_and_resumed())
     check_balance(ledger)
     rank0, rank1 = ({n: ns / S for n, ns in w.items() if ns} for w in ledger.attempts[0].workers)
@@ -196,7 +196,7 @@ def hung(*more: dict, **hang: object) -> list[Record]:
     return [agent, record("rank-0", *steps, *more), record("rank-1", *steps)]
 
 
-def test_a_hang_and_how_long_nobody_knew_worked_by_hand():
+def test_ledger_of_hang_counts_detection_time():
     ledger = account(hung())
     check_balance(ledger)
     rank0, rank1 = ({n: ns / S for n, ns in w.items() if ns} for w in ledger.attempts[0].workers)
@@ -208,13 +208,13 @@ def test_a_hang_and_how_long_nobody_knew_worked_by_hand():
     assert "Timeouts follow the run's own step times" in largest_overhead(ledger).advice
 
 
-def test_a_hang_that_ended_nothing_is_only_told():
+def test_hang_that_did_not_end_the_attempt_is_only_an_incident():
     ledger = account(hung(ends=False))
     assert seconds(ledger) == {"data stall": 2, "compute": 6, "rework": 11.5, "restart": 2.5}
     assert ledger.incidents[0].text == "worker 1 hangs"
 
 
-def test_what_was_under_way_lasted_until_the_marks_stopped():
+def test_open_span_counts_until_marks_stopped():
     """An evaluation begun at 4.5 was still going at 5, when everything stood still."""
     rank0 = account(hung(ev("begin", 4.5, name="evaluation"))).attempts[0].workers[0]
     assert {n: ns / S for n, ns in rank0.items() if ns} == {
@@ -226,7 +226,7 @@ def test_what_was_under_way_lasted_until_the_marks_stopped():
     }  # fmt: skip
 
 
-def test_a_worker_that_went_on_while_another_hung():
+def test_worker_that_kept_recording_while_another_hung():
     """Its step ended after the hang was told of; that was work, and then it was ended."""
     rank0 = account(hung(step(3, 9.25, 0.25, 5))).attempts[0].workers[0]
     assert {n: ns / S for n, ns in rank0.items() if ns} == {
@@ -234,7 +234,7 @@ def test_a_worker_that_went_on_while_another_hung():
     }  # fmt: skip
 
 
-def test_a_hang_before_the_first_step():
+def test_hang_before_first_step():
     agent = record(
         "agent", ev("attempt", 0, workers=1), ev("hang", 8, seconds=5.0, ends=True, text="hangs"),
         ev("exit", 9, rank=0, code=-9), ev("end", 10, outcome="failed"),
@@ -244,13 +244,13 @@ def test_a_hang_before_the_first_step():
     }  # fmt: skip
 
 
-def test_comparing_replicas_is_detection():
+def test_replica_comparison_counts_as_detection():
     agent = record("agent", ev("attempt", 0, workers=1), ev("end", 10, outcome="finished"))
     rank = record("rank-0", step(1, 4, 0, 4), ev("begin", 4, name="compare"), ev("end-span", 6, name="compare"))
     assert seconds(account([agent, rank])) == {"compute": 4, "detection": 2, "unattributed": 4}
 
 
-def test_what_the_agent_tells_is_an_incident_in_its_words():
+def test_agent_texts_become_incidents():
     kinds = ("straggler", "hang", "woken", "adopted", "corrupted", "numbers")
     told = [ev(kind, n, rank=1, text=f"{kind}: told") for n, kind in enumerate(kinds)]
     agent = record("agent", ev("attempt", 0, workers=1), *told, ev("hang", 7), ev("end", 10, outcome="finished"))
@@ -259,7 +259,7 @@ def test_what_the_agent_tells_is_an_incident_in_its_words():
 
 
 @pytest.mark.parametrize("kind", ["BadNumbers", "Corrupted"])
-def test_what_all_workers_raise_is_told_once(kind):
+def test_error_raised_by_all_workers_is_one_incident(kind):
     def error(rank: int, **facts: object) -> Record:
         return record(f"rank-{rank}", ev("error", 3 + rank, type=kind, message=f"seen by {rank}", **facts))
 
@@ -272,13 +272,13 @@ def test_what_all_workers_raise_is_told_once(kind):
     assert texts(ev("numbers", 5, text="back to 2")) == ["back to 2"]
 
 
-def test_before_it_is_resumed_nothing_but_the_step_under_way_is_rework():
+def test_only_the_unfinished_step_is_rework_until_resumed():
     ledger = account(killed_and_resumed()[:3])
     assert seconds(ledger) == {"start-up": 2, "data stall": 4, "compute": 12, "rework": 2.5, "restart": 1.5}
     assert ledger.lost_steps == 0
 
 
-def test_a_killed_agent_s_allocation_ends_with_the_last_event_of_any_process():
+def test_allocation_of_killed_agent_ends_with_last_event_of_any_process():
     records = [
         record("agent", ev("attempt", 1, workers=1, device="cpu")),
         record("rank-0", ev("begin", 1, name="startup"), step(1, 6, 1, 2), at=0.5),
@@ -291,7 +291,7 @@ def test_a_killed_agent_s_allocation_ends_with_the_last_event_of_any_process():
 
 
 @pytest.mark.parametrize("place", ["data", "checkpoint", "evaluation"])
-def test_an_injected_stall_lands_in_its_account(place):
+def test_injected_stall_is_charged_to_its_account(place):
     def run(stall: float) -> Ledger:
         events, t = [], 0.0
         for n in range(1, 11):
@@ -313,7 +313,7 @@ def test_an_injected_stall_lands_in_its_account(place):
     assert loss.advice
 
 
-def test_another_host_s_clock_is_placed_by_the_wall():
+def test_other_hosts_are_aligned_by_wall_time():
     records = [
         record("agent", ev("attempt", 0, workers=1), ev("end", 10, outcome="finished")),
         Record(Header(1, "rank-0", wall=1004.0, mono=77, boot="other"), [step(1, 3, 0, 2)]),
@@ -322,7 +322,7 @@ def test_another_host_s_clock_is_placed_by_the_wall():
     assert seconds(account(records)) == {"compute": 2, "unattributed": 8}
 
 
-def test_useful_time_is_model_flops_at_peak():
+def test_useful_time_is_model_flops_at_peak_rate():
     facts = ev("facts", 0, flops_per_token=600, flops_per_token_full_attention=750, peak_flops=1e4, peak_source="x")
     records = [
         record("agent", ev("attempt", 0, workers=2), ev("end", 20)),
@@ -343,7 +343,7 @@ def test_useful_time_is_model_flops_at_peak():
     assert account([records[0], unknown]).mfu is None
 
 
-def test_an_end_closes_what_was_begun_inside():
+def test_span_end_closes_nested_spans():
     events = [
         ev("begin", 1, name="checkpoint"),
         ev("begin", 2, name="evaluation"),
@@ -357,7 +357,7 @@ def test_an_end_closes_what_was_begun_inside():
     }
 
 
-def test_a_span_left_open_ends_with_its_worker():
+def test_open_span_ends_with_its_worker():
     agent = record(
         "agent", ev("attempt", 0, workers=1), ev("exit", 6, rank=0, code=-9), ev("end", 10, outcome="failed")
     )
@@ -371,7 +371,7 @@ def test_a_span_left_open_ends_with_its_worker():
 
 
 @pytest.mark.parametrize(("code", "name"), [(-9, "rework"), (1, "rework"), (75, "unattributed"), (0, "unattributed")])
-def test_a_stop_at_once_loses_the_step_under_way_and_a_regular_one_does_not(code, name):
+def test_immediate_stop_loses_the_unfinished_step_and_a_regular_one_does_not(code, name):
     agent = record(
         "agent",
         ev("attempt", 0, workers=1),
@@ -383,7 +383,7 @@ def test_a_stop_at_once_loses_the_step_under_way_and_a_regular_one_does_not(code
     assert len(ledger.incidents) == (code in (-9, 1))
 
 
-def test_a_worker_that_never_spoke_and_an_agent_that_did_not():
+def test_ledger_without_worker_or_agent_records():
     agent = record("agent", ev("attempt", 0, workers=3), ev("end", 4, outcome="failed"))
     alone = account([agent, record("rank-1", step(1, 2, 1, 1))])
     check_balance(alone)
@@ -395,7 +395,7 @@ def test_a_worker_that_never_spoke_and_an_agent_that_did_not():
     assert seconds(orphan) == {"data stall": 2, "compute": 8, "unattributed": 6}
 
 
-def test_no_records_make_an_empty_ledger():
+def test_ledger_of_no_records_is_empty():
     ledger = account([])
     check_balance(ledger)
     assert ledger.total_ns == 0
@@ -594,7 +594,7 @@ class Life:
 
 @given(st.lists(attempts_, min_size=1, max_size=3))
 @settings(max_examples=examples(80), deadline=None)
-def test_every_millisecond_is_where_the_oracle_says(plans):
+def test_accounts_match_the_oracle_per_millisecond(plans):
     lives: list[Life] = []
     for number, plan in enumerate(plans, 1):
         reached = next((life.last_step for life in reversed(lives) if life.last_step is not None), 0)
@@ -673,7 +673,7 @@ streams = st.lists(st.builds(Record, headers, st.lists(events_, max_size=12)), m
 
 @given(streams)
 @settings(max_examples=examples(60), deadline=None)
-def test_any_stream_balances(records):
+def test_accounts_of_any_event_stream_sum_to_total(records):
     ledger = account(records)
     check_balance(ledger)
     assert ledger.useful_ns is None or ledger.useful_ns >= 0
@@ -683,7 +683,7 @@ def test_any_stream_balances(records):
 
 @given(st.data())
 @settings(max_examples=examples(60), deadline=None)
-def test_damaged_files_balance(tmp_path_factory, data):
+def test_accounts_of_damaged_records_sum_to_total(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     (folder / "events").mkdir()
     for record in killed_and_resumed():

@@ -61,7 +61,7 @@ def run(tmp_path) -> RunFolder:
     return run
 
 
-def test_later_attempts_override_and_drop_what_they_threw_away(run):
+def test_later_attempts_override_and_roll_back_steps(run):
     steps, values = read_metric(run, "loss")
     assert steps.dtype == np.int64
     assert steps.tolist() == [1, 2, 3]
@@ -71,7 +71,7 @@ def test_later_attempts_override_and_drop_what_they_threw_away(run):
     assert (steps.tolist(), values.tolist()) == ([2], [4.5])
 
 
-def test_derived_metrics_worked_by_hand(run):
+def test_derived_metrics(run):
     assert read_metric(run, "step_s")[1].tolist() == [1.0] * 3
     assert read_metric(run, "data_s")[1].tolist() == [0.25] * 3
     assert read_metric(run, "tokens_per_s")[1].tolist() == [100.0] * 3
@@ -80,7 +80,7 @@ def test_derived_metrics_worked_by_hand(run):
     assert read_metric(run, "extra")[0].tolist() == [3]
 
 
-def test_an_unknown_key_lists_what_there_is(run):
+def test_unknown_metric_lists_recorded_ones(run):
     for key in ("lost", "chain", "kind"):
         with pytest.raises(UsageError, match=f"no metric '{key}'") as caught:
             read_metric(run, key)
@@ -88,7 +88,7 @@ def test_an_unknown_key_lists_what_there_is(run):
     assert metric_names(run) == list(read_metrics(run))
 
 
-def test_without_a_peak_there_is_no_mfu(tmp_path):
+def test_no_mfu_without_peak_flops(tmp_path):
     run = create_run(tmp_path, "demo")
     write(run, 1, "rank-0", [("facts", {"flops_per_token": 60, "peak_flops": None}), step(1, 1.0)])
     assert "mfu" not in metric_names(run)
@@ -103,7 +103,7 @@ attempts = st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 6)), st.intege
 
 @given(attempts)
 @settings(max_examples=examples(200), deadline=None)
-def test_history_is_what_a_replay_leaves(plan):
+def test_history_matches_a_replay_of_events(plan):
     """Replay: each attempt first undoes what lies behind its start, then does its steps one after the other."""
     replayed: dict[int, tuple[int, int]] = {}
     records = []
@@ -140,7 +140,7 @@ mixed = st.lists(
 
 @given(rows=st.one_of(alike, mixed), note=st.one_of(st.none(), awkward))
 @settings(max_examples=examples(200), deadline=None)
-def test_what_is_picked_out_of_lines_is_what_json_reads(tmp_path_factory, rows, note):
+def test_scanned_numbers_match_parsed_json(tmp_path_factory, rows, note):
     run = create_run(tmp_path_factory.mktemp("runs"), "demo")
     extra = {} if note is None else {"note": note}
     lines = [

@@ -27,7 +27,7 @@ from headway.track import (
 )
 
 
-def test_the_root_is_the_option_else_the_environment_else_here(monkeypatch):
+def test_runs_root_is_option_then_environment_then_default(monkeypatch):
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)
     assert runs_root(None) == Path("runs")
     monkeypatch.setenv("HEADWAY_RUNS", "/elsewhere")
@@ -37,7 +37,7 @@ def test_the_root_is_the_option_else_the_environment_else_here(monkeypatch):
     assert runs_root() == Path("runs")
 
 
-def test_new_runs_are_called_after_their_recipe_and_never_collide(tmp_path):
+def test_new_runs_are_named_after_their_recipe_without_collisions(tmp_path):
     root = tmp_path / "deep" / "runs"
     names = {create_run(root, "demo").name for _ in range(30)}
     assert len(names) == 30
@@ -50,13 +50,13 @@ def test_new_runs_are_called_after_their_recipe_and_never_collide(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "-x", ".x", "a/b", "..", "a b", "a@3", "last", "é", "a\n"])
-def test_a_bad_name_is_refused_and_nothing_is_made(tmp_path, name):
+def test_invalid_run_name_is_refused_and_creates_nothing(tmp_path, name):
     with pytest.raises(RunError, match="invalid run name"):
         create_run(tmp_path, "demo", name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_root_that_cannot_be_made_is_told(tmp_path):
+def test_uncreatable_runs_root_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot create the run folder"):
         create_run(tmp_path / "file", "demo")
@@ -68,7 +68,7 @@ def touch(run: RunFolder, when: int, process: str = "agent", attempt: int = 1) -
     os.utime(path, (when, when))
 
 
-def test_a_run_is_found_by_name_prefix_or_as_the_last(tmp_path):
+def test_run_is_found_by_name_prefix_or_last(tmp_path):
     runs = {name: create_run(tmp_path, "x", name) for name in ("demo", "demo-1f", "demo-2a", "other")}
     for when, name in enumerate(["demo", "other", "demo-2a", "demo-1f"], start=1000):
         touch(runs[name], when)
@@ -82,7 +82,7 @@ def test_a_run_is_found_by_name_prefix_or_as_the_last(tmp_path):
     assert find_run(tmp_path, "last") == runs["other"]
 
 
-def test_what_is_not_found_lists_what_is_near(tmp_path):
+def test_unknown_run_lists_similar_names(tmp_path):
     with pytest.raises(RunError, match="no runs"):
         find_run(tmp_path / "none", "last")
     for name in ("demo-1f", "demo-2a", "other"):
@@ -96,7 +96,7 @@ def test_what_is_not_found_lists_what_is_near(tmp_path):
         find_run(tmp_path, "")
 
 
-def test_references_with_a_step():
+def test_run_references_with_step():
     assert parse_ref("demo") == ("demo", None)
     assert parse_ref("demo-1f@200") == ("demo-1f", 200)
     assert parse_ref("last@0") == ("last", 0)
@@ -105,7 +105,7 @@ def test_references_with_a_step():
             parse_ref(bad)
 
 
-def test_attempts_are_numbered_on(tmp_path):
+def test_next_attempt_follows_the_latest(tmp_path):
     run = create_run(tmp_path, "demo")
     assert next_attempt(run) == 1
     touch(run, 1, "agent", 1)
@@ -125,7 +125,7 @@ with lock_run(RunFolder(Path(sys.argv[1]))):
 """
 
 
-def test_only_one_process_holds_a_run_and_a_killed_one_lets_go(tmp_path):
+def test_run_lock_is_exclusive_and_released_when_holder_is_killed(tmp_path):
     run = create_run(tmp_path, "demo", "demo")
     assert lock_holder(run) is None
     process = subprocess.Popen(
@@ -149,7 +149,7 @@ def test_only_one_process_holds_a_run_and_a_killed_one_lets_go(tmp_path):
     assert lock_holder(run) is None
 
 
-def test_looking_at_the_lock_never_keeps_anyone_from_taking_it(tmp_path):
+def test_lock_holder_query_does_not_block_locking(tmp_path):
     run = create_run(tmp_path, "demo")
     with run.lock_file.open("w") as looking:  # what `holder` does, caught in the act
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -159,14 +159,14 @@ def test_looking_at_the_lock_never_keeps_anyone_from_taking_it(tmp_path):
             assert lock_holder(run) == os.getpid()
 
 
-def test_the_lock_is_let_go_when_the_body_raises(tmp_path):
+def test_lock_is_released_when_body_raises(tmp_path):
     run = create_run(tmp_path, "demo")
     with pytest.raises(KeyError), lock_run(run):
         raise KeyError("x")
     assert lock_holder(run) is None
 
 
-def test_a_run_that_is_gone_cannot_be_held(tmp_path):
+def test_deleted_run_cannot_be_locked(tmp_path):
     with pytest.raises(RunError, match="cannot lock"), lock_run(RunFolder(tmp_path / "gone")):
         pass
 
@@ -201,7 +201,7 @@ def live(run: RunFolder, attempt: int, clock: FakeClock, first: int, last: int, 
             agent.event("end", outcome=outcome, reason=f"it {outcome}")
 
 
-def test_a_summary_says_how_a_run_stands(tmp_path):
+def test_summary_of_a_run(tmp_path):
     run, clock = create_run(tmp_path, "demo"), FakeClock()
     assert (summarize(run).state, summarize(run).step, summarize(run).attempts) == ("interrupted", 0, 0)
     live(run, 1, clock, 1, 5000, "failed")
@@ -223,14 +223,14 @@ def test_a_summary_says_how_a_run_stands(tmp_path):
 
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped", "failed"])
-def test_a_run_s_state_is_its_last_attempt_s_outcome(tmp_path, outcome):
+def test_run_state_is_outcome_of_last_attempt(tmp_path, outcome):
     run = create_run(tmp_path, "demo")
     live(run, 1, FakeClock(), 1, 3, "failed")
     live(run, 2, FakeClock(), 4, 6, outcome)
     assert summarize(run).state == outcome
 
 
-def test_a_damaged_record_is_still_summarized(tmp_path):
+def test_damaged_record_is_still_summarized(tmp_path):
     run = create_run(tmp_path, "demo")
     record_path(run.events, 1, "agent").write_bytes(b"\0\xff{\n")
     record_path(run.events, 1, "rank-0").write_text('{"kind":"step","t":"x","step":null,"loss":"y"}\n{"kind":"st')

@@ -24,19 +24,19 @@ def made(late: dict[int, list[int]], forward: dict[int, list[int]] | None = None
     return found
 
 
-def test_late_with_its_data_worked_by_hand() -> None:
+def test_worker_with_late_data_is_the_straggler() -> None:
     found = straggler(made({0: [0] * 20, 1: [10] * 20, 2: [1] * 20}))
     # 10 ms after the first and 9 after the last of the two others: 9.5 after their median, of steps of 100 ms
     assert found == Straggler(1, pytest.approx(0.095), "data", 20)
 
 
 @pytest.mark.parametrize(("late", "found"), [(4, False), (5, False), (6, True)])
-def test_by_more_than_a_twentieth_of_a_step(late: int, found: bool) -> None:
+def test_straggler_must_be_late_by_a_twentieth_of_a_step(late: int, found: bool) -> None:
     assert (straggler(made({0: [0] * 20, 1: [late] * 20})) is not None) == found
 
 
 @pytest.mark.parametrize(("times", "found"), [(15, False), (16, True), (20, True)])
-def test_in_four_of_five_steps(times: int, found: bool) -> None:
+def test_straggler_must_be_last_in_four_of_five_steps(times: int, found: bool) -> None:
     late = [30] * times + [0] * (20 - times)
     result = straggler(made({0: [1] * 20, 1: late}))
     assert (result is not None) == found
@@ -44,13 +44,13 @@ def test_in_four_of_five_steps(times: int, found: bool) -> None:
         assert (result.rank, result.steps, result.share) == (1, times, pytest.approx(0.29))
 
 
-def test_the_last_counts_not_the_second_last() -> None:
+def test_only_the_last_rank_counts() -> None:
     """Two that take turns at being last are each late in every step, and nobody is the straggler."""
     turns = [30 if step % 2 else 20 for step in range(20)]
     assert straggler(made({0: [0] * 20, 1: [0] * 20, 2: turns, 3: [50 - late for late in turns]})) is None
 
 
-def test_as_many_steps_as_asked_for_must_be_common_to_all() -> None:
+def test_enough_steps_must_be_common_to_all_ranks() -> None:
     arrivals = made({0: [0] * 25, 1: [10] * 25})
     assert straggler({rank: own[:19] for rank, own in arrivals.items()}) is None
     assert straggler({0: arrivals[0][:22], 1: arrivals[1][3:]}) is None  # 19 common ones
@@ -63,26 +63,26 @@ def test_as_many_steps_as_asked_for_must_be_common_to_all() -> None:
     assert straggler({0: [], 1: []}) is None
 
 
-def test_only_the_last_steps_count() -> None:
+def test_only_recent_steps_count() -> None:
     mended = made({0: [0] * 60, 1: [30] * 40 + [0] * 20})
     assert straggler(mended) is None
     fresh = made({0: [0] * 60, 1: [0] * 40 + [30] * 20})
     assert straggler(fresh) == Straggler(1, pytest.approx(0.3, abs=0.01), "data", 20)
 
 
-def test_a_steps_time_is_between_one_steps_data_and_the_nexts() -> None:
+def test_step_time_is_from_data_to_data() -> None:
     """Two of three steps are missing, but for the first: gaps of three steps tell nothing of how long one takes."""
     whole = made({0: [0] * 60, 1: [8] * 60})
     holes = {rank: [one for one in own if one.step % 3 == 0 or one.step < 3] for rank, own in whole.items()}
     assert straggler(holes) == Straggler(1, pytest.approx(0.08), "data", 20)
 
 
-def test_a_long_forward_pass_of_a_copy() -> None:
+def test_replica_with_long_forward_pass_is_the_straggler() -> None:
     arrivals = made({0: [0] * 20, 1: [0] * 20}, {0: [30] * 20, 1: [50] * 20})
     assert straggler(arrivals) == Straggler(1, pytest.approx(0.2), "forward", 20)
 
 
-def test_of_two_reasons_the_dearer_one_is_told() -> None:
+def test_costlier_of_two_delays_is_reported() -> None:
     # 1 has its data 15 ms later; 0 takes 25 ms longer then, and is done 10 ms later
     arrivals = made({0: [0] * 20, 1: [15] * 20}, {0: [55] * 20, 1: [30] * 20})
     assert straggler(arrivals) == Straggler(1, pytest.approx(0.15), "data", 20)
@@ -91,7 +91,7 @@ def test_of_two_reasons_the_dearer_one_is_told() -> None:
     assert straggler(arrivals) == Straggler(0, pytest.approx(0.4), "forward", 20)
 
 
-def test_blocks_that_make_no_marks_leave_the_data() -> None:
+def test_data_delays_are_found_without_forward_marks() -> None:
     arrivals = made({0: [0] * 20, 1: [10] * 20})
     bare = {rank: [Arrival(one.step, one.data_ns, 0) for one in own] for rank, own in arrivals.items()}
     found = straggler(bare)
@@ -141,14 +141,14 @@ def simulate(
 
 @pytest.mark.parametrize("mesh", ["copies", "shards"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_nobody_is_named_where_all_are_alike(mesh: str, ranks: int) -> None:
+def test_no_straggler_among_equal_ranks(mesh: str, ranks: int) -> None:
     for seed in range(10):
         assert straggler(simulate(ranks, mesh=mesh, seed=seed, noise=2.0)) is None
 
 
 @pytest.mark.parametrize("mesh", ["copies", "shards"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_late_data_is_blamed_on_its_rank_and_on_nobody_who_waited(mesh: str, ranks: int) -> None:
+def test_late_data_is_not_blamed_on_waiting_ranks(mesh: str, ranks: int) -> None:
     """On shards the others' forward passes are as much longer as they waited."""
     for slow in range(ranks):
         found = straggler(simulate(ranks, {slow: 30}, mesh=mesh, seed=slow))
@@ -157,7 +157,7 @@ def test_late_data_is_blamed_on_its_rank_and_on_nobody_who_waited(mesh: str, ran
         assert (found.rank, found.what, found.share) == (slow, "data", pytest.approx(30 / 128, abs=0.02))
 
 
-def test_slow_blocks_are_seen_whole_on_copies_and_by_one_block_on_shards() -> None:
+def test_slow_blocks_show_fully_on_replicas_and_by_one_block_on_shards() -> None:
     copies = straggler(simulate(4, block={2: 6}))
     assert copies is not None
     assert (copies.rank, copies.what, copies.share) == (2, "forward", pytest.approx(48 / 146, abs=0.02))
@@ -167,7 +167,7 @@ def test_slow_blocks_are_seen_whole_on_copies_and_by_one_block_on_shards() -> No
     assert straggler(simulate(4, block={2: 6}, mesh="shards")) is None  # 6 of 146 ms
 
 
-def test_stages_are_not_compared_with_each_other() -> None:
+def test_pipeline_stages_are_not_compared_with_each_other() -> None:
     pipeline = simulate(2, mesh="stages")
     wrongly = straggler(pipeline)
     assert wrongly is not None
@@ -178,7 +178,7 @@ def test_stages_are_not_compared_with_each_other() -> None:
     assert (late.rank, late.what) == (1, "data")
 
 
-def test_ranks_of_one_stage_are() -> None:
+def test_ranks_of_one_stage_are_compared() -> None:
     """Ranks 0 and 1 are the first stage, 2 and 3 the second; 3 is slower than 2."""
     first, second = simulate(2), simulate(2, block={1: 6})
     later = [[Arrival(one.step, one.data_ns, one.forward_ns + 40 * MS) for one in second[rank]] for rank in (0, 1)]
@@ -187,7 +187,7 @@ def test_ranks_of_one_stage_are() -> None:
     assert (found.rank, found.what) == (3, "forward")
 
 
-def test_it_reads_what_workers_write() -> None:
+def test_straggler_from_written_heartbeats() -> None:
     pulses = HeartbeatPages(2)
     beats = [HeartbeatWriter(pulses.page(rank)) for rank in range(2)]
     for step in range(1, 26):

@@ -8,7 +8,7 @@ from headway.track.runs import RunFolder
 from headway.track.suspects import note_suspect, read_suspects
 
 
-def test_they_are_known_for_a_day_and_only_by_names_that_are_names(tmp_path):
+def test_suspects_expire_after_a_day_and_need_valid_names(tmp_path):
     run = RunFolder(tmp_path)
     assert read_suspects(tmp_path, 1e9) == {}
     note_suspect(run, "gpu-17", "a worker\n died\tthere", 1e9)
@@ -21,7 +21,7 @@ def test_they_are_known_for_a_day_and_only_by_names_that_are_names(tmp_path):
     assert read_suspects(tmp_path, 1e9) == {"good": ""}
 
 
-def test_engines_hear_of_them_with_the_end(tmp_path, monkeypatch):
+def test_engines_read_suspects_at_the_end(tmp_path, monkeypatch):
     run, end = RunFolder(tmp_path), tmp_path / "0001-0.end"
     monkeypatch.setenv("HEADWAY_END", str(end))
     _tell_engine(0, run)

@@ -84,7 +84,7 @@ def make_run(root: Path, name: str, *, loss: float = 4.0, attempts: int = 1, pea
     return run
 
 
-def test_runs_lists_the_newest_first(tmp_path):
+def test_runs_lists_newest_first(tmp_path):
     assert "no runs in" in call(tmp_path, "runs").output
     for record in make_run(tmp_path, "one").events.glob("*.jsonl"):
         os.utime(record, ns=(0, 0))
@@ -99,7 +99,7 @@ def test_runs_lists_the_newest_first(tmp_path):
     assert [(row["name"], row["state"], row["step"]) for row in rows] == [("two", "running", 5), ("one", "finished", 3)]
 
 
-def test_report_shows_the_ledger_worked_by_hand(tmp_path):
+def test_report_shows_the_ledger(tmp_path):
     make_run(tmp_path, "demo")
     result = call(tmp_path, "report", "last")
     assert result.exit_code == 0
@@ -137,7 +137,7 @@ def test_report_shows_the_ledger_worked_by_hand(tmp_path):
         (None, [3], None, None),
     ],
 )
-def test_report_says_whether_silent_corruption_would_have_been_found(tmp_path, environment, compared, line, replicas):
+def test_report_says_whether_silent_corruption_is_detectable(tmp_path, environment, compared, line, replicas):
     run = make_run(tmp_path, "demo")
     if environment is not None:
         run.environment_file.write_text(environment)
@@ -165,7 +165,7 @@ def make_plan(**changes: object) -> RunPlan:
     return plan.model_copy(update=changes)
 
 
-def test_report_holds_the_plan_against_what_was_measured(tmp_path):
+def test_report_compares_plan_with_measurements(tmp_path):
     run = make_run(tmp_path, "demo")
     assert json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"] is None
     write_plan(run, make_plan())
@@ -187,7 +187,7 @@ def test_report_holds_the_plan_against_what_was_measured(tmp_path):
     assert document["shares"] == {"compute": pytest.approx(0.48), "data stall": 0.0}
 
 
-def test_report_of_a_plan_for_assumed_figures_or_for_the_last_steps_only(tmp_path):
+def test_report_of_plan_with_assumed_chip_or_for_last_steps(tmp_path):
     run = make_run(tmp_path, "demo")
     write_plan(run, make_plan(assumed=True, from_step=2))
     text = call(tmp_path, "report", "demo").output
@@ -202,7 +202,7 @@ def test_report_of_a_plan_for_assumed_figures_or_for_the_last_steps_only(tmp_pat
     assert "plan:" not in call(tmp_path, "report", "demo").output
 
 
-def test_report_tells_incidents_attempts_and_the_chain(tmp_path):
+def test_report_shows_incidents_attempts_and_chain(tmp_path):
     run = make_run(tmp_path, "demo", attempts=2, peak=None)
     text = call(tmp_path, "report", "demo").output
     assert "MFU" not in text
@@ -220,7 +220,7 @@ def test_report_tells_incidents_attempts_and_the_chain(tmp_path):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_report_of_a_run_that_has_not_begun(tmp_path):
+def test_report_of_run_without_records(tmp_path):
     create_run(tmp_path, "demo", "demo")
     result = call(tmp_path, "report", "demo")
     assert result.exit_code == 0
@@ -241,7 +241,7 @@ needs_tensorboard = pytest.mark.skipif(
 
 
 @needs_tensorboard
-def test_tensorboard_reads_back_what_was_exported(tmp_path):
+def test_tensorboard_export_round_trips(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     make_run(tmp_path, "demo", attempts=2)
@@ -258,7 +258,7 @@ def test_tensorboard_reads_back_what_was_exported(tmp_path):
 
 
 @needs_tensorboard
-def test_the_export_imports_neither_torch_nor_tensorflow(tmp_path):
+def test_tensorboard_export_imports_neither_torch_nor_tensorflow(tmp_path):
     run = make_run(tmp_path, "demo")
     code = f"""
 import sys
@@ -270,7 +270,7 @@ assert not {{"torch", "tensorflow"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-def test_without_tensorboard_the_hint_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_tensorboard_hints_at_installation(tmp_path, monkeypatch):
     run = make_run(tmp_path, "demo")
     for name in ["tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -279,7 +279,7 @@ def test_without_tensorboard_the_hint_says_how_to_get_it(tmp_path, monkeypatch):
     assert caught.value.hint == "pip install 'headway[tensorboard]'"
 
 
-def test_logs_shows_the_last_attempt_s_files(tmp_path):
+def test_logs_shows_files_of_last_attempt(tmp_path):
     run = create_run(tmp_path, "demo", "demo")
     assert isinstance(call(tmp_path, "logs", "demo").exception, RunError)
     for name, text in {
@@ -299,7 +299,7 @@ def test_logs_shows_the_last_attempt_s_files(tmp_path):
     assert isinstance(call(tmp_path, "logs", "demo", "--rank", "7").exception, RunError)
 
 
-def test_logs_tell_what_an_agent_said_on_a_terminal(tmp_path, monkeypatch):
+def test_logs_shows_agent_output_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     run = create_run(tmp_path, "demo", "demo")
@@ -330,7 +330,7 @@ def test_logs_tell_what_an_agent_said_on_a_terminal(tmp_path, monkeypatch):
     time.tzset()
 
 
-def test_logs_follow_to_the_end_of_the_run(tmp_path):
+def test_logs_follow_until_the_run_ends(tmp_path):
     run = create_run(tmp_path, "demo", "demo")
     held, go_on = threading.Event(), threading.Event()
 
@@ -351,7 +351,7 @@ def test_logs_follow_to_the_end_of_the_run(tmp_path):
     assert result.output == "first\nhalf\nlast words\n"
 
 
-def test_diff_exits_0_when_equal_and_1_when_not(tmp_path):
+def test_diff_exits_0_when_equal_else_1(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b")
     make_run(tmp_path, "c", loss=4.5)

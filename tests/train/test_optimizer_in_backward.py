@@ -91,9 +91,9 @@ def test_a_run_has_the_same_weights_and_losses_and_resumes_exactly(lab, recipe, 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"clip": 1.0}, "needs clip = 0, and it is 1"),
-        ({"clip": 0.0, "batch": 8, "microbatch": 4}, "microbatch 4 is less than 8 sequences"),
-        ({"clip": 0.0, "batch": 8, "batch_ramp": ((5, 16),)}, "microbatch 8 is less than 16 sequences"),
+        ({"clip": 1.0}, "needs clip = 0, not 1"),
+        ({"clip": 0.0, "batch": 8, "microbatch": 4}, "needs microbatch = batch \\(8\\), not 4"),
+        ({"clip": 0.0, "batch": 8, "batch_ramp": ((5, 16),)}, "needs microbatch = batch \\(16\\), not 8"),
         ({"clip": 0.0, "offload_optimizer": True}, "offload_optimizer"),
     ],
 )
@@ -103,5 +103,5 @@ def test_what_does_not_go_with_it_is_refused(settings, why: str) -> None:
 
 
 def test_several_workers_are_refused(lab, recipe) -> None:
-    with pytest.raises(RecipeError, match="is of one worker, and there are 2"):
+    with pytest.raises(RecipeError, match="needs 1 worker, not 2"):
         lab.train(recipe(EARLY), workers=2)

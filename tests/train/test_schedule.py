@@ -71,7 +71,7 @@ def test_a_ramp_of_batches_is_a_function_of_the_step() -> None:
     assert [train.batch_at(step) for step in range(1, 10)] == by_hand
     assert [train.sequences(step) for step in range(10)] == [sum(by_hand[:step]) for step in range(10)]
     assert train.batches == (4, 8, 16)
-    with pytest.raises(ValueError, match="step 3 does not come after step 3"):
+    with pytest.raises(ValueError, match="step 3 is not after step 3"):
         Train(batch_ramp=[[3, 8], [3, 9]])
-    with pytest.raises(ValueError, match="2 at the earliest"):
+    with pytest.raises(ValueError, match="start at step 2 or later"):
         Train(batch_ramp=[[1, 8]])

@@ -1,4 +1,4 @@
-"""What to train: typed, validated, TOML in, JSON out."""
+"""Recipes: what to train, as typed and validated settings; TOML in, JSON out."""
 
 from headway.recipe.assignment import Assignment, ParityTrial, SpikeReference, SuspectElement
 from headway.recipe.changes import CHANGEABLE, changed_keys, check_resumable

@@ -1,6 +1,6 @@
-"""What a decoder is made of, as far as its cost goes: dense or with experts, with grouped or latent attention.
+"""The architecture of a decoder, as far as it determines cost: dense or MoE, grouped-query or latent attention.
 
-Every family says what it comes to (`Model.architecture`), and so does a line of a table of published runs.
+Every family provides it (`Model.architecture`), as does each row of the table of published runs.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ __all__ = ["Architecture", "ExpertShape", "LatentAttention"]
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """A feed-forward of which each token sees a few experts."""
+    """A mixture-of-experts feed-forward."""
 
     count: int
     top_k: int
     hidden: int
     """Inner width of one expert."""
     shared: int = 0
-    """Experts of the same width that every token sees."""
+    """Shared experts, of the same width."""
     dense_layers: int = 0
-    """First layers that have a plain feed-forward instead."""
+    """Number of first layers with a dense feed-forward instead."""
     bias: bool = False
     """Biases in the experts."""
     router_bias: bool = False
@@ -27,54 +27,54 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: keys and values are kept as one narrow vector a token."""
+    """Multi-head latent attention: keys and values are cached as one latent vector per token."""
 
     q_rank: int
-    """Width queries pass through; 0 where they are projected at once."""
+    """Low rank of queries; 0 for a direct projection."""
     kv_rank: int
     rope_dim: int
-    """Part of a head that carries the position, shared by all keys."""
+    """Rotary part of a head, whose keys all heads share."""
     value_dim: int
     """Size of a value head."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder in plain numbers."""
+    """The dimensions of a decoder."""
 
     layers: int
     dim: int
     heads: int
     kv_heads: int
     head_dim: int
-    """Size of a query and key head, positions included."""
+    """Size of a query and key head, including the rotary part."""
     hidden: int
-    """Inner width of the plain feed-forward."""
+    """Inner width of the dense feed-forward."""
     vocab: int
     tied: bool = True
-    """The input embedding is the output head too."""
+    """Whether the input embedding is also the output head."""
     gated: bool = True
-    """SwiGLU: three matrices; otherwise two."""
+    """Whether the feed-forward is gated (three matrices) or plain (two)."""
     rotary: bool = True
     positions: int = 0
     """Rows of a learned position embedding."""
     layer_norm: bool = False
     """LayerNorm, with biases; otherwise RMSNorm."""
     norms: int = 2
-    """Norms of a layer as wide as the stream."""
+    """Norms per layer over the residual stream."""
     qk_norm: bool = False
-    """A norm of each head's queries and of its keys."""
+    """Norms over each head's queries and keys."""
     qk_norm_whole: bool = False
-    """It is over all heads at once, with a weight for each number of each."""
+    """QK norm over all heads at once, with a weight per element."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     sinks: bool = False
-    """A learnt score for each head that takes attention from all tokens."""
+    """Attention sinks: a learned score per head that takes attention from all tokens."""
     window: int | None = None
-    """Tokens that windowed layers see."""
+    """Sliding window of windowed layers, in tokens."""
     windowed_layers: int = 0
-    """How many layers see a window only."""
+    """Number of layers with a sliding window."""
     experts: ExpertShape | None = None
     latent: LatentAttention | None = None
 

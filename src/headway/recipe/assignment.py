@@ -1,4 +1,4 @@
-"""What one worker is told when it is started: plain data, sent as JSON."""
+"""The start message of a worker: plain data, sent as JSON."""
 
 from typing import Literal
 
@@ -10,85 +10,85 @@ __all__ = ["Assignment", "ParityTrial", "SpikeReference", "SuspectElement"]
 
 
 class ParityTrial(BaseModel):
-    """A few steps whose every number is written down, to be held against those of another mesh."""
+    """A few steps whose numbers are all written out, for comparison with another mesh."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     """Where to write losses, gradients and parameters."""
     steps: int
-    """How many steps of plain gradient descent to make."""
+    """Number of steps of plain gradient descent."""
 
 
 class SpikeReference(BaseModel):
-    """What a step's loss is held against, when it is made again after a spike."""
+    """What a step's loss is compared with in a replay after a spike."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     usual: float
-    """The median of the losses before it."""
+    """The median of the preceding losses."""
     spread: float
     """Their robust standard deviation."""
 
 
 class SuspectElement(BaseModel):
-    """A parameter's element that differed between replicas in an attempt before this one."""
+    """An element of a parameter that differed between replicas in an earlier attempt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
-    """After which it differed: replicas are compared then in any case."""
+    """The step after which it differed; replicas are always compared there."""
     rank: int
     """A worker that holds it."""
     tensor: str
     index: int
-    """Its number in that worker's part of the tensor, in the order of its memory."""
+    """Its index in that worker's part of the tensor, in memory order."""
 
 
 class Assignment(BaseModel):
-    """One worker's place in an attempt of a run."""
+    """A worker's role in an attempt of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """The run's folder."""
     attempt: int
-    """Which life of the run this is, from 1."""
+    """Number of the attempt, from 1."""
     rank: int
-    """This worker's number, from 0."""
+    """This worker's rank, from 0."""
     workers: int
-    """How many workers there are."""
+    """Number of workers."""
     first_rank: int = 0
-    """The first worker of those on this node."""
+    """The first rank on this node."""
     device: Literal["cpu", "cuda"]
-    """The kind of device; a worker takes the one of its rank on its node."""
+    """The kind of device; a worker uses the one of its local rank."""
     threads: int
-    """Threads for one worker's arithmetic."""
+    """Compute threads per worker."""
     log: str
-    """The file that takes this worker's standard output and error."""
+    """File for this worker's stdout and stderr."""
     rendezvous: str
-    """Where the workers of this attempt find each other: a file, or tcp://HOST:PORT of rank 0's node."""
+    """Rendezvous of this attempt's workers: a file, or tcp://HOST:PORT of rank 0's node."""
     asked_ns: int
-    """When the agent asked for this worker (monotonic): its start-up counts from here."""
+    """When the agent requested this worker (monotonic): its start-up counts from here."""
     checkpoint: str | None = None
-    """The checkpoint to go on from, a folder or an address in an object store; None starts at step 0."""
+    """The checkpoint to resume from, a folder or an object store URL; None starts at step 0."""
     from_memory: bool = False
-    """Go on from the state in the agent's memory, which comes over the line."""
+    """Resume from a snapshot in the agent's memory, sent over the channel."""
     judge: SpikeReference | None = None
-    """A step whose loss was a spike before: what to hold it against now that it comes again."""
+    """Reference for the replay of a step whose loss was a spike."""
     doubt: SuspectElement | None = None
-    """What differed between replicas before: the record says what it is this time."""
+    """An element to record in the replay, since replicas differed there."""
     accept: tuple[int, ...] = ()
-    """Steps whose spikes came again and are taken as they are."""
+    """Steps whose spikes recurred in a replay and are accepted."""
     draw: bool = False
-    """Only make the first weights of a class of the user's own, and leave them in the run's folder."""
+    """Only initialize the weights of a custom model, and store them in the run's folder."""
     trial: ParityTrial | None = None
-    """Make a trial instead of training."""
+    """Run a parity trial instead of training."""
     faults: FaultPlan = FaultPlan()
-    """What to break on purpose."""
+    """Faults to inject."""
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its node."""
+        """This worker's rank on its node."""
         return self.rank - self.first_rank

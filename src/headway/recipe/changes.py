@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: settings that leave its history meaningful."""
+"""Which settings may change when a run is resumed."""
 
 import re
 from typing import Any
@@ -19,61 +19,61 @@ CHANGEABLE = {
     "train.offload_optimizer": "same gradients, other memory",
     "train.compile": "same gradients up to rounding",
     "train.update_in_backward": "same gradients, other memory",
-    "train.cuda_graphs": "same gradients, less work for the host",
+    "train.cuda_graphs": "same gradients, less host work",
     "train.plain": "same gradients up to rounding",
-    "train.deterministic": "slower, repeatable kernels",
+    "train.deterministic": "slower, reproducible kernels",
     "train.device": "same state on another kind of device",
     "train.restarts": "patience only",
     "train.fewest_workers": "patience only",
     "train.silent_node_s": "patience only",
     "train.timeout_s": "patience only",
-    "train.rate_cuts": "the steps from the cut on take smaller strides; those before it stay as they were",
-    "train.schedule": "the steps to come have other rates; those before stay as they were: decay from any step",
-    "train.decay_steps": "how long the decay of a wsd schedule takes",
-    "train.decay": "how the rate falls in the decay",
-    "train.min_lr_ratio": "where the rate ends",
+    "train.rate_cuts": "only steps from the cut on change",
+    "train.schedule": "only future steps change: decay can start at any step",
+    "train.decay_steps": "length of a wsd schedule's decay",
+    "train.decay": "shape of the decay",
+    "train.min_lr_ratio": "final learning rate",
     **{
-        f"parallel.{key}": "other workers take the state over exactly; same gradients up to rounding"
+        f"parallel.{key}": "the state is resharded exactly; same gradients up to rounding"
         for key in Parallel.model_fields
     },
     **{
-        f"model.layout.{key}": "it says how a class of your own is cut; same gradients up to rounding"
+        f"model.layout.{key}": "how a custom model is parallelized; same gradients up to rounding"
         for key in ModelLayout.model_fields
     },
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
-    "data.skip": "steps that are still to come see other samples; those before stay as they were",
+    "data.skip": "only future steps see other samples",
     "eval.every_steps": "measurement only",
     "eval.windows": "measurement only",
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
-    **{f"health.{key}": "watching only; what it does to the run is recorded" for key in Health.model_fields},
+    **{f"health.{key}": "monitoring only; its effects are recorded" for key in Health.model_fields},
 }
-"""Dotted key to why it is safe to change in the middle of a run."""
+"""Why each dotted key is safe to change in the middle of a run."""
 _ANY_DATA_SET = re.compile(r"^data\.mixture\.[^.]+\.")
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; a section that is left out counts as one of defaults."""
-    before, after = (dict(leaves(_whole(recipe))) for recipe in (old, new))
+    """Return the dotted keys whose values differ, with both values; a missing section counts as its defaults."""
+    before, after = (dict(leaves(_with_defaults(recipe))) for recipe in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
     pairs = {key: (before.get(key), after.get(key)) for key in keys}
     return {key: (old_value, new_value) for key, (old_value, new_value) in pairs.items() if old_value != new_value}
 
 
-def _whole(recipe: Recipe) -> dict[str, Any]:
+def _with_defaults(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model.model_copy(update={"layout": recipe.model.layout or ModelLayout()})
     return recipe.model_copy(update={"model": model, "parallel": recipe.parallel or Parallel()}).model_dump()
 
 
 def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The changes, or a RecipeError naming the first that would make another run of it."""
-    found = changed_keys(old, new)
-    refused = [key for key in found if _ANY_DATA_SET.sub("data.mixture.*.", key) not in CHANGEABLE]
+    """Return the changes; raise RecipeError for the first that resuming does not allow."""
+    changed = changed_keys(old, new)
+    refused = [key for key in changed if _ANY_DATA_SET.sub("data.mixture.*.", key) not in CHANGEABLE]
     if refused:
-        key, (old_value, new_value) = refused[0], found[refused[0]]
+        key, (old_value, new_value) = refused[0], changed[refused[0]]
         raise RecipeError(
-            f"{key} cannot change when a run is resumed (it is {old_value!r}, asked for {new_value!r})",
+            f"{key} cannot change when a run is resumed (is {old_value!r}, requested {new_value!r})",
             hint=f"headway train --from RUN starts a new run; resume may change {', '.join(CHANGEABLE)}",
         )
-    return found
+    return changed

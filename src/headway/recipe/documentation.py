@@ -1,6 +1,6 @@
-"""What every key of a recipe means, read from the strings below the fields when somebody asks.
+"""Descriptions of recipe keys, read on demand from the docstrings below the fields.
 
-Pydantic can do so for every section as it is defined, and then reads and parses the source whenever `headway` starts.
+Pydantic could do this when sections are defined, but would then parse their source at every start of `headway`.
 """
 
 import ast
@@ -18,22 +18,22 @@ __all__ = ["meanings", "recipe_schema"]
 
 @lru_cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """A section's fields and the strings below them, with those of what it derives from."""
-    found = dict[str, str]()
+    """Return the docstrings of a section's fields, including inherited ones."""
+    texts = dict[str, str]()
     for kind in reversed(section.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:
-            found |= _strings(sys.modules[kind.__module__].__file__ or "").get(kind.__name__, {})
-    return {name: text for name, text in found.items() if name in section.model_fields}
+            texts |= _strings(sys.modules[kind.__module__].__file__ or "").get(kind.__name__, {})
+    return {name: text for name, text in texts.items() if name in section.model_fields}
 
 
 @lru_cache
 def _strings(file: str) -> dict[str, dict[str, str]]:
-    """The strings below annotated names of each class of a file."""
+    """Return the docstrings of annotated names, for each class of a file."""
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    return {node.name: dict(_below(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: dict(_field_strings(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _below(node: ast.ClassDef) -> list[tuple[str, str]]:
+def _field_strings(node: ast.ClassDef) -> list[tuple[str, str]]:
     return [
         (field.target.id, after.value.value)
         for field, after in zip(node.body, node.body[1:], strict=False)
@@ -46,7 +46,7 @@ def _below(node: ast.ClassDef) -> list[tuple[str, str]]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe, with what every key means."""
+    """Return the JSON Schema of a recipe, with a description of every key."""
     schema: dict[str, Any] = Recipe.model_json_schema()
     _describe(schema, Recipe)
     for name, kind in _sections(Recipe).items():
@@ -62,16 +62,16 @@ def _describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 def _sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """All kinds of sections inside of one, by name."""
-    found = dict[str, type[BaseModel]]()
+    """Return all section classes inside a section, by name."""
+    sections = dict[str, type[BaseModel]]()
     for field in section.model_fields.values():
-        for kind in _named_in(field.annotation):
-            found |= {kind.__name__: kind} | _sections(kind)
-    return found
+        for kind in _sections_in(field.annotation):
+            sections |= {kind.__name__: kind} | _sections(kind)
+    return sections
 
 
-def _named_in(annotation: Any) -> list[type[BaseModel]]:
-    """Sections that a type names, however deep."""
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section classes in a type annotation, at any depth."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [kind for part in getattr(annotation, "__args__", ()) for kind in _named_in(part)]
+    return [kind for part in getattr(annotation, "__args__", ()) for kind in _sections_in(part)]

@@ -1,11 +1,10 @@
-"""Faults on purpose: a scripted, replayable list of what breaks where and when.
+"""Fault injection: a scripted, reproducible plan of what breaks where and when.
 
     FaultPlan().kill(rank=1, step=3).stall("data", step=5, seconds=2.0)
 
-A plan is plain data. It travels to the workers as JSON (`HEADWAY_FAULTS` holds it for a command), each worker
-asks at named points of a step which faults are due, and carries them out. Without a plan nothing is asked. What has
-struck leaves a file with the moment in the run's folder, so that a fault meant once strikes once, whatever is
-restarted, and so that what came after can be timed.
+A plan is plain data, sent to workers as JSON (a command takes it from `HEADWAY_FAULTS`). At named points of a step each
+worker executes the faults that are due; without a plan there are no checks. A fired fault leaves a file with the time
+in the run's folder, so that it fires once across restarts and recovery can be timed.
 """
 
 import errno
@@ -31,60 +30,60 @@ __all__ = [
 ]
 
 AGENT, KEEPER = -1, -2
-"""The agent and the process that keeps it, where faults count ranks. It is the agent that strikes its keeper."""
+"""Pseudo-ranks of the agent and its launcher. Faults of the launcher are executed by the agent."""
 
 WorkerPoint = Literal["restore", "start", "data", "compute", "collective", "optimizer", "evaluation", "save", "saved"]
 AgentPoint = Literal["watch", "write", "written", "commit", "committed", "upload", "uploaded"]
 Point = WorkerPoint | AgentPoint
 POINTS: tuple[Point, ...] = (*get_args(WorkerPoint), *get_args(AgentPoint))
-"""Where a fault can strike. In a worker: when its state is restored (or drawn), at a step's start, in the data wait, in
-the forward and backward, before the gradients of all are added up, before the update, in an evaluation, before a save's
-copy, after it. In the agent: when it sees a step (or a later one) under way, before a save's files are written, when
-they are, before its commit, after it, before and after the upload to a store."""
+"""Where a fault can fire. In a worker: when its state is restored (or initialized), at the start of a step, while
+waiting for data, in forward and backward, before gradients are reduced, before the update, in an evaluation, before and
+after a save's copy. In the agent: when it sees a step (or a later one) running, before and after a save's files are
+written, before and after its commit, before and after the upload to a store."""
 
 Action = Literal[
     "kill", "exit", "stop", "stall", "slow", "hang", "raise", "full-disk", "out-of-memory", "nan", "flip",
     "kill-node", "stop-node"
 ]  # fmt: skip
-"""kill: SIGKILL. kill-node, stop-node: of the agent of the node that a worker is on. exit: leave without a word. stop:
-SIGSTOP. stall: sleep. slow: sleep in every step from here on. hang: never come back; at the point `collective` in an
-exchange that nobody else takes part in. nan: the step's loss is not a number. flip: one bit of a parameter."""
+"""kill: SIGKILL. kill-node, stop-node: the same, and SIGSTOP, to the agent of the worker's node. exit: exit silently.
+stop: SIGSTOP. stall: sleep. slow: sleep in every step from here on. hang: sleep forever; at the point `collective`,
+enter a collective that no other worker joins. nan: make the step's loss NaN. flip: flip one bit of a parameter."""
 FOR_EVER_S = 1e6
 
 Mutation = Literal["no-gradient-reduction", "pipeline-loss-scale", "whole-norm"]
-"""A mistake in how a model is put onto a mesh: gradients that nobody adds up, a loss that a pipeline divides once
-more, norms taken for whole where each worker sees a share of the sequence. Training goes on with it, and goes wrong; by
-these `headway check` shows that it finds such mistakes."""
+"""A deliberate parallelization bug: gradients that are not reduced, a pipeline loss that is divided twice, norm
+gradients that are not summed though each worker sees a share of the sequence. Training runs, but wrongly; `headway
+check` must detect each."""
 
 
 class Fault(BaseModel):
-    """One thing that breaks."""
+    """One injected fault."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     action: Action
     point: Point = "start"
     step: Annotated[int, Field(ge=1)] | None = None
-    """The step it strikes in; None strikes in the first that gets to the point."""
+    """The step it fires in; None: the first to reach the point."""
     rank: int | None = None
-    """The worker it strikes, AGENT for the agent; None strikes all that get there."""
+    """The worker it fires in, AGENT for the agent; None: all that reach the point."""
     attempt: Annotated[int, Field(ge=1)] | None = 1
-    """The attempt it strikes in, so that a resumed run is not struck again; None: any, but once (for each rank)."""
+    """The attempt it fires in, so that it does not fire again after a restart; None: any, but once per rank."""
     always: bool = False
-    """Strike whenever the step is reached, in every attempt."""
+    """Fire whenever the step is reached, in every attempt."""
     cursor: int | None = None
-    """Only where the step's samples begin with this one: a run that passes them over is spared."""
+    """Fire only if the step's samples start with this one: a run that skips them is unaffected."""
     seconds: Annotated[float, Field(ge=0)] = 0.0
 
 
 class FaultPlan(BaseModel):
-    """Faults in the order they were asked for."""
+    """A list of faults to inject."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     faults: tuple[Fault, ...] = ()
     mutations: tuple[Mutation, ...] = ()
-    """Mistakes in how the model is spread over workers, that `headway check` must find."""
+    """Parallelization bugs that `headway check` must detect."""
 
     def kill(self, step: int | None, rank: int | None = None, point: Point = "start", attempt: int | None = 1) -> Self:
         """SIGKILL a worker."""
@@ -99,11 +98,11 @@ class FaultPlan(BaseModel):
         return self.add("raise", point=point, step=step, rank=rank, attempt=attempt)
 
     def full_disk(self, step: int, rank: int | None = None, point: Point = "write", attempt: int = 1) -> Self:
-        """Meet a full disk; with rank=AGENT in what the agent writes."""
+        """Simulate a full disk; with rank=AGENT, in what the agent writes."""
         return self.add("full-disk", point=point, step=step, rank=rank, attempt=attempt)
 
     def out_of_memory(self, step: int, rank: int | None = None, attempt: int = 1) -> Self:
-        """Meet the end of the device's memory in the forward pass."""
+        """Simulate running out of device memory in the forward pass."""
         return self.add("out-of-memory", point="compute", step=step, rank=rank, attempt=attempt)
 
     def add(
@@ -118,7 +117,7 @@ class FaultPlan(BaseModel):
         cursor: int | None = None,
         seconds: float = 0.0,
     ) -> Self:
-        """Any fault; see Fault."""
+        """Add any fault; see Fault."""
         fault = Fault(
             action=action, point=point, step=step, rank=rank, attempt=attempt, always=always, cursor=cursor,
             seconds=seconds,
@@ -126,7 +125,7 @@ class FaultPlan(BaseModel):
         return self.model_copy(update={"faults": (*self.faults, fault)})
 
     def due(self, point: Point, step: int, rank: int, attempt: int, cursor: int | None = None) -> list[int]:
-        """The numbers of the faults that would strike here and now, if they have not struck before."""
+        """Return the numbers of the faults that are due here, unless they have fired before."""
         return [
             number
             for number, fault in enumerate(self.faults)
@@ -139,14 +138,14 @@ class FaultPlan(BaseModel):
 
 
 def _reached(fault: Fault, step: int) -> bool:
-    """An agent only looks at the steps now and then, and a slow worker stays slow."""
+    """Whether a fault's step is reached, or passed: agents only poll steps, and a slow worker stays slow."""
     if fault.step is None:
         return True
     return step >= fault.step if fault.point == "watch" or fault.action == "slow" else step == fault.step
 
 
 class FiredFault(BaseModel):
-    """What has struck: the fault's number in its plan, whom, when."""
+    """A fault that has fired: its number in the plan, where and when."""
 
     number: int
     rank: int
@@ -156,7 +155,7 @@ class FiredFault(BaseModel):
 
 
 def mark_fired(folder: Path, number: int, fault: Fault, rank: int, step: int) -> bool:
-    """Note that a fault strikes now; False if it has struck this rank before and is not meant to do so again."""
+    """Record that a fault fires now; return False if it already fired in this rank and must not again."""
     folder.mkdir(exist_ok=True)
     moment = FiredFault(number=number, rank=rank, at_ns=time.monotonic_ns(), step=step).model_dump_json()
     try:
@@ -168,13 +167,13 @@ def mark_fired(folder: Path, number: int, fault: Fault, rank: int, step: int) ->
 
 
 def read_fired_faults(folder: Path) -> list[FiredFault]:
-    """What has struck a run, in the order it did."""
-    found = [FiredFault.model_validate_json(text) for path in folder.glob("*.json") if (text := path.read_text())]
-    return sorted(found, key=lambda one: one.at_ns)
+    """Return the faults that have fired in a run, by time."""
+    fired = [FiredFault.model_validate_json(text) for path in folder.glob("*.json") if (text := path.read_text())]
+    return sorted(fired, key=lambda fault: fault.at_ns)
 
 
 def execute_fault(fault: Fault, pid: int | None = None) -> None:
-    """Break what a fault says, in this process or, where that is by a signal, in another."""
+    """Execute a fault in this process or, if it is a signal, in process `pid`."""
     match fault.action:
         case "kill":
             os.kill(pid or os.getpid(), signal.SIGKILL)
@@ -200,5 +199,5 @@ def execute_fault(fault: Fault, pid: int | None = None) -> None:
 
 
 def _agent_of_this_worker() -> int:
-    """The parent of the zygote that forked it."""
+    """Return the pid of the agent: the parent of the zygote that forked this worker."""
     return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,6 +1,6 @@
-"""A model section from a Hugging Face config.json, and back.
+"""Convert a Hugging Face config.json to a recipe's model section, and back.
 
-What a family cannot do exactly is refused: a model that loads is the same model.
+What a family cannot reproduce exactly is refused: a model that loads computes the same function.
 """
 
 import difflib
@@ -19,33 +19,33 @@ HOUSEKEEPING = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache", "attention_dropout", "max_position_embeddings", "_name_or_path",
 }  # fmt: skip
-"""Keys that say nothing of what a model computes."""
+"""Keys that do not affect what a model computes."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder."""
+    """Return the config.json of a Hugging Face folder."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(
-            f"{path} cannot be read: {error.strerror}",
-            hint="a Hugging Face folder holds config.json and *.safetensors",
+            f"cannot read {path}: {error.strerror}",
+            hint="a Hugging Face folder has config.json and *.safetensors",
         ) from None
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds {type(config).__name__}, not an object")
+        raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
     return config
 
 
 def read_model(folder: Path) -> Model:
-    """The model section of a Hugging Face folder."""
+    """Return the model section for a Hugging Face folder."""
     return model_from_config(read_config(folder))
 
 
 def model_from_config(config: Config) -> Model:
-    """The same decoder as a recipe's model section; ModelError names what it cannot do."""
+    """Return the model section for a config.json; raise ModelError for unsupported settings."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise _unknown(config)
@@ -53,46 +53,46 @@ def model_from_config(config: Config) -> Model:
 
 
 def config_from_model(model: Model, seq: int = 2048) -> dict[str, Any]:
-    """A config.json that `transformers` reads as the same decoder; `seq` is the length it was trained at."""
+    """Return a config.json that `transformers` reads as the same decoder; `seq` is the training length."""
     return model.to_config(seq)
 
 
-# -- families that are not known
+# -- unknown families
 
 
-class _Asked(dict[str, Any]):
-    """A config that remembers which keys were looked at."""
+class _TrackedConfig(dict[str, Any]):
+    """A config that records which keys were read."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.keys_asked = set[str]()
+        self.keys_read = set[str]()
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.keys_asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.keys_asked.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
 
 def _unknown(config: Config) -> ModelError:
-    """Which families there are, which of them is nearest, and what differs from that."""
+    """Return an error with the known families, the closest of them and how it differs."""
     known, namesake = f"known: {', '.join(MODEL_TYPES)}", _namesake(config)
-    said = {key for key, value in config.items() if value not in (None, False, [], {})} - HOUSEKEEPING
-    nearest, differs = min(_differences(config, said), key=lambda found: len(found[1]), default=("", []))
+    used = {key for key, value in config.items() if value not in (None, False, [], {})} - HOUSEKEEPING
+    nearest, differs = min(_differences(config, used), key=lambda family: len(family[1]), default=("", []))
     if namesake is not None:
-        known += f"; the nearest is {namesake}"
-    elif nearest and len(differs) < len(said):
+        known += f"; the closest is {namesake}"
+    elif nearest and len(differs) < len(used):
         more = f" and {len(differs) - 6} more" if len(differs) > 6 else ""
-        known += f"; the nearest is {nearest}, which has no {', '.join(differs[:6])}{more}" if differs else ""
-        known += f"; the nearest is {nearest}, and its keys do not say what differs" if not differs else ""
+        known += f"; the closest is {nearest}, which has no {', '.join(differs[:6])}{more}" if differs else ""
+        known += f"; the closest is {nearest}, which has the same keys" if not differs else ""
     kind = config.get("model_type")
-    return ModelError(f"config.json has model_type {kind!r}, a family that is not known", hint=known)
+    return ModelError(f"config.json has unknown model_type {kind!r}", hint=known)
 
 
 def _namesake(config: Config) -> str | None:
-    """What the family of nearly the same name says to a config."""
+    """Return why the family with a similar name refuses a config, if it does."""
     close = difflib.get_close_matches(str(config.get("model_type")), MODEL_TYPES, n=1, cutoff=0.8)
     if not close:
         return None
@@ -103,12 +103,12 @@ def _namesake(config: Config) -> str | None:
     return None
 
 
-def _differences(config: Config, said: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Of every family, the keys of a config that it never looks at, or why it refuses it."""
+def _differences(config: Config, used: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield every family that accepts a config, with the keys it ignores."""
     for kind, family in MODEL_TYPES.items():
-        asked = _Asked({**config, "model_type": kind})
+        tracked = _TrackedConfig({**config, "model_type": kind})
         try:
-            family.from_config(asked)
+            family.from_config(tracked)
         except (ModelError, ValueError, TypeError, KeyError):
             continue
-        yield kind, sorted(said - asked.keys_asked)
+        yield kind, sorted(used - tracked.keys_read)

@@ -1,6 +1,6 @@
-"""From TOML files and `--set key=value` to a Recipe and back to TOML.
+"""Load recipes from TOML files and `--set key=value`, and write them as TOML.
 
-Errors name the file, the key, and the nearest names or the range that is allowed.
+Errors name the file and the key, with the closest valid names or the allowed range as a hint.
 """
 
 import difflib
@@ -39,7 +39,7 @@ def load_recipe(file: Path, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
-    """The same recipe with `key=value` settings applied."""
+    """Return the recipe with `key=value` settings applied."""
     values, origins = recipe.model_dump(), dict[str, str]()
     for setting in settings:
         key, value = _parse_setting(setting)
@@ -48,12 +48,12 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """A recipe as TOML that loads back to an equal one; keys without a value are left as comments."""
+    """Return a recipe as TOML that loads back to an equal one; unset keys are comments."""
     return "\n".join(list(_table((), recipe.model_dump()))[:-1])
 
 
 def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterable[str]:
-    """The lines of a table and of those inside it, each table with a blank line after it."""
+    """Yield the lines of a table and its subtables, each followed by a blank line."""
     if path:
         yield f"[{'.'.join(map(_key, path))}]"
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
@@ -70,7 +70,7 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML; of a scalar that is its JSON, but for DEL."""
+    """Return a value as TOML; a scalar's TOML is its JSON, except for DEL."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{_key(key)} = {_toml(item)}' for key, item in value.items())} }}"
     if isinstance(value, list | tuple):
@@ -79,7 +79,7 @@ def _toml(value: Any) -> str:
 
 
 def parse_recipe(values: Mapping[str, Any], origins: Mapping[str, str], default_origin: str) -> Recipe:
-    """Validate plain values; `origins` says which file or option each dotted key came from."""
+    """Validate plain values; `origins` maps each dotted key to the file or option it came from."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -87,76 +87,76 @@ def parse_recipe(values: Mapping[str, Any], origins: Mapping[str, str], default_
 
 
 def nearest_keys(key: str, limit: int = 3) -> list[str]:
-    """Valid dotted keys that someone who wrote `key` may have meant, best first."""
+    """Return valid dotted keys similar to `key`, best first."""
     fields = dict(_fields(Recipe))
     section, _, word = key.rpartition(".")
-    words = word.lower().replace("-", "_").split("_")
-    initials = "".join(part[:1] for part in words)
+    parts = word.lower().replace("-", "_").split("_")
+    initials = "".join(part[:1] for part in parts)
 
     def score(candidate: str) -> float:
-        place, _, name = candidate.rpartition(".")
+        candidate_section, _, name = candidate.rpartition(".")
         likeness = difflib.SequenceMatcher(None, word.lower(), name).ratio()
         if name == word:
             likeness = 1.2
-        elif len(words) > 1 and name == initials:
+        elif len(parts) > 1 and name == initials:
             likeness = 1.1
-        elif len(word) > 3 and all(part in fields[candidate].lower() for part in words):
+        elif len(word) > 3 and all(part in fields[candidate].lower() for part in parts):
             likeness = max(likeness, 0.62)
-        return likeness + (0.1 if place == section else 0.0)
+        return likeness + (0.1 if candidate_section == section else 0.0)
 
     ranked = sorted(fields, key=lambda candidate: -score(candidate))
     return [candidate for candidate in ranked[:limit] if score(candidate) >= 0.65]
 
 
 def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A file's values laid over those of the file it extends, and where each dotted key came from."""
+    """Return a file's values merged over those of the file it extends, and the origin of each dotted key."""
     if file.resolve() in chain:
         names = " -> ".join(str(path) for path in (*chain, file.resolve()))
         raise RecipeError(f"{file}: extends itself ({names})", hint="remove one of the extends lines")
     try:
-        own = tomllib.loads(file.read_text(encoding="utf-8"))
+        local = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{file}: no such recipe", hint="recipes that come with Headway are in recipes/") from None
+        raise RecipeError(f"{file}: no such recipe", hint="the recipes of Headway are in recipes/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
-        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
-    base = own.pop("extends", None)
+        raise RecipeError(f"cannot read {file}: {error.strerror}") from None
+    base = local.pop("extends", None)
     values, origins = dict[str, Any](), dict[str, str]()
     if base is not None:
         if not isinstance(base, str):
             raise RecipeError(f"{file}: extends must name one file, not {base!r}")
         values, origins = _read_file(file.parent / base, (*chain, file.resolve()))
-        _make_way(values, own)
-    _lay_over(values, own, origins, str(file))
+        _drop_other_data(values, local)
+    _merge(values, local, origins, str(file))
     return values, origins
 
 
-def _make_way(values: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Data are one set or a mixture: a file that has the one does not extend another's other."""
-    data, mine = values.get("data"), own.get("data")
-    if isinstance(data, dict) and isinstance(mine, dict):
-        for here, there in (("mixture", ("path", "version")), ("path", ("mixture",))):
-            if here in mine:
-                values["data"] = data = {key: value for key, value in data.items() if key not in there or key in mine}
+def _drop_other_data(values: dict[str, Any], local: Mapping[str, Any]) -> None:
+    """Drop inherited dataset keys that the extending file replaces: `path` and `mixture` exclude each other."""
+    data, local_data = values.get("data"), local.get("data")
+    if isinstance(data, dict) and isinstance(local_data, dict):
+        for choice, replaced in (("mixture", {"path", "version"}), ("path", {"mixture"})):
+            if choice in local_data:
+                values["data"] = data = {key: data[key] for key in data if key not in replaced - local_data.keys()}
 
 
-def _lay_over(
-    values: dict[str, Any], own: Mapping[str, Any], origins: dict[str, str], origin: str, prefix: str = ""
+def _merge(
+    values: dict[str, Any], overrides: Mapping[str, Any], origins: dict[str, str], origin: str, prefix: str = ""
 ) -> None:
-    """Put values over others, table by table; `origins` learns where each came from."""
-    for key, value in own.items():
+    """Merge `overrides` into values, table by table, and record their origin."""
+    for key, value in overrides.items():
         if isinstance(value, dict):
             below = values.get(key)
             values[key] = dict(below) if isinstance(below, dict) else {}
-            _lay_over(values[key], value, origins, origin, f"{prefix}{key}.")
+            _merge(values[key], value, origins, origin, f"{prefix}{key}.")
         else:
             values[key] = value
             origins[f"{prefix}{key}"] = origin
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested values by dotted key; tables inside of lists are no keys of their own."""
+    """Yield nested values by dotted key; tables inside lists are not expanded."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -165,11 +165,11 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def _parse_setting(setting: str) -> tuple[str, Any]:
-    """`train.lr=3e-4` as a dotted key and a TOML value; what is not TOML is a string, nothing at all unsets."""
+    """Parse `train.lr=3e-4` into a dotted key and a TOML value; other text is a string, no text unsets the key."""
     key, equals, text = setting.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        raise RecipeError(f"--set {setting}: not of the form key=value", hint="for example --set train.lr=3e-4")
+        raise RecipeError(f"--set {setting}: expected key=value", hint="for example --set train.lr=3e-4")
     if not text.strip():
         return key, None
     try:
@@ -180,24 +180,24 @@ def _parse_setting(setting: str) -> tuple[str, Any]:
 
 def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any) -> None:
     *sections, name = key.split(".")
-    place = values
+    table = values
     for section in sections:
-        deeper = place.get(section)
+        deeper = table.get(section)
         if not isinstance(deeper, dict):
             deeper = {}
-        place[section] = dict(deeper)
-        place = place[section]
-    place[name] = value
+        table[section] = dict(deeper)
+        table = table[section]
+    table[name] = value
     origins[key] = "--set"
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Every dotted key a recipe may have, with its description."""
-    from headway.recipe.documentation import meanings  # asked for after a mistake only
+    """Yield every valid dotted key with its description."""
+    from headway.recipe.documentation import meanings  # only needed for errors
 
     for python_name, field in section.model_fields.items():
         name = field.alias or python_name
-        named = get_origin(field.annotation) is dict  # sections by names of the user's choice
+        named = get_origin(field.annotation) is dict  # sections with user-defined names
         kinds = _kinds(get_args(field.annotation)[1] if named else field.annotation)
         inner = [kind for kind in kinds if _is_section(kind)]
         for kind in inner:
@@ -207,7 +207,7 @@ def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, s
 
 
 def _kinds(annotation: Any) -> Iterable[Any]:
-    """The types that a field may be of: those of a union, without what is said of them."""
+    """Return the types of a field: the members of a union, without annotations."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
@@ -219,10 +219,10 @@ def _is_section(kind: Any) -> bool:
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str], default_origin: str) -> RecipeError:
-    """The first mistake as one sentence; the others are found once it is mended."""
+    """Turn the first validation error into one sentence; the others show up once it is fixed."""
     mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
     first = mistakes[0]
-    key = ".".join(str(part) for part in _place(first["loc"]))
+    key = ".".join(str(part) for part in _field_path(first["loc"]))
     if first["type"] == "at_key":
         key += f".{first['ctx']['key']}"
     origin = _origin(key, origins) or default_origin
@@ -234,31 +234,31 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
         hint = f"did you mean {' or '.join(near)}?  ({LIST_ALL})" if near else LIST_ALL
         families = families_with(name) if section == "model" else []
         if families:
-            hint = f"model.family = one of {', '.join(families)} has it"
+            hint = f"these families have it: {', '.join(families)} (model.family)"
         return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"', hint=hint)
     if first["type"] == "missing":
         key = {"data": "data.path"}.get(key, key)
-        return RecipeError(f"{origin}: {key} is missing", hint=f"--set {key}=... or a line in the file gives it")
+        return RecipeError(f"{origin}: {key} is missing", hint=f"set it in the file or with --set {key}=...")
     if first["type"] == "value_error":
         return RecipeError(f"{origin}: {key}: {what_is_wrong(first)}")
     allowed = _allowed(key)
     if key == "model.family":
         kinds = sorted({*MODEL_TYPES} - {*FAMILIES})
-        known = f"model.family takes one of {', '.join(FAMILIES)}; of {', '.join(kinds)} it is what model.init finds"
-        return RecipeError(f"{origin}: model.family = {first['input']!r}: there is no such family", hint=known)
+        known = f"model.family takes one of {', '.join(FAMILIES)}; for {', '.join(kinds)} use model.init"
+        return RecipeError(f"{origin}: unknown model.family {first['input']!r}", hint=known)
     return RecipeError(
         f"{origin}: {key} = {first['input']!r}: {what_is_wrong(first)}",
         hint=f"{key} takes {allowed}" if allowed else LIST_ALL,
     )
 
 
-def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where a mistake is, without the family by which a model section was chosen."""
+def _field_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the path of an invalid field, without the family tag of the model section."""
     return (loc[0], *loc[2:]) if loc[0] == "model" and len(loc) > 1 else loc
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
-    """Where a key came from; if nobody gave just that, what it is a part of, or a part of it."""
+    """Return where a key came from; if it was not given itself, the origin of a parent or a child."""
     parts = key.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     inside = (name for name in origins if name.startswith(f"{key}."))
@@ -266,27 +266,27 @@ def _origin(key: str, origins: Mapping[str, str]) -> str | None:
 
 
 def _allowed(key: str) -> str | None:
-    """The range of one field in words, read from its JSON Schema."""
+    """Describe the allowed values of a field, from its JSON Schema."""
     schema = Recipe.model_json_schema()
-    places = [schema]
+    nodes = [schema]
     for part in key.split("."):
-        found = [option for place in places for option in _alternatives(place, schema)]
-        inner = [o.get("items") if part.isdecimal() else o.get("properties", {}).get(part) for o in found]
-        places = [place for place in inner if place is not None]
-    options = [option for place in places for option in _alternatives(place, schema) if option.get("type") != "null"]
+        options = [option for node in nodes for option in _alternatives(node, schema)]
+        inner = [o.get("items") if part.isdecimal() else o.get("properties", {}).get(part) for o in options]
+        nodes = [node for node in inner if node is not None]
+    options = [option for node in nodes for option in _alternatives(node, schema) if option.get("type") != "null"]
     values = [value for o in options for value in o.get("enum", [o["const"]] if "const" in o else [])]
     if values:
         return "one of " + ", ".join(map(str, dict.fromkeys(values)))
-    said = {_describe(option) for option in options}
-    return said.pop() if len(said) == 1 else None
+    descriptions = {_describe(option) for option in options}
+    return descriptions.pop() if len(descriptions) == 1 else None
 
 
-def _alternatives(place: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a place of a JSON Schema may be, with references followed."""
-    if "$ref" in place:
-        return _alternatives(schema["$defs"][place["$ref"].rsplit("/", 1)[1]], schema)
-    options = place.get("anyOf") or place.get("oneOf")
-    return [found for option in options for found in _alternatives(option, schema)] if options else [place]
+def _alternatives(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the alternatives of a JSON Schema node, with references resolved."""
+    if "$ref" in node:
+        return _alternatives(schema["$defs"][node["$ref"].rsplit("/", 1)[1]], schema)
+    options = node.get("anyOf") or node.get("oneOf")
+    return [alternative for option in options for alternative in _alternatives(option, schema)] if options else [node]
 
 
 def _describe(schema: Mapping[str, Any]) -> str | None:

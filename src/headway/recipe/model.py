@@ -1,8 +1,8 @@
-"""The model section of a recipe: what all families of decoders have in common, and a class of the user's own.
+"""The model section of a recipe: the base of all decoder families, and custom model classes.
 
-A family (`recipe/families/`) adds the numbers that are its own and says, without torch, what its tensors are called
-and how large they are, how they lie in a Hugging Face folder, what its config.json says, how its weights are drawn and
-what it costs. Its module is the file of the same name in `models/`.
+A family (`recipe/families/`) adds its own fields and describes, without torch, the names and shapes of its tensors,
+their form in a Hugging Face folder, its config.json, its weight initialization and its cost. Its torch module is the
+file of the same name in `models/`.
 """
 
 import math
@@ -29,90 +29,89 @@ __all__ = ["Config", "CustomModel", "HfTensor", "Model", "ModelLayout", "Shapes"
 Config = Mapping[str, Any]
 """A config.json."""
 Shapes = dict[str, tuple[int, ...]]
-"""Tensors by name, with their shapes."""
+"""Tensor shapes by name."""
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]*(\.[A-Za-z0-9_*]+)*$")]
-"""A module's dotted name inside a model; `*` stands for any one part: blocks.*.attention.out."""
+"""A module's dotted name inside a model; `*` matches one part: blocks.*.attention.out."""
 
 
 class ModelLayout(Section):
-    """How a model of your own is cut, by the names of its modules; `*` stands for any one part of a name.
+    """How a custom model is parallelized, by module names; `*` matches one part of a name.
 
-    Sharding and copies need none of it. A pipeline needs `blocks`, `first` and `last`; a tensor axis needs `columns`,
+    Sharding and replicas need none of it. A pipeline needs `blocks`, `first` and `last`; a tensor axis needs `columns`,
     `rows` and, for embeddings and heads, `vocabulary`.
     """
 
     blocks: Module | None = None
-    """The list of blocks, each taking the stream first and returning it: a pipeline cuts between them."""
+    """The list of blocks, each taking the residual stream first and returning it: a pipeline splits between them."""
     first: tuple[Module, ...] = ()
-    """Modules that only a pipeline's first stage has: those that make the stream."""
+    """Modules of the first pipeline stage only, such as the embedding."""
     last: tuple[Module, ...] = ()
-    """Modules that only its last stage has: those that make logits of the stream."""
+    """Modules of the last pipeline stage only, such as the final norm and the head."""
     columns: tuple[Module, ...] = ()
-    """Linear modules whose outputs are shared out: queries, keys, values, a feed-forward's first matrices."""
+    """Column-parallel linear modules (split outputs): queries, keys, values, a feed-forward's first matrices."""
     rows: tuple[Module, ...] = ()
-    """Linear modules whose inputs are shared out, and whose outputs are added up: those that follow `columns`."""
+    """Row-parallel linear modules (split inputs, summed outputs): those that follow `columns`."""
     vocabulary: tuple[Module, ...] = ()
-    """Embeddings and the head, whose vocabulary is shared out; no worker then has all logits."""
+    """Embeddings and head with a split vocabulary; no worker then has all logits."""
     share: tuple[Module, ...] = ()
-    """Modules that see a share of tokens or heads and hold all of their parameters, such as norms: gradients are added
-    up."""
+    """Modules with replicated parameters that see a share of tokens or heads, such as norms: gradients are summed."""
     whole: tuple[Module, ...] = ()
-    """Modules that contain `columns` and need whole sequences, which are gathered for them; between them each worker
-    then has a share of each sequence (sequence parallel)."""
+    """Modules that contain `columns` and need whole sequences, which are gathered for them; outside of them each worker
+    has a share of each sequence (sequence parallel)."""
     divide: tuple[Module, ...] = ()
-    """Whole numbers among the modules' attributes that count what is shared out: blocks.*.attention.heads."""
+    """Integer attributes of modules that count what is split: blocks.*.attention.heads."""
 
 
 def _plain(value: Any, name: str) -> Any:
-    """What TOML and JSON both can say; tuples become lists, so that it reads back as it was."""
+    """Return a value that TOML and JSON can both hold; tuples become lists, so that it round-trips."""
     if isinstance(value, dict):
         return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{name}.{i}") for i, item in enumerate(value)]
     if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    why = f"is {value!r}: only numbers, strings, true and false, lists and tables go here"
+    why = f"is {value!r}: expected a number, string, boolean, list or table"
     raise PydanticCustomError("at_key", "model.args.{key} {why}", {"key": name, "why": why})
 
 
 def _arguments(args: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a class by name; one that is set to nothing is left to the class's own default."""
+    """Check the arguments of a class by name; unset ones keep the class's defaults."""
     for name in args:
         if not name.isidentifier():
-            raise PydanticCustomError("at_key", "model.args.{key} {why}", {"key": name, "why": "is no argument's name"})
+            raise PydanticCustomError("at_key", "model.args.{key} {why}", {"key": name, "why": "is not an identifier"})
     return {name: _plain(value, name) for name, value in args.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of a Hugging Face folder: which of ours it holds, and how."""
+    """A tensor of a Hugging Face folder: which Headway tensors it holds, and how."""
 
     name: str
-    """Theirs."""
+    """Its name in the folder."""
     headway_names: tuple[str, ...]
     form: Literal["same", "rows", "transposed", "heads", "expert", "experts-transposed", "experts-paired"] = "same"
-    """same: one of ours as it is. rows: ours one below the other. transposed: that, turned round. heads: of every head
-    its rows of each of ours in turn. expert: one slice of ours. experts-transposed: every slice turned round.
-    experts-paired: that of two of ours, whose columns alternate."""
+    """same: one Headway tensor as it is. rows: several, concatenated by rows. transposed: the transpose of that. heads:
+    several, interleaved by head. expert: one slice of a stack. experts-transposed: every slice transposed.
+    experts-paired: that of two stacks, with alternating columns."""
     index: int = 0
-    """Which slice, or how many heads."""
+    """Index of the slice, or number of heads."""
     rows: tuple[int, ...] = ()
-    """rows, transposed: how many rows each of ours has."""
+    """rows, transposed: number of rows of each Headway tensor."""
 
 
 def linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Shapes:
-    """The tensors of a linear module."""
+    """Return the tensor shapes of a linear module."""
     shapes: Shapes = {f"{name}.weight": (outputs, inputs)}
     return shapes | {f"{name}.bias": (outputs,)} if bias else shapes
 
 
 class Model(Section):
-    """The decoder to train, in plain numbers; or a class of your own."""
+    """The decoder to train, or a custom model class."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     NAMES: ClassVar[dict[str, str]] = {}
-    """Modules of a block: ours to those of a Hugging Face folder."""
+    """Modules of a block: Headway's name to Hugging Face's."""
     OUTSIDE: ClassVar[dict[str, str]] = {
         "embed.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -120,26 +119,26 @@ class Model(Section):
     }
     """Tensors outside of blocks, likewise."""
     UNCUT: ClassVar[str] = ""
-    """Why no tensor axis can cut it; nothing where one can."""
+    """Why tensor parallelism is unsupported; empty if it is supported."""
     LAYERS: ClassVar[str] = "model.layers"
-    """Their list of blocks."""
+    """Hugging Face's name of the list of blocks."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
-    """What older folders call their tensors, as patterns, and what they are called now."""
+    """Patterns of tensor names in older folders, and their replacement."""
     FOLLOWS: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
-    """A pattern of tensors that folders may hold though they follow from the config."""
+    """A pattern of tensors in folders that are derived from the config and ignored."""
 
     class_: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = Field(default=None, alias="class")
-    """A class of your own, as package.module:Class: a plain module that makes logits [B, L, V] of tokens [B, L]."""
+    """A custom model class, as package.module:Class: a torch module from tokens [B, L] to logits [B, L, V]."""
     args: Annotated[dict[str, Any], AfterValidator(_arguments)] = Field(default_factory=dict)
-    """What that class is called with, by name."""
+    """Keyword arguments of that class."""
     layout: ModelLayout | None = None
-    """How that class is cut, for tensor and pipeline axes."""
+    """How that class is parallelized over tensor and pipeline axes."""
     family: str = "llama"
-    """Which family of decoders it is of."""
+    """The decoder family."""
     init: str | None = None
-    """Start from these weights: a Hugging Face folder (its config.json then gives the shape), or RUN@STEP."""
+    """Initial weights: a Hugging Face folder (whose config.json then gives the shape), or RUN@STEP."""
     vocab_size: Positive | None = None
-    """Rows of the embedding; by default the tokenizer's size rounded up to a multiple of 64."""
+    """Rows of the embedding; by default the tokenizer's size, rounded up to a multiple of 64."""
     layers: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 4
     """Number of decoder blocks."""
     dim: Positive = 256
@@ -147,23 +146,23 @@ class Model(Section):
     heads: Positive = 4
     """Number of query heads."""
     kv_heads: Positive = DERIVED
-    """Number of key and value heads; by default as many as query heads."""
+    """Number of key and value heads; by default that of query heads."""
     head_dim: Positive = DERIVED
     """Size of one head; by default dim / heads."""
     hidden: Positive = DERIVED
-    """Inner width of the feed-forward; by default 8/3 of dim rounded up to a multiple of 64."""
+    """Inner width of the feed-forward; by default 8/3 dim, rounded up to a multiple of 64."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Added to the mean square inside each norm."""
     tie_embeddings: bool = True
-    """Use the input embedding as the output head too."""
+    """Also use the input embedding as the output head."""
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Standard deviation of freshly drawn weights."""
+    """Standard deviation of initial weights."""
     mup_base: Positive | None = None
-    """Width at which init_std and the learning rate were tuned: those of a wider model follow by muP (maximal update
-    parametrization), with heads of the same size and more of them. Asks for a head of its own."""
+    """Width at which init_std and the learning rate were tuned; muP (maximal update parametrization) transfers them to
+    a wider model with more heads of the same size. Needs untied embeddings."""
 
     def __new__(cls, **values: Any) -> Self:
-        """A section of the family that `family` names."""
+        """Create a section of the class of its family."""
         if cls is not Model:
             return super().__new__(cls)
         from headway.recipe.families import class_of
@@ -173,10 +172,10 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: Any) -> Any:
-        """Fill in what follows from the other numbers; leave mistakes for the fields' own checks."""
+        """Fill in derived fields; leave invalid values for validation."""
         if not isinstance(values, dict):
             return values
-        values = _of_one_kind(cls, values)
+        values = _check_keys(cls, values)
         dim, heads = (values.get(key, cls.model_fields[key].default) for key in ("dim", "heads"))
         if isinstance(dim, int) and isinstance(heads, int) and dim > 0 and heads > 0:
             for key, value in cls._follow(dim, heads).items():
@@ -186,7 +185,7 @@ class Model(Section):
 
     @classmethod
     def _follow(cls, dim: int, heads: int) -> dict[str, int]:
-        """Numbers that follow from width and heads where nobody says otherwise."""
+        """Return the default of fields derived from width and heads."""
         return {"kv_heads": heads, "head_dim": max(dim // heads, 1), "hidden": _round_up(dim * 8 / 3, 64)}
 
     @model_validator(mode="after")
@@ -194,36 +193,36 @@ class Model(Section):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.mup_base is not None and self.tie_embeddings:
-            raise ValueError("mup_base asks for tie_embeddings = false: the head's rate is not the embedding's")
+            raise ValueError("mup_base needs tie_embeddings = false: head and embedding have different learning rates")
         return self
 
     @model_serializer(mode="wrap")
-    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only what says something of this kind of model, under the names that a file has."""
-        said = {"class" if key == "class_" else key: value for key, value in handler(self).items()}
-        return {key: value for key, value in said.items() if _belongs(key, self.class_ is not None)}
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize only fields that apply to this kind of model, by their names in files."""
+        values = {"class" if key == "class_" else key: value for key, value in handler(self).items()}
+        return {key: value for key, value in values.items() if _applies(key, self.class_ is not None)}
 
-    # -- what a family says of itself
+    # -- implemented by families
 
     @classmethod
     def from_config(cls, config: Config) -> "Model":
-        """The same decoder as a config.json describes; ModelError names what it cannot do."""
+        """Return the model section for a config.json; raise ModelError for unsupported settings."""
         raise NotImplementedError
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config.json that `transformers` reads as the same decoder; `seq` is the length it was trained at."""
+        """Return a config.json that `transformers` reads as the same decoder; `seq` is the training length."""
         raise NotImplementedError
 
     def architecture(self) -> Architecture:
-        """What it comes to in parameters and operations."""
+        """Return the dimensions that determine its cost."""
         raise NotImplementedError
 
     def block_tensors(self, layer: int) -> Shapes:
-        """Parameters of one block, in the module's order."""
+        """Return the parameter shapes of a block, in module order."""
         raise NotImplementedError
 
     def tensors(self) -> Shapes:
-        """Every parameter by name, in the module's order, with its shape."""
+        """Return the shape of every parameter by name, in module order."""
         vocabulary = self.vocabulary
         shapes: Shapes = {"embed.weight": (vocabulary, self.dim)}
         for layer in range(self.layers):
@@ -234,16 +233,16 @@ class Model(Section):
         return shapes
 
     def buffers(self) -> Shapes:
-        """What is kept beside the parameters, as float32: nothing, for most."""
+        """Return the shapes of persistent float32 buffers; most families have none."""
         return {}
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """The tensors of a Hugging Face folder, in which ours are found again."""
+        """Yield the tensors of a Hugging Face folder, with the Headway tensors they hold."""
         for name in (*self.tensors(), *self.buffers()):
             yield HfTensor(self.hf_name(name), (name,))
 
     def hf_name(self, name: str) -> str:
-        """What a Hugging Face folder calls one of ours that it has as it is."""
+        """Return the Hugging Face name of a tensor that is stored unchanged."""
         if name in self.OUTSIDE:
             return self.OUTSIDE[name]
         _, layer, rest = name.split(".", 2)
@@ -253,13 +252,13 @@ class Model(Section):
         return f"{self.LAYERS}.{layer}.{self.NAMES[module]}.{kind}"
 
     def follows(self, name: str) -> bool:
-        """Whether a tensor of a Hugging Face folder says nothing of this decoder."""
+        """Whether a tensor of a Hugging Face folder can be ignored."""
         return re.fullmatch(self.FOLLOWS, name) is not None
 
     def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation that a parameter's fresh values are drawn with.
+        """Return the mean and standard deviation of a parameter's initial values.
 
-        What is added to the residual stream is drawn smaller by sqrt(2 * layers), so that it does not grow with depth.
+        Projections into the residual stream are scaled by 1 / sqrt(2 * layers), so that it does not grow with depth.
         """
         if name.endswith("norm.weight"):
             return 1.0, 0.0
@@ -267,7 +266,7 @@ class Model(Section):
             return 0.0, 0.0
         std = self.init_std
         if name == "head.weight" and self.mup_base is not None:
-            std = 0.0  # as muP's authors advise: its random part would shrink with the width and tell models apart
+            std = 0.0  # as muP's authors advise: a random head would make widths differ
         if name.endswith((".o.weight", ".down.weight", ".down")):
             std /= math.sqrt(2 * self.layers)
         match self._side(name):
@@ -278,7 +277,7 @@ class Model(Section):
         return 0.0, std
 
     def rate_factor(self, name: str) -> float:
-        """What a parameter's learning rate is multiplied by: by muP matrices whose inputs are wide learn slower."""
+        """Return the factor of a parameter's learning rate: under muP, matrices with wide inputs learn slower."""
         return 1.0 if self._side(name) == "input" else 1 / self._wider
 
     @property
@@ -286,53 +285,53 @@ class Model(Section):
         return self.dim / self.mup_base if self.mup_base is not None else 1.0
 
     def _side(self, name: str) -> Literal["input", "hidden", "output"]:
-        """Which of a parameter's sides grow with the width: outputs only, both, or inputs only."""
+        """Return the muP class of a parameter: which of its dimensions grow with the width."""
         if name == "head.weight" or ".router" in name:
             return "output"
         vector = name.endswith(("norm.weight", "bias", "sinks"))
         return "hidden" if name.startswith("layers.") and not vector else "input"
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer looks back on, itself included; None for all."""
+        """Return the sliding window of a layer, in tokens including the current one; None for full attention."""
         return None
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence that it has positions for; None for any."""
+        """Longest sequence in tokens, as limited by positions; None for any."""
         return None
 
     @property
     def vocabulary(self) -> int:
-        """The vocabulary's size, which is settled before a decoder is built or counted."""
-        assert self.vocab_size is not None, "the vocabulary's size is settled before a decoder is built or counted"
+        """The vocabulary size, which is resolved before a decoder is built."""
+        assert self.vocab_size is not None, "vocab_size is resolved before a decoder is built"
         return self.vocab_size
 
 
 class CustomModel(Model):
-    """A class of your own."""
+    """A custom model class."""
 
     family: Literal["own"] = "own"
-    """Which family it is of: none of Headway's."""
+    """None of Headway's families."""
 
 
 def _round_up(value: float, multiple: int) -> int:
     return int(-(-value // multiple) * multiple)
 
 
-def _belongs(key: str, to_a_class: bool) -> bool:
-    """Whether a key says something of a class of the user's own, or of a decoder."""
-    return key in ("class", "init") or (key in ("args", "layout")) == to_a_class
+def _applies(key: str, custom: bool) -> bool:
+    """Whether a key applies to a custom class, or to a decoder."""
+    return key in ("class", "init") or (key in ("args", "layout")) == custom
 
 
-def _of_one_kind(kind: type[Model], values: dict[str, Any]) -> dict[str, Any]:
-    """A model section without keys that are set to nothing; those of the other kind of model are refused."""
+def _check_keys(kind: type[Model], values: dict[str, Any]) -> dict[str, Any]:
+    """Return a model section without unset keys; refuse keys of the other kind of model."""
     given = {"class" if key == "class_" else key: value for key, value in values.items()}
-    own = given.get("class") is not None
+    custom = given.get("class") is not None
     for key in kind.model_fields:
         value = given.get(key)
-        if key == "class_" or value in (None, {}) or _belongs(key, own) or (own and key == "family"):
+        if key == "class_" or value in (None, {}) or _applies(key, custom) or (custom and key == "family"):
             continue
-        why = "a class of your own: put it into model.args" if own else "a decoder: model.class names your own"
+        why = "a custom class: put it into model.args" if custom else "a decoder: set model.class for a custom one"
         raise PydanticCustomError("at_key", "model.{key} does not apply to {why}", {"key": key, "why": why})
-    # What was taken back leaves nothing behind; a decoder's own fields say themselves that they need a value.
-    return {key: v for key, v in given.items() if v is not None or (_belongs(key, own) and key != "args")}
+    # Unset keys are dropped; a decoder's own fields report by themselves that they need a value.
+    return {key: v for key, v in given.items() if v is not None or (_applies(key, custom) and key != "args")}

@@ -1,4 +1,4 @@
-"""Rotary positions in a recipe: their base, and how they are stretched to sequences longer than those trained on."""
+"""Rotary position embeddings (RoPE) in a recipe: base and scaling to longer sequences."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -15,31 +15,31 @@ KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched."""
+    """RoPE scaling."""
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
-    """linear: all frequencies alike. llama3, yarn: low ones, with a ramp to the high ones, which stay. longrope: each
-    by a factor of its own."""
+    """linear: all frequencies alike. llama3, yarn: low frequencies, with a ramp to high ones, which stay. longrope: a
+    factor per frequency."""
     factor: AboveZero = 1.0
-    """By how much sequences grow."""
+    """Factor by which sequences get longer."""
     original: Positive | None = None
-    """Length of sequences that the frequencies were first trained at; all kinds but linear need it."""
+    """Sequence length of the original training; required except for linear."""
     low: AboveZero = 1.0
-    """llama3: turns over the original length below which a frequency is stretched all the way."""
+    """llama3: rotations over the original length below which a frequency is fully scaled."""
     high: AboveZero = 4.0
-    """llama3: turns above which it stays."""
+    """llama3: rotations above which it is unscaled."""
     fast: AboveZero = 32.0
-    """yarn: turns over the original length above which a frequency stays."""
+    """yarn: rotations over the original length above which a frequency is unscaled (beta_fast)."""
     slow: AboveZero = 1.0
-    """yarn: turns below which it is stretched all the way."""
+    """yarn: rotations below which it is fully scaled (beta_slow)."""
     whole_dims: bool = True
-    """yarn: the ramp begins and ends at whole dims."""
+    """yarn: round the ends of the ramp to whole dimensions."""
     attention: AboveZero | None = None
-    """yarn, longrope: what queries and keys are multiplied by; by default what the method's paper says."""
+    """yarn, longrope: factor of queries and keys; by default as in the method's paper."""
     mscale: float = 0.0
-    """yarn: DeepSeek's own factors of the same, of which `attention` is the ratio."""
+    """yarn: DeepSeek's mscale; `attention` is its ratio to `mscale_all`."""
     mscale_all: float = 0.0
-    """yarn: the second of them, which also scales attention itself."""
+    """yarn: DeepSeek's mscale_all_dim, which also scales attention scores."""
     short_factors: tuple[AboveZero, ...] = ()
     """longrope: factor of each frequency up to the original length."""
     long_factors: tuple[AboveZero, ...] = ()
@@ -48,34 +48,34 @@ class RopeScaling(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.kind != "linear" and self.original is None:
-            raise ValueError(f"{self.kind} needs `original`, the length that was first trained at")
+            raise ValueError(f"{self.kind} needs `original`, the original training length")
         if self.kind == "longrope" and len(self.short_factors) != len(self.long_factors):
-            raise ValueError("longrope has as many short_factors as long_factors")
+            raise ValueError("longrope needs as many short_factors as long_factors")
         return self
 
 
 class RotaryModel(Model):
-    """What families with rotary positions share."""
+    """Base of families with rotary positions."""
 
     rope_theta: AboveZero = 10_000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
-    """How positions are stretched to sequences longer than those trained on."""
+    """RoPE scaling to sequences longer than those trained on."""
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated: the first ones."""
+        """Number of rotated dimensions of a head, the first ones."""
         return self.head_dim
 
     @model_validator(mode="after")
     def _rotates(self) -> Self:
         if self.rotary_dim % 2:
             raise ValueError(
-                f"head_dim ({self.head_dim}): {self.rotary_dim} of it are rotated, which must be an even number"
+                f"head_dim ({self.head_dim}): the number of rotated dimensions must be even, not {self.rotary_dim}"
             )
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factors) != self.rotary_dim // 2:
-            raise ValueError(f"rope_scaling.long_factors must be {self.rotary_dim // 2}, one for each frequency")
+            raise ValueError(f"rope_scaling.long_factors needs {self.rotary_dim // 2} numbers, one per frequency")
         return self
 
 
@@ -83,31 +83,31 @@ class RotaryModel(Model):
 
 
 def given(config: Config, key: str, default: Any) -> Any:
-    """The config's value, or the default where it has none or null."""
+    """Return the config's value, or the default if it is missing or null."""
     value = config.get(key)
     return default if value is None else value
 
 
 def rope_settings(config: Config, theta: float = 10_000.0) -> dict[str, Any]:
-    """Rotary settings in one shape, whichever of the three layouts of the years the config has."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise ModelError(f"config.json has rotary settings {found!r}, which are no object")
-    if any(isinstance(value, dict) for value in found.values()):
-        raise ModelError("config.json has rotary settings of its own for each kind of layer; this family has one")
+    """Return rotary settings in one form, from any of the three layouts that configs have had."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"config.json: expected rotary settings as an object, got {rope!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError("config.json has rotary settings per kind of layer; this family supports one")
     partial = given(config, "partial_rotary_factor", 1)
     defaults = {"rope_theta": given(config, "rope_theta", theta), "partial_rotary_factor": partial}
-    return defaults | dict(found) | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
+    return defaults | dict(rope) | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def scaling_from(rope: Config, config: Config) -> dict[str, Any] | None:
-    """A recipe's `rope_scaling` of a config's rotary settings; None where positions are plain."""
+    """Return a recipe's `rope_scaling` for a config's rotary settings; None for no scaling."""
     kind = rope["rope_type"]
     if kind == "default":
         return None
     if kind not in KINDS:
         raise ModelError(
-            f"config.json has rotary positions scaled by {kind!r}, which is not known",
+            f"config.json has unknown rotary scaling {kind!r}",
             hint=f"known: {', '.join(KINDS)}",
         )
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
@@ -119,12 +119,12 @@ def scaling_from(rope: Config, config: Config) -> dict[str, Any] | None:
         "whole_dims": "truncate", "attention": "attention_factor", "mscale": "mscale", "mscale_all": "mscale_all_dim",
         "short_factors": "short_factor", "long_factors": "long_factor",
     }  # fmt: skip
-    said = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
-    return {"kind": kind, "factor": factor, "original": original, **said}
+    settings = {field: rope[key] for field, key in names.items() if rope.get(key) is not None}
+    return {"kind": kind, "factor": factor, "original": original, **settings}
 
 
 def rotary_config(model: RotaryModel, seq: int) -> dict[str, Any]:
-    """The keys of a config.json that say the same; for old and new readers, since `rope_theta` has moved."""
+    """Return the rotary keys of a config.json, for old and new readers: `rope_theta` has moved."""
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is None:

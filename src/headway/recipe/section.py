@@ -1,4 +1,4 @@
-"""What all sections of a recipe share, and the kinds of numbers that they take."""
+"""The base class of recipe sections, and common number types."""
 
 from typing import Annotated, Any
 
@@ -9,11 +9,11 @@ __all__ = ["DERIVED", "NotNegative", "Positive", "Section"]
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 DERIVED: Any = None
-"""Default of a number that a section's `_derive` fills in from the others."""
+"""Default of a field that a section's `_derive` fills in from others."""
 
 
 class Section(BaseModel):
-    """Shared settings of all sections: frozen, closed to unknown keys, documented by the strings below their fields."""
+    """Base of all sections: frozen, no unknown keys, documented by the docstrings below the fields."""
 
     model_config = ConfigDict(
         frozen=True,

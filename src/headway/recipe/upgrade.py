@@ -1,4 +1,4 @@
-"""Recipes as runs and checkpoints hold them: resolved, and perhaps written by an older Headway."""
+"""Read resolved recipes of runs and checkpoints, possibly written by an older Headway."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +10,17 @@ __all__ = ["upgrade_recipe"]
 _BEFORE = {
     "data": {"within_documents": False},
 }
-"""Keys that came later, with what was done before there was such a key: a run goes on as it was trained, whatever new
-recipes get by default."""
+"""Keys added later, with the former behaviour: a run resumes as it was trained, whatever today's defaults."""
 
 
 def upgrade_recipe(values: Any) -> Recipe:
-    """The recipe of a run or a checkpoint; keys that its writer did not know say what was done then."""
+    """Return the recipe of a run or checkpoint; keys unknown to its writer get the former behaviour."""
     return Recipe.model_validate(_upgraded(values))
 
 
 def _upgraded(values: Any) -> Any:
-    """Plain values with the keys of today; mistakes are left for the recipe's own checks."""
+    """Return plain values with today's keys; invalid values are left for validation."""
     if not isinstance(values, Mapping):
         return values
-    found = {name: values[name] for name in _BEFORE if isinstance(values.get(name), Mapping)}
-    return {**values, **{name: {**_BEFORE[name], **section} for name, section in found.items()}}
+    sections = {name: values[name] for name in _BEFORE if isinstance(values.get(name), Mapping)}
+    return {**values, **{name: {**_BEFORE[name], **section} for name, section in sections.items()}}

@@ -1,4 +1,4 @@
-"""The families of decoders that Headway knows, by name. A new one is a file here, and its module in `models/`."""
+"""The decoder families by name. A new one is a file here and a torch module in `models/`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -37,7 +37,7 @@ FAMILIES: dict[str, type[Model]] = {
     "deepseek_v3": DeepSeekV3,
     "gpt_oss": GptOss,
 }
-"""By the name that a recipe has for it."""
+"""By `model.family` of a recipe."""
 
 MODEL_TYPES: dict[str, type[Model]] = {
     "llama": Llama,
@@ -62,7 +62,7 @@ MODEL_TYPES: dict[str, type[Model]] = {
 
 
 def family_name(values: Any) -> str:
-    """The family that a model section is of: `own` for a class of the user's, llama where it does not say."""
+    """Return the family of a model section: `own` for a custom class, llama by default."""
     if isinstance(values, Model):
         return values.family
     if not isinstance(values, Mapping):
@@ -73,13 +73,13 @@ def family_name(values: Any) -> str:
 
 
 def families_with(key: str) -> list[str]:
-    """The families that have a key which not all have."""
-    found = [name for name, kind in FAMILIES.items() if key in kind.model_fields]
-    return found if len(found) < len(FAMILIES) else []
+    """Return the families with a key; nothing if all have it."""
+    names = [name for name, kind in FAMILIES.items() if key in kind.model_fields]
+    return names if len(names) < len(FAMILIES) else []
 
 
 def class_of(values: Mapping[str, Any]) -> type[Model]:
-    """The kind of section that such values make; an unknown family is left for the section to refuse."""
+    """Return the section class for values; an unknown family is left for validation."""
     return CustomModel if family_name(values) == "own" else FAMILIES.get(family_name(values), Llama)
 
 
@@ -95,4 +95,4 @@ else:
         Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**FAMILIES, "own": CustomModel}.items())],  # noqa: UP007
         Discriminator(_tag),
     ]
-    """A model section of whatever family its `family` names."""
+    """A model section, of the class of its `family`."""

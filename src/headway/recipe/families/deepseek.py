@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and experts of which a sigmoid chooses, with biases that keep them equally busy."""
+"""DeepSeek-V3: multi-head latent attention, and sigmoid-routed experts balanced by biases."""
 
 import re
 from collections.abc import Iterator
@@ -32,19 +32,18 @@ DEFAULTS = {
     "rope_pairs": ("rope_interleave", True),
     "attention_bias": ("attention_bias", False),
 }
-"""Our fields: what a config.json calls them, and what it means where it says nothing."""
+"""Fields, with their keys in a config.json and the defaults of those."""
 NEEDED = ("kv_lora_rank", "n_routed_experts", "moe_intermediate_size")
-"""Keys without which a config is hardly of this family."""
+"""Required keys."""
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Keys of DeepSeek's own code, of which V3 has one value; V2 has others."""
+"""Keys of DeepSeek's code with a single value in V3; V2 has others."""
 EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class DeepSeekV3(RotaryModel):
-    """A decoder of which a token's keys and values are kept as one narrow vector, and whose feed-forward is some of
-    many experts beside a few that every token sees."""
+    """A decoder with latent attention, routed and shared experts."""
 
-    UNCUT: ClassVar[str] = "latent attention and experts are not shared over a tensor axis yet"
+    UNCUT: ClassVar[str] = "latent attention and experts do not support a tensor axis yet"
 
     NAMES: ClassVar[dict[str, str]] = {
         "attention_norm": "input_layernorm",
@@ -68,41 +67,40 @@ class DeepSeekV3(RotaryModel):
     }
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
-    """Which family of decoders it is of."""
     q_rank: NotNegative = 0
-    """Width that queries pass through; 0: they are projected at once."""
+    """Low rank of queries; 0: a direct projection."""
     kv_rank: Positive = DERIVED
-    """Width that keys and values pass through, and of which a cache keeps one a token; by default 4 dim / heads."""
+    """Rank of the latent vector of keys and values, which is cached per token; by default 4 dim / heads."""
     head_dim: Positive = DERIVED
     """Size of a query and key head, `rope_dim` included; by default 1.5 dim / heads."""
     rope_dim: Positive = DERIVED
-    """Part of it that carries positions, whose keys all heads share; by default half of dim / heads, and even."""
+    """Rotary part of it, whose keys all heads share; by default half of dim / heads, and even."""
     value_dim: Positive = DERIVED
     """Size of a value head; by default dim / heads."""
     rope_pairs: bool = True
-    """Numbers that turn together are neighbours; otherwise they are half of `rope_dim` apart."""
+    """Rotate neighbouring dimensions (interleaved); otherwise those half of `rope_dim` apart."""
     attention_bias: bool = False
-    """Biases on the projections down to narrow vectors and on the attention's output."""
+    """Biases on the down projections and on the attention's output."""
     experts: Positive = 8
-    """Number of experts that tokens are sent to, in each layer that has them."""
+    """Number of routed experts per layer."""
     top_k: Positive = 2
-    """Experts that a token is sent to."""
+    """Experts per token."""
     expert_hidden: Positive = DERIVED
-    """Inner width of an expert; by default that of the plain feed-forward divided by top_k + shared_experts."""
+    """Inner width of an expert; by default hidden / (top_k + shared_experts)."""
     shared_experts: Positive = 1
-    """Experts' widths that every token sees besides."""
+    """Number of shared experts, which every token uses."""
     first_dense: NotNegative = 1
-    """First layers that have a plain feed-forward instead."""
+    """Number of first layers with a dense feed-forward instead."""
     groups: Positive = 1
-    """Groups that experts fall into."""
+    """Groups of experts."""
     top_groups: Positive = 1
-    """Groups that a token's experts may be of."""
+    """Groups per token."""
     normalize_weights: bool = True
-    """A token's weights of its experts sum up to `routed_scale`."""
+    """Normalize a token's expert weights to sum to `routed_scale`."""
     routed_scale: Annotated[float, Field(gt=0)] = 2.5
-    """What they are multiplied by."""
+    """Factor of expert weights."""
     balance_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    """How far a step moves the bias of each expert towards an equal share of tokens."""
+    """Step size of the balancing bias of each expert."""
 
     @classmethod
     def _follow(cls, dim: int, heads: int) -> dict[str, int]:
@@ -113,7 +111,7 @@ class DeepSeekV3(RotaryModel):
     @model_validator(mode="before")
     @classmethod
     def _narrow_experts(cls, values: Any) -> Any:
-        """An expert's width follows from what `hidden` turns out to be."""
+        """Derive an expert's width from `hidden`."""
         if not isinstance(values, dict) or values.get("expert_hidden") is not None:
             return values
         dim, heads = (values.get(key) or cls.model_fields[key].default for key in ("dim", "heads"))
@@ -126,34 +124,36 @@ class DeepSeekV3(RotaryModel):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.kv_heads != self.heads:
-            raise ValueError(f"kv_heads ({self.kv_heads}) must be heads ({self.heads}): all share one narrow vector")
+            raise ValueError(f"kv_heads ({self.kv_heads}) must equal heads ({self.heads}): all share one latent vector")
         if self.rope_dim >= self.head_dim or self.rope_dim % 2:
-            raise ValueError(f"rope_dim ({self.rope_dim}) must be even, and less than head_dim ({self.head_dim})")
+            raise ValueError(f"rope_dim ({self.rope_dim}) must be even and less than head_dim ({self.head_dim})")
         if self.experts % self.groups or self.experts < 2 * self.groups:
-            raise ValueError(f"groups ({self.groups}) must divide experts ({self.experts}), two or more to each")
+            raise ValueError(f"groups ({self.groups}) must divide experts ({self.experts}) into two or more each")
         if self.top_groups > self.groups or self.top_k > self.top_groups * self.experts // self.groups:
             raise ValueError(
-                f"top_k ({self.top_k}) experts cannot come of top_groups ({self.top_groups}) of {self.groups} groups"
+                f"top_k ({self.top_k}) exceeds the experts in top_groups ({self.top_groups}) of {self.groups} groups"
                 f" of {self.experts} experts"
             )
         if self.rope_scaling is not None and self.rope_scaling.kind != "yarn" and self.rope_scaling.mscale_all:
-            raise ValueError(f"rope_scaling.mscale_all goes with yarn, not with {self.rope_scaling.kind}")
+            raise ValueError(f"rope_scaling.mscale_all needs yarn, not {self.rope_scaling.kind}")
         return self
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return self.rope_dim
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of deepseek_v3."""
+        """Read a config.json of deepseek_v3."""
         refuse_what_differs(config)
         _refuse_others(config)
         rope = rope_settings(config)
         if rope["partial_rotary_factor"] != 1:
-            raise ModelError(f"config.json rotates {rope['partial_rotary_factor']} of qk_rope_head_dim; {KIND} all")
-        numbers = {ours: given(config, theirs, default) for ours, (theirs, default) in DEFAULTS.items()}
+            raise ModelError(
+                f"config.json rotates {rope['partial_rotary_factor']} of qk_rope_head_dim; {KIND} rotates all"
+            )
+        numbers = {field: given(config, key, default) for field, (key, default) in DEFAULTS.items()}
         settings = sizes(config) | numbers | {
             "kv_heads": given(config, "num_key_value_heads", config["num_attention_heads"]),
             "head_dim": given(config, "qk_nope_head_dim", 128) + numbers["rope_dim"],
@@ -167,9 +167,9 @@ class DeepSeekV3(RotaryModel):
         return checked(cls, settings)
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of deepseek_v3, without the layers that predict further tokens."""
+        """Write a config.json of deepseek_v3, without multi-token prediction layers."""
         return common_config(self, KIND, seq) | {
-            **{theirs: getattr(self, ours) for ours, (theirs, _) in DEFAULTS.items()},
+            **{key: getattr(self, field) for field, (key, _) in DEFAULTS.items()},
             **ONLY,
             "q_lora_rank": self.q_rank or None,
             "qk_nope_head_dim": self.head_dim - self.rope_dim,
@@ -179,7 +179,7 @@ class DeepSeekV3(RotaryModel):
         }
 
     def architecture(self) -> Architecture:
-        """Latent attention, and experts behind the first layers."""
+        """Latent attention, and experts after the first layers."""
         return Architecture(
             **costs(self),
             qkv_bias=self.attention_bias,
@@ -216,34 +216,34 @@ class DeepSeekV3(RotaryModel):
         return shapes | linear("attention.o", self.heads * self.value_dim, self.dim, bias)
 
     def buffers(self) -> Shapes:
-        """The biases by which experts are chosen, which no gradient moves."""
+        """The balancing biases of experts, which get no gradient."""
         return {f"layers.{layer}.mlp.balance.bias": (self.experts,) for layer in range(self.first_dense, self.layers)}
 
     def follows(self, name: str) -> bool:
-        """Layers behind the last predict further tokens, and are passed over: no logit of the next one needs them."""
+        """Also ignore multi-token prediction layers, which come after the last."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return super().follows(name) or (layer is not None and int(layer[1]) >= self.layers)
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Every expert's matrices are tensors of their own."""
+        """Every expert's matrices are separate tensors."""
         for name in (*self.tensors(), *self.buffers()):
             layer, _, which = name.removeprefix("layers.").partition(".mlp.experts.")
             if not which:
                 yield HfTensor(self.hf_name(name), (name,))
                 continue
             for i in range(self.experts):
-                theirs = f"{self.LAYERS}.{layer}.mlp.experts.{i}.{EXPERTS[which]}.weight"
-                yield HfTensor(theirs, (name,), "expert", i)
+                hf_name = f"{self.LAYERS}.{layer}.mlp.experts.{i}.{EXPERTS[which]}.weight"
+                yield HfTensor(hf_name, (name,), "expert", i)
 
 
 def _refuse_others(config: Config) -> None:
-    """Raise ModelError for keys by which it would be another family's function."""
+    """Raise ModelError for configs of other families."""
     missing = [key for key in NEEDED if config.get(key) is None]
     if missing:
-        raise ModelError(f"config.json has no {', '.join(missing)}")
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
     for key, only in ONLY.items():
         if given(config, key, only) != only:
             raise ModelError(
-                f"config.json has {key} {config[key]!r}; {KIND} has {only!r} only",
-                hint="DeepSeek-V2 chooses experts by a softmax, without biases: it is another family",
+                f"config.json has {key} {config[key]!r}; {KIND} supports only {only!r}",
+                hint="DeepSeek-V2 routes by softmax without biases, and is not supported",
             )

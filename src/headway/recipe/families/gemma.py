@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): norms by 1 + w, a stream scaled up, gated GELU; then windows, soft caps, norms of heads."""
+"""Gemma 1, 2 and 3 (text): norms with 1 + w, scaled embeddings, gated GELU; later windows, soft caps and QK norms."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class GemmaLike(RotaryModel):
-    """What all Gemmas share, and what Gemma 1 is."""
+    """Base of all Gemmas."""
 
     NAMES: ClassVar[dict[str, str]] = {
         "attention_norm": "input_layernorm",
@@ -44,16 +44,15 @@ class GemmaLike(RotaryModel):
     }
 
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Added to the mean square inside each norm."""
     attention_bias: bool = False
-    """Biases on all projections of attention."""
+    """Biases on all attention projections."""
 
     @classmethod
     def _settings(cls, config: Config, kv_heads: int, rope: Config) -> dict[str, Any]:
-        """What the configs of all Gemmas have; `rope` are the settings of layers that see all tokens."""
+        """Return the settings that all configs share; `rope` is that of full-attention layers."""
         refuse_experts(config)
         if config.get("use_bidirectional_attention"):
-            raise ModelError("config.json has use_bidirectional_attention; Headway's decoders look back only")
+            raise ModelError("config.json has use_bidirectional_attention; only causal attention is supported")
         if rope["partial_rotary_factor"] != 1:
             raise ModelError(f"config.json rotates {rope['partial_rotary_factor']} of each head; Gemma rotates all")
         return sizes(config) | {
@@ -69,16 +68,16 @@ class GemmaLike(RotaryModel):
 
     @property
     def embedding_scale(self) -> float:
-        """What the embedding is multiplied by."""
+        """Factor of the embedding."""
         return math.sqrt(self.dim)
 
     @property
     def score_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """Factor of attention scores."""
         return 1 / math.sqrt(self.head_dim)
 
     def architecture(self) -> Architecture:
-        """Grouped attention and three matrices."""
+        """Grouped-query attention and a gated feed-forward."""
         return Architecture(**costs(self), qkv_bias=self.attention_bias, output_bias=self.attention_bias)
 
     def block_tensors(self, layer: int) -> Shapes:
@@ -91,7 +90,7 @@ class GemmaLike(RotaryModel):
         }
 
     def initial(self, name: str) -> tuple[float, float]:
-        """As others, but for norms, which multiply by 1 + w."""
+        """Norms multiply by 1 + w, so their weights start at 0."""
         return (0.0, 0.0) if name.endswith("norm.weight") else super().initial(name)
 
 
@@ -99,16 +98,15 @@ class Gemma(GemmaLike):
     """Gemma 1."""
 
     family: Literal["gemma"] = "gemma"
-    """Which family of decoders it is of."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """Its first configs say gelu and mean the approximation by tanh."""
+        """Read a config.json of gemma; early ones say gelu for its tanh approximation."""
         refuse_what_differs(config, (GELU, "gelu"))
         return checked(cls, cls._settings(config, 16, rope_settings(config)))
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gemma."""
+        """Write a config.json of gemma."""
         return common_config(self, "gemma", seq) | {
             "hidden_act": GELU,
             "attention_bias": self.attention_bias,
@@ -117,7 +115,7 @@ class Gemma(GemmaLike):
 
 
 class GemmaWindowed(GemmaLike):
-    """What Gemma 2 and 3 share: most layers look through a window, and norms stand on both sides of each part."""
+    """Base of Gemma 2 and 3: sliding windows in most layers, and norms before and after each part."""
 
     NAMES: ClassVar[dict[str, str]] = GemmaLike.NAMES | {
         "attention_out_norm": "post_attention_layernorm",
@@ -126,20 +124,20 @@ class GemmaWindowed(GemmaLike):
     }
 
     window: Positive = 4096
-    """Tokens that each token sees in windowed layers, itself included."""
+    """Sliding window of windowed layers, in tokens including the current one."""
     full_every: NotNegative = 2
-    """The last of so many layers sees all tokens; 0: none does."""
+    """Every N-th layer has full attention; 0: none."""
     query_scalar: NotNegative = 0
-    """Scores of attention are divided by its square root; 0: by that of head_dim."""
+    """Attention scores are divided by its square root; 0: by that of head_dim."""
     logit_cap: Cap = 0.0
-    """Logits are squeezed smoothly into this range; 0: they are not."""
+    """Soft cap of logits; 0: none."""
 
     @classmethod
     def _settings(cls, config: Config, kv_heads: int, rope: Config) -> dict[str, Any]:
         refuse_what_differs({**config, "hidden_act": config.get("hidden_activation")}, (GELU,))
         window = config.get("sliding_window", 4096)
         if window is None:
-            raise ModelError("config.json has sliding_window null; this family has a window", hint="set its length")
+            raise ModelError("config.json has sliding_window null; this family needs one", hint="set its length")
         return super()._settings(config, kv_heads, rope) | {
             "window": window,
             "full_every": _full_every(config, cls.model_fields["full_every"].default),
@@ -147,7 +145,7 @@ class GemmaWindowed(GemmaLike):
         }
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """What the configs of both have."""
+        """Return the keys that both config.json share."""
         kind = "gemma2" if self.family == "gemma2" else "gemma3_text"
         kinds = ["full_attention" if self.window_of(i) is None else "sliding_attention" for i in range(self.layers)]
         return common_config(self, kind, seq) | {
@@ -163,11 +161,11 @@ class GemmaWindowed(GemmaLike):
 
     @property
     def score_scale(self) -> float:
-        """By a number of its own."""
+        """Factor of attention scores, from `query_scalar`."""
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
     def window_of(self, layer: int) -> int | None:
-        """All tokens in every so many layers."""
+        """None in every `full_every`-th layer."""
         return None if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     def architecture(self) -> Architecture:
@@ -176,7 +174,7 @@ class GemmaWindowed(GemmaLike):
         return replace(super().architecture(), norms=4, window=self.window, windowed_layers=windowed)
 
     def block_tensors(self, layer: int) -> Shapes:
-        """A norm before and one after each of attention and feed-forward."""
+        """Norms before and after attention and feed-forward."""
         return {
             "attention_norm.weight": (self.dim,),
             **attention_tensors(self, self.attention_bias, self.attention_bias),
@@ -188,18 +186,16 @@ class GemmaWindowed(GemmaLike):
 
 
 class Gemma2(GemmaWindowed):
-    """Gemma 2: every other layer has a window; scores and logits are capped."""
+    """Gemma 2: a sliding window in every other layer; capped scores and logits."""
 
     family: Literal["gemma2"] = "gemma2"
-    """Which family of decoders it is of."""
     attention_cap: Cap = 50.0
-    """Scores of attention are squeezed smoothly into this range; 0: they are not."""
+    """Soft cap of attention scores; 0: none."""
     logit_cap: Cap = 30.0
-    """Logits are squeezed smoothly into this range; 0: they are not."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of gemma2; null is no cap."""
+        """Read a config.json of gemma2; null means no cap."""
         return checked(
             cls,
             cls._settings(config, 4, rope_settings(config))
@@ -208,12 +204,12 @@ class Gemma2(GemmaWindowed):
         )
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gemma2."""
+        """Write a config.json of gemma2."""
         return super().to_config(seq) | {"attn_logit_softcapping": self.attention_cap or None}
 
 
 class Gemma3(GemmaWindowed):
-    """Gemma 3: five of six layers have a window and positions of their own; queries and keys are normalized."""
+    """Gemma 3: five of six layers have a sliding window and their own RoPE base; QK norms."""
 
     NAMES: ClassVar[dict[str, str]] = GemmaWindowed.NAMES | {
         "attention.q_norm": "self_attn.q_norm",
@@ -221,24 +217,22 @@ class Gemma3(GemmaWindowed):
     }
 
     family: Literal["gemma3"] = "gemma3"
-    """Which family of decoders it is of."""
     full_every: NotNegative = 6
-    """The last of so many layers sees all tokens; 0: none does."""
     rope_theta: Annotated[float, Field(gt=0)] = 1_000_000.0
-    """Base of the rotary positions of layers that see all tokens; scaling is theirs alone."""
+    """RoPE base of full-attention layers; scaling applies to them alone."""
     local_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary positions of windowed layers."""
+    """RoPE base of windowed layers."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of gemma3_text; what sees pictures too is refused."""
+        """Read a config.json of gemma3_text; multimodal models are refused."""
         if config.get("model_type") == "gemma3" or config.get("vision_config"):
             raise ModelError(
-                "config.json describes a Gemma 3 that sees pictures; its text part (gemma3_text) is known",
-                hint="load what its model.language_model holds into a Gemma3ForCausalLM(config.text_config); save that",
+                "config.json is of a multimodal Gemma 3; only its text model (gemma3_text) is supported",
+                hint="load its model.language_model into Gemma3ForCausalLM(config.text_config) and save that",
             )
         if config.get("attn_logit_softcapping"):
-            raise ModelError("config.json has attn_logit_softcapping; gemma3 has no cap of attention")
+            raise ModelError("config.json has attn_logit_softcapping; gemma3 does not cap attention scores")
         rope, local = _rotary(config)
         return checked(
             cls,
@@ -247,7 +241,7 @@ class Gemma3(GemmaWindowed):
         )
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gemma3_text, for old and new readers: positions of both kinds of layers have moved."""
+        """Write a config.json of gemma3_text, for old and new readers: rotary settings have moved."""
         config = super().to_config(seq)
         local = {"rope_type": "default", "rope_theta": self.local_theta}
         return config | {
@@ -258,11 +252,11 @@ class Gemma3(GemmaWindowed):
         }
 
     def architecture(self) -> Architecture:
-        """With norms of heads."""
+        """With QK norms."""
         return replace(super().architecture(), qk_norm=True)
 
     def block_tensors(self, layer: int) -> Shapes:
-        """The same, with norms of queries and keys after the projections."""
+        """With QK norms after the projections."""
         shapes: Shapes = {}
         for name, shape in super().block_tensors(layer).items():
             if name == "attention_out_norm.weight":
@@ -272,7 +266,7 @@ class Gemma3(GemmaWindowed):
 
 
 def _full_every(config: Config, usual: int) -> int:
-    """At which distance layers see all tokens; unequal distances are not known."""
+    """Return the distance of full-attention layers; raise ModelError if it varies."""
     every = given(config, "sliding_window_pattern", usual)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -284,18 +278,18 @@ def _full_every(config: Config, usual: int) -> int:
         ]
         if list(kinds) == expected:
             return int(known)
-    raise ModelError("config.json has layer_types at unequal distances", hint="every N-th layer may see all tokens")
+    raise ModelError("config.json has irregular layer_types", hint="only every N-th layer may be full_attention")
 
 
 def _rotary(config: Config) -> tuple[dict[str, Any], float]:
-    """Rotary settings of layers that see all tokens, and the base of the others', of old configs and new."""
-    found = config.get("rope_parameters") or {}
-    if not isinstance(found, dict) or (found and not found.keys() & {"full_attention", "sliding_attention"}):
+    """Return the rotary settings of full-attention layers and the base of the others, from old or new configs."""
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or (rope and not rope.keys() & {"full_attention", "sliding_attention"}):
         raise ModelError("config.json has rope_parameters without full_attention and sliding_attention")
-    full = (found.get("full_attention") or {}) | (config.get("rope_scaling") or {})
-    local = found.get("sliding_attention") or {}
+    full = (rope.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    local = rope.get("sliding_attention") or {}
     if (local.get("rope_type") or local.get("type") or "default") != "default":
-        raise ModelError("config.json scales the rotary positions of windowed layers; gemma3 has them plain")
+        raise ModelError("config.json scales RoPE in windowed layers; gemma3 does not support that")
     plain = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     theta = local.get("rope_theta") or given(config, "rope_local_base_freq", 10_000.0)
     return rope_settings({**plain, "rope_parameters": full}, 1_000_000.0), float(theta)

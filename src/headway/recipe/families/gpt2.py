@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, a feed-forward of two matrices."""
+"""GPT-2: learned positions, LayerNorm, biases everywhere, an ungated feed-forward."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Activation = Literal["gelu", "gelu_tanh"]
-"""The Gaussian error linear unit, or its approximation by tanh."""
+"""GELU, exact or with the tanh approximation."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
 }
-"""What they call them, to ours; the first of a kind is what we write."""
+"""Hugging Face activation names; the first of each kind is the one written."""
 NUMBERS = {
     "vocab_size": ("vocab_size", "vocab_size"),
     "layers": ("n_layer", "num_hidden_layers"),
@@ -43,7 +43,7 @@ NUMBERS = {
     "heads": ("n_head", "num_attention_heads"),
     "positions": ("n_positions", "max_position_embeddings"),
 }
-"""What a config calls its sizes, and what it may also call them."""
+"""Size fields, with their keys in a config.json and alternative keys."""
 
 
 class GPT2(Model):
@@ -69,13 +69,12 @@ class GPT2(Model):
     FOLLOWS: ClassVar[str] = r".*\.attn\.(bias|masked_bias)"
 
     family: Literal["gpt2"] = "gpt2"
-    """Which family of decoders it is of."""
     positions: Positive = 1024
-    """Rows of the table of positions: no sequence may be longer."""
+    """Rows of the position embedding: the longest sequence."""
     activation: Activation = "gelu_tanh"
-    """What the feed-forward bends its inner numbers with."""
+    """Activation of the feed-forward."""
     scale_by_layer: bool = False
-    """Divide the scores of attention by the layer's number, which is 1 for the first."""
+    """Divide attention scores by the layer number, from 1."""
 
     @classmethod
     def _follow(cls, dim: int, heads: int) -> dict[str, int]:
@@ -88,13 +87,13 @@ class GPT2(Model):
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of gpt2."""
+        """Read a config.json of gpt2."""
         refuse_quantized(config)
         if not given(config, "scale_attn_weights", True):
-            raise ModelError("config.json has scale_attn_weights off; this family divides by the root of a head's size")
+            raise ModelError("config.json has scale_attn_weights = false; this family scales attention scores")
         if config.get("add_cross_attention"):
-            raise ModelError("config.json has add_cross_attention; this family is a decoder alone")
-        # reorder_and_upcast_attn says in which order and precision the same scores are computed.
+            raise ModelError("config.json has add_cross_attention; this family is decoder-only")
+        # reorder_and_upcast_attn only changes the order and precision of computing scores.
         return checked(cls, _sizes(config) | {
             "hidden": config.get("n_inner"),
             "activation": activation_of(config, "activation_function", "gelu_new"),
@@ -105,11 +104,11 @@ class GPT2(Model):
         })  # fmt: skip
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gpt2; it was trained without dropout."""
+        """Write a config.json of gpt2, without dropout."""
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            **{theirs: getattr(self, ours) for ours, (theirs, _) in NUMBERS.items()},
+            **{key: getattr(self, field) for field, (key, _) in NUMBERS.items()},
             "n_inner": self.hidden,
             "activation_function": activation_name(self.activation),
             "layer_norm_epsilon": self.norm_eps,
@@ -124,7 +123,7 @@ class GPT2(Model):
         }
 
     def architecture(self) -> Architecture:
-        """Two matrices in the feed-forward, biases, and a table of positions."""
+        """Ungated feed-forward, biases and a position embedding."""
         return Architecture(
             **costs(self), gated=False, rotary=False, positions=self.positions, layer_norm=True, qkv_bias=True,
             output_bias=True, mlp_bias=True,
@@ -140,41 +139,43 @@ class GPT2(Model):
         )
 
     def tensors(self) -> Shapes:
-        """Those of all decoders, positions, and the last norm's bias."""
+        """Add the position embedding and the last norm's bias."""
         positions: Shapes = {"embed.positions.weight": (self.positions, self.dim)}
         bias: Shapes = {"norm.bias": (self.dim,)}
         return with_more(super().tensors(), {"embed.weight": positions, "norm.weight": bias})
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Matrices are turned round, and queries, keys and values lie in one."""
+        """Matrices are transposed, and queries, keys and values fused."""
         shapes = self.tensors()
-        for ours in fused(shapes):
-            name = ours[0] if len(ours) == 1 else ours[0].replace(".q.", ".qkv.")
-            rows = tuple(shapes[one][0] for one in ours)
-            if name.startswith("layers.") and len(shapes[ours[0]]) == 2:
-                yield HfTensor(self.hf_name(name), ours, "transposed", rows=rows)
+        for names in fused(shapes):
+            name = names[0] if len(names) == 1 else names[0].replace(".q.", ".qkv.")
+            rows = tuple(shapes[part][0] for part in names)
+            if name.startswith("layers.") and len(shapes[names[0]]) == 2:
+                yield HfTensor(self.hf_name(name), names, "transposed", rows=rows)
             else:
-                yield HfTensor(self.hf_name(name), ours, "rows" if len(ours) > 1 else "same", rows=rows)
+                yield HfTensor(self.hf_name(name), names, "rows" if len(names) > 1 else "same", rows=rows)
 
     @property
     def longest(self) -> int | None:
-        """As many tokens as the table has rows."""
+        """The number of positions."""
         return self.positions
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Sizes under either of their names."""
-    found = {ours: [config.get(name) for name in names] for ours, names in NUMBERS.items()}
-    missing = [NUMBERS[ours][0] for ours, values in found.items() if values == [None, None]]
+    """Return sizes from either of their keys."""
+    candidates = {field: [config.get(name) for name in names] for field, names in NUMBERS.items()}
+    missing = [NUMBERS[field][0] for field, values in candidates.items() if values == [None, None]]
     if missing:
-        raise ModelError(f"config.json has no {', '.join(missing)}")
-    for ours, (one, other) in found.items():
-        if None not in (one, other) and one != other:
-            raise ModelError(f"config.json has {NUMBERS[ours][0]} {one} and {NUMBERS[ours][1]} {other}, which are one")
-    return {ours: other if one is None else one for ours, (one, other) in found.items()}
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    for field, (value, other) in candidates.items():
+        if None not in (value, other) and value != other:
+            raise ModelError(
+                f"config.json has {NUMBERS[field][0]} {value} and {NUMBERS[field][1]} {other}, which are one"
+            )
+    return {field: other if value is None else value for field, (value, other) in candidates.items()}
 
 
-# -- what GPT-NeoX is made of, too
+# -- shared with GPT-NeoX
 
 
 def refuse_quantized(config: Config) -> None:
@@ -184,46 +185,46 @@ def refuse_quantized(config: Config) -> None:
 
 
 def refuse_uneven(model: Model) -> None:
-    """Raise ValueError unless heads share the width out evenly, each with keys and values of its own."""
+    """Raise ValueError unless heads have their own keys and values and split the width evenly."""
     if model.kv_heads != model.heads:
-        raise ValueError(f"kv_heads ({model.kv_heads}) must be heads ({model.heads}): no heads share keys here")
+        raise ValueError(f"kv_heads ({model.kv_heads}) must equal heads ({model.heads})")
     if model.heads * model.head_dim != model.dim:
-        raise ValueError(f"heads x head_dim ({model.heads} x {model.head_dim}) must be dim ({model.dim})")
+        raise ValueError(f"heads x head_dim ({model.heads} x {model.head_dim}) must equal dim ({model.dim})")
 
 
 def activation_of(config: Config, key: str, default: str) -> Activation:
-    """Our name of a config's activation."""
+    """Return Headway's name of a config's activation."""
     name = given(config, key, default)
     if name not in ACTIVATIONS:
-        raise ModelError(f"config.json has {key} {name!r}, which is not known", hint=f"known: {', '.join(ACTIVATIONS)}")
+        raise ModelError(f"config.json has unknown {key} {name!r}", hint=f"known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def activation_name(activation: Activation) -> str:
-    """Their name of an activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
+    """Return the Hugging Face name of an activation."""
+    return next(hf_name for hf_name, name in ACTIVATIONS.items() if name == activation)
 
 
 def layer_norm(name: str, dim: int) -> Shapes:
-    """The tensors of a norm with a bias."""
+    """Return the shapes of a norm with a bias."""
     return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
 
 
 def plain_mlp_tensors(model: Model) -> Shapes:
-    """A feed-forward of two matrices."""
+    """Return the shapes of an ungated feed-forward."""
     return linear("mlp.up", model.dim, model.hidden, True) | linear("mlp.down", model.hidden, model.dim, True)
 
 
 def with_more(shapes: Shapes, more: Mapping[str, Shapes]) -> Shapes:
-    """Tensors in their order, with others behind some of them."""
-    made: Shapes = {}
+    """Return shapes with more inserted after some of them."""
+    merged: Shapes = {}
     for name, shape in shapes.items():
-        made |= {name: shape, **more.get(name, {})}
-    return made
+        merged |= {name: shape, **more.get(name, {})}
+    return merged
 
 
 def fused(shapes: Shapes) -> Iterator[tuple[str, ...]]:
-    """Names of tensors, one at a time; those of queries, keys and values together."""
+    """Yield tensor names, with queries, keys and values grouped."""
     for name in shapes:
         if ".attention.q." in name:
             yield tuple(name.replace(".q.", f".{part}.") for part in "qkv")

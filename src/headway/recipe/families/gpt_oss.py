@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped SwiGLU, heads with a sink, and windows in every other layer."""
+"""gpt-oss: experts with biases and a clamped SwiGLU, attention sinks, and a sliding window in every other layer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,12 +21,12 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""What a config that says nothing of positions means."""
+"""Default rotary settings of a config.json."""
 DEQUANTIZED = "have `transformers` load it with Mxfp4Config(dequantize=True), save_pretrained, and use that folder"
 
 
 class GptOss(MixtureLike):
-    """A decoder of experts whose heads may attend to nothing."""
+    """A MoE decoder with attention sinks."""
 
     NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES | {
         "attention.sinks": "self_attn.sinks",
@@ -34,22 +34,21 @@ class GptOss(MixtureLike):
     }
 
     family: Literal["gpt_oss"] = "gpt_oss"
-    """Which family of decoders it is of."""
     qk_norm: Literal[False] = False
     """Queries and keys are not normalized."""
     qkv_bias: bool = True
-    """Biases on the query, key and value projections; there are such on the output, too, or on none."""
+    """Biases on the query, key and value projections; requires output_bias, and vice versa."""
     output_bias: bool = True
-    """A bias on what attention makes."""
+    """Bias on the attention's output projection."""
     window: Positive | None = 128
-    """Tokens that each token sees in the first, third, fifth ... layer, itself included; the others see all."""
+    """Sliding window of every other layer, from the first, in tokens including the current one."""
     swiglu_alpha: AboveZero = 1.702
-    """How steep the gate of an expert is."""
+    """Slope of an expert's gate."""
     swiglu_limit: AboveZero = 7.0
-    """What the gate is clamped to from above, and what it lets through from both sides."""
+    """Clamp of an expert's gate (from above) and linear part (from both sides)."""
 
     def window_of(self, layer: int) -> int | None:
-        """In every other layer, from the first."""
+        """A window in every other layer, from the first."""
         return None if layer % 2 else self.window
 
     def architecture(self) -> Architecture:
@@ -69,28 +68,28 @@ class GptOss(MixtureLike):
         }
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Experts lie stacked and turned round; gates and what they let through alternate."""
+        """Experts are stacked and transposed; columns of gate and up alternate."""
         for name in self.tensors():
             prefix, _, part = name.partition(".mlp.experts.")
-            theirs = f"{prefix.replace('layers', self.LAYERS)}.mlp.experts"
+            hf_prefix = f"{prefix.replace('layers', self.LAYERS)}.mlp.experts"
             match part:
                 case "":
                     yield HfTensor(self.hf_name(name), (name,))
                 case "gate":
-                    yield HfTensor(f"{theirs}.gate_up_proj", (name, f"{prefix}.mlp.experts.up"), "experts-paired")
+                    yield HfTensor(f"{hf_prefix}.gate_up_proj", (name, f"{prefix}.mlp.experts.up"), "experts-paired")
                 case "gate_bias":
                     both = (name, f"{prefix}.mlp.experts.up_bias")
-                    yield HfTensor(f"{theirs}.gate_up_proj_bias", both, "experts-paired")
+                    yield HfTensor(f"{hf_prefix}.gate_up_proj_bias", both, "experts-paired")
                 case "down":
-                    yield HfTensor(f"{theirs}.down_proj", (name,), "experts-transposed")
+                    yield HfTensor(f"{hf_prefix}.down_proj", (name,), "experts-transposed")
                 case "down_bias":
-                    yield HfTensor(f"{theirs}.down_proj_bias", (name,))
+                    yield HfTensor(f"{hf_prefix}.down_proj_bias", (name,))
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """Windows alternate, or there are none; weights of four bits are another folder's."""
+        """Read a config.json of gpt_oss; quantized weights are refused."""
         if config.get("quantization_config"):
-            raise ModelError("config.json describes quantized weights (mxfp4)", hint=DEQUANTIZED)
+            raise ModelError("config.json has quantized weights (mxfp4)", hint=DEQUANTIZED)
         refuse_what_differs(config)
         if not config.get("rope_parameters") and not config.get("rope_scaling"):
             config = {**config, "rope_parameters": YARN | {"rope_theta": given(config, "rope_theta", 150_000.0)}}
@@ -111,33 +110,33 @@ class GptOss(MixtureLike):
         )
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gpt_oss, whose biases go together."""
+        """Write a config.json of gpt_oss, which has one switch for all attention biases."""
         if self.qkv_bias != self.output_bias:
-            raise ModelError("gpt_oss has biases on all of attention or none", hint="qkv_bias with output_bias")
+            raise ModelError("gpt_oss needs qkv_bias = output_bias", hint="set both or neither")
         kinds = ["full_attention" if self.window_of(i) is None else "sliding_attention" for i in range(self.layers)]
         return self._common("gpt_oss", seq) | {
             "attention_bias": self.qkv_bias,
             "num_local_experts": self.experts,
             "layer_types": kinds,
-            "sliding_window": self.window or 128,  # they want a number even where no layer has one
+            "sliding_window": self.window or 128,  # required even if no layer has one
             "swiglu_alpha": self.swiglu_alpha,
             "swiglu_limit": self.swiglu_limit,
         }
 
 
 def _window(config: Config) -> int | None:
-    """The window of every other layer, or none."""
+    """Return the window of every other layer, or None."""
     layers = given(config, "num_hidden_layers", 36)
-    turns = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    kinds = given(config, "layer_types", turns)
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    kinds = given(config, "layer_types", alternating)
     if set(kinds) == {"full_attention"}:
         return None
-    if list(kinds) != turns:
+    if list(kinds) != alternating:
         raise ModelError(
-            "config.json has layer_types in an order that is not known",
-            hint="sliding_attention and full_attention take turns, or all are full_attention",
+            "config.json has irregular layer_types",
+            hint="sliding_attention and full_attention must alternate, or all be full_attention",
         )
     window = config.get("sliding_window", 128)
     if window is None:
-        raise ModelError("config.json has sliding_attention layers, and no sliding_window")
+        raise ModelError("config.json has sliding_attention layers but no sliding_window")
     return int(window)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, Qwen2, Qwen2.5 and Qwen3 (dense), and Mistral without a window: one decoder, few switches."""
+"""Llama 2 and 3, SmolLM2, Qwen2, Qwen2.5 and Qwen3 (dense), and Mistral without a sliding window."""
 
 from typing import Any, ClassVar, Literal
 
@@ -26,8 +26,8 @@ NUMBERS = {
     "heads": "num_attention_heads",
     "hidden": "intermediate_size",
 }
-"""What nearly all families call their sizes."""
-# What a family's config means where it says nothing. A head's size is then dim / heads, but for Qwen3.
+"""Size fields and their usual keys in a config.json."""
+# head_dim None means dim / heads.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "head_dim": None},
     "mistral": {"num_key_value_heads": 8, "head_dim": None},
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "smollm3": {"num_key_value_heads": 4, "head_dim": None},
 }
-"""What these mean where they say nothing."""
+"""Defaults of a config.json, by model_type."""
 
 
 class LlamaLike(RotaryModel):
@@ -66,7 +66,7 @@ class LlamaLike(RotaryModel):
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of llama, mistral, qwen2 or qwen3."""
+        """Read a config.json of llama, mistral, qwen2 or qwen3."""
         return checked(cls, cls._settings(config, str(config["model_type"])))
 
     @classmethod
@@ -93,12 +93,12 @@ class LlamaLike(RotaryModel):
         }
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """That of the family whose switches give this decoder."""
+        """Write a config.json of the model_type with these settings."""
         kind, switches = self._kind()
         return common_config(self, kind, seq) | switches
 
     def _kind(self) -> tuple[str, dict[str, Any]]:
-        """What `transformers` calls it, and the keys of its own."""
+        """Return the model_type in `transformers`, and its specific keys."""
         biases = {name: getattr(self, name) for name in ("qkv_bias", "output_bias", "mlp_bias")}
         sliding = {"use_sliding_window": False, "sliding_window": None}
         match self.qk_norm, *biases.values():
@@ -110,12 +110,12 @@ class LlamaLike(RotaryModel):
                 return "llama", {"attention_bias": qkv, "mlp_bias": mlp}
         switches = ", ".join(name for name, on in {"qk_norm": self.qk_norm, **biases}.items() if on)
         raise ModelError(
-            f"no family of `transformers` has a decoder with exactly {switches}",
+            f"no model_type of `transformers` has exactly {switches}",
             hint="llama: qkv_bias with output_bias, mlp_bias; qwen2: qkv_bias; qwen3: qk_norm, the former two",
         )
 
     def architecture(self) -> Architecture:
-        """Grouped attention and three matrices."""
+        """Grouped-query attention and a gated feed-forward."""
         return Architecture(
             **costs(self), qk_norm=self.qk_norm, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             mlp_bias=self.mlp_bias,
@@ -128,29 +128,31 @@ class LlamaLike(RotaryModel):
         if self.qk_norm:
             shapes |= {"attention.q_norm.weight": (self.head_dim,), "attention.k_norm.weight": (self.head_dim,)}
         shapes["mlp_norm.weight"] = (self.dim,)
-        return shapes | mlp_tensors(self, self.mlp_bias)
+        return shapes | self._mlp_tensors(layer)
+
+    def _mlp_tensors(self, layer: int) -> Shapes:
+        return mlp_tensors(self, self.mlp_bias)
 
 
 class Llama(LlamaLike):
-    """Llama itself, and those that differ by a switch."""
+    """Llama, and families that differ by a switch."""
 
     family: Literal["llama"] = "llama"
-    """Which family of decoders it is of."""
 
 
-# -- what other families are made of, too
+# -- shared with other families
 
 
 def sizes(config: Config) -> dict[str, Any]:
-    """Numbers that every config.json of this kind must have."""
+    """Return the sizes that every config.json must have."""
     missing = [key for key in NUMBERS.values() if config.get(key) is None]
     if missing:
-        raise ModelError(f"config.json has no {', '.join(missing)}")
-    return {ours: config[theirs] for ours, theirs in NUMBERS.items()}
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    return {field: config[key] for field, key in NUMBERS.items()}
 
 
 def checked(family: type[Model], settings: dict[str, Any]) -> Model:
-    """A model section of what a config.json says; ModelError where that is no decoder."""
+    """Return a model section for the settings of a config.json; raise ModelError if they are invalid."""
     from pydantic import ValidationError
 
     try:
@@ -158,27 +160,27 @@ def checked(family: type[Model], settings: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        told = f"{key} (config.json: {NUMBERS[key]})" if key in NUMBERS else key or "shape"
-        raise ModelError(f"config.json describes no decoder: {told}: {what_is_wrong(first)}") from None
+        label = f"{key} (config.json: {NUMBERS[key]})" if key in NUMBERS else key or "shape"
+        raise ModelError(f"config.json is invalid: {label}: {what_is_wrong(first)}") from None
 
 
 def refuse_what_differs(config: Config, activations: tuple[str, ...] = ("silu", "swish")) -> None:
-    """Raise ModelError for what would make a plain decoder another function than the config's."""
+    """Raise ModelError for settings that this family cannot reproduce."""
     activation = given(config, "hidden_act", activations[0])
     if activation not in activations:
-        raise ModelError(f"config.json has hidden_act {activation!r}; this family has {activations[0]} only")
+        raise ModelError(f"config.json has hidden_act {activation!r}; this family supports only {activations[0]}")
     if config.get("quantization_config"):
-        raise ModelError("config.json describes quantized weights", hint="use the folder with the original weights")
+        raise ModelError("config.json has quantized weights", hint="use the folder with the original weights")
 
 
 def refuse_experts(config: Config) -> None:
-    """Raise ModelError where a config of a dense family has experts."""
+    """Raise ModelError if a config of a dense family has experts."""
     if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ModelError("config.json describes a mixture of experts; this family is dense")
+        raise ModelError("config.json has experts; this family is dense")
 
 
 def _refuse_windows(config: Config, kind: str) -> None:
-    """Qwen's windows, which none of its models has on, are not known."""
+    """Raise ModelError for Qwen's sliding window, which no released model enables."""
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if not kind.startswith("qwen") or window is None or (longest is not None and window >= longest):
         return
@@ -186,15 +188,15 @@ def _refuse_windows(config: Config, kind: str) -> None:
     layers = given(config, "num_hidden_layers", 0)
     used = config.get("use_sliding_window", False) and config.get("max_window_layers", 28) < layers
     if used if kinds is None else "sliding_attention" in kinds:
-        raise ModelError(f"config.json has a sliding window of {window} tokens; {kind} attends to all of them")
+        raise ModelError(f"config.json has a sliding window of {window} tokens; {kind} supports full attention only")
 
 
 def common_config(model: RotaryModel, kind: str, seq: int) -> dict[str, Any]:
-    """The keys that nearly all families have."""
+    """Return the keys of a config.json that most families share."""
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        **{theirs: getattr(model, ours) for ours, theirs in NUMBERS.items()},
+        **{key: getattr(model, field) for field, key in NUMBERS.items()},
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "hidden_act": "silu",
@@ -226,7 +228,7 @@ ARCHITECTURES = {
 
 
 def costs(model: Model) -> dict[str, Any]:
-    """What an `Architecture` has of every decoder."""
+    """Return the fields of `Architecture` that all decoders share."""
     return {
         "layers": model.layers, "dim": model.dim, "heads": model.heads, "kv_heads": model.kv_heads,
         "head_dim": model.head_dim, "hidden": model.hidden, "vocab": model.vocabulary, "tied": model.tie_embeddings,
@@ -234,7 +236,7 @@ def costs(model: Model) -> dict[str, Any]:
 
 
 def attention_tensors(model: Model, qkv_bias: bool = False, output_bias: bool = False) -> Shapes:
-    """Projections of grouped-query attention."""
+    """Return the shapes of grouped-query attention."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return (
         linear("attention.q", model.dim, queries, qkv_bias)
@@ -245,7 +247,7 @@ def attention_tensors(model: Model, qkv_bias: bool = False, output_bias: bool = 
 
 
 def mlp_tensors(model: Model, bias: bool = False) -> Shapes:
-    """A gated feed-forward."""
+    """Return the shapes of a gated feed-forward."""
     return (
         linear("mlp.gate", model.dim, model.hidden, bias)
         | linear("mlp.up", model.dim, model.hidden, bias)

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers look back through a window."""
+"""Mistral: Llama with a sliding window."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,16 +12,15 @@ __all__ = ["Mistral"]
 
 
 class Mistral(LlamaLike):
-    """A decoder of the Llama family whose layers see the last `window` tokens only."""
+    """Llama with a sliding window in every layer."""
 
     family: Literal["mistral"] = "mistral"
-    """Which family of decoders it is of."""
     window: Positive = 4096
-    """Tokens that each token sees, itself included."""
+    """Sliding window in tokens, including the current one."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """With a window, if one is ever looked through; a plain Llama otherwise."""
+        """Read a config.json of mistral; without an effective window, return a Llama."""
         settings = cls._settings(config, "mistral")
         window, longest = config.get("sliding_window", 4096), config.get("max_position_embeddings")
         if window is None or (longest is not None and window >= longest):
@@ -29,7 +28,7 @@ class Mistral(LlamaLike):
         return checked(cls, settings | {"window": window})
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of mistral, which has no biases."""
+        """Write a config.json of mistral, which has no biases."""
         self._refuse_switches()
         return common_config(self, "mistral", seq) | {"sliding_window": self.window}
 

@@ -1,4 +1,4 @@
-"""Mixtral: Llama whose feed-forward is a few of several experts, chosen for each token."""
+"""Mixtral: Llama with a mixture-of-experts feed-forward."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,6 @@ from headway.errors import ModelError
 from headway.recipe.architecture import Architecture, ExpertShape
 from headway.recipe.families.llama import (
     LlamaLike,
-    attention_tensors,
     checked,
     common_config,
     mlp_tensors,
@@ -21,28 +20,27 @@ from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import given, rope_settings, scaling_from
 from headway.recipe.section import Positive
 
-__all__ = ["Mixtral", "MixtureLike", "expert_tensors", "one_by_one"]
+__all__ = ["Mixtral", "MixtureLike", "expert_tensors", "split_experts"]
 
 
 class MixtureLike(LlamaLike):
-    """What mixtures with softmax routers share."""
+    """Base of MoE families with softmax routers."""
 
-    UNCUT: ClassVar[str] = "experts are not shared over a tensor axis yet"
+    UNCUT: ClassVar[str] = "experts do not support a tensor axis yet"
 
     EXPERTS: ClassVar[dict[str, str]] = {}
-    """Stacks of experts' matrices: ours to those of a Hugging Face folder, which has each by itself."""
+    """Stacks of experts' matrices: Headway's name to Hugging Face's pattern, which has a tensor per expert."""
 
     mlp_bias: Literal[False] = False
     """Feed-forwards have no biases."""
     experts: Positive = 8
-    """Feed-forwards of a layer."""
+    """Experts per layer."""
     top_k: Positive = 2
-    """How many of them each token is sent to."""
+    """Experts per token."""
     balance: Annotated[float, Field(ge=0)] = 0.001
-    """Weight of the auxiliary loss that sends about as many tokens to each expert; its gradient is added, the recorded
-    loss is without it."""
+    """Weight of the auxiliary load-balancing loss; its gradient is added, the recorded loss excludes it."""
     window: Positive | None = None
-    """Tokens that each token sees, itself included; by default all."""
+    """Sliding window in tokens, including the current one; by default none."""
 
     @model_validator(mode="after")
     def _some_of_all(self) -> Self:
@@ -56,12 +54,12 @@ class MixtureLike(LlamaLike):
         return self.hidden
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is of experts."""
+        """Whether a layer has experts."""
         return 0 <= layer < self.layers
 
     @property
     def mixtures(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return sum(self.has_experts(layer) for layer in range(self.layers))
 
     def window_of(self, layer: int) -> int | None:
@@ -79,26 +77,22 @@ class MixtureLike(LlamaLike):
             windowed_layers=windowed,
         )
 
-    def block_tensors(self, layer: int) -> Shapes:
-        """Two norms, attention, and experts or one feed-forward."""
-        shapes: Shapes = {"attention_norm.weight": (self.dim,)}
-        shapes |= attention_tensors(self, self.qkv_bias, self.output_bias)
-        if self.qk_norm:
-            shapes |= {"attention.q_norm.weight": (self.head_dim,), "attention.k_norm.weight": (self.head_dim,)}
-        shapes["mlp_norm.weight"] = (self.dim,)
-        return shapes | (expert_tensors(self) if self.has_experts(layer) else mlp_tensors(self))
+    def _mlp_tensors(self, layer: int) -> Shapes:
+        return expert_tensors(self) if self.has_experts(layer) else mlp_tensors(self)
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Every expert's matrices by themselves."""
+        """Every expert's matrices are separate tensors."""
         for name in self.tensors():
-            yield from one_by_one(self, name, self.EXPERTS) or (HfTensor(self.hf_name(name), (name,)),)
+            yield from split_experts(self, name, self.EXPERTS) or (HfTensor(self.hf_name(name), (name,)),)
 
     @classmethod
     def _described(cls, config: Config, theta: float, kv_heads: int, eps: float) -> dict[str, Any]:
-        """What configs of mixtures have in common; where one says nothing, its family's own numbers."""
+        """Return the settings that MoE configs share, with a family's defaults."""
         rope = rope_settings(config, theta)
         if rope["partial_rotary_factor"] != 1:
-            raise ModelError(f"config.json rotates {rope['partial_rotary_factor']} of each head; this family does all")
+            raise ModelError(
+                f"config.json rotates {rope['partial_rotary_factor']} of each head; this family rotates all"
+            )
         return sizes(config) | {
             "kv_heads": given(config, "num_key_value_heads", kv_heads),
             "head_dim": config.get("head_dim"),
@@ -111,7 +105,7 @@ class MixtureLike(LlamaLike):
         }
 
     def _common(self, kind: str, seq: int) -> dict[str, Any]:
-        """The keys that they have in common."""
+        """Return the keys that MoE configs share."""
         return common_config(self, kind, seq) | {
             "num_experts_per_tok": self.top_k,
             "router_aux_loss_coef": self.balance,
@@ -119,7 +113,7 @@ class MixtureLike(LlamaLike):
 
 
 class Mixtral(MixtureLike):
-    """A decoder of the Llama family of which each layer has several feed-forwards."""
+    """Llama with experts in every layer."""
 
     NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES | {"mlp.router": "block_sparse_moe.gate"}
     EXPERTS: ClassVar[dict[str, str]] = {
@@ -129,20 +123,19 @@ class Mixtral(MixtureLike):
     }
 
     family: Literal["mixtral"] = "mixtral"
-    """Which family of decoders it is of."""
     qk_norm: Literal[False] = False
     """Queries and keys are not normalized."""
     qkv_bias: Literal[False] = False
     """Queries, keys and values have no biases."""
     output_bias: Literal[False] = False
-    """Nor has what attention makes."""
+    """The attention's output has no bias."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """Every layer has experts; they may look through a window."""
+        """Read a config.json of mixtral."""
         refuse_what_differs(config)
         if config.get("router_jitter_noise"):
-            raise ModelError("config.json has router_jitter_noise, which is not known", hint="0 leaves it out")
+            raise ModelError("config.json has router_jitter_noise, which is not supported", hint="set it to 0")
         return checked(
             cls,
             cls._described(config, theta=1e6, kv_heads=8, eps=1e-5)
@@ -154,7 +147,7 @@ class Mixtral(MixtureLike):
         )
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of mixtral."""
+        """Write a config.json of mixtral."""
         return self._common("mixtral", seq) | {
             "num_local_experts": self.experts,
             "router_jitter_noise": 0.0,
@@ -162,11 +155,11 @@ class Mixtral(MixtureLike):
         }
 
 
-# -- what other families are made of, too
+# -- shared with other families
 
 
 def expert_tensors(model: MixtureLike, bias: bool = False) -> Shapes:
-    """A router, and experts that lie stacked."""
+    """Return the shapes of a router and of stacked experts."""
     count, dim, hidden = model.experts, model.dim, model.expert_width
     shapes = linear("mlp.router", dim, count, bias) | {
         "mlp.experts.gate": (count, hidden, dim),
@@ -179,11 +172,11 @@ def expert_tensors(model: MixtureLike, bias: bool = False) -> Shapes:
     return shapes
 
 
-def one_by_one(model: MixtureLike, name: str, experts: dict[str, str]) -> tuple[HfTensor, ...]:
-    """The tensors of a folder that hold one of our stacks, an expert each; none where it is no stack."""
+def split_experts(model: MixtureLike, name: str, experts: dict[str, str]) -> tuple[HfTensor, ...]:
+    """Return the tensors of a folder that hold a stack, one per expert; none if it is not a stack."""
     parts = name.split(".", 2)
-    theirs = experts.get(parts[-1]) if parts[0] == "layers" else None
-    if theirs is None:
+    pattern = experts.get(parts[-1]) if parts[0] == "layers" else None
+    if pattern is None:
         return ()
     prefix = f"{model.LAYERS}.{parts[1]}."
-    return tuple(HfTensor(prefix + theirs.format(e), (name,), "expert", e) for e in range(model.experts))
+    return tuple(HfTensor(prefix + pattern.format(e), (name,), "expert", e) for e in range(model.experts))

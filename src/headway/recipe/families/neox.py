@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions on a part of each head, LayerNorm."""
+"""GPT-NeoX and Pythia: parallel attention and feed-forward, partial rotary positions, LayerNorm."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -46,17 +46,15 @@ class NeoX(RotaryModel):
     FOLLOWS: ClassVar[str] = r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
 
     family: Literal["gpt_neox"] = "gpt_neox"
-    """Which family of decoders it is of."""
     tie_embeddings: bool = False
-    """Use the input embedding as the output head too."""
     rotary_share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """How much of each head is rotated: its first numbers."""
+    """Fraction of each head that is rotated: its first dimensions."""
     parallel_residual: bool = True
-    """Attention and feed-forward both read what enters the layer; otherwise one after the other."""
+    """Run attention and feed-forward in parallel on the layer's input; otherwise in sequence."""
     attention_bias: bool = True
-    """Biases on all of attention's projections."""
+    """Biases on all attention projections."""
     activation: Activation = "gelu"
-    """What the feed-forward bends its inner numbers with."""
+    """Activation of the feed-forward."""
 
     @classmethod
     def _follow(cls, dim: int, heads: int) -> dict[str, int]:
@@ -66,12 +64,14 @@ class NeoX(RotaryModel):
     def _even(self) -> Self:
         refuse_uneven(self)
         if self.rotary_dim < 2:
-            raise ValueError(f"rotary_share ({self.rotary_share}) of head_dim ({self.head_dim}) leaves no pair to turn")
+            raise ValueError(
+                f"rotary_share ({self.rotary_share}) of head_dim ({self.head_dim}) leaves no pair to rotate"
+            )
         return self
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated: the first ones."""
+        """Number of rotated dimensions of a head, the first ones."""
         return int(self.head_dim * self.rotary_share)
 
     @classmethod
@@ -94,13 +94,13 @@ class NeoX(RotaryModel):
         })  # fmt: skip
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of gpt_neox, for old and new readers; it was trained without dropout."""
+        """Write a config.json of gpt_neox, for old and new readers, without dropout."""
         rotary = rotary_config(self, seq)
         rotary["rope_parameters"]["partial_rotary_factor"] = self.rotary_share
         return {
             "architectures": ["GPTNeoXForCausalLM"],
             "model_type": "gpt_neox",
-            **{theirs: getattr(self, ours) for ours, theirs in NUMBERS.items()},
+            **{key: getattr(self, field) for field, key in NUMBERS.items()},
             **rotary,
             "rotary_pct": self.rotary_share,
             "rotary_emb_base": self.rope_theta,
@@ -117,7 +117,7 @@ class NeoX(RotaryModel):
         }
 
     def architecture(self) -> Architecture:
-        """Two matrices in the feed-forward, and biases."""
+        """Ungated feed-forward, and biases."""
         return Architecture(
             **costs(self), gated=False, layer_norm=True, qkv_bias=self.attention_bias, output_bias=self.attention_bias,
             mlp_bias=True,
@@ -133,13 +133,13 @@ class NeoX(RotaryModel):
         )
 
     def tensors(self) -> Shapes:
-        """Those of all decoders, and the last norm's bias."""
+        """Add the last norm's bias."""
         return with_more(super().tensors(), {"norm.weight": {"norm.bias": (self.dim,)}})
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Queries, keys and values lie in one, head by head."""
-        for ours in fused(self.tensors()):
-            if len(ours) == 1:
-                yield HfTensor(self.hf_name(ours[0]), ours)
+        """Queries, keys and values are fused, interleaved by head."""
+        for names in fused(self.tensors()):
+            if len(names) == 1:
+                yield HfTensor(self.hf_name(names[0]), names)
             else:
-                yield HfTensor(self.hf_name(ours[0].replace(".q.", ".qkv.")), ours, "heads", index=self.heads)
+                yield HfTensor(self.hf_name(names[0].replace(".q.", ".qkv.")), names, "heads", index=self.heads)

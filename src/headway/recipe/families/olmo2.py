@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward instead of before, and over all queries and all keys of a token."""
+"""OLMo 2: norms after attention and feed-forward instead of before, and QK norms over all heads."""
 
 from typing import Any, ClassVar, Literal
 
@@ -40,13 +40,12 @@ class OLMo2(RotaryModel):
     }
 
     family: Literal["olmo2"] = "olmo2"
-    """Which family of decoders it is of."""
     attention_bias: bool = False
-    """Biases on all projections of attention."""
+    """Biases on all attention projections."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of olmo2."""
+        """Read a config.json of olmo2."""
         refuse_what_differs(config)
         refuse_experts(config)
         rope = rope_settings(config)
@@ -65,11 +64,11 @@ class OLMo2(RotaryModel):
         return checked(cls, settings)
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of olmo2."""
+        """Write a config.json of olmo2."""
         return common_config(self, "olmo2", seq) | {"attention_bias": self.attention_bias, "pad_token_id": None}
 
     def architecture(self) -> Architecture:
-        """Grouped attention, three matrices, norms as wide as all heads."""
+        """Grouped-query attention, gated feed-forward, norms over all heads."""
         return Architecture(
             **costs(self), qk_norm=True, qk_norm_whole=True, qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,

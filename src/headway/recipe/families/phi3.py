@@ -23,23 +23,22 @@ SWITCHES = ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")
 
 
 class Phi3(LlamaLike):
-    """A decoder of the Llama family in Phi-3's dress."""
+    """Llama with partial rotary positions and an optional sliding window."""
 
     family: Literal["phi3"] = "phi3"
-    """Which family of decoders it is of."""
     window: NotNegative = 0
-    """Tokens that each token sees, itself included; 0: all."""
+    """Sliding window in tokens, including the current one; 0: none."""
     rotary_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How much of each head is rotated: its first numbers."""
+    """Fraction of each head that is rotated: its first dimensions."""
 
     @property
     def rotary_dim(self) -> int:
-        """A share of the head, in whole numbers."""
+        """Number of rotated dimensions of a head."""
         return int(self.head_dim * self.rotary_share)
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """That of a config.json of phi3."""
+        """Read a config.json of phi3."""
         refuse_what_differs(config)
         refuse_experts(config)
         for key in DROPOUTS:
@@ -60,7 +59,7 @@ class Phi3(LlamaLike):
         return checked(cls, settings)
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of phi3, which has no biases, and LongRoPE or nothing."""
+        """Write a config.json of phi3, which has no biases, and LongRoPE or no scaling."""
         for name in SWITCHES:
             if getattr(self, name):
                 raise ModelError(f"phi3 has no {name}", hint=f"model.{name} = false")
@@ -92,7 +91,7 @@ class Phi3(LlamaLike):
         return self.window or None
 
     def hf_tensors(self) -> Iterator[HfTensor]:
-        """Two matrices of theirs hold five of ours, one below the other."""
+        """Queries, keys and values are fused, as are gate and up."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         fused = (
             _rows("self_attn.qkv_proj", ("attention.q", "attention.k", "attention.v"), (queries, keys, keys)),
@@ -104,23 +103,23 @@ class Phi3(LlamaLike):
             layers, _, inside = name.partition(".")
             layer, _, rest = inside.partition(".")
             if layers == "layers" and rest in first:
-                ours = tuple(f"layers.{layer}.{one}" for one in first[rest].headway_names)
-                yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", headway_names=ours)
+                names = tuple(f"layers.{layer}.{part}" for part in first[rest].headway_names)
+                yield replace(first[rest], name=f"{self.LAYERS}.{layer}.{first[rest].name}", headway_names=names)
             elif rest not in others:
                 yield HfTensor(self.hf_name(name), (name,))
 
 
-def _rows(theirs: str, ours: tuple[str, ...], rows: tuple[int, ...]) -> HfTensor:
-    return HfTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), "rows", rows=rows)
+def _rows(hf_name: str, names: tuple[str, ...], rows: tuple[int, ...]) -> HfTensor:
+    return HfTensor(f"{hf_name}.weight", tuple(f"{name}.weight" for name in names), "rows", rows=rows)
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    """Rotary settings; the original length stands beside them and outdoes them, and other names mean LongRoPE."""
+    """Return rotary settings; the top-level original length takes precedence, and su and yarn mean LongRoPE."""
     rope = rope_settings(config)
     if rope["rope_type"] in ("su", "yarn"):
         rope["rope_type"] = "longrope"
     if rope["rope_type"] not in ("default", "longrope"):
-        raise ModelError(f"config.json has rotary positions scaled by {rope['rope_type']!r}; phi3 has longrope only")
+        raise ModelError(f"config.json has rotary scaling {rope['rope_type']!r}; phi3 supports only longrope")
     return rope | {"original_max_position_embeddings": given(config, "original_max_position_embeddings", 4096)}
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Mixtral with norms of queries and keys, narrow experts, and maybe a few layers without."""
+"""Qwen3-MoE: Mixtral with QK norms, narrow experts, and optional dense layers."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,7 +15,7 @@ __all__ = ["Qwen3Moe"]
 
 
 class Qwen3Moe(MixtureLike):
-    """A decoder of the Qwen3 family of which most layers have many narrow feed-forwards."""
+    """Qwen3 with many narrow experts in most layers."""
 
     NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES | {"mlp.router": "mlp.gate"}
     EXPERTS: ClassVar[dict[str, str]] = {
@@ -25,20 +25,19 @@ class Qwen3Moe(MixtureLike):
     }
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
-    """Which family of decoders it is of."""
     qk_norm: Literal[True] = True
     """Normalize each head's queries and keys before the rotary embedding."""
     expert_hidden: Positive = DERIVED
-    """Inner width of one expert; by default such that `top_k` of them are about as wide as `hidden`."""
+    """Inner width of an expert; by default about hidden / top_k."""
     normalize_weights: bool = True
-    """The weights of the experts that a token sees add up to one."""
+    """Normalize a token's expert weights to sum to 1."""
     dense_layers: tuple[NotNegative, ...] = ()
-    """Layers, by number, that have one feed-forward of width `hidden` instead of experts."""
+    """Layers, by number, with a dense feed-forward of width `hidden` instead of experts."""
 
     @model_validator(mode="before")
     @classmethod
     def _expert_width(cls, values: Any) -> Any:
-        """Runs before what all models derive, and so finds `hidden` only where it is said."""
+        """Derive an expert's width; this runs before `hidden` is derived."""
         if not isinstance(values, dict) or values.get("expert_hidden") is not None:
             return values
         dim = values.get("dim", cls.model_fields["dim"].default)
@@ -62,12 +61,12 @@ class Qwen3Moe(MixtureLike):
         return self.expert_hidden
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is of experts."""
+        """Whether a layer has experts."""
         return layer not in self.dense_layers
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """Layers without experts are named, or all but every so many."""
+        """Read a config.json of qwen3_moe; dense layers are listed, or all but every N-th."""
         refuse_what_differs(config)
         experts = config.get("num_experts")
         experts = given(config, "num_local_experts", 128) if experts is None else experts
@@ -94,7 +93,7 @@ class Qwen3Moe(MixtureLike):
         )
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of qwen3_moe, whose biases go together."""
+        """Write a config.json of qwen3_moe, which has one switch for all attention biases."""
         if self.qkv_bias != self.output_bias:
             raise ModelError("qwen3_moe has biases on all of attention or none", hint="qkv_bias with output_bias")
         return self._common("qwen3_moe", seq) | {

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama of which every so many layers has no positions."""
+"""SmolLM3: Llama without rotary positions in every N-th layer (NoPE)."""
 
 from typing import Any, Literal
 
@@ -12,16 +12,15 @@ __all__ = ["SmolLM3"]
 
 
 class SmolLM3(LlamaLike):
-    """A decoder of the Llama family of which some layers see no positions."""
+    """Llama without rotary positions in some layers."""
 
     family: Literal["smollm3"] = "smollm3"
-    """Which family of decoders it is of."""
     no_rope_every: NotNegative = 4
-    """The last of so many layers has no rotary positions; 0: all have them."""
+    """Every N-th layer has no rotary positions; 0: all have them."""
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
-        """Layers without positions must come at equal distances."""
+        """Read a config.json of smollm3; layers without positions must be evenly spaced."""
         every = given(config, "no_rope_layer_interval", 4)
         layers = given(config, "num_hidden_layers", 36)
         rotated = config.get("no_rope_layers")  # ones and zeros: a zero has none
@@ -35,7 +34,7 @@ class SmolLM3(LlamaLike):
         return checked(cls, cls._settings(config, "smollm3") | {"no_rope_every": every})
 
     def to_config(self, seq: int) -> dict[str, Any]:
-        """A config of smollm3, whose biases go together."""
+        """Write a config.json of smollm3, which has one switch for all attention biases."""
         if self.qk_norm or self.qkv_bias != self.output_bias:
             raise ModelError("smollm3 has no qk_norm, and biases on all of attention or none")
         rotated = [int(self.rotates(layer)) for layer in range(self.layers)]
@@ -50,5 +49,5 @@ class SmolLM3(LlamaLike):
         }
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer sees positions."""
+        """Whether a layer has rotary positions."""
         return self.no_rope_every == 0 or (layer + 1) % self.no_rope_every != 0
