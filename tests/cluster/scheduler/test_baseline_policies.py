@@ -16,7 +16,7 @@ from headway.cluster.simulate import JobTrace, SimulationSetup, simulate
 STEP_S = 600.0
 
 
-def log(seed: int, jobs: int = 12) -> JobTrace:
+def random_trace(seed: int, jobs: int = 12) -> JobTrace:
     """Return single-GPU jobs; all times are multiples of a step."""
     random = Random(seed)
     submit = sorted(STEP_S * random.randint(0, 30) for _ in range(jobs))
@@ -50,7 +50,7 @@ def completions(trace: JobTrace) -> float:
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))])
 def test_srtf_minimizes_the_sum_of_completions_on_one_gpu(seed: int) -> None:
     """On one GPU, where preemption costs nothing, shortest remaining time first is optimal."""
-    trace = log(seed)
+    trace = random_trace(seed)
     setup = SimulationSetup("a100", 1, 1, preemptible=1.0, save_every_s=STEP_S, restart_s=0.0)
     results = {name: simulate(trace, setup, POLICIES[name]) for name in ("srtf", "sjf", "las", "fifo")}
     best = completions(trace)

@@ -414,7 +414,7 @@ def test_the_hinted_size_is_accepted_and_fits(tenant):
     assert all(str(len(accepted)) in hint for hint in hints)
 
 
-def test_job_that_needs_gpus_nobody_lends_is_rejected():
+def test_job_that_needs_gpus_not_lent_is_rejected():
     snapshot = ClusterSnapshot()
     snapshot.nodes.add_pool("h100", 8, ["n0"])
     snapshot.tenants.add_tenant("a", 4)

@@ -272,8 +272,8 @@ def test_decisions_can_be_applied_and_no_further_job_could_start(policy, nodes, 
     snapshot = build_cluster(Case("", policy, f"h100 {' '.join(nodes)}", "\n".join(lines), "", LEFT, tenants))
     before = snapshot.tenants.used[:2].copy()
     apply(snapshot, POLICIES[policy])
-    room = snapshot.nodes.free_gpus(snapshot.nodes.pools[0])
-    allowed = snapshot.tenants.headroom(room.total)
+    free_gpus = snapshot.nodes.free_gpus(snapshot.nodes.pools[0])
+    allowed = snapshot.tenants.headroom(free_gpus.total)
     if policy in ("kueue", "headway"):
         most = snapshot.tenants.guarantee[:2] + snapshot.tenants.borrow[:2]
         assert (snapshot.tenants.used[:2] <= np.maximum(most, before)).all(), "above a quota"
@@ -283,10 +283,12 @@ def test_decisions_can_be_applied_and_no_further_job_could_start(policy, nodes, 
             gpus = int(snapshot.jobs.gpus[row])
             if bound is not None and held + gpus > bound(snapshot, np.array([row]), NOW)[0]:
                 continue  # all these jobs are non-preemptible
-            assert gpus > allowed[snapshot.jobs.tenant[row]] or room.find(gpus) is None, "waits although GPUs are free"
+            assert gpus > allowed[snapshot.jobs.tenant[row]] or free_gpus.find(gpus) is None, (
+                "waits although GPUs are free"
+            )
     elif policy == "fifo" and len(snapshot.queue):
         head = POLICIES["fifo"].order(snapshot, NOW)[0]
-        assert room.find(int(snapshot.jobs.gpus[head])) is None
+        assert free_gpus.find(int(snapshot.jobs.gpus[head])) is None
 
 
 @dataclass(frozen=True)
@@ -312,11 +314,11 @@ def earliest_start(snapshot: ClusterSnapshot, gpus: int) -> float:
     pool, now = snapshot.nodes.pools[0], snapshot.now_s
     ends = {row: float(snapshot.jobs.since_s[row] + snapshot.jobs.limit_s[row]) for row in snapshot.active.tolist()}
     for at in sorted({now, *ends.values()}):
-        room = FreeGpus(snapshot.nodes.free[pool.first : pool.end], pool.size)
+        free_gpus = FreeGpus(snapshot.nodes.free[pool.first : pool.end], pool.size)
         for row, end in ends.items():
             if end <= at:
-                room.release(snapshot.placements[row][1])
-        if room.find(gpus) is not None:
+                free_gpus.release(snapshot.placements[row][1])
+        if free_gpus.find(gpus) is not None:
             return at
     raise AssertionError("a gang fits into an empty cluster")
 

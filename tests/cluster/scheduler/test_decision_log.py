@@ -19,13 +19,13 @@ SETUP = SimulationSetup("a100", 4, 4, node_days=0.5, repair_s=3600.0, spares=1, 
 
 
 def random_trace(seed: int, jobs: int = 120) -> JobTrace:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     return JobTrace(
         tuple(f"job-{number}" for number in range(jobs)),
-        np.sort(chance.uniform(0, 40_000, jobs)),
-        chance.lognormal(6.5, 1.5, jobs),
-        chance.choice([1, 1, 2, 4, 6, 8], jobs),
-        chance.integers(0, 2, jobs),
+        np.sort(rng.uniform(0, 40_000, jobs)),
+        rng.lognormal(6.5, 1.5, jobs),
+        rng.choice([1, 1, 2, 4, 6, 8], jobs),
+        rng.integers(0, 2, jobs),
         ("blue", "red"),
         np.full(jobs, np.nan),
         np.full(jobs, np.nan),
@@ -110,7 +110,7 @@ def test_missing_log_is_rejected(tmp_path: Path) -> None:
 # -- why
 
 
-def waiting(logs: Path, name: str) -> tuple[float, str]:
+def find_waiting_job(logs: Path, name: str) -> tuple[float, str]:
     """Return a time, and a job that waits then."""
     for line in map(json.loads, lines_of(record_of(logs, name))):
         if "decided" not in line or line["at"] < 10_000:
@@ -124,7 +124,7 @@ def waiting(logs: Path, name: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_waiting_job_gets_an_explanation(logs: Path, name: str) -> None:
-    at, job = waiting(logs, name)
+    at, job = find_waiting_job(logs, name)
     snapshot, policy, *_ = state_at(record_of(logs, name), at)
     before = snapshot.to_json()
     explanation = explain_wait(snapshot, at, policy, job)
@@ -135,7 +135,7 @@ def test_waiting_job_gets_an_explanation(logs: Path, name: str) -> None:
 
 
 def test_running_job_is_explained_and_unknown_job_is_rejected(logs: Path) -> None:
-    at, _ = waiting(logs, "headway")
+    at, _ = find_waiting_job(logs, "headway")
     snapshot, policy, *_ = state_at(record_of(logs, "headway"), at)
     explanation = explain_wait(snapshot, at, policy, snapshot.jobs.names[int(snapshot.active[0])])
     assert explanation.state == "runs"

@@ -102,7 +102,7 @@ def test_array_is_many_jobs_of_one_shape() -> None:
 
 def simulate_column(folder: Path, column: str, *values: str) -> SimulationResult:
     """Simulate one GPU that a job holds for 10,000 s while two others of 1,000 s arrive, with a column set for each."""
-    lines = (f"{name},{come},{work},1,{value}" for (name, come, work), value in zip(
+    lines = (f"{name},{submit_s},{duration_s},1,{value}" for (name, submit_s, duration_s), value in zip(
         (("busy", 0, 10_000), ("x", 100, 1_000), ("y", 200, 1_000)), values, strict=True))  # fmt: skip
     (folder / "trace.csv").write_text("\n".join((f"job_id,submit_s,duration_s,num_gpus,{column}", *lines)))
     return simulate(

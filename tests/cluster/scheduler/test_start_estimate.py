@@ -108,7 +108,7 @@ def test_later_arrivals_that_pass_a_gang_delay_it() -> None:
             add_running(snapshot, history, f"other-{number}", NOW - 1900 + 230 * number, gpus=1)
         add_waiting(snapshot, history)
         for number in range(150):
-            history.submitted(Job(f"came-{number}", "red", 1, submit_s=NOW - 100 * (150 - number)))
+            history.submitted(Job(f"arrival-{number}", "red", 1, submit_s=NOW - 100 * (150 - number)))
         estimates[policy] = estimate_start(snapshot, "mine", NOW, POLICIES[policy], history, futures=5)
     assert estimates["fifo"].p90_s < 4000
     assert estimates["kueue"].p50_s > 3 * estimates["fifo"].p50_s

@@ -19,24 +19,24 @@ LEVELS = ("rack", "block")
 
 def busy_cluster(seed: int) -> ClusterSnapshot:
     """Return a mostly used cluster of two chips, with jobs of various requests."""
-    chance, snapshot = Random(seed), ClusterSnapshot()
+    rng, snapshot = Random(seed), ClusterSnapshot()
     for chip in ("h100", "a100"):
         racks, blocks = ["r0", "r0", "r1", "r1", "r2", "r2"], ["b0"] * 4 + ["b1"] * 2
         snapshot.nodes.add_pool(chip, 4, [f"{chip}-{number}" for number in range(6)], {"rack": racks, "block": blocks})
     snapshot.tenants.add_tenant("red", 24)
     snapshot.tenants.add_tenant("blue", 24, borrow=8)
     for number in range(40):
-        gpus = chance.choice([1, 1, 2, 3, 4, 8, 12])
-        within = chance.choice([None, *LEVELS]) if gpus <= 8 else None
-        name, tenant = f"j{number}", chance.choice(["red", "blue"])
-        job = Job(name, tenant, gpus, snapshot.now_s, preemptible=chance.random() < 0.4, within=within)
+        gpus = rng.choice([1, 1, 2, 3, 4, 8, 12])
+        within = rng.choice([None, *LEVELS]) if gpus <= 8 else None
+        name, tenant = f"j{number}", rng.choice(["red", "blue"])
+        job = Job(name, tenant, gpus, snapshot.now_s, preemptible=rng.random() < 0.4, within=within)
         (row,) = snapshot.submit([job])
-        if gpus <= 8 and chance.random() < 0.5:
-            snapshot.jobs.pools[row] = chance.choice([1, 2])
+        if gpus <= 8 and rng.random() < 0.5:
+            snapshot.jobs.pools[row] = rng.choice([1, 2])
         apply_decisions(snapshot, decide(snapshot, snapshot.now_s, POLICIES["kueue"]))
-        snapshot.advance(snapshot.now_s + chance.uniform(10, 2000))
+        snapshot.advance(snapshot.now_s + rng.uniform(10, 2000))
         for row in snapshot.active.tolist():
-            if chance.random() < 0.06:
+            if rng.random() < 0.06:
                 snapshot.end(row)
     return snapshot
 

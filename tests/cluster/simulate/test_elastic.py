@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_log import synthetic_trace
+from synthetic_trace import synthetic_trace
 
 from headway.cluster.scheduler.decide import MIN_RUN_S, decide
 from headway.cluster.scheduler.decision_log import apply_decisions, replay

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_log import synthetic_trace
+from synthetic_trace import synthetic_trace
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.decision_log import apply_decisions, replay

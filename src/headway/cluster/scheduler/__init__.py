@@ -1,1 +1,1 @@
-"""The scheduler: `decide(snapshot) -> decisions`, policies, and the log that replays them."""
+"""The scheduler: `decide(snapshot, now, policy)` returns decisions; a log records and replays them."""

@@ -29,7 +29,7 @@ MIN_STOPS = 16
 
 
 def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decision]:
-    """Return the decisions of a cycle in an order that can be applied: stops come first."""
+    """Return the decisions of a cycle; a stop comes before the start that it makes room for."""
     # 1 find what is free; jobs on nodes with maintenance ahead save and wait
     trial = WhatIf(snapshot, policy, now)
     moves = _move_for_maintenance(trial, now)
@@ -210,7 +210,7 @@ class _Reservation:
 
 
 def _reserve(trial: WhatIf, row: int, before: Sequence[Decision], now: float) -> _Reservation | None:
-    """Return the earliest placement of a job if all jobs end by their limits; None if limits do not tell."""
+    """Return the earliest placement of a job if all jobs end by their limits; None if no limit tells."""
     jobs, best = trial.snapshot.jobs, None
     gpus, within = int(jobs.gpus[row]), int(jobs.within[row])
     ends = _ends(trial.snapshot, before, now)

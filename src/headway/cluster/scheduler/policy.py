@@ -1,4 +1,4 @@
-"""What a scheduling policy is: the order of jobs, what a blocked job means for others, and who may preempt whom."""
+"""What a scheduling policy is: the order of jobs, what a blocked job means for others, and the preemption rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Policy:
     order: Callable[[ClusterSnapshot, float], Rows]
     """Rows of the waiting jobs, the highest-ranked first."""
     when_blocked: Literal["wait", "pass", "backfill"]
-    """What jobs behind one that does not fit do."""
+    """What jobs do that rank behind one that does not fit."""
     preemption: PreemptionRules | None = None
     """None: no job is ever preempted."""
     cap: Callable[[ClusterSnapshot, Rows, float], NDArray[np.float64]] | None = None

@@ -37,7 +37,7 @@ class PreemptionCandidates:
     ) -> NDArray[np.int64] | None:
         """Return the `allowed` candidates to preempt so that a gang fits; None if not even all of them suffice."""
         here = np.flatnonzero((self._pool == pool) & (allowed & self.running)[self._index])
-        here = here[free_gpus.usable[self._node[here]]]  # GPUs freed on a drained node help nobody
+        here = here[free_gpus.usable[self._node[here]]]  # GPUs freed on a draining node cannot be used
         if not len(here):
             return None
         whole, rest = divmod(gpus, free_gpus.size)

@@ -32,7 +32,7 @@ MAX_CYCLE_GAP_S = 3600.0
 MAX_CYCLES = 400
 """Per future: about half a year."""
 MIRROR_MIN_S, MIRROR_MAX_S = 60.0, 86400.0
-"""How far back the moments lie at which arrivals are mirrored."""
+"""How far back arrivals are mirrored."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class TenantTable(Columns):
         self._siblings: list[tuple[NDArray[np.int64], int]] = []
         """Rows of the children of each parent, and the parent; top-level tenants first."""
         self.unlimited = True
-        """Whether nobody has a lending or borrowing limit."""
+        """Whether no tenant has a lending or borrowing limit."""
         self.has_budgets = False
         self._unmet: NDArray[np.int64] | None = None
         """Cache of `unmet_gpus`, until usage or demand changes."""
@@ -130,7 +130,7 @@ class TenantTable(Columns):
             available = free if above == NO_TENANT else int(headroom[above])
             total = int(withheld[children].sum())
             most = available - total + withheld[children]  # what siblings do not lend stays theirs
-            if total > available:  # nodes are missing: whoever asks first gets what it withheld
+            if total > available:  # nodes are missing: the first to ask gets what it withheld
                 most = np.maximum(most, np.minimum(withheld[children], available))
             headroom[children] = np.maximum(np.minimum(headroom[children], most), 0)
         return headroom

@@ -68,7 +68,7 @@ def apportion(exact: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 
 
 def read_text(path: Path, expected: str) -> str:
-    """Read a text file, gzipped or not; `expected` says in a hint what it should be."""
+    """Read a text file, gzipped or not; `expected` is what the hint says it should be."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
