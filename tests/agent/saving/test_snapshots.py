@@ -145,7 +145,7 @@ class Bookkeeping(RuleBasedStateMachine):
         buffer.mark(snapshot.step, snapshot.step)
         self.lies[snapshot.step][rank] = number
         self.memory.take(snapshot, rank, number)
-        if snapshot.whole:
+        if snapshot.is_complete:
             self.filling, self.newest, self.touched = None, snapshot.step, False
             self.memory.complete(snapshot)
             if len(snapshot.tiers) > 1:
@@ -280,7 +280,7 @@ def test_a_restart_finds_what_the_workers_had():
     memory.make(plans, 2)
     snapshot = StateSnapshot(5, 1, 2, ("memory",), FACTS, rng={"0": "AA==", "1": "AQ=="})
     for rank, number in ((1, 1), (0, 0)):
-        assert not snapshot.whole
+        assert not snapshot.is_complete
         memory.take(snapshot, rank, number)
         buffer = memory.buffer(snapshot, rank)
         for part in buffer.plan.parts:

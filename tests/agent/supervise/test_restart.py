@@ -241,7 +241,7 @@ def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
     failed = lab.train(recipe(SETTINGS | {"checkpoint.memory_gb": 1e-5}))
     assert failed.outcome.state == "failed"
     assert "GB of memory, and checkpoint.memory_gb is 1e-05" in failed.outcome.reason
-    assert "allow checkpoint.memory_gb = " in failed.outcome.hint
+    assert "set checkpoint.memory_gb = " in failed.outcome.hint
     assert len(failed.events("attempt", "agent")) == 1
 
 

@@ -72,8 +72,8 @@ class SaveCoordinator:
             AgentFaultInjector(faults, run.faults),
             cores,
             identity,
-            allowed=(lambda: True) if team is None else team.right.holds,
-            allowed_there=allowed_there or ((lambda: True) if team is None else team.right.holds_in_store),
+            may_commit=(lambda: True) if team is None else team.right.holds,
+            may_upload=allowed_there or ((lambda: True) if team is None else team.right.holds_in_store),
         )
         self._kept = kept
         self._lines: dict[int, Channel | RemoteChannel] = {}
@@ -146,7 +146,7 @@ class SaveCoordinator:
         if self._team is not None and (step := self._team.copies.replicated_step()) is not None:
             newest = self.memory.newest
             if newest is not None and newest.step == step:
-                self.memory.copied = newest
+                self.memory.replicated = newest
                 self._keep_far("copied", newest, self._team)
                 self._recorder.event("copied", step=step)
                 self._free()
@@ -206,7 +206,7 @@ class SaveCoordinator:
         self._plans = {rank: plan_from(told) for rank, told in self._told.items()}
         self.memory.take_over(self._plans, thing.descriptors)
         durable = {entry.step for entry in list_checkpoints(self._run.checkpoints)}
-        found = self.memory.found()
+        found = self.memory.contents()
         newest = max((key for key, buffers in found.items() if len(buffers) == len(self._plans)), default=(0, -1))
         for (attempt, step), buffers in found.items():
             comes = attempt == self._attempt and (attempt, step) > newest
@@ -308,7 +308,7 @@ class SaveCoordinator:
         snapshot.rng[str(rank)] = note["rng"]
         snapshot.stall_s = max(snapshot.stall_s, fields["stall_s"])
         self.memory.take(snapshot, rank, fields["buffer"])
-        if snapshot.whole:
+        if snapshot.is_complete:
             del self._snapshots[step]
             self._complete(snapshot)
 

@@ -1,4 +1,4 @@
-"""Copies of what lies in nodes' memory: every file of a state on a second node too, beside training."""
+"""Replicates snapshots between nodes during training: every file of a state is held by a second node too."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ __all__ = ["SnapshotReplicator"]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A file that a second node shall have."""
+    """A file to copy to a second node."""
 
     step: int
     name: str
@@ -29,19 +29,19 @@ class _Copy:
 
 
 class SnapshotReplicator:
-    """A thread that has nodes copy from each other, one file after the other."""
+    """A thread that has nodes copy files from each other, one at a time."""
 
-    def __init__(self, team: "NodeGroup") -> None:
-        self._team = team
+    def __init__(self, node_group: "NodeGroup") -> None:
+        self._node_group = node_group
         self._to_copy: SimpleQueue[list[_Copy]] = SimpleQueue()
-        self._copied: SimpleQueue[int] = SimpleQueue()
-        threading.Thread(target=self._copy_all, name="copier", daemon=True).start()
+        self._replicated: SimpleQueue[int] = SimpleQueue()
+        threading.Thread(target=self._copy_all, name="replicator", daemon=True).start()
 
     def replicate(self, step: int, plans: Mapping[int, BufferPlan]) -> None:
-        """Have every file of a state lie on a second node too, soon."""
+        """Queue every file of a state for a copy on a second node."""
         copies = list[_Copy]()
         for rank, plan in plans.items():
-            home = self._team.place(rank)
+            home = self._node_group.place(rank)
             second = self._second(home)
             if second is None:
                 return
@@ -49,33 +49,32 @@ class SnapshotReplicator:
         self._to_copy.put(copies)
 
     def replicated_step(self) -> int | None:
-        """The step of a state that has its copies now; told once."""
+        """The newest step replicated since the last call, if any."""
         step = None
-        while not self._copied.empty():
-            step = self._copied.get()
+        while not self._replicated.empty():
+            step = self._replicated.get()
         return step
 
     def _second(self, home: Member) -> Member | None:
-        """The node that keeps another's copies: the next by name, one that does not fail with it where there is one."""
-        members = sorted(self._team.members.values(), key=lambda one: one.name)
-        others = [member for member in members if member is not home]
-        others = [one for one in others if not home.domain or one.domain != home.domain] or others
+        """The node that holds another's copies: the next by name, in another failure domain if there is one."""
+        others = [member for _, member in sorted(self._node_group.members.items()) if member is not home]
+        others = [member for member in others if not home.domain or member.domain != home.domain] or others
         after = [member for member in others if member.name > home.name]
         return next(iter([*after, *others]), None)
 
     def _copy_all(self) -> None:
-        """In a thread: one file after the other, and of states that wait only the newest."""
-        ask = self._team.ask
+        """In a thread: copy file by file, and of several queued states only the newest."""
+        ask = self._node_group.ask
         while True:
             copies = self._to_copy.get()
             while not self._to_copy.empty():
                 copies = self._to_copy.get()
-            with contextlib.suppress(StateError):  # a node is gone, which is heard of elsewhere; or it went on
-                for one in copies:
-                    where = {"host": one.home.host, "port": one.home.port}
-                    ask(one.second, "copy", name=one.name, step=one.step, size=one.size, **where)
-                for one in copies:
-                    one.second.copies[one.name] = [one.step]
-                for second in {one.second.name: one.second for one in copies}.values():
+            with contextlib.suppress(StateError):  # a node is lost, which others detect; or it has overwritten the file
+                for copy in copies:
+                    address = {"host": copy.home.host, "port": copy.home.port}
+                    ask(copy.second, "copy", name=copy.name, step=copy.step, size=copy.size, **address)
+                for copy in copies:
+                    copy.second.copies[copy.name] = [copy.step]
+                for second in {copy.second.name: copy.second for copy in copies}.values():
                     ask(second, "trim", step=copies[0].step)
-                self._copied.put(copies[0].step)
+                self._replicated.put(copies[0].step)

@@ -60,7 +60,7 @@ def newest_in_store(
     url, notes = store_url(rules, run.name), list[str]()
     try:
         if is_taken(run, rules):
-            return None, [f"{url} has checkpoints of another run with this name; they are left alone"]
+            return None, [f"{url} has checkpoints of another run of this name; they are left alone"]
         steps = _steps_at(url)
     except HeadwayError as error:
         return None, [f"cannot read the object store: {error.message}"]

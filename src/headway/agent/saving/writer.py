@@ -1,8 +1,8 @@
-"""Takes states from memory to the disk and the object store: a thread of the agent for each, one state after the other.
+"""Writes snapshots from memory to disk and to the object store, with one background thread for each.
 
-The threads are daemons and run below everything else: training comes first, and a disk that hangs keeps no one from
-stopping the run. They hand their results to whoever polls for them, and neither record nor free anything themselves.
-What is on the disk is uploaded from there, so that a slow store keeps neither memory nor the disk's saves waiting.
+The threads are daemons with low priority: training comes first, and a disk that hangs keeps no one from stopping the
+run. Callers poll for their results; the threads neither record nor free anything themselves. Uploads read from disk, so
+a slow store blocks neither memory nor the next write.
 """
 
 import contextlib
@@ -47,6 +47,9 @@ __all__ = ["CheckpointWriter", "WriteResult"]
 NICE = 10
 RETRY_AFTER_S = 2.0
 
+Written = tuple[list[ShardEntry], str | None]
+"""What a tier has now, and a warning if pruning older checkpoints failed."""
+
 
 @dataclass(frozen=True)
 class WriteResult:
@@ -59,24 +62,16 @@ class WriteResult:
     digest: str = ""
     error: StateError | None = None
     warning: str | None = None
-    """What else did not go well: the state is safe all the same."""
+    """What else failed, although the state is safe."""
     over: bool = False
     """Whether the snapshot's memory is no longer needed."""
     finished: bool = False
-    """Whether this was the last of something given to a thread."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a tier has now, and what went wrong on the way."""
-
-    shards: list[ShardEntry]
-    warning: str | None
+    """Whether a thread is done with this snapshot."""
 
 
 @dataclass(frozen=True)
 class _Upload:
-    """A snapshot for the store: its files, in memory or mapped from the disk."""
+    """A snapshot for the store: its files, in memory or mapped from disk."""
 
     snapshot: StateSnapshot
     shards: list[ShardEntry]
@@ -85,7 +80,7 @@ class _Upload:
 
 
 class CheckpointWriter:
-    """The threads, what they are told and what they tell."""
+    """The writer and uploader threads, with their queues."""
 
     def __init__(
         self,
@@ -96,122 +91,137 @@ class CheckpointWriter:
         injector: AgentFaultInjector,
         cores: int,
         identity: str = "",
-        allowed: Callable[[], bool] = lambda: True,
-        allowed_there: Callable[[], bool] = lambda: True,
+        may_commit: Callable[[], bool] = lambda: True,
+        may_upload: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`allowed` says whether this agent may commit on the disk, `allowed_there` whether in the store."""
+        """`may_commit` and `may_upload` say whether this agent still leads, on disk and in the store."""
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
         self._injector, self._identity = injector, identity
         self.before_upload: Callable[[], object] = lambda: None
-        """Called before a checkpoint is put into the store."""
-        self._allowed, self._allowed_there = allowed, allowed_there
-        # Machines and containers share folders and stores, and process ids do not tell them apart.
+        """Called before each upload of a checkpoint."""
+        self._may_commit, self._may_upload = may_commit, may_upload
+        # Machines and containers share folders and stores: a process id alone is not unique.
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._threads = max(1, min(4, cores // 4))
         self._jobs: SimpleQueue[StateSnapshot] = SimpleQueue()
         self._uploads: SimpleQueue[_Upload] = SimpleQueue()
         self._results: SimpleQueue[WriteResult] = SimpleQueue()
         self._given = self._handed_over = self._finished = 0
-        self._waiting = deque[int]()
-        """Sizes of what is being uploaded or waits for it."""
-        self._checked = set[int]()
+        self._pending_bytes = deque[int]()
+        """Sizes of queued and running uploads."""
+        self._verified_inodes = set[int]()
         self.trouble: str | None = None
-        """Why the last state could not be written so far, while it is tried again."""
+        """Why the last state is not written yet, while it is retried."""
         for name, work in (("writer", self._write_all), ("uploader", self._upload_all)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     @property
     def idle(self) -> bool:
-        """Whether everything given has come back."""
+        """Whether all results have been returned."""
         return self._given + self._handed_over == self._finished
 
     def write(self, snapshot: StateSnapshot) -> None:
-        """Have a whole snapshot written to the tiers it is for."""
+        """Queue a complete snapshot for its tiers."""
         self._given += 1
         self._jobs.put(snapshot)
 
     def results(self) -> list[WriteResult]:
-        """What has been done since the last call."""
-        found = []
+        """Results since the last call."""
+        results = []
         while not self._results.empty():
-            done = self._results.get()
-            self._finished += done.finished
-            found.append(done)
-        return found
+            result = self._results.get()
+            self._finished += result.finished
+            results.append(result)
+        return results
 
     def _write_all(self) -> None:
-        _give_way()
+        _lower_priority()
         while True:
             snapshot = self._jobs.get()
-            written: list[ShardEntry] | None = None
-            if "disk" in snapshot.tiers or ("store" in snapshot.tiers and self._is_far(snapshot)):
-                written = self._try(snapshot, "disk", lambda: self._to_disk(snapshot))  # noqa: B023  (run at once)
+            shards: list[ShardEntry] | None = None
+            if "disk" in snapshot.tiers or ("store" in snapshot.tiers and self._is_remote(snapshot)):
+                shards = self._try(snapshot, "disk", lambda: self._to_disk(snapshot))  # noqa: B023  (run at once)
             if "store" in snapshot.tiers:
-                self._hand_over(snapshot, written)
+                self._queue_upload(snapshot, shards)
             else:
-                self._results.put(WriteResult(snapshot, "memory", 0.0, over=True, finished=True))
+                self._release(snapshot)
 
-    def _hand_over(self, snapshot: StateSnapshot, written: list[ShardEntry] | None) -> None:
-        """Have a snapshot uploaded: from the disk, if it is there, else from memory, which then stays taken."""
-        files = None if written is None else _mapped(self._folder, snapshot.step, written)
-        size = sum(size for _, _, _, size in self._memory.files(snapshot))
-        room = files is not None and len(self._waiting) < MOST and sum(self._waiting) + size <= SMALL_BYTES
-        if self._waiting and not room and not snapshot.last:
-            late = StateError("the upload before it is still under way", hint="upload less often, or a faster store")
-            self._results.put(WriteResult(snapshot, "store", 0.0, error=late))
-            self._results.put(WriteResult(snapshot, "memory", 0.0, over=True, finished=True))
-            return
-        if files is None:
-            try:
-                upload = _Upload(snapshot, self._describe(snapshot), self._files(snapshot), from_memory=True)
-            except StateError as error:
-                self._results.put(WriteResult(snapshot, "store", 0.0, error=error))
-                self._results.put(WriteResult(snapshot, "memory", 0.0, over=True, finished=True))
-                return
-            self._waiting.append(size)
-            self._uploads.put(upload)
-            return
-        self._waiting.append(size)
-        self._handed_over += 1
-        self._uploads.put(_Upload(snapshot, written or [], files, from_memory=False))
+    def _release(self, snapshot: StateSnapshot) -> None:
+        """Report that a snapshot's memory is no longer needed."""
         self._results.put(WriteResult(snapshot, "memory", 0.0, over=True, finished=True))
 
+    def _queue_upload(self, snapshot: StateSnapshot, shards: list[ShardEntry] | None) -> None:
+        """Upload from disk if the snapshot is there, else from memory, which then stays in use."""
+        files = None if shards is None else _map_files(self._folder, snapshot.step, shards)
+        size = self._bytes(snapshot)
+        pending = self._pending_bytes
+        has_room = files is not None and len(pending) < MOST and sum(pending) + size <= SMALL_BYTES
+        try:
+            if pending and not has_room and not snapshot.last:
+                raise StateError(
+                    "the previous upload is still under way", hint="upload less often, or use a faster store"
+                )
+            if files is None:
+                upload = self._upload_from_memory(snapshot)
+            else:
+                upload = _Upload(snapshot, shards or [], files, from_memory=False)
+        except StateError as error:
+            self._results.put(WriteResult(snapshot, "store", 0.0, error=error))
+            self._release(snapshot)
+            return
+        pending.append(size)
+        self._handed_over += not upload.from_memory
+        self._uploads.put(upload)
+        if not upload.from_memory:
+            self._release(snapshot)
+
+    def _upload_from_memory(self, snapshot: StateSnapshot) -> _Upload:
+        shards, files = list[ShardEntry](), list[memoryview]()
+        for rank in sorted(snapshot.buffers):
+            buffer = self._memory.buffer(snapshot, rank)
+            if not isinstance(buffer, SaveBuffer):
+                raise StateError("snapshots of other nodes are uploaded from disk, and the write to disk failed")
+            for part in buffer.plan.parts:
+                shards.append(describe_shard(shard_name(rank, part.still), buffer.pieces(part), self._threads))
+                files.append(buffer.file(part)[: part.image.bytes])
+        return _Upload(snapshot, shards, files, from_memory=True)
+
     def _upload_all(self) -> None:
-        _give_way()
+        _lower_priority()
         while True:
             job = self._uploads.get()
             self._try(job.snapshot, "store", lambda: self._to_store(job))  # noqa: B023  (run at once)
-            self._waiting.popleft()
+            self._pending_bytes.popleft()
             self._results.put(WriteResult(job.snapshot, "memory", 0.0, over=job.from_memory, finished=True))
 
-    def _try(self, snapshot: StateSnapshot, tier: Tier, write: Callable[[], "_Written"]) -> list[ShardEntry] | None:
-        """Write to one tier; a run's last state is tried for a while, any other once. Returns what was written."""
+    def _try(self, snapshot: StateSnapshot, tier: Tier, write: Callable[[], Written]) -> list[ShardEntry] | None:
+        """Write to one tier and return the shards; retry only a run's last state."""
         started = time.monotonic()
         while True:
-            done, error = None, None
+            written, error = None, None
             try:
-                done = write()
+                written = write()
             except StateError as refused:
                 error = refused
-            except Exception as broken:  # a bug of ours: told like a refusal, so that training goes on
-                error = StateError(f"{type(broken).__name__}: {broken}")
+            except Exception as bug:  # ours: reported like a write error, so that training continues
+                error = StateError(f"{type(bug).__name__}: {bug}")
             seconds = time.monotonic() - started
             if error is None or not snapshot.last or seconds > self._rules.retry_s:
                 break
             self.trouble = error.message
             time.sleep(min(RETRY_AFTER_S, max(0.05, self._rules.retry_s - seconds)))
         self.trouble = None
-        if done is None:
+        if written is None:
             self._results.put(WriteResult(snapshot, tier, seconds, error=error))
             return None
-        manifest = merge(snapshot.step, snapshot.all_facts, done.shards, snapshot.workers)
-        self._results.put(WriteResult(snapshot, tier, seconds, manifest.bytes, manifest.digest, warning=done.warning))
-        return done.shards
+        shards, warning = written
+        manifest = merge(snapshot.step, snapshot.all_facts, shards, snapshot.workers)
+        self._results.put(WriteResult(snapshot, tier, seconds, manifest.bytes, manifest.digest, warning=warning))
+        return shards
 
-    def _to_disk(self, snapshot: StateSnapshot) -> "_Written":
-        step, reach = snapshot.step, self._injector.reach
-        needs = sum(size for _, _, _, size in self._memory.files(snapshot))
-        save = begin_checkpoint(self._folder, step, needs, writer=self._name)
+    def _to_disk(self, snapshot: StateSnapshot) -> Written:
+        step, reach, rules = snapshot.step, self._injector.reach, self._rules
+        save = begin_checkpoint(self._folder, step, self._bytes(snapshot), writer=self._name)
         try:
             with explain_os_errors(f"checkpoint of step {step} could not be written in {save.partial}"):
                 reach("write", step, snapshot.attempt)
@@ -222,21 +232,17 @@ class CheckpointWriter:
         except BaseException:
             abandon(save)
             raise
-        commit(save, snapshot.all_facts, shards, snapshot.workers, self._allowed)
+        commit(save, snapshot.all_facts, shards, snapshot.workers, self._may_commit)
         reach("committed", step, snapshot.attempt)
-        keep = self._rules
-        return _Written(
-            shards, _warning(lambda: prune(self._folder, keep.keep_last, keep.keep_every_steps, always=step))
-        )
+        return shards, _warning(lambda: prune(self._folder, rules.keep_last, rules.keep_every_steps, always=step))
 
     def _write_files(self, snapshot: StateSnapshot, partial: Path) -> list[ShardEntry]:
-        before, shards = self._sound(), list[ShardEntry]()
-        far = [(rank, buffer) for rank in sorted(snapshot.buffers)
-               if isinstance(buffer := self._memory.buffer(snapshot, rank), RemoteBuffer)]  # fmt: skip
-        if far:
-            return _write_far(far, snapshot.step, partial)
-        for rank in sorted(snapshot.buffers):
-            buffer = self._memory.buffer(snapshot, rank)
+        before, shards = self._verified_checkpoint(), list[ShardEntry]()
+        buffers = {rank: self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)}
+        remote = [buffer for buffer in buffers.values() if isinstance(buffer, RemoteBuffer)]
+        if remote:
+            return _write_remote(remote, snapshot.step, partial)
+        for rank, buffer in buffers.items():
             assert isinstance(buffer, SaveBuffer)
             for part in buffer.plan.parts:
                 shards.append(
@@ -251,89 +257,70 @@ class CheckpointWriter:
                 )
         return shards
 
-    def _sound(self) -> OpenCheckpoint | None:
-        """The newest checkpoint; its unchanging files may get second names, and are read once before, to be sure."""
+    def _verified_checkpoint(self) -> OpenCheckpoint | None:
+        """The newest checkpoint, whose frozen files may be hard-linked; each is read once before, to verify it."""
         newest, _ = newest_on_disk(self._folder)
         if newest is None:
             return None
         before = open_checkpoint(Path(newest.address))
         for name in before.manifest.files:
             inode = Path(before.source.name(name)).stat().st_ino
-            if not name.endswith("-still.safetensors") or inode in self._checked:
+            if not name.endswith("-still.safetensors") or inode in self._verified_inodes:
                 continue
             try:
                 check_file(before, name)
             except StateError:
-                return None  # it is written anew
-            self._checked.add(inode)
+                return None  # it is written again
+            self._verified_inodes.add(inode)
         return before
 
-    def _to_store(self, job: "_Upload") -> "_Written":
-        # Only runs that name a store need its library.
+    def _to_store(self, job: _Upload) -> Written:
+        # Only runs with a store need its library.
         from headway.state.object_store import open_store
         from headway.state.store_checkpoint import claim_prefix, prune_remote, upload
 
         rules, step, attempt = self._rules.store, job.snapshot.step, job.snapshot.attempt
-        assert rules is not None, "no store is named"
+        assert rules is not None, "no store is configured"
         store = open_store(store_url(rules, self._run))
         self._injector.reach("upload", step, attempt)
         if self._identity and not claim_prefix(store, self._identity):
             raise StateError(
                 f"{store_url(rules, self._run)} has checkpoints of another run of this name",
-                hint="another checkpoint.store.url, or another --name",
+                hint="choose another checkpoint.store.url, or another --name",
             )
-        if not self._allowed_there():
+        if not self._may_upload():
             raise StateError(f"step {step} was not uploaded: another agent leads the run", hint="nothing was changed")
         self.before_upload()
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
-        upload(store, step, facts, files, workers, writer=self._name, allowed=self._allowed_there)
+        upload(store, step, facts, files, workers, writer=self._name, allowed=self._may_upload)
         self._injector.reach("uploaded", step, attempt)
-        return _Written(
-            job.shards,
-            _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)),
-        )
+        warning = _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step))
+        return job.shards, warning
 
-    def _is_far(self, snapshot: StateSnapshot) -> bool:
-        """Whether some of it is in other nodes' memory: they write it to the disk, from where it is uploaded."""
+    def _is_remote(self, snapshot: StateSnapshot) -> bool:
+        """Whether part of it is in other nodes' memory: they write it to disk, from where it is uploaded."""
         return any(isinstance(self._memory.buffer(snapshot, rank), RemoteBuffer) for rank in snapshot.buffers)
 
-    def _here(self, snapshot: StateSnapshot) -> list[tuple[int, SaveBuffer]]:
-        """The buffers of a snapshot; StateError where they are on other nodes."""
-        found = [(rank, self._memory.buffer(snapshot, rank)) for rank in sorted(snapshot.buffers)]
-        here = [(rank, buffer) for rank, buffer in found if isinstance(buffer, SaveBuffer)]
-        if len(here) < len(found):
-            raise StateError("what other nodes have in memory is uploaded from the disk, which did not get it")
-        return here
-
-    def _describe(self, snapshot: StateSnapshot) -> list[ShardEntry]:
-        buffers = self._here(snapshot)
-        return [
-            describe_shard(shard_name(rank, part.still), buffer.pieces(part), self._threads)
-            for rank, buffer in buffers
-            for part in buffer.plan.parts
-        ]
-
-    def _files(self, snapshot: StateSnapshot) -> list[memoryview]:
-        buffers = [buffer for _, buffer in self._here(snapshot)]
-        return [buffer.file(part)[: part.image.bytes] for buffer in buffers for part in buffer.plan.parts]
+    def _bytes(self, snapshot: StateSnapshot) -> int:
+        return sum(size for _, _, _, size in self._memory.files(snapshot))
 
 
-def _write_far(buffers: Sequence[tuple[int, RemoteBuffer]], step: int, partial: Path) -> list[ShardEntry]:
-    """Have all nodes write their files, at the same time."""
-    parts = [(buffer, part) for _, buffer in buffers for part in buffer.plan.parts]
-    with ThreadPoolExecutor(min(len(parts), 32), thread_name_prefix="far") as pool:
-        return list(pool.map(lambda one: one[0].write(partial, one[1], step), parts))
+def _write_remote(buffers: Sequence[RemoteBuffer], step: int, partial: Path) -> list[ShardEntry]:
+    """Have all nodes write their files in parallel."""
+    parts = [(buffer, part) for buffer in buffers for part in buffer.plan.parts]
+    with ThreadPoolExecutor(min(len(parts), 32), thread_name_prefix="remote-write") as pool:
+        return list(pool.map(lambda pair: pair[0].write(partial, pair[1], step), parts))
 
 
-def _give_way() -> None:
-    """Let this thread run when nothing else wants to."""
+def _lower_priority() -> None:
+    """Let this thread run only when nothing else wants to."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def _mapped(folder: Path, step: int, shards: list[ShardEntry]) -> list[memoryview] | None:
-    """The files of a checkpoint just written, readable even when it is pruned meanwhile; None if they are gone."""
+def _map_files(folder: Path, step: int, shards: list[ShardEntry]) -> list[memoryview] | None:
+    """Map the files of a new checkpoint, so that they stay readable if it is pruned; None if they are gone."""
     files = []
     try:
         for shard in shards:
@@ -345,7 +332,7 @@ def _mapped(folder: Path, step: int, shards: list[ShardEntry]) -> list[memoryvie
 
 
 def _warning(remove: Callable[[], object]) -> str | None:
-    """Remove what need not be kept; if that fails the new state is safe all the same, and the next save tries."""
+    """Prune old checkpoints; a failure is only a warning, since the new one is safe and the next save retries."""
     try:
         remove()
     except StateError as error:
@@ -355,7 +342,7 @@ def _warning(remove: Callable[[], object]) -> str | None:
 
 @contextlib.contextmanager
 def explain_os_errors(failed: str) -> Iterator[None]:
-    """What the disk refuses, as a sentence."""
+    """Raise StateError for an OSError in this block."""
     try:
         yield
     except OSError as error:

@@ -294,7 +294,7 @@ def _watch_workers(attempt: Attempt, agent: AgentContext, ended: AttemptEnd) -> 
 def _more_room(attempt: Attempt, agent: AgentContext) -> int:
     """With how many workers a run that has lost some could go on, as soon as nothing is lost by it; 0 for no more."""
     team, memory = agent.crew, agent.saves.memory
-    if not isinstance(team, NodeGroup) or memory.copied is not memory.newest or memory.step <= attempt.from_step:
+    if not isinstance(team, NodeGroup) or memory.replicated is not memory.newest or memory.step <= attempt.from_step:
         return 0
     room = sum(one.slots for one in team.able() if time.monotonic() - one.joined > STAYS_S)
     if room <= attempt.workers:
