@@ -74,7 +74,7 @@ def test_a_bound_is_kept_or_the_one_that_is_needed_is_told(state_bytes, bound_gb
         return
     with pytest.raises(StateError, match=r"checkpoint\.memory_gb is") as refused:
         count_buffers(state_bytes, free_bytes, bound_gb)
-    allowed = float(re.fullmatch(r"allow checkpoint\.memory_gb = (\S+) or more", refused.value.hint)[1])
+    allowed = float(re.fullmatch(r"set checkpoint\.memory_gb = (\S+) or more", refused.value.hint)[1])
     assert count_buffers(state_bytes, free_bytes, allowed) >= 1
 
 
