@@ -1,8 +1,10 @@
-"""What starts processes on machines.
+"""Engines, which start processes on machines.
 
-engine.py        the interface, and the words that all engines share
-local*.py        this machine, with a queue of its own
-slurm*.py        Slurm, with the rights that every user has
+engine.py        the interface and the types that all engines share
+local/           this machine, with its own queue
+slurm/           Slurm, with the permissions of an ordinary user
+ray/             a Ray cluster
+kubernetes/      JobSet manifests for Kubernetes
 """
 
 from headway.cluster.engines.engine import OVER, REQUEUE, Engine, JobStatus, LaunchRequest, Machine, State

@@ -1,15 +1,14 @@
-"""What starts processes on machines: one small interface, whatever is behind it.
+"""The interface of all engines, which start processes on machines.
 
-    inventory      the machines there are, and what is free of them
-    launch         have one command started on each of so many machines, when they are free
-    status         how jobs stand, in our words and in the engine's own
-    signal         have the processes of a job told something
-    logs           where what they print lies
-    cancel         have a job end, waiting or running
+    inventory      list the machines and what is free on each
+    launch         start one command on each of N machines, as soon as they are free
+    status         report job states, both in Headway's terms and in the engine's own
+    signal         send a signal to the processes of a job
+    logs           list the log files of a job
+    cancel         end a job, waiting or running
 
-An engine knows machines and processes, and nothing of training. Whatever it does has happened, or has not, when the
-call returns: a launch that fails has left nothing behind, and a cancel may be repeated. A Request says what is wanted
-in words that all engines share; what only one of them understands goes into `site`.
+An engine knows machines and processes, not training. Calls are atomic: a launch that fails leaves nothing behind, and a
+cancel may be repeated. A LaunchRequest uses terms that all engines share; settings of a single engine go into `site`.
 """
 
 import os
@@ -18,12 +17,14 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from headway.errors import UsageError
+from headway.errors import EngineError, UsageError
 
 __all__ = [
+    "CANCELLED",
     "EARLY_S",
     "OVER",
     "REQUEUE",
@@ -33,10 +34,14 @@ __all__ = [
     "Machine",
     "State",
     "array_status",
-    "end_of",
-    "read_end",
+    "cannot_signal",
+    "combined_exit_status",
+    "did_you_mean",
+    "exit_reason",
+    "read_exit_report",
     "secret_values",
     "state_after_exit",
+    "status_from_json",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -44,18 +49,20 @@ _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 REQUEUE = 75
-"""What a command exits with that has saved, and wants to be started again."""
+"""Exit status of a command that has saved and wants to be restarted."""
 
 EARLY_S = 30
-"""Seconds within which a command may not listen to signals yet."""
+"""Seconds after its start within which a command may not have installed its signal handlers yet."""
+
+CANCELLED = "cancelled by the user"
 
 State = Literal["waiting", "running", "ending", "finished", "failed", "cancelled", "impossible", "unknown"]
-"""A job has no machines yet, or again; its processes run; it has been told to end. It has done its work; its command
-failed, or its machines did; somebody cancelled it. It can never have what it asks for. The engine does not know it,
-or no longer."""
+"""waiting: no machines yet, or again. running: its processes run. ending: they were asked to stop. finished: the work
+is done. failed: its command or its machines failed. cancelled: by a user. impossible: it can never get what it asks
+for. unknown: the engine does not know the job, or has forgotten it."""
 
 OVER: frozenset[State] = frozenset({"finished", "failed", "cancelled", "impossible"})
-"""States that nothing follows."""
+"""Terminal states."""
 
 
 @dataclass(frozen=True)
@@ -64,79 +71,80 @@ class Machine:
 
     name: str
     state: Literal["free", "busy", "away"]
-    """Nothing runs there; something does, perhaps on a part of it; nothing can."""
+    """free: nothing runs there. busy: something does, perhaps on a part of it. away: unavailable."""
     gpus: int = 0
     gpus_free: int = 0
     cpus: int = 0
     memory_bytes: int = 0
     groups: tuple[str, ...] = ()
-    """What it belongs to: partitions, pools."""
+    """Partitions or pools that it belongs to."""
     reason: str = ""
-    """Why nothing can run there, in the engine's own words."""
+    """Why it is away, as the engine says it."""
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to start, and on what. A job is over when all of its commands are; the highest exit status is the job's,
-    unless one of them has said how the whole ended (`end_of`)."""
+    """What to start, and with which resources. A job is over when all of its commands are. Its exit status is the
+    highest of theirs, unless one of them has reported a status for the whole job (`combined_exit_status`)."""
 
     name: str
     """For people and lists: letters, digits, dots, dashes and underscores."""
     command: tuple[str, ...]
-    """Started once on each machine, all or none; words, never a line for a shell. It finds the machines' names in
-    HEADWAY_MACHINES, with commas between them, and its own place among them, from 0 on, in HEADWAY_MACHINE. One that
-    knows how the work of all of them ended may write that exit status into the file that HEADWAY_END names, where an
-    engine of several machines sets it, and then machines that the next start should do without, a line each."""
+    """Started once per machine, on all or none; an argument vector, never a shell line. HEADWAY_MACHINES holds the
+    names of the machines, comma-separated, HEADWAY_MACHINE the index of this one, from 0. A command that knows how the
+    whole job ended may write that exit status to the file HEADWAY_END, where the engine sets it, followed by one line
+    per machine that the next start should avoid."""
     folder: Path
-    """Where it runs, and where its logs are put."""
+    """Working directory, and where logs go."""
     shared: bool = True
-    """Whether every machine sees that folder at this path. Where they do not, a command begins in one of its machine's
-    own, and what it prints stays there."""
+    """Whether every machine sees that folder at this path. Otherwise a command starts in a folder on its own machine,
+    and its logs stay there."""
     machines: int = 1
     spares: int = 0
-    """So many of its machines may be lost, and the others go on as if nothing had happened. When one more is lost, all
-    are ended and started again."""
+    """How many of the machines may be lost while the others continue. When one more is lost, all are stopped and
+    restarted."""
     gpus: int = 0
-    """Of each machine."""
+    """Per machine."""
     cpus: int = 1
-    """Of each machine."""
+    """Per machine."""
     memory_bytes: int | None = None
-    """Of each machine; None leaves it to the engine."""
+    """Per machine; None leaves it to the engine."""
     limit_s: float | None = None
-    """After which one start of it is ended; None is the longest that is allowed. Whoever has saved by then, and exits
-    with REQUEUE, is started again with as much: that is how a job lasts longer than any limit."""
+    """Time limit per start; None is the longest allowed. A command that has saved by then and exits with REQUEUE is
+    restarted with the same limit, so a job can outlast any limit."""
     grace_s: float = 60.0
-    """How long before its end, whoever wants it, its processes hear SIGUSR1."""
+    """How long before a stop, whatever its cause, the processes receive SIGUSR1."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the command: nothing secret, for it may be written into scripts and records."""
+    """Variables for the command. Never secrets: they may be written to scripts and records."""
     secrets: tuple[str, ...] = ()
-    """Names of variables that it has from whoever submits it; their values are written nowhere."""
+    """Names of variables taken from the submitter's environment; their values are never written."""
     setup: tuple[str, ...] = ()
-    """Lines for the shell, before the command."""
+    """Shell lines to run before the command."""
     avoid: tuple[str, ...] = ()
-    """Machines that are suspected of something."""
+    """Machines not to use."""
     array: int | None = None
-    """So many copies, each with HEADWAY_ARRAY_INDEX from 0 on. JOB_3 is the id of the fourth; JOB stands for all."""
+    """Number of array tasks, each with HEADWAY_ARRAY_INDEX from 0. JOB_3 is the id of the fourth; JOB stands for
+    all."""
     at_once: int | None = None
-    """Of an array: so many copies at a time, and no more."""
+    """Array tasks that may run at a time."""
     site: Mapping[str, str] = field(default_factory=dict)
-    """What only this engine understands: a partition, an account, a strategy of placement."""
+    """Settings of this engine only: a partition, an account, a placement strategy."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"{self.name!r} cannot name a job",
+                f"invalid job name {self.name!r}",
                 hint="at most 128 letters, digits, dots, dashes and underscores, a letter or digit first",
             )
         if not self.command:
-            raise UsageError(f"job {self.name} has no command", hint="name a program, and its words after it")
+            raise UsageError(f"job {self.name} has no command", hint="name a program and its arguments")
         texts = (*self.command, *self.environment.values(), *self.setup, str(self.folder))
         if any("\0" in text for text in texts):
-            raise UsageError(f"job {self.name}: no word may hold a NUL", hint="no program could be given it")
+            raise UsageError(f"job {self.name}: NUL character in an argument", hint="no program accepts one")
         for variable in (*self.environment, *self.secrets):
             if not _VARIABLE.fullmatch(variable):
-                raise UsageError(f"{variable!r} cannot name a variable", hint="letters, digits and underscores")
-        least = {
+                raise UsageError(f"invalid variable name {variable!r}", hint="letters, digits and underscores")
+        minimum = {
             "machines": 1,
             "spares": 0,
             "gpus": 0,
@@ -147,36 +155,41 @@ class LaunchRequest:
             "grace_s": 0,
             "memory_bytes": 1,
         }
-        for key, lowest in least.items():
+        for key, lowest in minimum.items():
             value = getattr(self, key)
             if value is not None and not lowest <= value < 2**63:
                 raise UsageError(f"job {self.name}: {key} is {value}", hint=f"{lowest} or more")
         if self.spares >= self.machines:
             raise UsageError(f"job {self.name}: {self.spares} of {self.machines} machines are spares")
         if not self.folder.is_absolute():
-            raise UsageError(f"job {self.name}: its folder {self.folder} is not absolute")
+            raise UsageError(f"job {self.name}: folder {self.folder} is not an absolute path")
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a job stands."""
+    """The state of a job."""
 
     state: State
     reason: str = ""
     """Why it waits, or how it ended: a sentence."""
     machines: tuple[str, ...] = ()
-    """Those that it has, or had last, the first one first."""
+    """Those that it has, or had last, in order."""
     exit_status: int | None = None
     starts: int = 0
-    """How often it was started."""
+    """How many times it was started."""
     native: str = ""
-    """The engine's own word for the state."""
+    """The engine's own name for the state."""
 
 
-def state_after_exit(exit_status: int, cancelled: bool, told_after_s: float | None = None) -> State:
-    """What a job is whose command has exited so: `waiting` is one that is started again. One that heard SIGUSR1 so soon
-    after its start that it did not listen yet has died of it, and has lost nothing."""
-    if exit_status == 128 + signal.SIGUSR1 and told_after_s is not None and told_after_s < EARLY_S:
+def status_from_json(fields: Mapping[str, Any]) -> JobStatus:
+    """A JobStatus from its fields as JSON."""
+    return JobStatus(**{**fields, "machines": tuple(fields["machines"])})
+
+
+def state_after_exit(exit_status: int, cancelled: bool, signalled_after_s: float | None = None) -> State:
+    """The state of a job whose command exited; `waiting` means that it is restarted. A command killed by a SIGUSR1 that
+    came before it could install a handler has lost nothing and is restarted too."""
+    if exit_status == 128 + signal.SIGUSR1 and signalled_after_s is not None and signalled_after_s < EARLY_S:
         exit_status = REQUEUE
     if exit_status == 0:
         return "finished"
@@ -185,8 +198,15 @@ def state_after_exit(exit_status: int, cancelled: bool, told_after_s: float | No
     return "waiting" if exit_status == REQUEUE else "failed"
 
 
-def read_end(path: Path) -> tuple[int, tuple[str, ...]] | None:
-    """What a command has written into the file of HEADWAY_END: how the whole ended, and the machines it suspects."""
+def exit_reason(state: State, exit_status: int, machine: str = "") -> str:
+    """Why a job is in a state after its command exited, as a sentence."""
+    on = f" on {machine}" if machine else ""
+    reasons = {"finished": "", "cancelled": CANCELLED, "waiting": "saved; waiting to be restarted"}
+    return reasons.get(state, f"the command exited with status {exit_status}{on}")
+
+
+def read_exit_report(path: Path) -> tuple[int, tuple[str, ...]] | None:
+    """The file HEADWAY_END of a command: the exit status of the whole job, and the machines to avoid."""
     try:
         first, *others = path.read_text().splitlines()
         return int(first), tuple(name for name in others if _MACHINE.fullmatch(name))
@@ -194,15 +214,15 @@ def read_end(path: Path) -> tuple[int, tuple[str, ...]] | None:
         return None
 
 
-def end_of(said: Iterable[int]) -> int | None:
-    """How a job ended by what its commands have said of the whole; None where none has. One that was cut off from the
-    others may not know that they finished."""
-    found = set(said)
-    return 0 if 0 in found else REQUEUE if REQUEUE in found else max(found, default=None)
+def combined_exit_status(reported: Iterable[int]) -> int | None:
+    """The exit status of a job, from what its commands reported for the whole of it; None if none did. A command that
+    lost contact with the others may not know that they finished."""
+    statuses = set(reported)
+    return 0 if 0 in statuses else REQUEUE if REQUEUE in statuses else max(statuses, default=None)
 
 
-def array_status(copies: Sequence[JobStatus]) -> JobStatus:
-    """How an array stands: as the liveliest of its copies; once all are over, as the worst."""
+def array_status(tasks: Sequence[JobStatus]) -> JobStatus:
+    """The state of an array: that of its most active task; once all are over, of the worst."""
     order: tuple[State, ...] = (
         "ending",
         "running",
@@ -213,61 +233,72 @@ def array_status(copies: Sequence[JobStatus]) -> JobStatus:
         "cancelled",
         "finished",
     )
-    first = min(copies, key=lambda one: order.index(one.state))
-    counts = {state: sum(one.state == state for one in copies) for state in order}
-    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    statuses = [one.exit_status for one in copies if one.exit_status is not None]
+    first = min(tasks, key=lambda task: order.index(task.state))
+    counts = {state: sum(task.state == state for task in tasks) for state in order}
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    statuses = [task.exit_status for task in tasks if task.exit_status is not None]
     return JobStatus(
         state=first.state,
-        reason=f"of {len(copies)} copies: {told}" + (f"; {first.reason}" if first.reason else ""),
-        machines=tuple(dict.fromkeys(name for one in copies for name in one.machines)),
-        exit_status=max(statuses) if len(statuses) == len(copies) else None,
-        starts=sum(one.starts for one in copies),
+        reason=f"{len(tasks)} tasks: {summary}" + (f"; {first.reason}" if first.reason else ""),
+        machines=tuple(dict.fromkeys(name for task in tasks for name in task.machines)),
+        exit_status=max(statuses) if len(statuses) == len(tasks) else None,
+        starts=sum(task.starts for task in tasks),
         native=first.native,
     )
 
 
 def secret_values(request: LaunchRequest) -> dict[str, str]:
-    """The secrets of a job from this process's environment."""
+    """The secrets of a job, from this process's environment."""
     missing = [name for name in request.secrets if name not in os.environ]
     if missing:
         raise UsageError(
-            f"job {request.name} takes {', '.join(missing)} from the environment, where there is no such variable",
-            hint=f"export {missing[0]}=..., or leave it out of `secrets`",
+            f"job {request.name} needs {', '.join(missing)}, not set in the environment",
+            hint=f"export {missing[0]}=..., or remove it from `secrets`",
         )
     return {name: os.environ[name] for name in request.secrets}
 
 
+def cannot_signal(job: str, state: State) -> EngineError:
+    """The error for a signal to a job that does not run."""
+    return EngineError(f"cannot signal job {job}: it is {state}", hint="headway jobs lists running jobs")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: those that look alike, else all."""
+    known = list(known)
+    return f"did you mean {' or '.join(get_close_matches(word, known, n=3, cutoff=0.5) or known)}?"
+
+
 class Engine(ABC):
-    """Starts processes on machines. UsageError tells of a request that is wrong, EngineError of an engine that is."""
+    """Starts processes on machines. A bad request raises UsageError, a failing engine EngineError."""
 
     name: ClassVar[str]
-    """What people call it."""
+    """As used with --engine."""
 
     @abstractmethod
     def inventory(self) -> list[Machine]:
-        """All machines that may be asked for."""
+        """All machines that can be requested."""
 
     @abstractmethod
     def describe(self, request: LaunchRequest) -> str:
-        """Exactly what `launch` would send, without sending it; UsageError where it would refuse the request."""
+        """Exactly what `launch` would submit, without submitting it; UsageError if it would refuse the request."""
 
     @abstractmethod
     def launch(self, request: LaunchRequest) -> str:
-        """Have a job started as soon as there is room; its id. A job that can never start is refused."""
+        """Queue a job, to start as soon as there are resources, and return its id. Refuse one that can never start."""
 
     @abstractmethod
     def status(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
-        """How jobs stand, by their ids; all of them in as few questions as the engine allows."""
+        """The states of jobs, by id, in as few queries as the engine allows."""
 
     @abstractmethod
     def signal(self, job: str, number: signal.Signals) -> None:
-        """Have the command of a running job hear a signal on each of its machines."""
+        """Send a signal to the command of a running job, on each of its machines."""
 
     @abstractmethod
     def logs(self, job: str) -> list[Path]:
-        """What a job's processes print, a file for each machine and start, the oldest first; they may not exist yet."""
+        """The log files of a job, one per machine and start, oldest first; they may not exist yet."""
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """Have a job end: SIGUSR1, and after its grace for good. One that is over stays as it is."""
+        """End a job: SIGUSR1, then SIGKILL after its grace period. No effect on one that is over."""

@@ -1,4 +1,4 @@
-"""The name by which Ray restarts controllers that were created before the engine became a package; goes next release."""
+"""The import path by which Ray restarts controllers created before the engine became a package; goes next release."""
 
 from headway.cluster.engines.ray.controller import RayJobController as Owner
 

@@ -1,4 +1,4 @@
-"""The shell scripts that engines have started: pure functions of a request, every word of a user's quoted."""
+"""The shell scripts and log files of jobs: pure functions of a request, every user-supplied word quoted."""
 
 import os
 import shlex
@@ -7,25 +7,35 @@ from pathlib import Path
 
 from headway.cluster.engines.engine import LaunchRequest
 
-__all__ = ["PASSED_ON", "log_of", "logs_in", "passed_on", "start_script", "task_script"]
+__all__ = [
+    "INHERITED",
+    "command_with_setup",
+    "inherited_environment",
+    "list_logs",
+    "log_folder",
+    "log_path",
+    "replace_file",
+    "start_script",
+    "task_script",
+]
 
-PASSED_ON = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER")
-"""Variables that a command has from whoever submits it without being asked: where programs and people are."""
+INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER")
+"""Variables that every command inherits from its submitter."""
 
 
-def passed_on() -> dict[str, str]:
-    """Those of them that there are."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+def inherited_environment() -> dict[str, str]:
+    """Those of INHERITED that are set here."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
 def task_script(request: LaunchRequest, first: Sequence[str] = (), folder: str | None = None) -> str:
-    """What runs on each machine of a job: an engine's own lines, the folder (the request's, or one that the shell knows
-    by this word), the variables, the set-up lines, and then the command in the script's place, so that what is meant
-    for the one is heard by the other."""
+    """The script that runs on each machine of a job: the engine's own `first` lines, the folder (the request's, or this
+    shell expression), the variables and the setup lines. `exec` replaces it with the command, so that signals to the
+    script reach the command."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(request.environment.items())]
     lines = [
         "#!/bin/bash",
-        f"# {request.name}: on each of its machines",
+        f"# {request.name}: runs on each machine",
         *first,
         f"cd -- {folder or shlex.quote(str(request.folder))} || exit 1",
         *exports,
@@ -35,13 +45,21 @@ def task_script(request: LaunchRequest, first: Sequence[str] = (), folder: str |
     return "\n".join(lines) + "\n"
 
 
-def start_script(task: Path, log: Path, own: Path) -> str:
-    """What the local engine starts: the task, and beside it somebody who writes down how it ended, whoever else dies.
+def command_with_setup(request: LaunchRequest) -> list[str]:
+    """The command as an argument vector, under a shell that runs the setup lines first if there are any."""
+    if not request.setup:
+        return list(request.command)
+    shell = "\n".join(["set -e", *request.setup, "set +e", 'exec -- "$@"'])
+    return ["bash", "-c", shell, "bash", *request.command]
 
-    `set -m` gives the task a process group of its own, and the signals that a background process would not have. File
-    9 is a lock: held as long as this script lives, and not by what it starts. The task writes down its own number
-    first, so that whatever a command has done, it can be told of. The traps come after the task, which would have them
-    until it is bash itself, and lose what it heard before.
+
+def start_script(task: Path, log: Path, own: Path) -> str:
+    """The script of a local job: starts the task and records its exit status, even if the daemon dies.
+
+    `set -m` gives the task its own process group, and the default signal handlers that a background process would lack.
+    Descriptor 9 is a lock, held while this script lives and not inherited by the task. The task writes its pid first,
+    so that it can be signalled from the beginning. The traps come after the task, which would otherwise inherit them
+    until it becomes bash, and lose signals that arrive before that.
     """
     quoted = shlex.quote(str(task))
     lines = [
@@ -58,17 +76,29 @@ def start_script(task: Path, log: Path, own: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def log_of(folder: Path, start: int, machine: int = 0) -> Path:
-    """What the command of one machine prints in one start."""
+def log_folder(folder: Path, job: str) -> Path:
+    """The folder of a job's logs; an array has a subfolder per task."""
+    base, _, index = job.partition("_")
+    return folder / "jobs" / base / index
+
+
+def log_path(folder: Path, start: int, machine: int = 0) -> Path:
+    """The log of one machine in one start."""
     return folder / f"{start:04d}-{machine}.log"
 
 
-def logs_in(folder: Path) -> list[Path]:
-    """All such files there are, the oldest start first; the first machine's first."""
-    found = [path for path in folder.glob("*-*.log") if _numbers(path)]
-    return sorted(found, key=_numbers)
+def list_logs(folder: Path) -> list[Path]:
+    """All logs in a folder, by start and then by machine."""
+    return sorted((path for path in folder.glob("*-*.log") if _numbers(path)), key=_numbers)
 
 
 def _numbers(path: Path) -> tuple[int, ...]:
     parts = path.stem.split("-")
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdecimal() for part in parts) else ()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically: readers see the old content or the new."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,4 +1,4 @@
-"""What is kept of a submission: requests in JSON's words, and the list of jobs in a run's folder."""
+"""Records of submissions: requests as JSON, and the list of jobs in a run folder."""
 
 import time
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ _REQUEST = TypeAdapter(LaunchRequest)
 
 
 def request_to_json(request: LaunchRequest) -> dict[str, Any]:
-    """A request in JSON's words."""
+    """A request as JSON values."""
     fields: dict[str, Any] = _REQUEST.dump_python(request, mode="json")
     return fields
 
 
 def request_from_json(fields: Mapping[str, Any]) -> LaunchRequest:
-    """A request from JSON's words."""
+    """A request from JSON values."""
     return _REQUEST.validate_python(fields)
 
 
@@ -36,14 +36,14 @@ class Submission:
     engine: str
     job: str
     on: str
-    """What it asks for, as --on says it."""
+    """The devices it asks for, as given to --on."""
     request: LaunchRequest
     time: float = 0.0
     """Unix seconds."""
 
 
 def note_submission(run: Path, submission: Submission) -> None:
-    """Add a job to the list in a run's folder."""
+    """Append a job to the list in a run folder."""
     fields = {"engine": submission.engine, "job": submission.job, "on": submission.on, "time": time.time()}
     line = to_json({"format": FORMAT, **fields, "request": request_to_json(submission.request)}) + b"\n"
     with (run / "jobs.jsonl").open("ab") as file:
@@ -51,17 +51,16 @@ def note_submission(run: Path, submission: Submission) -> None:
 
 
 def last_submission(run: Path) -> Submission | None:
-    """The newest job of a run; None for one that no engine was asked to start."""
+    """The newest job of a run; None if it was never submitted to an engine."""
     try:
-        lines = (run / "jobs.jsonl").read_bytes().split(b"\n")
+        lines = (run / "jobs.jsonl").read_bytes().split(b"\n")[:-1]  # without a torn last line
     except FileNotFoundError:
         return None
-    whole = lines[:-1]  # a torn last line is none
-    if not whole:
+    if not lines:
         return None
     try:
-        fields = from_json(whole[-1])
+        fields = from_json(lines[-1])
         request = request_from_json(fields["request"])
         return Submission(fields["engine"], fields["job"], fields["on"], request, float(fields["time"]))
     except (ValidationError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{run / 'jobs.jsonl'} is no list of jobs: {error}", hint="put back what was there") from None
+        raise RunError(f"{run / 'jobs.jsonl'} is not a list of jobs: {error}", hint="restore the file") from None

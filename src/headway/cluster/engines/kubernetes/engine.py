@@ -1,10 +1,10 @@
-"""The engine of a Kubernetes cluster with JobSet and Kueue: writes what would be applied, and does not apply it yet.
+"""The engine of a Kubernetes cluster with JobSet and Kueue: writes manifests, and does not apply them yet.
 
-    exit 75, or a node that was lost     the JobSet is started again, as often as it happens
-    any other failure                    the JobSet fails
-    its limit                            its pods are told; it is started again, `restarts` times at most
+    exit status 75, or a lost node     the JobSet is restarted, without limit
+    any other failure                  the JobSet fails
+    its time limit                     its pods are signalled; it is restarted, at most `restarts` times
 
-Pods hear SIGTERM where other engines send SIGUSR1: Kubernetes has no other word. Agents take both for "save and stop".
+Pods receive SIGTERM where other engines send SIGUSR1: Kubernetes has no other signal. Agents save and stop on both.
 """
 
 import json
@@ -15,84 +15,85 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from headway.cluster.engines.engine import REQUEUE, Engine, JobStatus, LaunchRequest, Machine
+from headway.cluster.engines.engine import REQUEUE, Engine, JobStatus, LaunchRequest, Machine, did_you_mean
+from headway.cluster.engines.scripts import command_with_setup
 from headway.errors import EngineError, UsageError
 
 __all__ = ["KubernetesEngine", "job_sets"]
 
 SITE = {
-    "image": "the container's image, with headway in it",
-    "claim": "a volume claim that all pods share",
-    "mount": "where it is mounted; the job's folder lies below",
+    "image": "container image with headway in it",
+    "claim": "volume claim that all pods share",
+    "mount": "where it is mounted; must contain the job's folder",
     "queue": "Kueue's local queue",
     "priority": "Kueue's priority class",
-    "topology": "a level of Kueue's topology in which all pods must lie",
-    "namespace": "of everything",
-    "secret": "the Secret that holds the secrets, each under its variable's name",
-    "service_account": "of the pods",
-    "gpu_resource": "what GPUs are called (nvidia.com/gpu)",
-    "restarts": "how often it is started again for other reasons than its own wish (10)",
+    "topology": "level of Kueue's topology that all pods must share",
+    "namespace": "namespace of all objects",
+    "secret": "the Secret with the secrets, by variable name",
+    "service_account": "service account of the pods",
+    "gpu_resource": "resource name of GPUs (nvidia.com/gpu)",
+    "restarts": "restarts for reasons other than exit status 75 (10)",
 }
-"""What can be set for a cluster, and what it means."""
+"""Settings of a cluster and what they mean."""
 LONGEST_NAME = 40
-"""Pods are named after the job, and their names are labels of 63 letters at most."""
+"""Pods are named after the job, and pod names are labels of at most 63 characters."""
 PODS = "machine"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 HOST = "kubernetes.io/hostname"
 
 
 class KubernetesEngine(Engine):
-    """Writes JobSets; whatever would need the cluster says that it comes later."""
+    """Writes JobSets; whatever needs the cluster raises EngineError."""
 
     name: ClassVar[str] = "kubernetes"
 
     def describe(self, request: LaunchRequest) -> str:
-        """The JobSet, as JSON that `kubectl apply -f -` takes; a list of them for an array."""
-        made = job_sets(request)
-        whole = made[0] if request.array is None else {"apiVersion": "v1", "kind": "List", "items": made}
-        return json.dumps(whole, indent=2) + "\n"
+        """The JobSet as JSON for `kubectl apply -f -`; a list of them for an array."""
+        manifests = job_sets(request)
+        array = {"apiVersion": "v1", "kind": "List", "items": manifests}
+        return json.dumps(manifests[0] if request.array is None else array, indent=2) + "\n"
 
     def inventory(self) -> list[Machine]:
-        """Comes later."""
-        raise _later("nodes cannot be listed")
+        """Not supported yet."""
+        raise _unsupported("cannot list nodes")
 
     def launch(self, request: LaunchRequest) -> str:
-        """Comes later; what is wrong with the request is told even so."""
+        """Not supported yet; a bad request is still refused as such."""
         job_sets(request)
-        raise _later("nothing was submitted")
+        raise _unsupported("nothing was submitted")
 
     def status(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
-        """Comes later."""
+        """Not supported yet."""
         if jobs:
-            raise _later("jobs cannot be asked about")
+            raise _unsupported("cannot query jobs")
         return {}
 
     def signal(self, job: str, number: signal.Signals) -> None:  # noqa: ARG002
-        """Comes later."""
-        raise _later("no signal was sent")
+        """Not supported yet."""
+        raise _unsupported("no signal was sent")
 
     def logs(self, job: str) -> list[Path]:  # noqa: ARG002
-        """Comes later."""
-        raise _later("logs cannot be found")
+        """Not supported yet."""
+        raise _unsupported("cannot find logs")
 
     def cancel(self, job: str) -> None:  # noqa: ARG002
-        """Comes later."""
-        raise _later("nothing was cancelled")
+        """Not supported yet."""
+        raise _unsupported("nothing was cancelled")
 
 
-def _later(what: str) -> EngineError:
+def _unsupported(what: str) -> EngineError:
     return EngineError(
         f"{what}: the Kubernetes engine writes JobSets and does not apply them yet",
-        hint="with --dry-run, headway submit prints what would be applied",
+        hint="headway submit --dry-run prints the manifest for kubectl apply",
     )
 
 
 def job_sets(request: LaunchRequest) -> list[dict[str, Any]]:
-    """What would be applied: one JobSet, or one for each copy of an array. Pure: no cluster is asked."""
+    """The manifests: one JobSet, or one per array task. Pure: no cluster is contacted."""
     site = _site(request)
     if request.at_once is not None:
         raise UsageError(
-            f"job {request.name}: Kubernetes has no limit on copies at a time", hint="a queue of Kueue's has one"
+            f"job {request.name}: Kubernetes cannot limit the tasks at a time", hint="limit the queue in Kueue"
         )
     if request.array is None:
         return [_job_set(request, site, _dns(request.name), {})]
@@ -103,35 +104,37 @@ def job_sets(request: LaunchRequest) -> list[dict[str, Any]]:
 
 
 def _site(request: LaunchRequest) -> dict[str, str]:
-    """The settings of the cluster, all known and none missing."""
+    """The cluster's settings; UsageError for unknown, missing or invalid ones."""
     for key in request.site:
         if key not in SITE:
-            raise UsageError(f"the Kubernetes engine has no setting {key!r}", hint=f"it knows {', '.join(SITE)}")
+            raise UsageError(f"the Kubernetes engine has no setting {key!r}", hint=did_you_mean(key, SITE))
     missing = [key for key in ("image", "claim", "mount") if not request.site.get(key)]
     if missing:
-        raise UsageError(f"the Kubernetes engine needs `{missing[0]}`: {SITE[missing[0]]}", hint="in engines.toml")
+        raise UsageError(
+            f"the Kubernetes engine needs `{missing[0]}`: {SITE[missing[0]]}", hint="set it in engines.toml"
+        )
     mount = PurePosixPath(request.site["mount"])
     if not mount.is_absolute() or not PurePosixPath(request.folder).is_relative_to(mount):
         raise UsageError(
-            f"the job's folder {request.folder} does not lie in {mount}, where pods have the shared volume",
-            hint="choose a folder in it, or set `mount`",
+            f"the job's folder {request.folder} is not in {mount}, where pods mount the shared volume",
+            hint="choose a folder in it, or change `mount`",
         )
     if not request.site.get("restarts", "10").isdecimal():
-        raise UsageError(f"restarts is {request.site['restarts']!r}", hint="a whole number")
+        raise UsageError(f"restarts is {request.site['restarts']!r}", hint="expected a whole number")
     return dict(request.site)
 
 
 def _dns(name: str) -> str:
-    """A job's name as Kubernetes allows it."""
-    made = re.sub(r"[^a-z0-9-]", "-", name.lower()).strip("-")
-    if not made or len(made) > LONGEST_NAME:
-        raise UsageError(f"{name!r} is too long for Kubernetes", hint=f"at most {LONGEST_NAME} letters")
-    return made if made[0].isalpha() else f"j-{made}"
+    """A job's name as a DNS label."""
+    label = re.sub(r"[^a-z0-9-]", "-", name.lower()).strip("-")
+    if not label or len(label) > LONGEST_NAME:
+        raise UsageError(f"{name!r} is too long for Kubernetes", hint=f"at most {LONGEST_NAME} characters")
+    return label if label[0].isalpha() else f"j-{label}"
 
 
 def _job_set(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str, str]) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": site.get("queue"), "kueue.x-k8s.io/priority-class": site.get("priority")}
-    metadata = {"name": name, "namespace": site.get("namespace"), "labels": _given(labels)}
+    metadata = {"name": name, "namespace": site.get("namespace"), "labels": _set_only(labels)}
     job = {
         "parallelism": request.machines,
         "completions": request.machines,
@@ -144,18 +147,18 @@ def _job_set(request: LaunchRequest, site: dict[str, str], name: str, own: dict[
     spec = {
         "network": {"enableDNSHostnames": True},
         "failurePolicy": {"maxRestarts": int(site.get("restarts", "10")), "rules": _job_rules()},
-        "replicatedJobs": [{"name": PODS, "replicas": 1, "template": {"spec": _given(job)}}],
+        "replicatedJobs": [{"name": PODS, "replicas": 1, "template": {"spec": _set_only(job)}}],
     }
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _given(metadata), "spec": spec}
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _set_only(metadata), "spec": spec}
 
 
 def _deadline(request: LaunchRequest) -> int | None:
-    """Pods are told so long before the limit that they have their grace until then."""
+    """Seconds after which pods are signalled, so that their grace period ends at the time limit."""
     return None if request.limit_s is None else max(1, math.floor(request.limit_s - request.grace_s))
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Which of the pods' ends are the command's own mistake; the first rule that fits counts."""
+    """Which pod failures are the command's own; the first matching rule counts."""
     return [
         {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"containerName": PODS, "operator": "NotIn", "values": [REQUEUE]}},
@@ -163,7 +166,7 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _job_rules() -> list[dict[str, Any]]:
-    """What follows: what was a mistake is not tried again, what was none does not count."""
+    """What follows: the command's own failures are final, others restart the JobSet."""
     rules = {
         "failed": ("FailJobSet", "PodFailurePolicy"),
         "requeued": ("RestartJobSetAndIgnoreMaxRestarts", "BackoffLimitExceeded"),
@@ -185,55 +188,52 @@ def _pod(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str,
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    return _given({"metadata": _given({"annotations": _given(topology)}), "spec": _given(spec)})
+    return _set_only({"metadata": _set_only({"annotations": _set_only(topology)}), "spec": _set_only(spec)})
 
 
 def _affinity(request: LaunchRequest, name: str) -> dict[str, Any]:
-    """One pod a machine, and none on those to avoid."""
-    ours = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}
-    apart = {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": ours, "topologyKey": HOST}]}
-    if not request.avoid:
-        return {"podAntiAffinity": apart}
-    away = [{"matchExpressions": [{"key": HOST, "operator": "NotIn", "values": list(request.avoid)}]}]
-    node = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": away}}
-    return {"podAntiAffinity": apart, "nodeAffinity": node}
+    """One pod per machine, and none on those to avoid."""
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    job_pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}
+    affinity: dict[str, Any] = {"podAntiAffinity": {required: [{"labelSelector": job_pods, "topologyKey": HOST}]}}
+    if request.avoid:
+        terms = [{"matchExpressions": [{"key": HOST, "operator": "NotIn", "values": list(request.avoid)}]}]
+        affinity["nodeAffinity"] = {required: {"nodeSelectorTerms": terms}}
+    return affinity
 
 
 def _container(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str, str]) -> dict[str, Any]:
-    words = list(request.command)
-    if request.setup:
-        words = ["bash", "-c", "\n".join(["set -e", *request.setup, "set +e", 'exec -- "$@"']), "bash", *words]
     limits = {"cpu": str(request.cpus), "memory": str(request.memory_bytes) if request.memory_bytes else None}
     if request.gpus:
         limits[site.get("gpu_resource", "nvidia.com/gpu")] = str(request.gpus)
     return {
         "name": PODS,
         "image": site["image"],
-        "command": [_literal(word) for word in words],
+        "command": [_literal(word) for word in command_with_setup(request)],
         "workingDir": str(request.folder),
         "env": _environment(request, site, name, own),
-        "resources": {"limits": _given(limits)},
+        "resources": {"limits": _set_only(limits)},
         "volumeMounts": [{"name": "shared", "mountPath": site["mount"]}, {"name": "memory", "mountPath": "/dev/shm"}],
     }
 
 
 def _environment(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str, str]) -> list[dict[str, Any]]:
-    """Variables with their values; of secrets, where the cluster finds them."""
+    """Variables with their values; secrets as references to the Secret."""
     hosts = ",".join(f"{name}-{PODS}-0-{number}.{name}" for number in range(request.machines))
     plain = {**request.environment, "HEADWAY_MACHINES": hosts, **own}
     secret = site.get("secret", name)
     return [
         *({"name": variable, "value": _literal(value)} for variable, value in sorted(plain.items())),
         {"name": "HEADWAY_MACHINE", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
-        *({"name": one, "valueFrom": {"secretKeyRef": {"name": secret, "key": one}}} for one in request.secrets),
+        *({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}} for key in request.secrets),
     ]
 
 
 def _literal(text: str) -> str:
-    """Kubernetes puts variables in for $(NAME), unless the dollar stands twice."""
+    """Escape $(NAME), which Kubernetes would expand."""
     return text.replace("$(", "$$(")
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not set."""
+def _set_only(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are set."""
     return {key: value for key, value in fields.items() if value not in (None, {})}

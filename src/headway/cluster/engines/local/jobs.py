@@ -1,28 +1,29 @@
-"""The jobs of this machine's queue: what is written down of each, and who starts next.
+"""The jobs of this machine's queue: their records on disk, and which of them start next.
 
-<place>/
-  owner.lock  owner.sock  owner.log    of the process that owns the queue
+<queue>/
+  owner.lock  owner.sock  owner.log    of the queue daemon
   jobs/<id>/                           a job that waits or runs
-    job.json                           what it is and how it stands
-    task.sh  start.sh                  what is started
-    lock  pid  exit                    held while it runs; its process group; how it ended
-  over/<id>/                           one that does neither any more
+    job.json                           its request and state
+    task.sh  start.sh                  its scripts
+    lock  pid  exit                    held while it runs; its process group; its exit status
+  over/<id>/                           a job that is over
 """
 
+import fcntl
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 from headway.cluster.engines.engine import OVER, JobStatus, LaunchRequest, State
+from headway.cluster.engines.scripts import log_folder, replace_file
 from headway.errors import EngineError
 
-__all__ = ["LocalJob", "MachineCapacity", "free_room", "read_job", "startable", "write_job"]
+__all__ = ["LocalJob", "MachineCapacity", "free_capacity", "is_locked", "read_job", "startable", "write_job"]
 
 RECORD = "job.json"
 _ID = re.compile(r"[0-9a-f]+(_[0-9]+)?")
@@ -30,7 +31,7 @@ _ID = re.compile(r"[0-9a-f]+(_[0-9]+)?")
 
 @dataclass(frozen=True)
 class MachineCapacity:
-    """What jobs share of this machine."""
+    """The CPUs and GPUs of this machine that jobs share."""
 
     cpus: int
     gpus: tuple[str, ...]
@@ -39,14 +40,14 @@ class MachineCapacity:
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A job of the queue: what it asks for, and how it stands."""
+    """A job of the queue: its request and its state."""
 
     id: str
     order: int
-    """Who came first, starts first."""
+    """Jobs start in this order."""
     request: LaunchRequest
     index: int | None = None
-    """Which copy of an array it is."""
+    """Which task of an array it is."""
     state: State = "waiting"
     reason: str = ""
     starts: int = 0
@@ -54,13 +55,13 @@ class LocalJob:
     gpus: tuple[str, ...] = ()
     """Those that it has, while it runs."""
     started: float = 0.0
-    """Unix seconds, of the last start."""
+    """Time of the last start, in Unix seconds."""
     told: float | None = None
-    """When this start of it first heard SIGUSR1, in Unix seconds."""
+    """When the current start first received SIGUSR1, in Unix seconds."""
     cancelled: float | None = None
-    """When somebody cancelled it, in Unix seconds."""
+    """When it was cancelled, in Unix seconds."""
     boot: str = ""
-    """Which life of the machine it was started in: its process's number means nothing in another."""
+    """Boot id of the machine when it was started: its pid means nothing after a reboot."""
 
     @property
     def alive(self) -> bool:
@@ -69,51 +70,44 @@ class LocalJob:
 
     @property
     def array(self) -> str:
-        """What copies of one array have in common."""
+        """The id that all tasks of an array share."""
         return self.id.partition("_")[0]
 
     @property
     def logs(self) -> Path:
-        """The folder of what it prints."""
-        base, _, index = self.id.partition("_")
-        return self.request.folder / "jobs" / base / index
-
-    def but(self, **changes: Any) -> "LocalJob":
-        """The same job, otherwise."""
-        return replace(self, **changes)
+        """The folder of its logs."""
+        return log_folder(self.request.folder, self.id)
 
     def status(self, machine: str) -> JobStatus:
-        """How it stands, in the words of all engines."""
+        """Its state, as all engines report it."""
         machines = (machine,) if self.starts else ()
         return JobStatus(self.state, self.reason, machines, self.exit_status, self.starts, self.state)
 
 
-def free_room(room: MachineCapacity, jobs: Iterable[LocalJob]) -> MachineCapacity:
-    """What is left of it beside those that run."""
+def free_capacity(capacity: MachineCapacity, jobs: Iterable[LocalJob]) -> MachineCapacity:
+    """What the running jobs leave free."""
     alive = [job for job in jobs if job.alive]
     taken = {gpu for job in alive for gpu in job.gpus}
-    return MachineCapacity(
-        room.cpus - sum(job.request.cpus for job in alive), tuple(g for g in room.gpus if g not in taken)
-    )
+    cpus = capacity.cpus - sum(job.request.cpus for job in alive)
+    return MachineCapacity(cpus, tuple(gpu for gpu in capacity.gpus if gpu not in taken))
 
 
-def startable(room: MachineCapacity, jobs: Iterable[LocalJob]) -> list[tuple[LocalJob, tuple[str, ...]]]:
-    """Who starts now, and on which GPUs: in the order they came, and nobody overtakes one who waits for more. Copies of
-    an array that has as many at work as may be at a time are passed over."""
+def startable(capacity: MachineCapacity, jobs: Iterable[LocalJob]) -> list[tuple[LocalJob, tuple[str, ...]]]:
+    """The jobs to start now, and on which GPUs: in order of submission, with no backfill past a job that waits for
+    more. Tasks of an array that already runs its maximum at a time are skipped."""
     jobs = list(jobs)
-    free, at_work = free_room(room, jobs), Counter(job.array for job in jobs if job.alive)
-    found = []
+    free, running = free_capacity(capacity, jobs), Counter(job.array for job in jobs if job.alive)
+    chosen = []
     for job in sorted((job for job in jobs if job.state == "waiting"), key=lambda job: job.order):
-        wanted = job.request
-        if wanted.at_once is not None and at_work[job.array] >= wanted.at_once:
+        request = job.request
+        if request.at_once is not None and running[job.array] >= request.at_once:
             continue
-        if wanted.cpus > free.cpus or wanted.gpus > len(free.gpus):
+        if request.cpus > free.cpus or request.gpus > len(free.gpus):
             break
-        gpus = free.gpus[: wanted.gpus]
-        free = MachineCapacity(free.cpus - wanted.cpus, free.gpus[wanted.gpus :])
-        found.append((job, gpus))
-        at_work[job.array] += 1
-    return found
+        chosen.append((job, free.gpus[: request.gpus]))
+        free = MachineCapacity(free.cpus - request.cpus, free.gpus[request.gpus :])
+        running[job.array] += 1
+    return chosen
 
 
 # -- on disk
@@ -123,27 +117,37 @@ FORMAT = 1
 _JOB = TypeAdapter(LocalJob)
 
 
-def write_job(place: Path, job: LocalJob) -> None:
-    """Write a job down, whole or not at all, where its state says that it belongs."""
-    folder = place / "jobs" / job.id
+def write_job(queue: Path, job: LocalJob) -> None:
+    """Write a job's record atomically, and move the job's folder if it is over."""
+    folder = queue / "jobs" / job.id
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"{RECORD}.partial"
-    beside.write_bytes(to_json({"format": FORMAT, **_JOB.dump_python(job, mode="json")}) + b"\n")
-    beside.replace(folder / RECORD)
+    replace_file(folder / RECORD, to_json({"format": FORMAT, **_JOB.dump_python(job, mode="json")}).decode() + "\n")
     if job.state in OVER:
-        folder.rename(place / "over" / job.id)
+        folder.rename(queue / "over" / job.id)
 
 
-def read_job(place: Path, job: str) -> LocalJob | None:
-    """A job of the queue, or one that is over; None where there never was one."""
+def read_job(queue: Path, job: str) -> LocalJob | None:
+    """A job of the queue, live or over; None if there never was one."""
     if not _ID.fullmatch(job):
         return None
-    for where in ("jobs", "over", "jobs"):  # it may be moved from the one to the other while we look
-        path = place / where / job / RECORD
+    for folder in ("jobs", "over", "jobs"):  # the job may move from one to the other meanwhile
+        path = queue / folder / job / RECORD
         try:
             return _JOB.validate_python(from_json(path.read_bytes()))
         except FileNotFoundError:
             continue
         except (ValidationError, ValueError) as error:
-            raise EngineError(f"{path} is no record of a job: {error}", hint="put back what was there") from None
+            raise EngineError(f"{path} is not a job record: {error}", hint="restore the file") from None
     return None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on a file."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -1,1 +1,1 @@
-"""The engine `ray`: a detached actor that owns the queue."""
+"""The engine `ray`: a detached actor runs the jobs of a user on a Ray cluster."""

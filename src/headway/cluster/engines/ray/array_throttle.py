@@ -1,4 +1,4 @@
-"""Copies of an array on a Ray cluster take turns, where no more than so many may run at a time."""
+"""Limits how many tasks of an array run at a time on a Ray cluster."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -10,37 +10,37 @@ __all__ = ["ArrayThrottle"]
 
 
 class ArrayThrottle:
-    """Whose turn it is. All of it happens on the owner's event loop."""
+    """Queues the tasks of each array. Used from the controller's event loop only."""
 
     def __init__(self) -> None:
-        self._out: Counter[str] = Counter()
-        self._held: dict[str, list[RayJob]] = {}
-        """Copies that wait for their turn, by array, the first first."""
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, list[RayJob]] = {}
+        """Tasks that wait for a slot, by array, first come first served."""
 
     @asynccontextmanager
-    async def of(self, job: RayJob) -> AsyncIterator[None]:
-        """A start of a job, once there is room in its array, or nobody wants it any more."""
-        array, most = job.id.partition("_")[0], job.request.at_once
-        if most is None:
+    async def slot(self, job: RayJob) -> AsyncIterator[None]:
+        """Hold a slot of the job's array, once one is free or the job is cancelled."""
+        array, limit = job.id.partition("_")[0], job.request.at_once
+        if limit is None:
             yield
             return
-        held = self._held.setdefault(array, [])
-        held.append(job)
-        while not job.cancelled and (self._out[array] >= most or self._first(held) is not job):
-            await job.news.wait()
-        held.remove(job)
-        self._out[array] += 1
-        self._wake(held)
+        waiting = self._waiting.setdefault(array, [])
+        waiting.append(job)
+        while not job.cancelled and (self._running[array] >= limit or self._first(waiting) is not job):
+            await job.changed.wait()
+        waiting.remove(job)
+        self._running[array] += 1
+        self._wake(waiting)
         try:
             yield
         finally:
-            self._out[array] -= 1
-            self._wake(held)
+            self._running[array] -= 1
+            self._wake(waiting)
 
-    def _first(self, held: list[RayJob]) -> RayJob | None:
-        return next((job for job in held if not job.cancelled), None)
+    def _first(self, waiting: list[RayJob]) -> RayJob | None:
+        return next((job for job in waiting if not job.cancelled), None)
 
-    def _wake(self, held: list[RayJob]) -> None:
-        first = self._first(held)
+    def _wake(self, waiting: list[RayJob]) -> None:
+        first = self._first(waiting)
         if first is not None:
-            first.tell()
+            first.notify()

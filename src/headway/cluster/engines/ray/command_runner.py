@@ -1,12 +1,12 @@
-"""Runs one command, and sees to it that nothing of it is left. Standard input: an order, then wishes, a line each.
+"""Runs one command and leaves nothing of it behind. Reads standard input: the order, then messages, one per line.
 
     {"words": [...], "folder": ..., "log": ..., "environment": {...}}     what to run
-    "signal 10"                                                            for the command itself
-    "kill"                                                                 for all that it has started
+    "signal 10"                                                            signal the command itself
+    "kill"                                                                 kill all that it has started
 
-It exits with the command's status, 128 and the number for one that a signal ended. When its standard input ends,
-whoever watched the command is gone and has perhaps had it started elsewhere: it is ended at once. Needs the standard
-library only, and is started by its path, so that it costs a command milliseconds.
+It exits with the command's status, or 128 plus the signal that killed the command. The end of standard input means that
+the Ray task is dead and the command may have been restarted elsewhere: it is killed at once. Uses the standard library
+only and is started by its path, so that it adds milliseconds to a command.
 """
 
 import contextlib
@@ -24,21 +24,19 @@ __all__ = ["descendants", "main"]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_FOUND, NOT_STARTED = 127, 126
-"""What shells exit with where there is no such program, and where it cannot be started."""
+"""As shells exit if a program is not found, and if it cannot be started."""
 
 
 def main() -> int:
-    """Run what the first line says to its end; the status."""
-    order, unread = _order()
+    """Run the command of the first line to its end, and return its status."""
+    order, unread = _read_order()
     with contextlib.suppress(OSError):
-        os.setpriority(
-            os.PRIO_PROCESS, 0, 0
-        )  # Ray's workers are nicer (15) than a command should be; few may change it
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes ours, to be ended with it
+        os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray's workers run at nice 15; not every user may change it
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt what the command leaves behind, to kill it
     with contextlib.ExitStack() as open_files:
-        woken = _woken_by_children()
+        wakeup = _child_wakeup()
         try:
-            # No Path here: to import it takes a third of all that this needs to start.
+            # No Path here: its import is a third of the start-up time.
             log = open_files.enter_context(open(order["log"], "ab", buffering=0))  # noqa: PTH123
         except OSError as error:
             print(f"{order['log']}: {error.strerror}", flush=True)
@@ -48,21 +46,21 @@ def main() -> int:
         except OSError as error:
             log.write(f"{error.filename or order['words'][0]}: {error.strerror}\n".encode())
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
-        _obey(command, woken, unread)
-    _end_all()
+        _follow_messages(command, wakeup, unread)
+    _kill_all()
     status = command.wait()
     return status if status >= 0 else 128 - status
 
 
-def _order() -> tuple[dict[str, Any], bytes]:
-    """The first line, and what came with it: wishes may follow at once, and a reader with a buffer would keep them."""
-    heard = b""
-    while b"\n" not in heard:
-        more = os.read(0, 65536)
-        if not more:
+def _read_order() -> tuple[dict[str, Any], bytes]:
+    """The first line, and what came with it: messages may follow at once, and buffered input would swallow them."""
+    received = b""
+    while b"\n" not in received:
+        data = os.read(0, 65536)
+        if not data:
             break
-        heard += more
-    line, _, rest = heard.partition(b"\n")
+        received += data
+    line, _, rest = received.partition(b"\n")
     return json.loads(line), rest
 
 
@@ -75,43 +73,39 @@ def _start(order: dict[str, Any], log: Any) -> "subprocess.Popen[bytes]":
         stdout=log,
         stderr=log,
         start_new_session=True,
-        preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # one thread only, so nothing can be locked
+        preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe: there is only one thread
     )
 
 
-def _obey(command: "subprocess.Popen[bytes]", woken: int, unread: bytes) -> None:
-    """Do what is wished until the command has ended, or nobody is there to wish anything."""
+def _follow_messages(command: "subprocess.Popen[bytes]", wakeup: int, unread: bytes) -> None:
+    """Carry out messages until the command exits or standard input ends."""
     while command.poll() is None:
         *lines, unread = unread.split(b"\n")
         for line in lines:
-            _do(command, json.loads(line))
-        ready, _, _ = select.select([0, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-        if 0 not in ready:
-            continue
-        heard = os.read(0, 65536)
-        if not heard:
-            return
-        unread += heard
+            message = json.loads(line)
+            if message == "kill":
+                _kill_all()
+            else:
+                command.send_signal(int(message.removeprefix("signal ")))
+        ready, _, _ = select.select([0, wakeup], [], [])
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+        if 0 in ready:
+            data = os.read(0, 65536)
+            if not data:
+                return
+            unread += data
 
 
-def _do(command: "subprocess.Popen[bytes]", wish: str) -> None:
-    if wish == "kill":
-        _end_all()
-    else:
-        command.send_signal(int(wish.removeprefix("signal ")))
-
-
-def _end_all() -> None:
-    """End everything that we have started, and what that has; until nothing is found any more."""
+def _kill_all() -> None:
+    """Kill all descendants, until none is left."""
     for _ in range(100):
         if not _has_children():
-            return  # what they leave behind would have become ours
-        there = [pid for pid in descendants(os.getpid()) if _state(pid) != "Z"]
-        if not there:
+            return  # orphaned descendants would be our children
+        alive = [pid for pid in descendants(os.getpid()) if _state(pid) != "Z"]
+        if not alive:
             return
-        for pid in there:
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         select.select([], [], [], 0.005)
@@ -126,15 +120,15 @@ def _has_children() -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """All processes that a process has started, and those that they have, as far as `/proc` tells."""
+    """All descendants of a process, as far as `/proc` shows."""
     children = dict[int, list[int]]()
-    for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects take longer than all the rest)
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects would dominate the run time)
         if entry.isdecimal() and (fields := _fields(int(entry))):
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found = children.get(pid, [])
-    while found:
-        yield from found
-        found = [child for parent in found for child in children.get(parent, [])]
+    generation = children.get(pid, [])
+    while generation:
+        yield from generation
+        generation = [child for parent in generation for child in children.get(parent, [])]
 
 
 def _state(pid: int) -> str:
@@ -143,7 +137,7 @@ def _state(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """State, parent and what follows of a line in `/proc/PID/stat`, after the name, which may hold anything."""
+    """State, parent and the following fields of `/proc/PID/stat`, after the name, which may hold anything."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
             return file.read().rpartition(")")[2].split()
@@ -151,8 +145,8 @@ def _fields(pid: int) -> list[str]:
         return []
 
 
-def _woken_by_children() -> int:
-    """A descriptor that becomes readable when a child ends."""
+def _child_wakeup() -> int:
+    """A descriptor that becomes readable when a child exits."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -1,8 +1,8 @@
-"""The engine of a Ray cluster: a placement group a job, and one process of its command in each bundle.
+"""The engine of a Ray cluster: one placement group per job, and one process of its command in each bundle.
 
-An actor owns the jobs (controller.py), detached, so that they live on when whoever submitted them is gone. This file is
-what the others call: it connects, refuses what can never fit, and asks that actor. It needs the extra `ray`, and
-headway installed on every node of the cluster.
+A detached actor (controller.py) runs the jobs, so that they outlive their submitter. The engine connects to the
+cluster, refuses what can never fit, and calls that actor. It needs the extra `ray`, and headway installed on every
+node.
 """
 
 import getpass
@@ -12,30 +12,39 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headway.cluster.engines.engine import Engine, JobStatus, LaunchRequest, Machine, secret_values
-from headway.cluster.engines.ray.local_cluster import LOOPBACK, started_here
-from headway.cluster.engines.ray.rules import bundle, machines_of, strategy_of, why_never_fits
-from headway.cluster.engines.scripts import logs_in, passed_on
+from headway.cluster.engines.engine import (
+    Engine,
+    JobStatus,
+    LaunchRequest,
+    Machine,
+    cannot_signal,
+    secret_values,
+    status_from_json,
+)
+from headway.cluster.engines.ray.local_cluster import LOOPBACK, ensure_local_cluster
+from headway.cluster.engines.ray.rules import bundle, machines_from_nodes, placement_strategy, why_never_fits
+from headway.cluster.engines.scripts import inherited_environment, list_logs
 from headway.cluster.engines.submissions import request_to_json
 from headway.errors import EngineError, UsageError
 
-__all__ = ["RayEngine", "connected", "ray_errors"]
+__all__ = ["RayEngine", "ray_errors"]
 
 NAMESPACE = "headway"
 CONNECT_S = 5.0
 ANSWER_S = 60.0
 """Longer than the first process of a cluster needs to start on a busy machine."""
-LOOK_S = 2.0
-"""How long what machines there are is known: whether a job can ever fit does not change from one to the next."""
+INVENTORY_S = 2.0
+"""How long an inventory stays valid: whether jobs can ever fit hardly changes."""
 TRIES = 20
-"""Every question may be asked again: jobs have their ids from here, and are told to end no sooner than once."""
+"""Calls may be repeated: job ids come from the client, and a second cancel has no effect."""
 HEAD = {"node:__internal_head__": 0.001}
-"""The node that holds Ray's own state: when it is lost, all is."""
+"""The node that holds Ray's own state; without it, everything is lost anyway."""
 
 
 class RayEngine(Engine):
@@ -44,18 +53,18 @@ class RayEngine(Engine):
     name: ClassVar[str] = "ray"
 
     def __init__(self, address: str | None = None) -> None:
-        """`address` is HOST:PORT of the cluster, or `local`: the one on this machine, started if it is not there.
+        """`address` is HOST:PORT of the cluster, or `local`: the one on this machine, started if necessary.
 
-        By default it is RAY_ADDRESS.
+        The default is RAY_ADDRESS.
         """
         self.address = address or os.environ.get("RAY_ADDRESS", "")
-        self._owner: Any = None
-        self._there: list[Machine] = []
-        self._looked = -LOOK_S
+        self._controller: Any = None
+        self._inventory: list[Machine] = []
+        self._inventory_time = -INVENTORY_S
         if not self.address:
             raise UsageError(
                 "no Ray cluster is named",
-                hint="set RAY_ADDRESS or `address` to HOST:PORT; `local` starts a cluster of this machine",
+                hint="set RAY_ADDRESS or `address` to HOST:PORT; `local` starts a cluster on this machine",
             )
         if "://" in self.address:
             raise UsageError(
@@ -64,81 +73,82 @@ class RayEngine(Engine):
 
     def inventory(self) -> list[Machine]:
         """The nodes of the cluster."""
-        return sorted(self._machines().values(), key=lambda machine: machine.name)
+        return sorted(self._machines(), key=lambda machine: machine.name)
 
     def describe(self, request: LaunchRequest) -> str:
-        """The placement group, and what is run in each of its bundles."""
+        """The placement group, and what runs in each of its bundles."""
         from headway.cluster.engines.ray.describe import describe_job
 
-        return describe_job(self._complete(request), bundle(request), strategy_of(request))
+        return describe_job(self._complete(request), bundle(request), placement_strategy(request))
 
     def launch(self, request: LaunchRequest) -> str:
-        """Have a job started as soon as there is room; its id."""
+        """See Engine."""
         values = secret_values(request)
         fields, job = request_to_json(self._complete(request)), secrets.token_hex(4)
-        self._ask("launch", job, fields, values)
+        self._call("launch", job, fields, values)
         return job
 
     def status(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
-        """How jobs stand, by their ids."""
-        found = self._ask("status", list(jobs)) if jobs else {}
-        unknown = JobStatus("unknown", "no such job is known on this cluster")
-        return {job: _status(found[job]) if job in found else unknown for job in jobs}
+        """See Engine."""
+        answer = self._call("status", list(jobs)) if jobs else {}
+        unknown = JobStatus("unknown", "unknown job")
+        return {job: status_from_json(answer[job]) if job in answer else unknown for job in jobs}
 
     def signal(self, job: str, number: signal.Signals) -> None:
-        """Have the command of a running job hear a signal on each of its machines."""
-        if not self._ask("signal", job, int(number)):
-            state = self.status([job])[job].state
-            raise EngineError(f"job {job} cannot be signalled: it is {state}", hint="headway jobs shows what runs")
+        """See Engine."""
+        if not self._call("signal", job, int(number)):
+            raise cannot_signal(job, self.status([job])[job].state)
 
     def logs(self, job: str) -> list[Path]:
-        """What its processes print, a file for each machine and start."""
-        return [path for folder in self._ask("logs", job) for path in logs_in(Path(folder))]
+        """See Engine."""
+        return [path for folder in self._call("logs", job) for path in list_logs(Path(folder))]
 
     def cancel(self, job: str) -> None:
-        """Have a job end: SIGUSR1, and after its grace for good."""
-        self._ask("cancel", job)
+        """See Engine."""
+        self._call("cancel", job)
 
     def _complete(self, request: LaunchRequest) -> LaunchRequest:
-        """The request with what it has from here; UsageError if the cluster can never hold it."""
-        if time.monotonic() > self._looked + LOOK_S:  # who submits hundreds of jobs need not look for each
-            self._looked, self._there = time.monotonic(), list(self._machines().values())
-        machines = self._there
-        strategy_of(request)
-        if request.site.get("grows", "no") not in ("yes", "no"):
-            raise UsageError(f"grows is {request.site['grows']!r}", hint="yes where the cluster adds nodes, or no")
-        reason = why_never_fits(request, machines) if request.site.get("grows") != "yes" else None
+        """The request with the inherited environment; UsageError if the cluster can never hold it."""
+        if time.monotonic() > self._inventory_time + INVENTORY_S:  # not once per job when hundreds are submitted
+            self._inventory_time, self._inventory = time.monotonic(), self._machines()
+        placement_strategy(request)
+        grows = request.site.get("grows", "no")
+        if grows not in ("yes", "no"):
+            raise UsageError(f"grows is {grows!r}", hint="expected yes (the cluster adds nodes on demand) or no")
+        reason = why_never_fits(request, self._inventory) if grows == "no" else None
         if reason is not None:
             raise UsageError(
                 f"job {request.name} can never start: {reason}",
-                hint="ask for less; where the cluster adds nodes by itself, set `grows` to yes",
+                hint="ask for less; if the cluster adds nodes on demand, set `grows` to yes",
             )
-        return replace(request, environment={**passed_on(), **request.environment})
+        return replace(request, environment={**inherited_environment(), **request.environment})
 
-    def _machines(self) -> dict[str, Machine]:
-        ray = connected(self)
+    def _machines(self) -> list[Machine]:
+        ray = self.connect()
         from ray._private.state import available_resources_per_node
 
         with ray_errors(ray):
-            return machines_of(ray.nodes(), available_resources_per_node())
+            return list(machines_from_nodes(ray.nodes(), available_resources_per_node()).values())
 
-    # -- the owner
+    # -- the controller
 
-    def _ask(self, verb: str, *words: Any) -> Any:
-        """What the owner answers. It is started if it is not there; if it died with the question, another is asked."""
-        ray = connected(self)
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the controller; start it if necessary, and repeat the call if it died meanwhile."""
+        ray = self.connect()
         with ray_errors(ray):
-            for _ in range(TRIES - 1):
-                self._owner = self._owner or self._make_owner(ray)
+            tries = 0
+            while True:
+                self._controller = self._controller or self._get_controller(ray)
                 try:
-                    return ray.get(getattr(self._owner, verb).remote(*words), timeout=ANSWER_S)
+                    return ray.get(getattr(self._controller, method).remote(*arguments), timeout=ANSWER_S)
                 except ray.exceptions.RayActorError:
-                    self._owner = None
-                    time.sleep(0.5)  # until Ray knows it too
-            return ray.get(getattr(self._make_owner(ray), verb).remote(*words), timeout=ANSWER_S)
+                    self._controller, tries = None, tries + 1
+                    if tries == TRIES:
+                        raise
+                    time.sleep(0.5)  # until Ray notices too
 
-    def _make_owner(self, ray: Any) -> Any:
-        """The actor that owns our jobs, made if it is not there."""
+    def _get_controller(self, ray: Any) -> Any:
+        """The actor that runs our jobs, created if necessary."""
         from headway.cluster.engines.ray.controller import RayJobController
 
         user = getpass.getuser()
@@ -152,21 +162,33 @@ class RayEngine(Engine):
                 num_cpus=0,
                 resources=HEAD,
                 max_restarts=-1,
-                max_concurrency=100_000,  # each process of a job has a call waiting
+                max_concurrency=100_000,  # every process of a job has a call waiting
             )
             .remote(user)
         )
 
-    def reachable(self) -> str:
-        """An address at which somebody listens: Ray itself would try for minutes."""
+    # -- the connection
+
+    def connect(self) -> Any:
+        """The module ray, connected to this cluster; once per process."""
+        ray = _import_ray(self.address)
+        if not ray.is_initialized():
+            address = self._reachable_address()
+            logging.getLogger("ray").setLevel(logging.CRITICAL)  # job states tell of lost nodes
+            with ray_errors(ray):
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        return ray
+
+    def _reachable_address(self) -> str:
+        """The address, checked to accept connections: Ray itself would try for minutes."""
         if self.address == "local":
-            return started_here()
+            return ensure_local_cluster()
         host, _, port = self.address.rpartition(":")
         try:
             with socket.create_connection((host, int(port)), timeout=CONNECT_S):
                 return self.address
         except ValueError:
-            raise UsageError(f"{self.address!r} is no address of a Ray cluster", hint="HOST:PORT or local") from None
+            raise UsageError(f"invalid Ray address {self.address!r}", hint="HOST:PORT or local") from None
         except OSError as error:
             raise EngineError(
                 f"no Ray cluster answers at {self.address}: {error.strerror or error}",
@@ -174,21 +196,10 @@ class RayEngine(Engine):
             ) from None
 
 
-def connected(engine: RayEngine) -> Any:
-    """Ray, connected to an engine's cluster; once a process."""
-    ray = _ray(engine.address)
-    if not ray.is_initialized():
-        address = engine.reachable()
-        logging.getLogger("ray").setLevel(logging.CRITICAL)  # of nodes that leave the status of jobs tells
-        with ray_errors(ray):
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    return ray
-
-
-def _ray(address: str) -> Any:
-    """The module, if it is installed. It looks at its variables once, as it is imported."""
+def _import_ray(address: str) -> Any:
+    """The module, if it is installed. It reads its variables once, on import."""
     os.environ.update(LOOPBACK if address == "local" else {})
-    # A machine without GPUs for a job is no mistake, of which Ray would warn.
+    # Ray would warn of jobs without GPUs, which are normal.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -197,33 +208,23 @@ def _ray(address: str) -> Any:
     return ray
 
 
-class ray_errors:  # noqa: N801 (used as a word: with quoting(ray))
-    """Whatever Ray says in here is an EngineError with its own words."""
-
-    def __init__(self, ray: Any) -> None:
-        self._errors = (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError)
-        self._late = ray.exceptions.GetTimeoutError
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._late):
-            raise EngineError(
-                f"the actor that owns the jobs has not answered for {ANSWER_S:.0f} s",
-                hint="is there room on the head node for one more process, and headway installed there?",
-            ) from None
-        if isinstance(error, self._errors):
-            raise EngineError(f"Ray says: {_short(error)}", hint="ray status shows how the cluster is") from None
+@contextmanager
+def ray_errors(ray: Any) -> Iterator[None]:
+    """Turn Ray's errors into EngineErrors with its message."""
+    try:
+        yield
+    except ray.exceptions.GetTimeoutError:
+        raise EngineError(
+            f"the job controller did not answer within {ANSWER_S:.0f} s",
+            hint="check that the head node can run one more process, and has headway installed",
+        ) from None
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        raise EngineError(f"Ray error: {_summary(error)}", hint="ray status shows the state of the cluster") from None
 
 
-def _short(error: BaseException) -> str:
-    """The line of a long message that says most: the last one of a traceback, else the first."""
+def _summary(error: BaseException) -> str:
+    """The most telling line of a long message: the last of a traceback, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     return lines[-1] if any("Traceback" in line for line in lines) else lines[0]
-
-
-def _status(fields: Mapping[str, Any]) -> JobStatus:
-    return JobStatus(**{**fields, "machines": tuple(fields["machines"])})

@@ -1,4 +1,4 @@
-"""What is written down of jobs on a Ray cluster: JSON in the cluster's own key-value store, a name each."""
+"""Job records as JSON in the key-value store of a Ray cluster."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NAMESPACE = b"headway"
 
 
 class RayKvStore:
-    """The records of one user. Ray's store lives as long as its head node, or longer where that keeps it in Redis."""
+    """The records of one user. Ray's store lives as long as its head node, or longer if that uses Redis."""
 
     def __init__(self, user: str) -> None:
         from ray.experimental import internal_kv
@@ -18,22 +18,19 @@ class RayKvStore:
         self._kv, self._user = internal_kv, user
 
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
-        """Write a record, in the place of one of that name."""
+        """Write or overwrite a record."""
         self._kv._internal_kv_put(self._key(kind, name), to_json(record), overwrite=True, namespace=NAMESPACE)
 
-    def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """A record, if there is one."""
-        found = self._kv._internal_kv_get(self._key(kind, name), namespace=NAMESPACE)
-        return None if found is None else from_json(found)
-
     def remove(self, kind: str, name: str) -> None:
-        """Forget a record."""
+        """Delete a record."""
         self._kv._internal_kv_del(self._key(kind, name), namespace=NAMESPACE)
 
-    def names(self, kind: str) -> list[str]:
-        """The names of all records of a kind."""
+    def read_all(self, kind: str) -> dict[str, dict[str, Any]]:
+        """All records of a kind, by name."""
         prefix = self._key(kind, "")
-        return [key[len(prefix) :].decode() for key in self._kv._internal_kv_list(prefix, namespace=NAMESPACE)]
+        keys = self._kv._internal_kv_list(prefix, namespace=NAMESPACE)
+        values = {key: self._kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys}
+        return {key[len(prefix) :].decode(): from_json(value) for key, value in values.items() if value is not None}
 
     def _key(self, kind: str, name: str) -> bytes:
         return f"{self._user}/{kind}/{name}".encode()

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone, for whoever has none: started once, on loopback, and left running."""
+"""A Ray cluster on this machine alone: started once, on loopback, and left running."""
 
 import os
 import socket
@@ -8,24 +8,24 @@ from pathlib import Path
 
 from headway.errors import EngineError
 
-__all__ = ["LOOPBACK", "started_here"]
+__all__ = ["LOOPBACK", "ensure_local_cluster"]
 
 START_S = 60.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""The first is Ray's switch for machines that are no cluster: everything listens on 127.0.0.1 only."""
+"""The first is Ray's switch for single machines: everything listens on 127.0.0.1 only."""
 
 
-def started_here() -> str:
-    """The address of the cluster that runs on this machine; one is started if none does."""
-    found = _recorded()
-    if found is not None:
-        return found
+def ensure_local_cluster() -> str:
+    """The address of the cluster on this machine; start one if there is none."""
+    address = _recorded_address()
+    if address is not None:
+        return address
     port = _free_port()
-    words = ["start", "--head", "--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
-    words += ["--ray-client-server-port", str(_free_port()), "--disable-usage-stats"]
+    options = ["--head", "--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
+    options += ["--ray-client-server-port", str(_free_port()), "--disable-usage-stats"]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", *words],
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
             env={**os.environ, **LOOPBACK, "RAY_worker_niceness": "0", "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -34,17 +34,17 @@ def started_here() -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EngineError(f"a Ray cluster on this machine did not start within {START_S:.0f} s") from None
+        raise EngineError(f"the Ray cluster on this machine did not start within {START_S:.0f} s") from None
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise EngineError(
-            f"a Ray cluster could not be started on this machine: {last}", hint="ray start --head says more"
+            f"cannot start a Ray cluster on this machine: {last}", hint="run ray start --head for details"
         )
     return f"127.0.0.1:{port}"
 
 
-def _recorded() -> str | None:
-    """The cluster that Ray remembers to have started here last, if it still listens."""
+def _recorded_address() -> str | None:
+    """The cluster that Ray last started here, if it still listens."""
     from ray._common.utils import get_ray_address_file
 
     try:
@@ -57,10 +57,10 @@ def _recorded() -> str | None:
 
 
 def _free_port() -> int:
-    """One above 20000, where nothing usual listens."""
+    """A free port above 20000, away from well-known services."""
     while True:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = int(taken.getsockname()[1])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
         if port >= 20000:
             return port

@@ -1,106 +1,138 @@
-"""What the Ray engine decides, without Ray: bundles, what can never fit, and what follows when processes have ended."""
+"""The decisions of the Ray engine, without Ray: bundles, what can never fit, and what follows when tasks have ended."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headway.cluster.engines.engine import REQUEUE, LaunchRequest, Machine, State, end_of, state_after_exit
+from headway.cluster.engines.engine import (
+    CANCELLED,
+    REQUEUE,
+    LaunchRequest,
+    Machine,
+    State,
+    combined_exit_status,
+    did_you_mean,
+    exit_reason,
+    state_after_exit,
+)
 from headway.errors import UsageError
 
 __all__ = [
+    "SITE",
     "STRATEGIES",
+    "WELL_S",
     "NextState",
     "TaskExit",
     "bundle",
-    "lost_one",
-    "machines_of",
+    "lost_machine",
+    "machines_from_nodes",
+    "machines_to_avoid",
+    "must_stop",
     "next_state",
-    "pause_s",
-    "strategy_of",
+    "placement_strategy",
+    "resource_shape",
+    "restart_delay_s",
+    "task_exit",
     "why_never_fits",
 ]
 
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-"""Ray's own words: each process on a machine of its own, if possible so, on few machines if possible, on one."""
+"""Ray's placement strategies: one process per machine, the same if possible, few machines if possible, one machine."""
 SITE = {
-    "address": "HOST:PORT of the cluster, or local: one of this machine alone",
+    "address": "HOST:PORT of the cluster, or local: one on this machine",
     "strategy": "how processes are placed: STRICT_SPREAD, SPREAD, PACK or STRICT_PACK",
-    "grows": "yes where the cluster adds nodes when they are asked for",
+    "grows": "yes if the cluster adds nodes on demand",
 }
-"""What can be set for a cluster, and what it means."""
+"""Settings of a Ray cluster and what they mean."""
 WELL_S = 10.0
-"""A start that lasted so long was no mistake: the next one need not wait."""
+"""After a start that lasted this long, the next one need not wait."""
 LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True)
 class TaskExit:
-    """How the process of one machine ended."""
+    """How the task of one machine ended."""
 
     machine: int
     exit_status: int | None = None
     lost: str = ""
-    """Why nothing is known of it, where its machine or what watched it there went away."""
+    """Why it has no exit status, if its machine or its Ray worker was lost."""
     error: str = ""
     """Why it could not be started at all."""
-    said: int | None = None
-    """How the whole ended, where its command knew."""
+    reported: int | None = None
+    """The exit status of the whole job, if its command reported one."""
     suspects: tuple[str, ...] = ()
-    """Machines that its command wants the next start to do without."""
+    """Machines that the next start should avoid, according to its command."""
 
 
 @dataclass(frozen=True)
 class NextState:
-    """What a job is after a start of it is over; `waiting` is one that is started again."""
+    """The state of a job after a start is over; `waiting` means that it is restarted."""
 
     state: State
     reason: str = ""
     exit_status: int | None = None
 
 
+# -- resources
+
+
 def bundle(request: LaunchRequest) -> dict[str, float]:
-    """What is reserved on each machine."""
-    wanted: dict[str, float] = {"CPU": request.cpus}
+    """The resources reserved on each machine."""
+    resources: dict[str, float] = {"CPU": request.cpus}
     if request.gpus:
-        wanted["GPU"] = request.gpus
+        resources["GPU"] = request.gpus
     if request.memory_bytes:
-        wanted["memory"] = request.memory_bytes
-    return wanted
+        resources["memory"] = request.memory_bytes
+    return resources
 
 
-def strategy_of(request: LaunchRequest) -> str:
-    """How Ray is to place the bundles."""
+def placement_strategy(request: LaunchRequest) -> str:
+    """Ray's placement strategy for the bundles; UsageError for settings that the engine does not have."""
     unknown = sorted(set(request.site) - set(SITE))
     if unknown:
-        raise UsageError(f"the Ray engine knows no {unknown[0]!r}", hint=f"it knows {', '.join(SITE)}")
-    named = request.site.get("strategy", "STRICT_SPREAD").upper().replace("-", "_")
-    if named not in STRATEGIES:
-        raise UsageError(f"Ray has no strategy {named!r}", hint=f"one of {', '.join(STRATEGIES)}")
-    return named
+        raise UsageError(f"the Ray engine has no setting {unknown[0]!r}", hint=did_you_mean(unknown[0], SITE))
+    strategy = request.site.get("strategy", "STRICT_SPREAD").upper().replace("-", "_")
+    if strategy not in STRATEGIES:
+        raise UsageError(f"unknown placement strategy {strategy!r}", hint=f"one of {', '.join(STRATEGIES)}")
+    return strategy
+
+
+def resource_shape(request: LaunchRequest) -> tuple[Any, ...]:
+    """Equal for jobs that can use each other's placement groups."""
+    return bundle(request), request.machines, placement_strategy(request), sorted(request.avoid)
 
 
 def why_never_fits(request: LaunchRequest, machines: Sequence[Machine]) -> str | None:
-    """Why a request can never have what it asks for on these machines; None if it can, now or later."""
-    there = [one for one in machines if one.state != "away" and one.name not in request.avoid]
-    copies = [_copies(request, one) for one in there]
-    match strategy_of(request):
+    """Why a request can never be satisfied on these machines; None if it can, now or later."""
+    usable = [machine for machine in machines if machine.state != "away" and machine.name not in request.avoid]
+    counts = [_processes(request, machine) for machine in usable]
+    match placement_strategy(request):
         case "STRICT_SPREAD":
-            room = sum(map(bool, copies))
+            capacity, where = sum(map(bool, counts)), ""
         case "STRICT_PACK":
-            room = max(copies, default=0)
+            capacity, where = max(counts, default=0), " on one machine"
         case _:
-            room = sum(copies)
-    if room >= request.machines:
+            capacity, where = sum(counts), " side by side"
+    if capacity >= request.machines:
         return None
-    where = {"STRICT_SPREAD": "", "STRICT_PACK": " on one machine"}.get(strategy_of(request), " side by side")
-    apart = f" (without {', '.join(request.avoid)})" if request.avoid else ""
-    held = f"of its {len(there)} machines{apart} there is room for {room}"
-    return f"{_asked(request)}{where} were asked for, and {held}; the largest has {_largest(there)}"
+    without = f" (without {', '.join(request.avoid)})" if request.avoid else ""
+    return (
+        f"it asks for {_asked(request)}{where}; the {len(usable)} machines{without} have room for {capacity}; "
+        f"the largest has {_largest(usable)}"
+    )
 
 
-def _copies(request: LaunchRequest, machine: Machine) -> int:
-    """How many of the processes a machine could hold if it were free."""
+def machines_to_avoid(request: LaunchRequest, suspects: Sequence[str], machines: Sequence[Machine]) -> tuple[str, ...]:
+    """Machines that a job must not get: those it was submitted to avoid, and its suspects as long as the others are
+    enough."""
+    avoid = tuple(dict.fromkeys((*request.avoid, *suspects)))
+    return request.avoid if why_never_fits(replace(request, avoid=avoid), machines) else avoid
+
+
+def _processes(request: LaunchRequest, machine: Machine) -> int:
+    """How many of the processes a machine could hold if it were idle."""
     counts = [machine.cpus // request.cpus]
     if request.gpus:
         counts.append(machine.gpus // request.gpus)
@@ -120,7 +152,7 @@ def _asked(request: LaunchRequest) -> str:
 def _largest(machines: Sequence[Machine]) -> str:
     if not machines:
         return "nothing"
-    most = max(machines, key=lambda one: (one.gpus, one.cpus, one.memory_bytes))
+    most = max(machines, key=lambda machine: (machine.gpus, machine.cpus, machine.memory_bytes))
     return f"{_count(most.gpus, 'GPU')}, {_count(most.cpus, 'core')} and {most.memory_bytes / 2**30:.3g} GiB"
 
 
@@ -128,79 +160,94 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def machines_of(nodes: Sequence[dict[str, Any]], free: dict[str, dict[str, float]]) -> dict[str, Machine]:
-    """Ray's nodes as machines, by Ray's ids. Not those that left, which it knows for ever, nor a head without cores."""
+def machines_from_nodes(nodes: Sequence[dict[str, Any]], free: dict[str, dict[str, float]]) -> dict[str, Machine]:
+    """Ray's nodes as machines, by Ray's ids; without dead nodes, which Ray lists for ever, and heads without cores."""
     alive = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    names = {node["NodeID"]: _name(node) for node in alive}
-    often = Counter(names.values())
-    found = {}
+    names = {node["NodeID"]: _node_name(node) for node in alive}
+    uses = Counter(names.values())
+    machines = {}
     for node in alive:
         number, total = node["NodeID"], node["Resources"]
         left = free.get(number, total)
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         busy = left.get("GPU", 0) < gpus or left.get("CPU", 0) < cpus
-        found[number] = Machine(
-            name=names[number] if often[names[number]] == 1 else f"{names[number]}-{number[:6]}",
+        machines[number] = Machine(
+            name=names[number] if uses[names[number]] == 1 else f"{names[number]}-{number[:6]}",
             state="busy" if busy else "free",
             gpus=gpus,
             gpus_free=int(left.get("GPU", 0)),
             cpus=cpus,
             memory_bytes=int(total.get("memory", 0)),
         )
-    return found
+    return machines
 
 
-def _name(node: dict[str, Any]) -> str:
-    """What somebody named it, or else its host's name."""
-    named = str(node.get("NodeName") or "")
-    return named if named and named != node["NodeManagerAddress"] else str(node["NodeManagerHostname"])
+def _node_name(node: dict[str, Any]) -> str:
+    """The name it was given, else its host name."""
+    name = str(node.get("NodeName") or "")
+    return name if name and name != node["NodeManagerAddress"] else str(node["NodeManagerHostname"])
+
+
+# -- the end of a start
+
+
+def task_exit(rank: int, report: Mapping[str, Any]) -> TaskExit:
+    """What a task returned, as a TaskExit."""
+    return TaskExit(
+        rank,
+        exit_status=report.get("exit"),
+        lost=report.get("lost", ""),
+        error=report.get("error", ""),
+        reported=report.get("said"),
+        suspects=tuple(report.get("suspects", ())),
+    )
+
+
+def must_stop(exits: Sequence[TaskExit], spares: int) -> bool:
+    """Whether the tasks that still run must stop: one could not start, or more machines were lost than are spare."""
+    return any(task.error for task in exits) or sum(bool(task.lost) for task in exits) > spares
 
 
 def next_state(
-    ends: Sequence[TaskExit],
+    exits: Sequence[TaskExit],
     names: Sequence[str],
     *,
     cancelled: bool,
     limit_s: float | None,
-    told_after_s: float | None = None,
+    signalled_after_s: float | None = None,
 ) -> NextState:
-    """What becomes of a job whose processes are all gone; `limit_s` where they were ended by it, `told_after_s` is when
-    they first heard SIGUSR1, from their start on."""
-    lost = next((end for end in ends if end.lost), None)
-    error = next((end.error for end in ends if end.error), None)
-    said = end_of(end.said for end in ends if end.said is not None)
-    if said == 0 or (said == REQUEUE and not cancelled):
-        without = lost_one(ends, names)
-        again = "it has saved, and waits to be started again" if said else ""
-        return NextState("waiting" if said else "finished", "; ".join(filter(None, (without, again))), said)
+    """The state of a job whose tasks have all ended. `limit_s` is set if they were stopped at their time limit,
+    `signalled_after_s` is when they first received SIGUSR1 after their start."""
+    lost = lost_machine(exits, names)
+    error = next((task.error for task in exits if task.error), None)
+    reported = combined_exit_status(task.reported for task in exits if task.reported is not None)
+    if reported == 0 or (reported == REQUEUE and not cancelled):
+        state: State = "waiting" if reported else "finished"
+        return NextState(state, "; ".join(filter(None, (lost, exit_reason(state, reported)))), reported)
     if cancelled and (lost or error):
-        return NextState("cancelled", "somebody cancelled it")
+        return NextState("cancelled", CANCELLED)
     if error is not None:
         return NextState("failed", error)
-    if lost is not None:
-        return NextState("waiting", f"{lost_one(ends, names)}; it is started again")
-    worst = max(ends, key=lambda end: end.exit_status or 0)
+    if lost:
+        return NextState("waiting", f"{lost}; waiting to be restarted")
+    worst = max(exits, key=lambda task: task.exit_status or 0)
     status = worst.exit_status or 0
-    state = state_after_exit(status, cancelled, told_after_s)
-    reason = {
-        "finished": "",
-        "cancelled": "somebody cancelled it",
-        "waiting": "it has saved, and waits to be started again",
-    }.get(state, f"its command exited with {status} on {_called(names, worst.machine)}")
+    state = state_after_exit(status, cancelled, signalled_after_s)
+    reason = exit_reason(state, status, _machine_name(names, worst.machine))
     if state == "failed" and limit_s is not None:
-        reason = f"it was ended at its limit of {limit_s:g} s"
+        reason = f"killed at its time limit of {limit_s:g} s"
     return NextState(state, reason, status)
 
 
-def lost_one(ends: Sequence[TaskExit], names: Sequence[str]) -> str:
-    """Which machine was lost, in a sentence; nothing where none was."""
-    return next((f"{_called(names, end.machine)} was lost ({end.lost})" for end in ends if end.lost), "")
+def lost_machine(exits: Sequence[TaskExit], names: Sequence[str]) -> str:
+    """Which machine was lost, and why, in a sentence; empty if none was."""
+    return next((f"{_machine_name(names, task.machine)} was lost ({task.lost})" for task in exits if task.lost), "")
 
 
-def _called(names: Sequence[str], machine: int) -> str:
-    return names[machine] if machine < len(names) and names[machine] else f"its machine {machine}"
+def _machine_name(names: Sequence[str], machine: int) -> str:
+    return names[machine] if machine < len(names) and names[machine] else f"machine {machine}"
 
 
-def pause_s(short_starts: int) -> float:
-    """How long to wait before another start when so many in a row were short: nobody starts for ever at full speed."""
+def restart_delay_s(short_starts: int) -> float:
+    """How long to wait before the next start after that many short ones in a row: exponential backoff."""
     return 0.0 if short_starts < 3 else min(LONGEST_PAUSE_S, 2.0 ** (short_starts - 3))

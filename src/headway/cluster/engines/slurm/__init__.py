@@ -1,1 +1,1 @@
-"""The engine `slurm`."""
+"""The engine `slurm`: jobs through sbatch, srun and scancel."""

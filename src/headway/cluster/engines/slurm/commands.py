@@ -1,18 +1,18 @@
-"""Slurm's commands: run with a limit, and one sentence with Slurm's own words when they fail."""
+"""Run Slurm's commands with a timeout, and explain their failures in one sentence with Slurm's own message."""
 
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from headway.cluster.engines.scripts import passed_on
+from headway.cluster.engines.scripts import inherited_environment
 from headway.errors import EngineError, UsageError
 
 __all__ = ["PATIENCE_S", "SlurmRefused", "run"]
 
 PATIENCE_S = 60.0
-"""A controller under load takes its time; one that needs longer is not there."""
+"""Timeout of a command: a controller under load is slow."""
 
-_OF_THE_REQUEST = (
+_BAD_REQUEST = (
     "Requested node configuration is not available",
     "More processors requested than permitted",
     "Node count specification invalid",
@@ -22,23 +22,23 @@ _OF_THE_REQUEST = (
     "Invalid job array specification",
     "Invalid node name specified",
 )
-"""Words of Slurm's that say that the request is wrong, and no matter of accounts or daemons."""
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""Messages of Slurm's that blame the request, not accounts or daemons."""
+_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 class SlurmRefused(EngineError):
-    """A command of Slurm's failed; what it said is `words`."""
+    """A Slurm command failed; `output` is what it printed."""
 
-    def __init__(self, message: str, words: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, output: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
-        self.words = words
+        self.output = output
 
 
 def run(*command: str, secrets: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S) -> str:
-    """What a command prints. It sees of our environment what every job does, so that no SBATCH_ or SLURM_ variable of
-    whoever calls changes what is asked for."""
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    environment = {**passed_on(), **kept, **(secrets or {})}
+    """Run a command and return its output. It sees only the environment that every job inherits, so that no SBATCH_ or
+    SLURM_ variable of the caller changes the request."""
+    slurm = {name: os.environ[name] for name in _SLURM_VARIABLES if name in os.environ}
+    environment = {**inherited_environment(), **slurm, **(secrets or {})}
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -46,15 +46,15 @@ def run(*command: str, secrets: Mapping[str, str] | None = None, patience_s: flo
         )  # fmt: skip
     except FileNotFoundError:
         raise EngineError(
-            f"there is no command {command[0]} here",
-            hint="submit where Slurm's commands are: on a login node, or in PATH",
+            f"command {command[0]} not found",
+            hint="submit from a login node, or add Slurm's commands to PATH",
         ) from None
     except OSError as error:
-        raise EngineError(f"{command[0]} cannot be run: {error.strerror}") from None
+        raise EngineError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"{command[0]} has not answered within {patience_s:g} s",
-            hint="nothing was submitted; scontrol ping says whether Slurm's controller is up",
+            f"{command[0]} did not answer within {patience_s:g} s",
+            hint="nothing was submitted; check Slurm's controller with scontrol ping",
         ) from None
     if done.returncode:
         raise refusal(command, done.stderr or done.stdout, done.returncode)
@@ -62,16 +62,16 @@ def run(*command: str, secrets: Mapping[str, str] | None = None, patience_s: flo
 
 
 def refusal(command: Sequence[str], output: str, status: int) -> EngineError | UsageError:
-    """Why a command failed, in its own words."""
-    words = " ".join(output.split()) or f"exit status {status}"
-    if any(known in words for known in _OF_THE_REQUEST):
+    """The error for a command that failed, with its own message."""
+    output = " ".join(output.split()) or f"exit status {status}"
+    if any(message in output for message in _BAD_REQUEST):
         return UsageError(
-            f'Slurm can never run it: {command[0]} said "{words}"',
+            f'Slurm can never run this job: {command[0]} printed "{output}"',
             hint="headway nodes --engine slurm shows what there is",
         )
-    hint = "scontrol ping says whether Slurm's controller is up"
-    if "partition" in words:
-        hint = "sinfo lists the partitions; `partition` in engines.toml names yours"
-    elif "account" in words or "qos" in words:
-        hint = "sacctmgr show associations user=$USER lists yours; `account` and `qos` in engines.toml name them"
-    return SlurmRefused(f'{command[0]} failed: "{words}"', words, hint)
+    hint = "check Slurm's controller with scontrol ping"
+    if "partition" in output:
+        hint = "sinfo lists the partitions; set `partition` in engines.toml"
+    elif "account" in output or "qos" in output:
+        hint = "sacctmgr show associations user=$USER lists yours; set `account` and `qos` in engines.toml"
+    return SlurmRefused(f'{command[0]} failed: "{output}"', output, hint)

@@ -1,11 +1,19 @@
-"""What Slurm's commands print, in our words: pure functions of text."""
+"""Parse the output of Slurm's commands into Headway's types: pure functions of text."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from headway.cluster.engines.engine import JobStatus, LaunchRequest, Machine, State, state_after_exit
+from headway.cluster.engines.engine import (
+    CANCELLED,
+    JobStatus,
+    LaunchRequest,
+    Machine,
+    State,
+    exit_reason,
+    state_after_exit,
+)
 from headway.errors import EngineError, UsageError
 
 __all__ = [
@@ -20,24 +28,24 @@ __all__ = [
     "SlurmJobRow",
     "check_room",
     "job_status",
-    "meant",
     "parse_accounts",
     "parse_comments",
     "parse_nodes",
     "parse_partitions",
     "parse_queue",
+    "select_partitions",
 ]
 
 QUEUE = "%i|%T|%r|%S"
-"""squeue: the job, its state, why it waits, and when it starts, or may."""
+"""squeue: job, state, reason for waiting, (expected) start time."""
 COMMENTS = "JobArrayID:|,Comment:|"
-"""squeue: the job, and what its script says of it."""
+"""squeue: job, and the state that its script reports in the comment."""
 HOLD_S = 120.0
-"""How long Slurm holds a job back that it has put into the queue again."""
+"""How long Slurm holds a requeued job."""
 ACCOUNTS = "JobID,State,ExitCode,NodeList"
 NODES = "NodeList:|,StateLong:|,CPUs:|,Memory:|,Gres:|,GresUsed:|,Partition:|,Reason:|"
 PARTITIONS = "%P|%l"
-"""sinfo: the partition, and the longest that a job may take there."""
+"""sinfo: partition and time limit."""
 MIB = 2**20
 
 _STATES: Mapping[str, State] = {
@@ -72,125 +80,121 @@ _NEVER = re.compile(
     "BadConstraints|PartitionNodeLimit|PartitionTimeLimit|InvalidAccount|InvalidQOS|.*PerJobLimit|.*PerJob|"
     "(Assoc|QOS)Max(WallDuration|CPU|Gres|GRES|Memory|Node|Nodes|Cpu).*"
 )
-"""Reasons of Slurm's that no waiting helps against, as long as nobody changes the limits."""
+"""Slurm's reasons of jobs that can never start under the present limits."""
 _ENDS = {
-    "TIMEOUT": "it was ended at its time limit",
-    "NODE_FAIL": "a machine of it failed",
-    "OUT_OF_MEMORY": "it ran out of memory",
-    "PREEMPTED": "another job took its machines",
+    "TIMEOUT": "killed at its time limit",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted by another job",
     "DEADLINE": "its deadline passed",
-    "BOOT_FAIL": "a machine of it did not start",
+    "BOOT_FAIL": "a node failed to boot",
 }
 _WAITS = {
     "None": "",
-    "Resources": "it waits for machines",
-    "Priority": "others come first",
-    "BeginTime": "Slurm holds it back for two minutes after a start that failed or was given back",
-    "Dependency": "it waits for the start before it to end",
+    "Resources": "waiting for nodes",
+    "Priority": "jobs of higher priority come first",
+    "BeginTime": "held by Slurm for two minutes after a failed or requeued start",
+    "Dependency": "waiting for the previous start to end",
 }
 
 
 @dataclass(frozen=True)
 class SlurmJobRow:
-    """What Slurm says of a job."""
+    """A job as squeue or sacct reports it."""
 
     state: str
     reason: str = ""
     exit_status: int | None = None
     begin: float | None = None
-    """When it starts, or may, in Unix seconds, where Slurm says so."""
+    """(Expected) start time in Unix seconds, if Slurm gives one."""
 
     def held_since(self) -> float | None:
-        """When it was put back into the queue, if that is why it waits."""
+        """When it was requeued, if that is why it waits."""
         return self.begin - HOLD_S if self.begin is not None and self.reason == "BeginTime" else None
 
 
 @dataclass(frozen=True)
 class ScriptState:
-    """What a job's script has left in its folder."""
+    """The state that a job's script has recorded in its folder."""
 
     starts: int = 0
     machines: tuple[str, ...] = ()
     ended: int | None = None
-    """The exit status of the last start, if that has ended by itself."""
+    """Exit status of the last start, if the script lived to record it."""
     cancelled: bool = False
     lost: str = ""
-    """Machines that were lost in the last start, with commas, as far as srun was there to hear of it."""
+    """Machines lost in the last start, comma-separated, as far as srun noticed."""
     orphaned: bool = False
-    """Whether the machine was lost that the script ran on, and `ended` is what the commands have said of the whole."""
+    """Whether the machine of the script was lost, and `ended` is what the commands reported for the whole job."""
 
 
 def parse_queue(text: str) -> dict[str, SlurmJobRow]:
     """squeue's lines, by job."""
-    found = {}
-    for line in text.splitlines():
-        fields = _fields("squeue", line, 4)
-        found[fields[0]] = SlurmJobRow(fields[1], fields[2], begin=_time(fields[3]))
-    return found
+    rows = [_fields("squeue", line, 4) for line in text.splitlines()]
+    return {job: SlurmJobRow(state, reason, begin=_time(begin)) for job, state, reason, begin in rows}
 
 
 @dataclass(frozen=True)
 class CommentState:
-    """What the script of a job says in its comment, where it shares no folder with who submitted it."""
+    """The state that a job's script reports in its comment, where no folder is shared."""
 
     number: str
-    """Slurm's own for the job, the newest where it was submitted again."""
+    """Slurm's job id; the newest if it was submitted again."""
     starts: int = 0
     machines: str = ""
-    """With commas."""
+    """Comma-separated."""
     ended: int | None = None
     lost: str = ""
 
 
 def parse_comments(text: str) -> dict[tuple[str, str], CommentState]:
-    """squeue's lines, by a comment's first word and the number of an array's copy; the newest job of each."""
-    found = dict[tuple[str, str], CommentState]()
+    """squeue's lines, by the first word of the comment and the array index; the newest job of each."""
+    states = dict[tuple[str, str], CommentState]()
     for line in text.splitlines():
         number, _, comment = line.strip().removesuffix("|").partition("|")
         words = comment.split()
         base, _, index = number.partition("_")
         if not words or not base.isdecimal():
             continue
-        told = dict(word.partition("=")[::2] for word in words[1:])
-        starts, ended = told.get("starts", ""), told.get("ended", "")
-        one = CommentState(
-            number,
-            int(starts) if starts.isdecimal() else 0,
-            told.get("on", ""),
-            int(ended) if ended.isdecimal() else None,
-            told.get("lost", ""),
-        )
-        known = found.get((words[0], index))
+        values = dict(word.partition("=")[::2] for word in words[1:])
+        starts, ended = values.get("starts", ""), values.get("ended", "")
+        known = states.get((words[0], index))
         if known is None or int(known.number.partition("_")[0]) <= int(base):
-            found[words[0], index] = one
-    return found
+            states[words[0], index] = CommentState(
+                number,
+                int(starts) if starts.isdecimal() else 0,
+                values.get("on", ""),
+                int(ended) if ended.isdecimal() else None,
+                values.get("lost", ""),
+            )
+    return states
 
 
 def _time(text: str) -> float | None:
     try:
-        return datetime.fromisoformat(text).timestamp()  # as Slurm and this machine tell the time
+        return datetime.fromisoformat(text).timestamp()  # local time, as Slurm prints it
     except ValueError:
         return None
 
 
 def parse_accounts(text: str) -> dict[str, SlurmJobRow]:
     """sacct's lines, by job; "CANCELLED by 1000" is CANCELLED."""
-    found = {}
+    rows = {}
     for line in text.splitlines():
         job, state, code, _ = _fields("sacct", line, 4)
         status, _, number = code.partition(":")
         exit_status = 128 + int(number) if number.isdecimal() and int(number) else int(status or 0)
-        found[job] = SlurmJobRow(state.split()[0] if state else "", state, exit_status)
-    return found
+        rows[job] = SlurmJobRow(state.split()[0] if state else "", state, exit_status)
+    return rows
 
 
 def parse_nodes(text: str) -> list[Machine]:
-    """sinfo's lines, one a node and partition, as machines."""
+    """sinfo's lines, one per node and partition, as machines."""
     rows: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         fields = _fields("sinfo", line.removesuffix("|"), 8)
         rows.setdefault(fields[0], []).append(fields)
-    return [_machine(name, of_one) for name, of_one in rows.items()]
+    return [_machine(name, node_rows) for name, node_rows in rows.items()]
 
 
 def _machine(name: str, rows: list[list[str]]) -> Machine:
@@ -218,59 +222,62 @@ def _machine(name: str, rows: list[list[str]]) -> Machine:
 
 
 def _gpus(gres: str) -> int:
-    """Of `gpu:4`, `gpu:h100:8(S:0-1)`, `gpu:(null):2(IDX:0-1),gpu:h100:1`."""
+    """The number of GPUs in `gpu:4`, `gpu:h100:8(S:0-1)`, `gpu:(null):2(IDX:0-1),gpu:h100:1`."""
     return sum(int(number) for number in re.findall(r"gpu:(?:[^:,]*:)?(\d+)", gres))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition allows."""
+    """The limits of a partition."""
 
     name: str
     minutes: int | None
-    """The longest that a job may take; None is no limit."""
+    """Time limit of a job; None is no limit."""
     default: bool = False
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
     """sinfo's lines, by partition."""
     rows = [_fields("sinfo", line, 2) for line in text.splitlines()]
-    found = [Partition(word.rstrip("*"), _minutes(limit), word.endswith("*")) for word, limit in rows]
-    return {one.name: one for one in found}
+    partitions = [Partition(name.rstrip("*"), _minutes(limit), name.endswith("*")) for name, limit in rows]
+    return {partition.name: partition for partition in partitions}
 
 
-def meant(partitions: Mapping[str, Partition], wanted: str | None) -> list[Partition]:
-    """Those that a job may run in: as it says, else the default one. What sinfo does not show is left to sbatch."""
-    if not wanted:
-        return [one for one in partitions.values() if one.default]
-    return [partitions[name] for name in wanted.split(",") if name in partitions]
+def select_partitions(partitions: Mapping[str, Partition], names: str | None) -> list[Partition]:
+    """The named partitions, or the default one. Those that sinfo does not show are left for sbatch to judge."""
+    if not names:
+        return [partition for partition in partitions.values() if partition.default]
+    return [partitions[name] for name in names.split(",") if name in partitions]
 
 
 def check_room(request: LaunchRequest, machines: Sequence[Machine], partitions: Sequence[Partition]) -> None:
-    """UsageError where no partition has what a job asks for, were it all free. Slurm would have it wait for ever."""
+    """Raise UsageError if no partition could hold a job even if it were idle. Slurm would let it wait for ever."""
     if not partitions:
         return
-    wants = {"cpus": request.cpus, "gpus": request.gpus, "memory_bytes": request.memory_bytes or 0}
-    names = {one.name for one in partitions}
-    there = [machine for machine in machines if names & set(machine.groups)]
-    fit = [one for one in there if all(getattr(one, key) >= amount for key, amount in wants.items())]
-    if max((sum(name in one.groups for one in fit) for name in names), default=0) >= request.machines:
+    amounts = {"cpus": request.cpus, "gpus": request.gpus, "memory_bytes": request.memory_bytes or 0}
+    names = {partition.name for partition in partitions}
+    candidates = [machine for machine in machines if names & set(machine.groups)]
+    fitting = [
+        machine for machine in candidates if all(getattr(machine, key) >= amount for key, amount in amounts.items())
+    ]
+    if max((sum(name in machine.groups for machine in fitting) for name in names), default=0) >= request.machines:
         return
-    words = {"cpus": "CPUs", "gpus": "GPUs", "memory_bytes": "bytes of memory"}
-    asked = ", ".join(f"{amount} {words[key]}" for key, amount in wants.items() if amount)
+    units = {"cpus": "CPUs", "gpus": "GPUs", "memory_bytes": "bytes of memory"}
+    asked = ", ".join(f"{amount} {units[key]}" for key, amount in amounts.items() if amount)
     most = ", ".join(
-        f"{max((getattr(one, key) for one in there), default=0)} {words[key]}" for key in wants if wants[key]
+        f"{max((getattr(machine, key) for machine in candidates), default=0)} {units[key]}"
+        for key, amount in amounts.items()
+        if amount
     )
-    where = f"partition {' or '.join(sorted(names))}"
     raise UsageError(
-        f"job {request.name} asks for {request.machines} machines with {asked} each; {where} "
-        f"has {len(there)}, of which {len(fit)} have that (the most: {most})",
+        f"job {request.name} asks for {request.machines} machines with {asked} each; partition "
+        f"{' or '.join(sorted(names))} has {len(candidates)}, of which {len(fitting)} fit (the most: {most})",
         hint="ask for less; headway nodes --engine slurm shows what there is",
     )
 
 
 def _minutes(text: str) -> int | None:
-    """Of days-hours:minutes:seconds, from the right."""
+    """Minutes of [days-][[hours:]minutes:]seconds."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
     days, _, clock = text.rpartition("-")
@@ -279,69 +286,65 @@ def _minutes(text: str) -> int | None:
     return (int(days or 0) * 24 + hours) * 60 + minutes
 
 
-def job_status(row: SlurmJobRow | None, own: ScriptState) -> JobStatus:
-    """How a job stands: as Slurm says while it is alive; once it is over, as its own script left it written."""
-    told = _standing(row, own)
-    return replace(told, reason="; ".join(filter(None, (_cut_off(told, own), told.reason)))) if own.starts else told
+def job_status(row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
+    """The state of a job: from Slurm while it is live; once it is over, from what its script recorded."""
+    status = _status(row, script)
+    if not script.starts:
+        return status
+    return replace(status, reason="; ".join(filter(None, (_interruption(status, script), status.reason))))
 
 
-def _cut_off(told: JobStatus, own: ScriptState) -> str:
-    """What happened to the last start, where something did that its command could not help."""
-    if own.lost or own.orphaned:
-        return f"{own.lost or own.machines[0]} was lost"
-    cut = told.native == "PENDING" and told.state == "waiting" and own.ended is None
-    return "its last start was cut off, as when a machine is lost" if cut else ""
+def _interruption(status: JobStatus, script: ScriptState) -> str:
+    """What cut the last start off, if anything did."""
+    if script.lost or script.orphaned:
+        return f"{script.lost or script.machines[0]} was lost"
+    cut_off = status.native == "PENDING" and status.state == "waiting" and script.ended is None
+    return "its last start was cut off, as when a machine is lost" if cut_off else ""
 
 
-def _standing(row: SlurmJobRow | None, own: ScriptState) -> JobStatus:
-    said = _STATES.get(row.state, "unknown") if row is not None else "unknown"
-    native = row.state if row is not None else ""
-    if row is not None and said == "waiting":
-        if own.cancelled:
-            return JobStatus("ending", "somebody cancelled it", own.machines, own.ended, own.starts, native)
+def _status(row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
+    state = _STATES.get(row.state, "unknown") if row is not None else "unknown"
+    status = JobStatus(state, "", script.machines, script.ended, script.starts, row.state if row is not None else "")
+    if row is not None and state == "waiting":
+        if script.cancelled:
+            return replace(status, state="ending", reason=CANCELLED)
         if _NEVER.fullmatch(row.reason):
-            return JobStatus("impossible", f"Slurm says {row.reason}", (), None, own.starts, native)
-        reason = _WAITS.get(row.reason, f"Slurm says {row.reason}")
-        return JobStatus("waiting", reason, own.machines, None, own.starts, native)
-    if said in ("running", "ending"):
-        again = own.ended is not None and state_after_exit(own.ended, own.cancelled) == "waiting"
-        state: State = "waiting" if again else "ending" if own.cancelled else said
-        reason = "it has saved, and waits to be started again" if again else ""
-        return JobStatus(state, reason, own.machines, own.ended, own.starts, native)
-    return _over(said, row, own, native)
+            return replace(status, state="impossible", reason=f"Slurm: {row.reason}", machines=(), exit_status=None)
+        return replace(status, reason=_WAITS.get(row.reason, f"Slurm: {row.reason}"), exit_status=None)
+    if state in ("running", "ending"):
+        if script.ended is not None and state_after_exit(script.ended, script.cancelled) == "waiting":
+            return replace(status, state="waiting", reason=exit_reason("waiting", script.ended))
+        return replace(status, state="ending") if script.cancelled else status
+    return _over(status, row, script)
 
 
-def _over(said: State, row: SlurmJobRow | None, own: ScriptState, native: str) -> JobStatus:
-    """A job that Slurm has done with, or does not know (any more)."""
-    if own.ended is not None and (said != "cancelled" or own.orphaned):
-        state = state_after_exit(own.ended, own.cancelled)
-        if state == "waiting":  # it wanted to be started again, and Slurm did not
-            state, reason = "failed", "it has saved, and could not be put back into the queue"
-        else:
-            reason = {"failed": f"its command exited with {own.ended}", "cancelled": "somebody cancelled it"}.get(
-                state, ""
-            )
-        return JobStatus(state, reason, own.machines, own.ended, own.starts, native)
-    if own.cancelled or said == "cancelled":
-        return JobStatus("cancelled", "somebody cancelled it", own.machines, own.ended, own.starts, native)
+def _over(status: JobStatus, row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
+    """The state of a job that is over for Slurm, or that Slurm does not know (any more)."""
+    if script.ended is not None and (status.state != "cancelled" or script.orphaned):
+        state = state_after_exit(script.ended, script.cancelled)
+        if state == "waiting":  # it wanted to be restarted, and Slurm did not
+            return replace(status, state="failed", reason="saved, but could not be requeued")
+        return replace(status, state=state, reason=exit_reason(state, script.ended))
+    if script.cancelled or status.state == "cancelled":
+        return replace(status, state="cancelled", reason=CANCELLED)
     if row is None:
-        if own.starts:
-            return JobStatus(
-                "failed", "it ended without a word, and Slurm has forgotten it", own.machines, None, own.starts
+        if script.starts:
+            return replace(
+                status, state="failed", reason="no exit status was recorded, and Slurm has forgotten the job"
             )
-        return JobStatus("unknown", "Slurm does not know it, or no longer")
-    if said == "unknown":
-        return JobStatus("unknown", f"Slurm calls it {row.state}", own.machines, None, own.starts, native)
-    reason = _ENDS.get(row.state, f"Slurm says {row.reason or row.state}")
-    state = "failed" if said == "finished" and own.starts else said
-    return JobStatus(state, reason, own.machines, row.exit_status, own.starts, native)
+        return replace(status, reason="unknown to Slurm, or forgotten", machines=())
+    if status.state == "unknown":
+        return replace(status, reason=f"unknown Slurm state {row.state}")
+    reason = _ENDS.get(row.state, f"Slurm: {row.reason or row.state}")
+    failed = status.state == "finished" and script.starts
+    return replace(status, state="failed" if failed else status.state, reason=reason, exit_status=row.exit_status)
 
 
 def _fields(command: str, line: str, count: int) -> list[str]:
     fields = [field.strip() for field in line.split("|")]
     if len(fields) != count:
         raise EngineError(
-            f'{command} said "{line}", where {count} fields were expected',
-            hint="Slurm from 22.05 on is known; tell us which version this is",
+            f'{command} printed "{line}", expected {count} fields',
+            hint="Slurm 22.05 and later is supported; report this with your version",
         )
     return fields
