@@ -71,7 +71,7 @@ MUTANTS = [
            "for tenant in self._paths[row].tolist()[:1]:",
            "cluster/scheduler/test_tenants.py"),
     Mutant("a cancelled job that waits is shown as waiting", "cluster/engines/slurm/parse.py",
-           "        if own.cancelled:", "        if own.cancelled and own.starts > 1:",
+           "        if script.cancelled:", "        if script.cancelled and script.starts > 1:",
            "cluster/engines/test_slurm_parse.py"),
     Mutant("gradients of a step are added to the next one's", "train/loop.py",
            "optimizer.zero_grad(set_to_none=True)", "None if step % 2 else optimizer.zero_grad(set_to_none=True)",

@@ -3,7 +3,7 @@
 import time
 
 from headway.cli.agent import _tell_engine
-from headway.cluster.engines.engine import read_end
+from headway.cluster.engines.engine import read_exit_report
 from headway.track.runs import RunFolder
 from headway.track.suspects import note_suspect, read_suspects
 
@@ -25,13 +25,13 @@ def test_engines_read_suspects_at_the_end(tmp_path, monkeypatch):
     run, end = RunFolder(tmp_path), tmp_path / "0001-0.end"
     monkeypatch.setenv("HEADWAY_END", str(end))
     _tell_engine(0, run)
-    assert read_end(end) == (0, ())
+    assert read_exit_report(end) == (0, ())
     note_suspect(run, "gpu-17", "twice", time.time())
     note_suspect(run, "gpu-18", "long ago", time.time() - 2e5)
     _tell_engine(75, run)
     assert end.read_text() == "75\ngpu-17\n"
-    assert read_end(end) == (75, ("gpu-17",))
+    assert read_exit_report(end) == (75, ("gpu-17",))
     end.write_text("75\n$(reboot)\n--exclude=all\ngpu-9.rack\n")
-    assert read_end(end) == (75, ("gpu-9.rack",))
+    assert read_exit_report(end) == (75, ("gpu-9.rack",))
     end.write_text("perhaps\n")
-    assert read_end(end) is None
+    assert read_exit_report(end) is None

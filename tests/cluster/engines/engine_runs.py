@@ -17,7 +17,7 @@ from headway.hardware import parse_on
 from headway.recipe import Recipe, load_recipe
 from headway.track import RunFolder
 
-__all__ = ["ONE_CORE", "EngineRun", "demo", "headway", "left_alone", "preempted_and_bereft", "wait_for"]
+__all__ = ["ONE_CORE", "EngineRun", "demo", "headway", "preempt_and_lose_machine", "train_uninterrupted", "wait_for"]
 
 DEMO = Path(__file__).parents[3] / "recipes/demo.toml"
 ONE_CORE = "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null"
@@ -44,7 +44,7 @@ def demo(dataset: Path, **settings: object) -> Recipe:
     return load_recipe(DEMO, [f"{name}={json.dumps(value)}" for name, value in wanted.items()])
 
 
-def left_alone(recipe: Recipe, folder: Path, workers: int = 2) -> Lived:
+def train_uninterrupted(recipe: Recipe, folder: Path, workers: int = 2) -> Lived:
     """The same mesh on this machine, each worker with one thread, as on an engine's machines."""
     attempt = new_run(recipe, folder, workers=workers).model_copy(update={"threads": 1})
     return Lived(attempt.folder, supervise_run(attempt))
@@ -85,8 +85,8 @@ class EngineRun:
 
     def reaches(self, step: int, starts: int) -> None:
         """Until a step was taken in a start, and a state of that start is saved."""
-        wait_for(lambda: self.status.starts == starts, f"start {starts}", self.told)
-        wait_for(lambda: self._newest() >= step, f"step {step}", self.told)
+        wait_for(lambda: self.status.starts == starts, f"start {starts}", self.diagnosis)
+        wait_for(lambda: self._newest() >= step, f"step {step}", self.diagnosis)
 
     def _newest(self) -> int:
         """The newest step of the newest attempt."""
@@ -97,10 +97,10 @@ class EngineRun:
 
     def ended(self) -> JobStatus:
         """How its job ended."""
-        wait_for(lambda: self.status.state in OVER, "its end", self.told)
+        wait_for(lambda: self.status.state in OVER, "its end", self.diagnosis)
         return self.status
 
-    def told(self) -> str:
+    def diagnosis(self) -> str:
         """All that was printed, for whoever must find out why."""
         logs = [*(self.root / self.name / "jobs").rglob("*.log"), *self.folder.logs.glob("*.log")]
         said = [f"--- {path.relative_to(self.root)}\n{path.read_text()[-3000:]}" for path in sorted(logs)]
@@ -111,7 +111,7 @@ class EngineRun:
         said = [path.read_text() for path in sorted((self.folder.path / "jobs").rglob("*-*.log"))]
         return next((line for text in said for line in text.splitlines() if words in line), "")
 
-    def lives(self) -> list[str]:
+    def processes(self) -> list[str]:
         """Command lines of processes that still work for it."""
         mark, found = str(self.root / self.name).encode(), []
         for path in Path("/proc").glob("[0-9]*"):
@@ -124,20 +124,20 @@ class EngineRun:
         return found
 
 
-def preempted_and_bereft(run: EngineRun, lose: Callable[[str], None], which: int) -> JobStatus:
+def preempt_and_lose_machine(run: EngineRun, lose: Callable[[str], None], which: int) -> JobStatus:
     """Has a run saved and started again, and then one of its machines lost; how it ended. `headway` tells of it."""
     run.reaches(20, starts=1)
     assert headway("requeue", run.name, "--runs", str(run.root))
     run.reaches(60, starts=2)
     lost = run.status.machines[which]
     lose(lost)
-    wait_for(lambda: run.status.state == "waiting", "to be started again", run.told)
+    wait_for(lambda: run.status.state == "waiting", "to be started again", run.diagnosis)
     assert "lost" in run.status.reason, run.status
     assert "lost" in headway("jobs", "--runs", str(run.root))
     status = run.ended()
-    assert (status.state, status.starts, len(status.machines)) == ("finished", 3, 2), run.told()
+    assert (status.state, status.starts, len(status.machines)) == ("finished", 3, 2), run.diagnosis()
     assert lost not in status.machines
     assert "finished: all steps done" in headway("logs", run.name, "--runs", str(run.root))
     assert "stopped on request, state saved" in run.line_with("stopped")
-    assert not run.lives()
+    assert not run.processes()
     return status

@@ -1,10 +1,10 @@
-"""What every engine must do: one set of tests, against the real thing.
+"""The behaviour that every engine must have: one set of tests, run against real engines.
 
-A file of an engine's own tests has a fixture `rig` (scope module) that gives a Rig with a started engine, and then
+The tests of an engine define a fixture `harness` (scope module) that returns an EngineHarness, and then
 
     from engine_suite import *
 
-runs all of this on it. Jobs are small shell programs; what they did is read from files that they leave.
+runs all of these on it. Jobs are small shell programs; the files that they leave show what they did.
 """
 
 import hashlib
@@ -44,67 +44,68 @@ AWKWARD = [
 
 
 @dataclass
-class Rig:
-    """A started engine, and what a test must know of it."""
+class EngineHarness:
+    """A started engine, and what tests must know of it."""
 
     make: Callable[[], Engine]
-    """The engine, as a verb in another process would open it."""
+    """Opens the engine, as another process would."""
     folder: Path
-    """Every machine sees it at this path; tests put everything there."""
+    """Shared by all machines at this path; tests put everything there."""
     machines: int
     cpus: int
-    """Of each machine."""
+    """Per machine."""
     gpus: int
-    """Of each machine."""
+    """Per machine."""
     limit_s: float = 20.0
-    """Of a job that runs into its limit: so long that its second start ends well before it, on a busy machine too."""
+    """Time limit of a job that reaches it: long enough for its second start to end before it, even on a busy
+    machine."""
     limit_grace_s: float = 2.0
-    """The grace with which such a job hears of it soon."""
+    """Grace period with which such a job is signalled soon."""
     lose: Callable[[str], Callable[[], None]] | None = None
-    """Has a machine be gone at once, and gives something that brings it back; None where there is only one."""
+    """Makes a machine vanish, and returns a function that brings it back; None if there is only one."""
     essential: tuple[str, ...] = ()
-    """Machines with which the engine itself would be lost."""
+    """Machines that the engine itself needs."""
     numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.engine = self.make()
 
-    def request(self, script: str, *words: str, **options: object) -> LaunchRequest:
-        """A job that has bash run a script, in a folder of its own."""
+    def request(self, script: str, *arguments: str, **options: object) -> LaunchRequest:
+        """A job that runs a bash script in its own folder."""
         folder = self.folder / f"test-{next(self.numbers)}"
         folder.mkdir(parents=True)
-        command = ("bash", "-c", script, "bash", *words)
+        command = ("bash", "-c", script, "bash", *arguments)
         return replace(LaunchRequest("test", command, folder, grace_s=5), **options)  # type: ignore[arg-type]
 
     def until(self, job: str, *states: str) -> JobStatus:
-        """How a job stands once it is in one of these states."""
+        """Wait for a job to be in one of these states, and return its status."""
 
         def reached() -> JobStatus | None:
             status = self.engine.status([job])[job]
             if status.state in states:
                 return status
-            assert status.state not in OVER, (status, self.said(job))
+            assert status.state not in OVER, (status, self.output(job))
             return None
 
-        return eventually(reached, lambda: (self.engine.status([job]), self.said(job)), poll_s=0.05)
+        return eventually(reached, lambda: (self.engine.status([job]), self.output(job)), poll_s=0.05)
 
     def over(self, job: str) -> JobStatus:
-        """How a job ended."""
+        """Wait for the end of a job, and return its status."""
         return self.until(job, *OVER)
 
-    def said(self, job: str) -> list[str]:
-        """What its processes printed."""
+    def output(self, job: str) -> list[str]:
+        """The output of its processes, by start and machine."""
         return [path.read_text() for path in self.engine.logs(job) if path.exists()]
 
 
 def appears(path: Path) -> str:
-    """What a file says once it is there."""
+    """Wait for a file, and return its content."""
     eventually(lambda: path.exists() and path.read_text().endswith("\n"), lambda: f"{path} has not appeared")
     return path.read_text()
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
-    """All that is written below a folder, at a moment when no job of another test moves any of it."""
+    """All files below a folder, at a moment when no job of another test moves any of them."""
 
     def read() -> dict[Path, bytes] | None:
         try:
@@ -116,327 +117,330 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="module")
-def chained(rig: Rig) -> tuple[str, Path]:
-    """A job that runs into its limit: begun before the first test, since some engines look every half minute only."""
-    script = 'n=$(wc -l <lives 2>/dev/null); echo >>lives; [ "${n:-0}" -ge 1 ] && exit; trap "exit 75" USR1; '
-    request = rig.request(script + "while :; do sleep 0.1; done")
-    request = replace(request, limit_s=rig.limit_s, grace_s=rig.limit_grace_s)
-    return rig.engine.launch(request), request.folder
+def job_at_limit(harness: EngineHarness) -> tuple[str, Path]:
+    """A job that reaches its time limit: started before the first test, since some engines check only twice a
+    minute."""
+    script = 'n=$(wc -l <attempts 2>/dev/null); echo >>attempts; [ "${n:-0}" -ge 1 ] && exit; trap "exit 75" USR1; '
+    request = harness.request(script + "while :; do sleep 0.1; done")
+    request = replace(request, limit_s=harness.limit_s, grace_s=harness.limit_grace_s)
+    return harness.engine.launch(request), request.folder
 
 
 @pytest.fixture(scope="module")
-def bereft(rig: Rig) -> Iterator[tuple[str, str]]:
-    """A job on two machines that has just lost one, the second if it may, and that machine's name."""
-    if rig.lose is None:
+def job_losing_machine(harness: EngineHarness) -> Iterator[tuple[str, str]]:
+    """A job on two machines that has just lost one, the second if possible, and that machine's name."""
+    if harness.lose is None:
         yield "", ""
         return
-    request = rig.request('echo >>"lives-$HEADWAY_MACHINE"; [ ! -e come-back ] || exit 0; sleep 1000', machines=2)
-    job = rig.engine.launch(request)
-    appears(request.folder / "lives-1")
-    appears(request.folder / "lives-0")
-    name = [one for one in rig.until(job, "running").machines if one not in rig.essential][-1]
+    request = harness.request(
+        'echo >>"attempts-$HEADWAY_MACHINE"; [ ! -e come-back ] || exit 0; sleep 1000', machines=2
+    )
+    job = harness.engine.launch(request)
+    appears(request.folder / "attempts-1")
+    appears(request.folder / "attempts-0")
+    name = [machine for machine in harness.until(job, "running").machines if machine not in harness.essential][-1]
     (request.folder / "come-back").touch()
-    bring_back = rig.lose(name)
+    bring_back = harness.lose(name)
     yield job, name
     bring_back()
 
 
-def test_a_job_does_its_work(rig: Rig, chained: object) -> None:
-    request = rig.request("echo out; echo err >&2; pwd; echo done >mark")
-    job = rig.engine.launch(request)
-    status = rig.over(job)
+def test_job_runs_its_command(harness: EngineHarness, job_at_limit: object) -> None:
+    request = harness.request("echo out; echo err >&2; pwd; echo done >mark")
+    job = harness.engine.launch(request)
+    status = harness.over(job)
     assert (status.state, status.exit_status, status.starts) == ("finished", 0, 1)
     assert len(status.machines) == 1
-    assert rig.said(job) == [f"out\nerr\n{request.folder}\n"]
-    assert all(request.folder in path.parents for path in rig.engine.logs(job))
+    assert harness.output(job) == [f"out\nerr\n{request.folder}\n"]
+    assert all(request.folder in path.parents for path in harness.engine.logs(job))
     assert (request.folder / "mark").read_text() == "done\n"
 
 
 @pytest.mark.parametrize(("script", "exit_status"), [("exit 3", 3), ("no-such-program", 127), ("kill -9 $$", 137)])
-def test_a_job_fails(rig: Rig, script: str, exit_status: int) -> None:
-    job = rig.engine.launch(rig.request(script))
-    status = rig.over(job)
+def test_failing_command_fails_the_job(harness: EngineHarness, script: str, exit_status: int) -> None:
+    job = harness.engine.launch(harness.request(script))
+    status = harness.over(job)
     assert (status.state, status.exit_status, status.starts) == ("failed", exit_status, 1)
     assert str(exit_status) in status.reason
 
 
-def test_words_arrive_as_they_are(rig: Rig) -> None:
+def test_arguments_are_passed_unchanged(harness: EngineHarness) -> None:
     program = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['AWKWARD'], os.getcwd()]))"
-    folder = rig.folder / 'a folder\'s "name" $(x)'
+    folder = harness.folder / 'a folder\'s "name" $(x)'
     folder.mkdir()
-    words = (sys.executable, "-c", program, *AWKWARD)
-    request = LaunchRequest("words", words, folder, environment={"AWKWARD": "".join(AWKWARD)})
-    job = rig.engine.launch(request)
-    assert rig.over(job).state == "finished", rig.said(job)
-    assert json.loads(rig.said(job)[0]) == [AWKWARD, "".join(AWKWARD), str(folder)]
+    command = (sys.executable, "-c", program, *AWKWARD)
+    request = LaunchRequest("arguments", command, folder, environment={"AWKWARD": "".join(AWKWARD)})
+    job = harness.engine.launch(request)
+    assert harness.over(job).state == "finished", harness.output(job)
+    assert json.loads(harness.output(job)[0]) == [AWKWARD, "".join(AWKWARD), str(folder)]
 
 
-def test_setup_lines_come_first(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request('echo "$FROM_SETUP"', setup=("FROM_SETUP=here", "export FROM_SETUP")))
-    broken = rig.engine.launch(rig.request("touch ran", setup=("false",)))
-    assert rig.over(job).state == "finished"
-    assert rig.said(job) == ["here\n"]
-    assert rig.over(broken).state == "failed"
+def test_setup_lines_run_before_the_command(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request('echo "$FROM_SETUP"', setup=("FROM_SETUP=here", "export FROM_SETUP")))
+    broken = harness.engine.launch(harness.request("touch ran", setup=("false",)))
+    assert harness.over(job).state == "finished"
+    assert harness.output(job) == ["here\n"]
+    assert harness.over(broken).state == "failed"
 
 
-def test_variables_and_secrets(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_and_secrets_never_written(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", SECRET)
     script = 'printf %s "$A_SECRET" | md5sum | cut -c1-32; echo "$PLAIN"'
-    request = rig.request(script, environment={"PLAIN": "to see"}, secrets=("A_SECRET",))
-    job = rig.engine.launch(request)
-    assert rig.over(job).state == "finished"
-    assert rig.said(job) == [f"{hashlib.md5(SECRET.encode()).hexdigest()}\nto see\n"]
-    assert SECRET not in rig.engine.describe(request)
-    files = everything_in(rig.folder)
+    request = harness.request(script, environment={"PLAIN": "to see"}, secrets=("A_SECRET",))
+    job = harness.engine.launch(request)
+    assert harness.over(job).state == "finished"
+    assert harness.output(job) == [f"{hashlib.md5(SECRET.encode()).hexdigest()}\nto see\n"]
+    assert SECRET not in harness.engine.describe(request)
+    files = everything_in(harness.folder)
     assert files
     assert not [path for path, content in files.items() if SECRET.encode() in content]
 
 
-def test_a_secret_that_is_not_there(rig: Rig) -> None:
-    request = rig.request("true", secrets=("NO_SUCH_VARIABLE",))
+def test_missing_secret_is_refused(harness: EngineHarness) -> None:
+    request = harness.request("true", secrets=("NO_SUCH_VARIABLE",))
     with pytest.raises(UsageError, match="NO_SUCH_VARIABLE"):
-        rig.engine.launch(request)
+        harness.engine.launch(request)
     assert not list(request.folder.iterdir())
 
 
-def test_exit_75_has_it_started_again(rig: Rig) -> None:
-    request = rig.request('echo >>lives; [ "$(wc -l <lives)" = 2 ] || exit 75; echo second')
-    job = rig.engine.launch(request)
-    status = rig.over(job)
+def test_exit_status_75_restarts_the_job(harness: EngineHarness) -> None:
+    request = harness.request('echo >>attempts; [ "$(wc -l <attempts)" = 2 ] || exit 75; echo second')
+    job = harness.engine.launch(request)
+    status = harness.over(job)
     assert (status.state, status.exit_status, status.starts) == ("finished", 0, 2)
-    assert rig.said(job) == ["", "second\n"]
+    assert harness.output(job) == ["", "second\n"]
 
 
-def test_a_signal_has_it_save_and_come_back(rig: Rig) -> None:
+def test_sigusr1_makes_a_job_save_and_restart(harness: EngineHarness) -> None:
     script = '[ -e saved ] && exit 0; trap "echo >saved; exit 75" USR1; echo >up; while :; do sleep 0.1; done'
-    request = rig.request(script)
-    job = rig.engine.launch(request)
+    request = harness.request(script)
+    job = harness.engine.launch(request)
     appears(request.folder / "up")
-    assert rig.until(job, "running").machines
-    rig.engine.signal(job, signal.SIGUSR1)
-    status = rig.over(job)
+    assert harness.until(job, "running").machines
+    harness.engine.signal(job, signal.SIGUSR1)
+    status = harness.over(job)
     assert (status.state, status.starts) == ("finished", 2)
 
 
-def test_who_is_told_before_it_listens_comes_back(rig: Rig) -> None:
-    request = rig.request("[ -e up ] && exit 0; echo >up; exec sleep 1000")
-    job = rig.engine.launch(request)
+def test_job_killed_by_an_early_sigusr1_is_restarted(harness: EngineHarness) -> None:
+    request = harness.request("[ -e up ] && exit 0; echo >up; exec sleep 1000")
+    job = harness.engine.launch(request)
     appears(request.folder / "up")
-    rig.until(job, "running")
-    rig.engine.signal(job, signal.SIGUSR1)
-    status = rig.over(job)
+    harness.until(job, "running")
+    harness.engine.signal(job, signal.SIGUSR1)
+    status = harness.over(job)
     assert (status.state, status.starts) == ("finished", 2)
 
 
-def test_cancel_while_it_runs(rig: Rig) -> None:
-    request = rig.request('trap "echo >told; exit 75" USR1; echo >up; while :; do sleep 0.1; done')
-    job = rig.engine.launch(request)
+def test_cancel_of_a_running_job(harness: EngineHarness) -> None:
+    request = harness.request('trap "echo >signalled; exit 75" USR1; echo >up; while :; do sleep 0.1; done')
+    job = harness.engine.launch(request)
     appears(request.folder / "up")
-    rig.until(job, "running")
-    rig.engine.cancel(job)
-    rig.engine.cancel(job)
-    status = rig.over(job)
+    harness.until(job, "running")
+    harness.engine.cancel(job)
+    harness.engine.cancel(job)
+    status = harness.over(job)
     assert (status.state, status.starts) == ("cancelled", 1)
-    assert (request.folder / "told").exists()
+    assert (request.folder / "signalled").exists()
 
 
-def test_cancel_of_one_that_does_not_listen(rig: Rig) -> None:
-    request = rig.request('trap "" USR1 TERM; echo $$ >up; while :; do sleep 0.1; done', grace_s=1)
-    job = rig.engine.launch(request)
+def test_cancel_kills_a_job_that_ignores_signals(harness: EngineHarness) -> None:
+    request = harness.request('trap "" USR1 TERM; echo $$ >up; while :; do sleep 0.1; done', grace_s=1)
+    job = harness.engine.launch(request)
     pid = int(appears(request.folder / "up"))
-    rig.engine.cancel(job)
-    assert rig.over(job).state == "cancelled"
+    harness.engine.cancel(job)
+    assert harness.over(job).state == "cancelled"
     eventually(lambda: not Path(f"/proc/{pid}").exists(), lambda: f"process {pid} outlives its job")
 
 
-def test_cancel_while_it_waits(rig: Rig) -> None:
-    everything = {"machines": rig.machines, "cpus": rig.cpus}
+def test_cancel_of_a_waiting_job(harness: EngineHarness) -> None:
+    everything = {"machines": harness.machines, "cpus": harness.cpus}
     script = 'trap "exit 0" USR1; echo >"up-$HEADWAY_MACHINE"; while :; do sleep 0.1; done'
-    first, second = (rig.request(script, **everything) for _ in range(2))
-    holder = rig.engine.launch(first)
-    for machine in range(rig.machines):  # one that is told before it listens is ended by what it is told
+    first, second = (harness.request(script, **everything) for _ in range(2))
+    holder = harness.engine.launch(first)
+    for machine in range(harness.machines):  # a signal before the trap is set would kill it
         appears(first.folder / f"up-{machine}")
-    waiter = rig.engine.launch(second)
-    assert rig.until(waiter, "waiting").starts == 0
+    waiter = harness.engine.launch(second)
+    assert harness.until(waiter, "waiting").starts == 0
     with pytest.raises(EngineError, match="waiting"):
-        rig.engine.signal(waiter, signal.SIGUSR1)
-    rig.engine.cancel(waiter)
-    assert rig.over(waiter).state == "cancelled"
-    rig.engine.cancel(holder)
-    assert rig.over(holder).state == "finished"
+        harness.engine.signal(waiter, signal.SIGUSR1)
+    harness.engine.cancel(waiter)
+    assert harness.over(waiter).state == "cancelled"
+    harness.engine.cancel(holder)
+    assert harness.over(holder).state == "finished"
     assert not list(second.folder.glob("up-*"))
 
 
-def test_what_is_over_stays_as_it_is(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request("true"))
-    before = rig.over(job)
-    rig.engine.cancel(job)
-    assert rig.engine.status([job])[job] == before
+def test_finished_job_cannot_be_cancelled_or_signalled(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request("true"))
+    before = harness.over(job)
+    harness.engine.cancel(job)
+    assert harness.engine.status([job])[job] == before
     with pytest.raises(EngineError, match="finished"):
-        rig.engine.signal(job, signal.SIGUSR1)
+        harness.engine.signal(job, signal.SIGUSR1)
 
 
-def test_what_can_never_be_is_refused(rig: Rig) -> None:
-    for options in ({"machines": rig.machines + 1}, {"gpus": rig.gpus + 1}, {"cpus": rig.cpus + 1000}):
-        request = rig.request("touch ran", **options)
+def test_impossible_request_is_refused(harness: EngineHarness) -> None:
+    for options in ({"machines": harness.machines + 1}, {"gpus": harness.gpus + 1}, {"cpus": harness.cpus + 1000}):
+        request = harness.request("touch ran", **options)
         with pytest.raises(UsageError, match=r"\w+ \w+"):
-            rig.engine.launch(request)
+            harness.engine.launch(request)
         assert not [path for path in request.folder.rglob("*") if path.is_file()]
 
 
-def test_settings_of_the_site_that_do_not_exist(rig: Rig) -> None:
-    request = rig.request("true", site={"no_such_setting": "1"})
-    for act in (rig.engine.describe, rig.engine.launch):
+def test_unknown_site_setting_is_refused(harness: EngineHarness) -> None:
+    request = harness.request("true", site={"no_such_setting": "1"})
+    for act in (harness.engine.describe, harness.engine.launch):
         with pytest.raises(UsageError, match="no_such_setting"):
             act(request)
 
 
-def test_an_array(rig: Rig) -> None:
+def test_array_runs_one_task_per_index(harness: EngineHarness) -> None:
     script = 'echo "$HEADWAY_ARRAY_INDEX"; [ "$HEADWAY_ARRAY_INDEX" != 2 ] || exit 5'
-    request = rig.request(script, array=4)
-    job = rig.engine.launch(request)
-    whole = rig.over(job)
-    assert (whole.state, whole.starts, whole.exit_status) == ("failed", 4, 5)
-    copies = rig.engine.status([f"{job}_{index}" for index in range(4)])
-    assert [status.state for status in copies.values()] == ["finished", "finished", "failed", "finished"]
-    assert rig.said(job) == ["0\n", "1\n", "2\n", "3\n"]
-    assert rig.said(f"{job}_3") == ["3\n"]
+    request = harness.request(script, array=4)
+    job = harness.engine.launch(request)
+    status = harness.over(job)
+    assert (status.state, status.starts, status.exit_status) == ("failed", 4, 5)
+    tasks = harness.engine.status([f"{job}_{index}" for index in range(4)])
+    assert [status.state for status in tasks.values()] == ["finished", "finished", "failed", "finished"]
+    assert harness.output(job) == ["0\n", "1\n", "2\n", "3\n"]
+    assert harness.output(f"{job}_3") == ["3\n"]
 
 
-def test_no_more_of_an_array_at_a_time_than_may_be(rig: Rig) -> None:
-    """Each writes down how many it sees at work, itself included."""
+def test_array_respects_its_limit_of_tasks_at_a_time(harness: EngineHarness) -> None:
+    """Each prints how many run, including itself."""
     script = 'touch "at-$HEADWAY_ARRAY_INDEX"; sleep 0.5; set -- at-*; echo $#; rm "at-$HEADWAY_ARRAY_INDEX"'
-    request = rig.request(script, array=5, at_once=2)
-    job = rig.engine.launch(request)
-    later = rig.engine.launch(rig.request("true"))
-    assert rig.over(later).state == "finished"
-    assert rig.over(job).state == "finished"
-    assert {int(seen) for seen in rig.said(job)} <= {1, 2}
+    request = harness.request(script, array=5, at_once=2)
+    job = harness.engine.launch(request)
+    later = harness.engine.launch(harness.request("true"))
+    assert harness.over(later).state == "finished"
+    assert harness.over(job).state == "finished"
+    assert {int(seen) for seen in harness.output(job)} <= {1, 2}
 
 
-def test_copies_that_wait_for_their_turn_can_be_cancelled(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request("sleep 600", array=3, at_once=1, grace_s=0))
-    rig.until(f"{job}_0", "running")
-    rig.engine.cancel(f"{job}_1")
-    assert rig.over(f"{job}_1").state == "cancelled"
-    assert rig.engine.status([f"{job}_2"])[f"{job}_2"].state == "waiting"
-    rig.engine.cancel(f"{job}_0")
-    rig.until(f"{job}_2", "running")
-    rig.engine.cancel(job)
-    assert rig.over(job).state == "cancelled"
+def test_waiting_array_tasks_can_be_cancelled(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request("sleep 600", array=3, at_once=1, grace_s=0))
+    harness.until(f"{job}_0", "running")
+    harness.engine.cancel(f"{job}_1")
+    assert harness.over(f"{job}_1").state == "cancelled"
+    assert harness.engine.status([f"{job}_2"])[f"{job}_2"].state == "waiting"
+    harness.engine.cancel(f"{job}_0")
+    harness.until(f"{job}_2", "running")
+    harness.engine.cancel(job)
+    assert harness.over(job).state == "cancelled"
 
 
-def test_one_command_a_machine(rig: Rig) -> None:
-    number = min(2, rig.machines)
-    request = rig.request('echo "$HEADWAY_MACHINE of $HEADWAY_MACHINES"', machines=number)
-    job = rig.engine.launch(request)
-    status = rig.over(job)
+def test_one_command_runs_per_machine(harness: EngineHarness) -> None:
+    number = min(2, harness.machines)
+    request = harness.request('echo "$HEADWAY_MACHINE of $HEADWAY_MACHINES"', machines=number)
+    job = harness.engine.launch(request)
+    status = harness.over(job)
     assert (status.state, len(set(status.machines))) == ("finished", number)
     names = ",".join(status.machines)
-    assert rig.said(job) == [f"{index} of {names}\n" for index in range(number)]
-    assert {machine.name for machine in rig.engine.inventory()} >= set(status.machines)
+    assert harness.output(job) == [f"{index} of {names}\n" for index in range(number)]
+    assert {machine.name for machine in harness.engine.inventory()} >= set(status.machines)
 
 
-def test_who_knows_how_the_whole_ended_is_believed(rig: Rig) -> None:
-    """Whatever became of the others: first that it is to be started again, then that it is done."""
-    if rig.machines == 1:
+def test_reported_exit_status_of_the_whole_job_counts(harness: EngineHarness) -> None:
+    """Whatever became of the others: first a request to restart, then success."""
+    if harness.machines == 1:
         return  # there are no others
-    knows = 'end=75; [ ! -e saved ] || end=0; echo >saved; echo $end >"$HEADWAY_END"; exit $end'
-    request = rig.request(f'[ "$HEADWAY_MACHINE" = 0 ] || exit 9; {knows}', machines=2)
-    status = rig.over(rig.engine.launch(request))
+    report = 'end=75; [ ! -e saved ] || end=0; echo >saved; echo $end >"$HEADWAY_END"; exit $end'
+    request = harness.request(f'[ "$HEADWAY_MACHINE" = 0 ] || exit 9; {report}', machines=2)
+    status = harness.over(harness.engine.launch(request))
     assert (status.state, status.exit_status, status.starts) == ("finished", 0, 2)
 
 
-def test_machines_to_avoid(rig: Rig) -> None:
-    names = [machine.name for machine in rig.engine.inventory()]
+def test_avoided_machines_are_not_used(harness: EngineHarness) -> None:
+    names = [machine.name for machine in harness.engine.inventory()]
     if len(names) == 1:
         with pytest.raises(UsageError, match=names[0]):
-            rig.engine.launch(rig.request("true", avoid=tuple(names)))
+            harness.engine.launch(harness.request("true", avoid=tuple(names)))
         return
-    job = rig.engine.launch(rig.request("true", avoid=tuple(names[:-1])))
-    assert rig.over(job).machines == (names[-1],)
+    job = harness.engine.launch(harness.request("true", avoid=tuple(names[:-1])))
+    assert harness.over(job).machines == (names[-1],)
 
 
-def test_a_machine_that_the_command_suspects_is_avoided_on_the_next_start(rig: Rig) -> None:
-    if rig.machines == 1:
+def test_next_start_avoids_suspect_machines(harness: EngineHarness) -> None:
+    if harness.machines == 1:
         return  # there is no other
     script = 'echo "$HEADWAY_MACHINES" >>been; [ "$(wc -l <been)" = 1 ] || exit 0; '
     script += 'printf "%s\\n" 75 "$HEADWAY_MACHINES" >"$HEADWAY_END"; exit 75'
-    request = rig.request(script)
-    job = rig.engine.launch(request)
-    assert rig.over(job).state == "finished"
+    request = harness.request(script)
+    job = harness.engine.launch(request)
+    assert harness.over(job).state == "finished"
     first, second = (request.folder / "been").read_text().split()
     assert first != second
 
 
-def test_gpus_are_counted(rig: Rig) -> None:
-    before = rig.engine.inventory()
-    assert [machine.gpus for machine in before] == [rig.gpus] * rig.machines
-    request = rig.request('echo "$CUDA_VISIBLE_DEVICES" >gpus; until [ -e end ]; do sleep 0.05; done', gpus=2)
-    job = rig.engine.launch(request)
+def test_gpus_in_use_are_not_free(harness: EngineHarness) -> None:
+    before = harness.engine.inventory()
+    assert [machine.gpus for machine in before] == [harness.gpus] * harness.machines
+    request = harness.request('echo "$CUDA_VISIBLE_DEVICES" >gpus; until [ -e end ]; do sleep 0.05; done', gpus=2)
+    job = harness.engine.launch(request)
     assert len(appears(request.folder / "gpus").split(",")) == 2
-    used = rig.engine.inventory()
-    there = {machine.name: machine for machine in used}[rig.until(job, "running").machines[0]]
-    assert (there.state, sum(m.gpus_free for m in used)) == ("busy", sum(m.gpus_free for m in before) - 2)
+    used = harness.engine.inventory()
+    machine = {machine.name: machine for machine in used}[harness.until(job, "running").machines[0]]
+    assert (machine.state, sum(m.gpus_free for m in used)) == ("busy", sum(m.gpus_free for m in before) - 2)
     (request.folder / "end").touch()
-    assert rig.over(job).state == "finished"
+    assert harness.over(job).state == "finished"
 
 
-def test_a_job_nobody_knows(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request("true"))
-    rig.over(job)
-    told = rig.engine.status([job, "99999999", "../../etc"])
-    assert [status.state for status in told.values()] == ["finished", "unknown", "unknown"]
-    assert rig.engine.logs("99999999") == []
-    rig.engine.cancel("99999999")
-    assert rig.engine.status([]) == {}
+def test_unknown_job_has_unknown_state(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request("true"))
+    harness.over(job)
+    statuses = harness.engine.status([job, "99999999", "../../etc"])
+    assert [status.state for status in statuses.values()] == ["finished", "unknown", "unknown"]
+    assert harness.engine.logs("99999999") == []
+    harness.engine.cancel("99999999")
+    assert harness.engine.status([]) == {}
 
 
-def test_another_process_sees_the_same(rig: Rig) -> None:
-    request = rig.request("echo >up; until [ -e end ]; do sleep 0.05; done; echo bye")
-    job = rig.engine.launch(request)
+def test_another_process_sees_the_same_job(harness: EngineHarness) -> None:
+    request = harness.request("echo >up; until [ -e end ]; do sleep 0.05; done; echo bye")
+    job = harness.engine.launch(request)
     appears(request.folder / "up")
-    rig.engine = rig.make()
-    assert rig.until(job, "running").starts == 1
+    harness.engine = harness.make()
+    assert harness.until(job, "running").starts == 1
     (request.folder / "end").touch()
-    assert rig.over(job).state == "finished"
-    assert rig.said(job) == ["bye\n"]
+    assert harness.over(job).state == "finished"
+    assert harness.output(job) == ["bye\n"]
 
 
-def test_to_describe_is_to_do_nothing(rig: Rig) -> None:
-    request = rig.request("echo 'to be seen'", setup=("export SETUP=1",))
-    text = rig.engine.describe(request)
+def test_describe_submits_nothing(harness: EngineHarness) -> None:
+    request = harness.request("echo 'to be seen'", setup=("export SETUP=1",))
+    text = harness.engine.describe(request)
     assert "to be seen" in text
     assert "export SETUP=1" in text
     assert not list(request.folder.iterdir())
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_two_hundred_short_jobs(rig: Rig, bereft: object, number: int) -> None:
-    request = rig.request("")
-    jobs = [rig.engine.launch(replace(request, command=("touch", f"ran-{index}"))) for index in range(number)]
+def test_many_short_jobs_all_run(harness: EngineHarness, job_losing_machine: object, number: int) -> None:
+    request = harness.request("")
+    jobs = [harness.engine.launch(replace(request, command=("touch", f"ran-{index}"))) for index in range(number)]
     assert len(set(jobs)) == number
 
     def over() -> dict[str, JobStatus] | None:
-        statuses = rig.engine.status(jobs)
+        statuses = harness.engine.status(jobs)
         return statuses if all(status.state in OVER for status in statuses.values()) else None
 
-    statuses = eventually(over, lambda: rig.engine.status(jobs), poll_s=0.1)
+    statuses = eventually(over, lambda: harness.engine.status(jobs), poll_s=0.1)
     assert {(status.state, status.starts) for status in statuses.values()} == {("finished", 1)}
     assert sum(name.startswith("ran-") for name in os.listdir(request.folder)) == number  # noqa: PTH208
 
 
-def test_a_lost_machine_is_replaced(rig: Rig, bereft: tuple[str, str]) -> None:
-    job, lost = bereft
+def test_lost_machine_is_replaced(harness: EngineHarness, job_losing_machine: tuple[str, str]) -> None:
+    job, lost = job_losing_machine
     if not job:
-        return  # there is one machine only, and whoever loses that loses this test too
-    status = rig.over(job)
+        return  # there is only this machine
+    status = harness.over(job)
     assert (status.state, status.starts, len(status.machines)) == ("finished", 2, 2)
     assert lost not in status.machines
 
 
-def test_the_limit_is_told_and_it_goes_on_after_it(rig: Rig, chained: tuple[str, Path]) -> None:
-    job, folder = chained
-    status = rig.over(job)
+def test_job_saves_at_its_time_limit_and_is_restarted(harness: EngineHarness, job_at_limit: tuple[str, Path]) -> None:
+    job, folder = job_at_limit
+    status = harness.over(job)
     assert (status.state, status.starts) == ("finished", 2)
-    assert len((folder / "lives").read_text().splitlines()) == 2
+    assert len((folder / "attempts").read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""A Ray cluster for tests: three nodes of this machine, on loopback, that nothing is left of."""
+"""A Ray cluster for tests: three nodes on this machine, on loopback, without leftovers."""
 
 import contextlib
 import os
@@ -15,25 +15,25 @@ __all__ = ["CPUS", "GPUS", "HEAD", "NODES", "RayCluster", "ray_cluster"]
 
 NODES, CPUS, GPUS = 3, 3, 2
 HEAD = "m0"
-"""The node that all is lost with."""
+"""The node that the cluster cannot lose."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 class RayCluster:
-    """The nodes m0, which is the head, m1 and m2."""
+    """The nodes m0 (the head), m1 and m2."""
 
     def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
         self._process, self.folder = process, folder
-        self.address = self._hear()
+        self.address = self._read_line()
 
-    def say(self, word: str) -> None:
+    def send(self, command: str) -> None:
         """`add NAME` or `remove NAME`, done when this returns."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        assert self._hear() == word
+        assert self._read_line() == command
 
-    def _hear(self) -> str:
+    def _read_line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         assert line, f"the Ray cluster did not start:\n{(self.folder / 'errors').read_text()[-3000:]}"
@@ -42,9 +42,9 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """A cluster that runs; this process may connect to it. Sockets have short paths, so its folder has too."""
+    """A running cluster, for this process to connect to. Its folder has a short path, as sockets need."""
     try:
-        os.environ.update(LOOPBACK)  # before Ray is imported, which looks at them once
+        os.environ.update(LOOPBACK)  # before the import of Ray, which reads them once
         import ray
     except ImportError:
         pytest.skip("Ray is not installed: pip install 'headway[ray]'")
@@ -59,7 +59,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         )
     try:
         cluster = RayCluster(process, folder)
-        cluster.say("add " + ",".join(f"m{number}" for number in range(1, NODES)))
+        cluster.send("add " + ",".join(f"m{number}" for number in range(1, NODES)))
         yield cluster
     finally:
         ray.shutdown()

@@ -1,7 +1,7 @@
-"""A real Ray cluster of several nodes on this machine, on loopback, in a process tree of its own.
+"""A real Ray cluster of several nodes on this machine, on loopback, in its own process tree.
 
-Reads words, a line each, from standard input: `add NAME,NAME`, `remove NAME`; answers each with a line; ends with its
-input. Started by the tests, never imported by them.
+Reads commands from standard input, one per line: `add NAME,NAME`, `remove NAME`; answers each with a line; exits when
+its input ends. Started by the tests, never imported.
 """
 
 import os
@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 os.environ |= {
-    "RAY_TMPDIR": str(Path(sys.argv[1]).parent),  # where it notes its address too, in a folder that must be there
+    "RAY_TMPDIR": str(Path(sys.argv[1]).parent),  # also where it records its address; the folder must exist
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # everything listens on loopback only
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # or every other process of a busy machine would come first
-    "RAY_kill_idle_workers_interval_ms": "0",  # to start another takes a core more than a second
-    # One that is gone is missed after two seconds; one that is slow, on a busy machine, is not.
+    "RAY_worker_niceness": "0",  # or all other processes of a busy machine would come first
+    "RAY_kill_idle_workers_interval_ms": "0",  # starting another takes over a second of a core
+    # A dead node is noticed after two seconds; one that is slow on a busy machine is not taken for dead.
     "RAY_health_check_period_ms": "700",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "3",
@@ -37,25 +37,25 @@ NODE = {
 
 def free_port() -> int:
     while True:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            if (port := taken.getsockname()[1]) >= 20000:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            if (port := probe.getsockname()[1]) >= 20000:
                 return int(port)
 
 
 def main() -> None:
-    # Every process that is left out here is a second of a core: nobody asks for nodes, nor reads logs through Ray.
-    own = {"node_name": "m0", "gcs_server_port": free_port(), "temp_dir": sys.argv[1]}
+    # Each process left out saves a second of a core: no test uses the autoscaler or reads logs through Ray.
+    head = {"node_name": "m0", "gcs_server_port": free_port(), "temp_dir": sys.argv[1]}
     without = {"no_monitor": True, "include_log_monitor": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **own, **without})
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **head, **without})
     nodes = {}
     try:
         print(cluster.address, flush=True)
         for line in sys.stdin:
             verb, name = line.split()
             if verb == "add":
-                for one in name.split(","):
-                    nodes[one] = cluster.add_node(wait=False, **NODE, node_name=one)
+                for node in name.split(","):
+                    nodes[node] = cluster.add_node(wait=False, **NODE, node_name=node)
                 cluster.wait_for_nodes()
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munged, slurmctld and a slurmd a virtual node, with GPUs that are only files."""
+"""A real Slurm on this machine: munged, slurmctld and a slurmd per virtual node, with fake GPUs."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ PartitionName=short Nodes=ALL MaxTime=1 State=UP PriorityTier=1
 
 @dataclass
 class SlurmCluster:
-    """Daemons of one Slurm, and the folder that they live in."""
+    """The daemons of a Slurm, and their folder."""
 
     folder: Path
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -79,23 +79,23 @@ class SlurmCluster:
         self.processes[name] = self._start(command)
 
     def lose_node(self, name: str) -> None:
-        """All that runs there is gone at once, as when the power fails; who would tell of it goes first."""
+        """Kill all that runs there, as when the power fails; first whatever would report it."""
         daemon, jobs = self.processes.pop(name), self.processes_on(name)
         daemon.kill()
-        for pid in [*{_watcher(pid) for pid in jobs}, *jobs]:
+        for pid in [*{_step_daemon(pid) for pid in jobs}, *jobs]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
 
     def processes_on(self, name: str) -> list[int]:
-        """Those of jobs on a node, and those that watch over them."""
-        found = []
+        """The processes of jobs on a node, and their slurmstepds."""
+        pids = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (path / "environ").read_bytes().split(b"\0")
-                if f"SLURMD_NODENAME={name}".encode() in words and f"SLURM_CONF={self.conf}".encode() in words:
-                    found.append(int(path.name))
-        return found
+                variables = (path / "environ").read_bytes().split(b"\0")
+                if {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.conf}".encode()} <= set(variables):
+                    pids.append(int(path.name))
+        return pids
 
     def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{command[0]}.out").open("ab") as out:
@@ -103,26 +103,26 @@ class SlurmCluster:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
 
 
-def _watcher(pid: int) -> int:
-    """The process of Slurm's above one of a job's, else that itself."""
-    above = pid
-    while above > 1:
+def _step_daemon(pid: int) -> int:
+    """The slurmstepd above a process of a job, else the process itself."""
+    ancestor = pid
+    while ancestor > 1:
         try:
-            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{above}/status").read_text().splitlines())
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{ancestor}/status").read_text().splitlines())
         except OSError:
             return pid
         if status["Name"].startswith("slurmstepd"):
-            return above
-        above = int(status["PPid"])
+            return ancestor
+        ancestor = int(status["PPid"])
     return pid
 
 
 def start_cluster(folder: Path, min_job_age: int = 300) -> SlurmCluster:
-    """Daemons that answer, and nodes that are idle. Skips the test where Slurm is not installed."""
+    """Start daemons and wait for idle nodes. Skip the test if Slurm is not installed."""
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
-        pytest.skip("daemons of Slurm are started by root alone: sudo -E make test")
+        pytest.skip("only root can start the daemons of Slurm: sudo -E make test")
     cluster = SlurmCluster(folder)
     _write_configuration(cluster, min_job_age)
     cluster.processes["munged"] = cluster._start(
@@ -139,7 +139,7 @@ def start_cluster(folder: Path, min_job_age: int = 300) -> SlurmCluster:
 
 
 def stop_cluster(cluster: SlurmCluster) -> None:
-    """End the daemons that were started, and what they have left."""
+    """Kill the daemons, and what they have left."""
     for process in reversed(cluster.processes.values()):
         process.kill()
         process.wait()
@@ -149,16 +149,16 @@ def stop_cluster(cluster: SlurmCluster) -> None:
 
 
 def _left_by(cluster: SlurmCluster) -> list[int]:
-    """Processes of jobs of this Slurm, those that watch over them first."""
-    found = dict[int, bool]()
+    """Processes of this Slurm's jobs, slurmstepds first."""
+    pids = dict[int, bool]()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (path / "environ").read_bytes().split(b"\0")
-            watches = (path / "comm").read_text().startswith("slurmstepd")
-            of_a_job = any(word.startswith(b"SLURM_JOB_ID=") for word in words)
-            if f"SLURM_CONF={cluster.conf}".encode() in words and (watches or of_a_job):
-                found[int(path.name)] = watches
-    return sorted(found, key=lambda pid: not found[pid])
+            variables = (path / "environ").read_bytes().split(b"\0")
+            is_step_daemon = (path / "comm").read_text().startswith("slurmstepd")
+            of_a_job = any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables)
+            if f"SLURM_CONF={cluster.conf}".encode() in variables and (is_step_daemon or of_a_job):
+                pids[int(path.name)] = is_step_daemon
+    return sorted(pids, key=lambda pid: not pids[pid])
 
 
 @contextlib.contextmanager
@@ -195,11 +195,11 @@ def _write_configuration(cluster: SlurmCluster, min_job_age: int) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
 
 
 def _idle(cluster: SlurmCluster) -> int:

@@ -1,4 +1,4 @@
-"""The guard of a command: passes signals on, and leaves nothing behind."""
+"""The command runner forwards signals and leaves nothing behind."""
 
 import json
 import os
@@ -12,48 +12,57 @@ from typing import Any
 import pytest
 
 from eventually import CEILING_S, eventually
-from headway.cluster.engines.ray import command_runner as guard
+from headway.cluster.engines.ray import command_runner
 
 
-class Guarded:
-    """A guard, and what its command prints."""
+class Runner:
+    """A command runner, and what its command prints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
 
-    def start(self, *words: str, **order: Any) -> "Guarded":
+    def start(self, *command: str, **order: Any) -> "Runner":
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-I", "-S", command_runner.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         environment = {"PATH": os.environ["PATH"]}
-        whole = {"words": words, "folder": str(self.folder), "log": str(self.log), "environment": environment, **order}
-        self.tell(whole)
+        message = {
+            "words": command,
+            "folder": str(self.folder),
+            "log": str(self.log),
+            "environment": environment,
+            **order,
+        }
+        self.send(message)
         return self
 
-    def tell(self, what: Any) -> None:
+    def send(self, message: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
     def lines(self, count: int) -> list[str]:
-        """What the command has printed, once that is so many lines."""
+        """Wait until the command has printed that many lines, and return them."""
 
         def printed() -> list[str] | None:
-            found = self.log.read_text().splitlines() if self.log.exists() else []
-            return found if len(found) >= count else None
+            lines = self.log.read_text().splitlines() if self.log.exists() else []
+            return lines if len(lines) >= count else None
 
         return eventually(printed, lambda: f"{self.log}: fewer than {count} lines")
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    one = Guarded(tmp_path)
-    yield one
-    assert one.process.stdin is not None
-    assert one.process.stdout is not None
-    one.process.stdin.close()
-    one.process.stdout.close()
-    one.process.wait(CEILING_S)
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    started = Runner(tmp_path)
+    yield started
+    assert started.process.stdin is not None
+    assert started.process.stdout is not None
+    started.process.stdin.close()
+    started.process.stdout.close()
+    started.process.wait(CEILING_S)
 
 
 def is_alive(pid: int) -> bool:
@@ -63,73 +72,73 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int) -> bool:
-    return eventually(lambda: not is_alive(pid), lambda: f"process {pid} is still there")
+def exits(pid: int) -> bool:
+    return eventually(lambda: not is_alive(pid), lambda: f"process {pid} still runs")
 
 
 @pytest.mark.parametrize(("line", "status"), [("true", 0), ("exit 75", 75), ("kill -KILL $$", 137)])
-def test_its_status_is_the_commands(guarded: Guarded, line: str, status: int) -> None:
-    assert guarded.start("sh", "-c", line).process.wait(CEILING_S) == status
+def test_runner_exits_with_the_commands_status(runner: Runner, line: str, status: int) -> None:
+    assert runner.start("sh", "-c", line).process.wait(CEILING_S) == status
 
 
-def test_a_command_that_is_not_there_says_so_in_the_log(guarded: Guarded) -> None:
-    assert guarded.start("no-such-program").process.wait(CEILING_S) == 127
-    assert guarded.log.read_text() == "no-such-program: No such file or directory\n"
+def test_missing_command_is_reported_in_the_log(runner: Runner) -> None:
+    assert runner.start("no-such-program").process.wait(CEILING_S) == 127
+    assert runner.log.read_text() == "no-such-program: No such file or directory\n"
 
 
-def test_a_log_that_cannot_be_written_is_told_to_who_watches(guarded: Guarded) -> None:
-    guarded.start("true", log=str(guarded.folder / "none" / "log"))
-    assert guarded.process.wait(CEILING_S) == 126
-    assert guarded.process.stdout is not None
-    assert "none/log: No such file" in guarded.process.stdout.read()
+def test_unwritable_log_is_reported_on_standard_output(runner: Runner) -> None:
+    runner.start("true", log=str(runner.folder / "none" / "log"))
+    assert runner.process.wait(CEILING_S) == 126
+    assert runner.process.stdout is not None
+    assert "none/log: No such file" in runner.process.stdout.read()
 
 
-def test_a_signal_goes_to_the_command_alone(guarded: Guarded) -> None:
-    story = "trap 'echo heard; exit 75' USR1; sh -c 'sleep 60' & echo $!; while :; do sleep 0.05; done"
-    guarded.start("sh", "-c", story)
-    child = int(guarded.lines(1)[0])
-    guarded.tell(f"signal {int(signal.SIGUSR1)}")
-    assert guarded.process.wait(CEILING_S) == 75
-    assert guarded.lines(2)[1] == "heard"
-    assert gone(child), "what a command leaves behind ends with it"
+def test_signal_reaches_the_command_only(runner: Runner) -> None:
+    script = "trap 'echo signalled; exit 75' USR1; sh -c 'sleep 60' & echo $!; while :; do sleep 0.05; done"
+    runner.start("sh", "-c", script)
+    child = int(runner.lines(1)[0])
+    runner.send(f"signal {int(signal.SIGUSR1)}")
+    assert runner.process.wait(CEILING_S) == 75
+    assert runner.lines(2)[1] == "signalled"
+    assert exits(child), "what a command leaves behind is killed"
 
 
-STORY = "import os, subprocess, time; print(os.getpid(), flush=True); child = subprocess.Popen(['sleep', '60'], \
+PROGRAM = "import os, subprocess, time; print(os.getpid(), flush=True); child = subprocess.Popen(['sleep', '60'], \
 start_new_session=True); print(child.pid, flush=True); time.sleep(60)"
 
 
-def test_when_nobody_watches_any_more_all_of_it_ends_at_once(guarded: Guarded) -> None:
-    guarded.start(sys.executable, "-c", STORY)
-    pids = [int(line) for line in guarded.lines(2)]
+def test_everything_is_killed_when_standard_input_closes(runner: Runner) -> None:
+    runner.start(sys.executable, "-c", PROGRAM)
+    pids = [int(line) for line in runner.lines(2)]
     assert all(map(is_alive, pids))
-    assert guarded.process.stdin is not None
-    guarded.process.stdin.close()
-    guarded.process.wait(CEILING_S)
-    assert all(map(gone, pids)), "even one in a session of its own"
+    assert runner.process.stdin is not None
+    runner.process.stdin.close()
+    runner.process.wait(CEILING_S)
+    assert all(map(exits, pids)), "even one in its own session"
 
 
-def test_a_killed_guard_takes_the_command_along(guarded: Guarded) -> None:
-    guarded.start("sh", "-c", "echo $$; exec sleep 60")
-    command = int(guarded.lines(1)[0])
-    guarded.process.kill()
-    assert gone(command)
+def test_killed_runner_takes_the_command_along(runner: Runner) -> None:
+    runner.start("sh", "-c", "echo $$; exec sleep 60")
+    command = int(runner.lines(1)[0])
+    runner.process.kill()
+    assert exits(command)
 
 
-def test_kill_ends_what_ignores_everything_else(guarded: Guarded) -> None:
-    guarded.start("sh", "-c", "trap '' USR1 TERM; echo on; while :; do sleep 0.05; done")
-    guarded.lines(1)
-    guarded.tell(f"signal {int(signal.SIGUSR1)}")
-    guarded.tell("kill")
-    assert guarded.process.wait(CEILING_S) == 137
+def test_kill_ends_a_command_that_ignores_signals(runner: Runner) -> None:
+    runner.start("sh", "-c", "trap '' USR1 TERM; echo on; while :; do sleep 0.05; done")
+    runner.lines(1)
+    runner.send(f"signal {int(signal.SIGUSR1)}")
+    runner.send("kill")
+    assert runner.process.wait(CEILING_S) == 137
 
 
-def test_what_is_wished_in_the_same_breath_is_heard(guarded: Guarded) -> None:
-    order = {"words": ["sleep", "600"], "folder": str(guarded.folder), "log": str(guarded.log), "environment": {}}
+def test_messages_sent_with_the_order_are_not_lost(runner: Runner) -> None:
+    order = {"words": ["sleep", "600"], "folder": str(runner.folder), "log": str(runner.log), "environment": {}}
     order["environment"] = {"PATH": os.environ["PATH"]}
-    guarded.process = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    runner.process = subprocess.Popen(
+        [sys.executable, "-I", "-S", command_runner.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert guarded.process.stdin is not None
-    guarded.process.stdin.write(f'{json.dumps(order)}\n"signal {int(signal.SIGUSR1)}"\n"kill"\n')
-    guarded.process.stdin.flush()
-    assert guarded.process.wait(CEILING_S) in (128 + signal.SIGUSR1, 128 + signal.SIGKILL)
+    assert runner.process.stdin is not None
+    runner.process.stdin.write(f'{json.dumps(order)}\n"signal {int(signal.SIGUSR1)}"\n"kill"\n')
+    runner.process.stdin.flush()
+    assert runner.process.wait(CEILING_S) in (128 + signal.SIGUSR1, 128 + signal.SIGKILL)

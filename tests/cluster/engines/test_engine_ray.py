@@ -1,4 +1,4 @@
-"""The engine on a real Ray cluster: three nodes with three cores and two GPUs each, by their own account."""
+"""The engine on a real Ray cluster: three nodes that claim three cores and two GPUs each."""
 
 import functools
 import getpass
@@ -11,7 +11,7 @@ from pathlib import Path
 import engine_suite
 import pytest
 from engine_suite import *  # noqa: F403
-from engine_suite import SECRET, Rig, appears
+from engine_suite import SECRET, EngineHarness, appears
 from ray_cluster import CPUS, GPUS, HEAD, NODES, RayCluster, ray_cluster
 
 from headway.cluster.engines.ray.encode import ray_encoders
@@ -19,13 +19,13 @@ from headway.cluster.engines.ray.engine import RayEngine
 from headway.data import BuildOptions, build_dataset
 from headway.errors import EngineError, UsageError
 
-UNTIL_TOLD = (
-    'trap "echo >told-$HEADWAY_MACHINE; exit 75" USR1; echo $$ >up-$HEADWAY_MACHINE; while :; do sleep 0.1; done'
+UNTIL_SIGNALLED = (
+    'trap "echo >signalled-$HEADWAY_MACHINE; exit 75" USR1; echo $$ >up-$HEADWAY_MACHINE; while :; do sleep 0.1; done'
 )
 
 
-def slowly(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of the suite, left to make test-all on Ray alone: to start anything there takes long."""
+def slow(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of the suite as slow on Ray only, where starting anything takes long."""
 
     @functools.wraps(test)
     def run(*arguments: object, **named: object) -> None:
@@ -34,14 +34,12 @@ def slowly(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(run)
 
 
-# What these do on Ray is the same code as on one machine, or is done by other tests below.
-test_another_process_sees_the_same = slowly(engine_suite.test_another_process_sees_the_same)
-test_copies_that_wait_for_their_turn_can_be_cancelled = slowly(
-    engine_suite.test_copies_that_wait_for_their_turn_can_be_cancelled
-)
-test_no_more_of_an_array_at_a_time_than_may_be = slowly(engine_suite.test_no_more_of_an_array_at_a_time_than_may_be)
-test_setup_lines_come_first = slowly(engine_suite.test_setup_lines_come_first)
-test_who_is_told_before_it_listens_comes_back = slowly(engine_suite.test_who_is_told_before_it_listens_comes_back)
+# Same code as on one machine, or covered by other tests below.
+test_another_process_sees_the_same_job = slow(engine_suite.test_another_process_sees_the_same_job)
+test_waiting_array_tasks_can_be_cancelled = slow(engine_suite.test_waiting_array_tasks_can_be_cancelled)
+test_array_respects_its_limit_of_tasks_at_a_time = slow(engine_suite.test_array_respects_its_limit_of_tasks_at_a_time)
+test_setup_lines_run_before_the_command = slow(engine_suite.test_setup_lines_run_before_the_command)
+test_job_killed_by_an_early_sigusr1_is_restarted = slow(engine_suite.test_job_killed_by_an_early_sigusr1_is_restarted)
 
 
 @pytest.fixture(scope="module")
@@ -51,108 +49,110 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Rig:
+def harness(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> EngineHarness:
     def lose(name: str) -> Callable[[], None]:
-        cluster.say(f"remove {name}")
-        return lambda: None  # nothing below needs it, and a node takes seconds to start
+        cluster.send(f"remove {name}")
+        return lambda: None  # no test below needs it, and a node takes seconds to start
 
-    own = {"limit_s": 16, "limit_grace_s": 2, "essential": (HEAD,)}  # a start takes its time on a busy machine
-    return Rig(lambda: RayEngine(cluster.address), tmp_path_factory.mktemp("jobs"), NODES, CPUS, GPUS, lose=lose, **own)
+    limits = {"limit_s": 16, "limit_grace_s": 2, "essential": (HEAD,)}  # starts are slow on a busy machine
+    return EngineHarness(
+        lambda: RayEngine(cluster.address), tmp_path_factory.mktemp("jobs"), NODES, CPUS, GPUS, lose=lose, **limits
+    )
 
 
-def test_bundles_side_by_side_on_one_machine(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request("true", machines=2, gpus=1, site={"strategy": "STRICT_PACK"}))
-    status = rig.over(job)
+def test_strict_pack_places_bundles_on_one_machine(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request("true", machines=2, gpus=1, site={"strategy": "STRICT_PACK"}))
+    status = harness.over(job)
     assert (status.state, len(status.machines), len(set(status.machines))) == ("finished", 2, 1)
-    with pytest.raises(UsageError, match="3 machines with 1 GPU and 1 core each on one machine were asked for"):
-        rig.engine.launch(rig.request("true", machines=3, gpus=1, site={"strategy": "STRICT_PACK"}))
+    with pytest.raises(UsageError, match="it asks for 3 machines with 1 GPU and 1 core each on one machine"):
+        harness.engine.launch(harness.request("true", machines=3, gpus=1, site={"strategy": "STRICT_PACK"}))
 
 
-def test_a_cluster_that_grows_may_be_asked_for_more_than_it_has(rig: Rig) -> None:
-    job = rig.engine.launch(rig.request("true", machines=9, site={"grows": "yes"}))
-    later = rig.engine.launch(rig.request("true"))
-    assert rig.over(later).state == "finished"  # by then the owner has gone through all that wait
-    assert rig.engine.status([job])[job].state == "waiting"
-    rig.engine.cancel(job)
-    assert rig.over(job).state == "cancelled"
+def test_growing_cluster_accepts_jobs_larger_than_itself(harness: EngineHarness) -> None:
+    job = harness.engine.launch(harness.request("true", machines=9, site={"grows": "yes"}))
+    later = harness.engine.launch(harness.request("true"))
+    assert harness.over(later).state == "finished"  # by then the controller has considered all waiting jobs
+    assert harness.engine.status([job])[job].state == "waiting"
+    harness.engine.cancel(job)
+    assert harness.over(job).state == "cancelled"
 
 
 @pytest.mark.slow
-def test_who_submitted_it_may_go(rig: Rig, cluster: RayCluster) -> None:
-    request = rig.request("echo >up; until [ -e end ]; do sleep 0.05; done")
+def test_job_outlives_its_submitter(harness: EngineHarness, cluster: RayCluster) -> None:
+    request = harness.request("echo >up; until [ -e end ]; do sleep 0.05; done")
     program = (
-        "import sys; from pathlib import Path; from headway.cluster.engines import Request\n"
-        "from headway.cluster.engines.ray.engine import Ray\n"
-        "print(Ray(sys.argv[1]).launch(Request('gone', tuple(sys.argv[3:]), Path(sys.argv[2]))))"
+        "import sys; from pathlib import Path; from headway.cluster.engines import LaunchRequest\n"
+        "from headway.cluster.engines.ray.engine import RayEngine\n"
+        "print(RayEngine(sys.argv[1]).launch(LaunchRequest('gone', tuple(sys.argv[3:]), Path(sys.argv[2]))))"
     )
-    words = [sys.executable, "-c", program, cluster.address, str(request.folder), *request.command]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program, cluster.address, str(request.folder), *request.command]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     appears(request.folder / "up")
     job = done.stdout.strip()
-    assert rig.until(job, "running").starts == 1
+    assert harness.until(job, "running").starts == 1
     (request.folder / "end").touch()
-    assert rig.over(job).state == "finished"
+    assert harness.over(job).state == "finished"
 
 
-def test_a_lost_owner_is_followed_by_one_that_knows_its_jobs(
-    rig: Rig, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+def test_next_controller_takes_over_the_jobs_of_a_lost_one(
+    harness: EngineHarness, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
     monkeypatch.setenv("A_SECRET", SECRET)
-    before = rig.engine.launch(rig.request("exit 3"))
-    rig.over(before)
-    plain, secret = rig.request(UNTIL_TOLD), rig.request(UNTIL_TOLD, secrets=("A_SECRET",))
-    jobs = [rig.engine.launch(plain), rig.engine.launch(secret)]
+    before = harness.engine.launch(harness.request("exit 3"))
+    harness.over(before)
+    plain, secret = harness.request(UNTIL_SIGNALLED), harness.request(UNTIL_SIGNALLED, secrets=("A_SECRET",))
+    jobs = [harness.engine.launch(plain), harness.engine.launch(secret)]
     pids = [int(appears(request.folder / "up-0")) for request in (plain, secret)]
     (plain.folder / "up-0").unlink()
     ray.kill(ray.get_actor(f"headway-{getpass.getuser()}", namespace="headway"), no_restart=False)
     pids.append(int(appears(plain.folder / "up-0")))
-    assert not [pid for pid in pids[:2] if Path(f"/proc/{pid}").exists()], "nobody watched them any more"
-    assert rig.until(jobs[0], "running").starts == 2
-    told = rig.engine.status([before, jobs[1]])
-    assert (told[before].state, told[before].exit_status) == ("failed", 3)
-    assert told[jobs[1]].state == "failed"
-    assert "the values of A_SECRET: submit it again" in told[jobs[1]].reason
-    rig.engine.cancel(jobs[0])
-    assert rig.over(jobs[0]).state == "cancelled"
+    assert not [pid for pid in pids[:2] if Path(f"/proc/{pid}").exists()], "killed with their controller"
+    assert harness.until(jobs[0], "running").starts == 2
+    statuses = harness.engine.status([before, jobs[1]])
+    assert (statuses[before].state, statuses[before].exit_status) == ("failed", 3)
+    assert statuses[jobs[1]].state == "failed"
+    assert "the values of A_SECRET with it: submit the job again" in statuses[jobs[1]].reason
+    harness.engine.cancel(jobs[0])
+    assert harness.over(jobs[0]).state == "cancelled"
     written = [path for path in cluster.folder.rglob("*") if path.is_file() and not path.is_socket()]
     assert written
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
-def test_what_a_lost_node_leaves(rig: Rig, cluster: RayCluster) -> None:
-    cluster.say("add spare")
-    request = rig.request(UNTIL_TOLD, machines=2)
-    job = rig.engine.launch(request)
+def test_job_restarts_on_other_nodes_after_a_lost_node(harness: EngineHarness, cluster: RayCluster) -> None:
+    cluster.send("add spare")
+    request = harness.request(UNTIL_SIGNALLED, machines=2)
+    job = harness.engine.launch(request)
     pids = [int(appears(request.folder / f"up-{rank}")) for rank in range(2)]
-    had = rig.until(job, "running").machines
-    lost = 1 if had[0] == HEAD else 0
+    first = harness.until(job, "running").machines
+    lost = 1 if first[0] == HEAD else 0
     for rank in range(2):
         (request.folder / f"up-{rank}").unlink()
-    cluster.say(f"remove {had[lost]}")
+    cluster.send(f"remove {first[lost]}")
     for rank in range(2):
         appears(request.folder / f"up-{rank}")
-    status = rig.until(job, "running")
+    status = harness.until(job, "running")
     assert status.starts == 2
-    assert status.machines[1 - lost] == had[1 - lost], "what was not lost is kept"
-    assert status.machines[lost] not in had
-    assert (request.folder / f"told-{1 - lost}").exists(), "the others had their grace"
+    assert status.machines[1 - lost] == first[1 - lost], "nodes that were not lost are kept"
+    assert status.machines[lost] not in first
+    assert (request.folder / f"signalled-{1 - lost}").exists(), "the others had their grace period"
     assert not Path(f"/proc/{pids[lost]}").exists()
-    rig.engine.cancel(job)
-    assert rig.over(job).state == "cancelled"
+    harness.engine.cancel(job)
+    assert harness.over(job).state == "cancelled"
 
 
 @pytest.mark.parametrize(
     ("address", "error"),
     [
         ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9: Connection refused"),
-        ("nonsense", "'nonsense' is no address"),
+        ("nonsense", "invalid Ray address 'nonsense'"),
         ("ray://127.0.0.1:10001", "from a machine of the cluster"),
         ("", "no Ray cluster is named"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told_at_once(address: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_cluster_is_reported_at_once(address: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'headway[ray]'")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -160,11 +160,11 @@ def test_a_cluster_that_is_not_there_is_told_at_once(address: str, error: str, m
         RayEngine(address).inventory()
 
 
-def test_without_ray_it_says_what_to_install() -> None:
+def test_missing_ray_hints_what_to_install() -> None:
     program = (
         "import sys; sys.modules['ray'] = None\n"
-        "from headway.cluster.engines.ray.engine import Ray\n"
-        "try: Ray('127.0.0.1:9').inventory()\n"
+        "from headway.cluster.engines.ray.engine import RayEngine\n"
+        "try: RayEngine('127.0.0.1:9').inventory()\n"
         "except Exception as error: print(error.message, '|', error.hint)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -172,7 +172,7 @@ def test_without_ray_it_says_what_to_install() -> None:
 
 
 @pytest.mark.slow
-def test_a_data_set_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tmp_path: Path) -> None:
+def test_dataset_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tmp_path: Path) -> None:
     sources = [f"{Path(json.__file__).parent.parent}/[ab]*.py"]
     options = BuildOptions(vocab_size=300, shard_tokens=100_000)
     here = build_dataset(tmp_path / "here", sources, options)
@@ -184,5 +184,5 @@ def test_a_data_set_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster,
     assert len(names) > 4
     assert names == sorted(path.name for path in there.path.iterdir())
     for name in names:
-        if name not in ("sources.json", ".verified.json"):  # which say when, not what
+        if name not in ("sources.json", ".verified.json"):  # they hold times
             assert (here.path / name).read_bytes() == (there.path / name).read_bytes(), name

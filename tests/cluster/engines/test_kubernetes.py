@@ -1,4 +1,4 @@
-"""JobSets are valid against the schema of the real CRD, and say what was asked for."""
+"""JobSets are valid against the schema of the real CRD, and hold what was requested."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from headway.cluster.engines.kubernetes.engine import SITE, KubernetesEngine, jo
 from headway.errors import EngineError, UsageError
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset-v1alpha2.json").read_text())
-"""JobSet 0.12.0's own, without descriptions and without the parts that nothing here uses."""
+"""That of JobSet 0.12.0, without descriptions and unused parts."""
 CLUSTER = {"image": "example.org/headway:1", "claim": "shared", "mount": "/shared"}
 EVERYTHING = LaunchRequest(
     "My_run.1",
@@ -39,7 +39,7 @@ def check(job_set: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("request_", [EVERYTHING, SMALL], ids=["everything", "small"])
-def test_what_is_written_is_a_valid_job_set(request_: LaunchRequest) -> None:
+def test_manifest_is_a_valid_jobset(request_: LaunchRequest) -> None:
     job_set = json.loads(KubernetesEngine().describe(request_))
     check(job_set)
     assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -54,12 +54,12 @@ def test_what_is_written_is_a_valid_job_set(request_: LaunchRequest) -> None:
         (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "gpus"), 8),
     ],
 )
-def test_the_check_finds_what_is_not_valid(path: tuple[Any, ...], value: Any) -> None:
+def test_schema_check_finds_invalid_fields(path: tuple[Any, ...], value: Any) -> None:
     broken = copy.deepcopy(job_sets(EVERYTHING)[0])
-    place: Any = broken
+    parent: Any = broken
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        parent = parent[key]
+    parent[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         check(broken)
 
@@ -69,7 +69,7 @@ def pod_of(job_set: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
-def test_one_pod_a_machine_with_what_was_asked_for() -> None:
+def test_one_pod_per_machine_with_the_requested_resources() -> None:
     (job_set,) = job_sets(EVERYTHING)
     job, pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"], pod_of(job_set)
     assert job_set["metadata"]["name"] == "my-run-1"
@@ -84,27 +84,27 @@ def test_one_pod_a_machine_with_what_was_asked_for() -> None:
     assert "node-7" in json.dumps(pod["affinity"]["nodeAffinity"])
 
 
-def test_secrets_are_names_and_values_are_what_they_are() -> None:
+def test_secrets_are_references_and_values_are_escaped() -> None:
     (container,) = pod_of(job_sets(EVERYTHING)[0])["containers"]
-    variables = {one["name"]: one for one in container["env"]}
+    variables = {variable["name"]: variable for variable in container["env"]}
     assert variables["HF_TOKEN"] == {
         "name": "HF_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "some", "key": "HF_TOKEN"}},
     }
-    assert variables["PLAIN"]["value"] == "$$(x) y", "Kubernetes makes $(x) y of it"
+    assert variables["PLAIN"]["value"] == "$$(x) y", "Kubernetes turns it into $(x) y"
     hosts = variables["HEADWAY_MACHINES"]["value"].split(",")
     assert hosts[3] == "my-run-1-machine-0-3.my-run-1"
     assert len(hosts) == 4
 
 
-def test_each_copy_of_an_array_is_a_job_set_of_its_own() -> None:
+def test_array_has_one_jobset_per_task() -> None:
     request = LaunchRequest("many", ("true",), Path("/shared"), array=3, site=CLUSTER)
-    whole = json.loads(KubernetesEngine().describe(request))
-    assert whole["kind"] == "List"
-    assert [one["metadata"]["name"] for one in whole["items"]] == ["many-0", "many-1", "many-2"]
-    for number, one in enumerate(whole["items"]):
-        check(one)
-        variables = {entry["name"]: entry.get("value") for entry in pod_of(one)["containers"][0]["env"]}
+    manifest = json.loads(KubernetesEngine().describe(request))
+    assert manifest["kind"] == "List"
+    assert [item["metadata"]["name"] for item in manifest["items"]] == ["many-0", "many-1", "many-2"]
+    for number, item in enumerate(manifest["items"]):
+        check(item)
+        variables = {entry["name"]: entry.get("value") for entry in pod_of(item)["containers"][0]["env"]}
         assert variables["HEADWAY_ARRAY_INDEX"] == str(number)
 
 
@@ -112,22 +112,22 @@ def test_each_copy_of_an_array_is_a_job_set_of_its_own() -> None:
     ("site", "error"),
     [
         ({}, "needs `image`"),
-        ({**CLUSTER, "mount": "/other"}, "does not lie in /other"),
+        ({**CLUSTER, "mount": "/other"}, "is not in /other"),
         ({**CLUSTER, "partition": "gpu"}, "no setting 'partition'"),
         ({**CLUSTER, "restarts": "many"}, "restarts is 'many'"),
     ],
 )
-def test_settings_that_are_wrong_are_told(site: dict[str, str], error: str) -> None:
+def test_wrong_settings_are_reported(site: dict[str, str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
         KubernetesEngine().describe(LaunchRequest("small", ("true",), Path("/shared"), site=site))
 
 
-def test_a_name_that_kubernetes_would_cut_is_refused() -> None:
+def test_name_too_long_for_kubernetes_is_refused() -> None:
     with pytest.raises(UsageError, match="too long"):
         job_sets(LaunchRequest("a" * 41, ("true",), Path("/shared"), site=CLUSTER))
 
 
-def test_applying_comes_later() -> None:
+def test_applying_is_not_supported_yet() -> None:
     engine = KubernetesEngine()
     for act in (engine.inventory, lambda: engine.launch(SMALL), lambda: engine.cancel("small")):
         with pytest.raises(EngineError, match="does not apply them yet"):

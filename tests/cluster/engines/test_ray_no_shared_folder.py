@@ -4,7 +4,7 @@ on machines that never saw it, and ends as one that was left alone."""
 from pathlib import Path
 
 import pytest
-from engine_runs import ONE_CORE, EngineRun, demo, left_alone, wait_for
+from engine_runs import ONE_CORE, EngineRun, demo, train_uninterrupted, wait_for
 from ray_cluster import HEAD, ray_cluster
 
 from conftest import Lived
@@ -18,7 +18,7 @@ OWN = 'export TMPDIR={}/$(echo "$HEADWAY_MACHINES" | cut -d, -f$((HEADWAY_MACHIN
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_node_costs_what_is_not_in_the_store(tmp_path: Path, dataset: Path, monkeypatch) -> None:
+def test_run_resumes_from_its_store_after_a_lost_node(tmp_path: Path, dataset: Path, monkeypatch) -> None:
     monkeypatch.setenv("HEADWAY_KEY", KEY)
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)
     monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
@@ -26,23 +26,23 @@ def test_the_loss_of_a_node_costs_what_is_not_in_the_store(tmp_path: Path, datas
     url = f"file://{tmp_path}/store"
     stored = {"checkpoint__store__url": url, "checkpoint__store__every_steps": 40}
     recipe = demo(dataset, train__fewest_workers=2, train__steps=240, **stored)
-    unharmed = left_alone(recipe, tmp_path / "alone")
+    uninterrupted = train_uninterrupted(recipe, tmp_path / "alone")
     with ray_cluster() as cluster:
         lines = [OWN.format(tmp_path / "machines"), ONE_CORE]
         own = f'[ray]\nshared = false\naddress = "{cluster.address}"\ngrace_s = 30\nsetup = {lines!r}\n'
         (tmp_path / "engines.toml").write_text(f'{own}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
         run = EngineRun.submitted(recipe, tmp_path / "runs", "ray")
         store = open_store(f"{url}/demo")
-        wait_for(lambda: any(entry.step >= 80 for entry in list_remote(store)), "step 80 in the store", run.told)
+        wait_for(lambda: any(entry.step >= 80 for entry in list_remote(store)), "step 80 in the store", run.diagnosis)
         first, second = run.status.machines
         lost = second if first == HEAD else first
-        cluster.say(f"remove {lost}")
+        cluster.send(f"remove {lost}")
         status = run.ended()
-        said = run.told()
+        said = run.diagnosis()
     assert (status.state, status.exit_status) == ("finished", 0), said
     assert lost not in status.machines
     assert KEY not in said
     assert list((run.folder.path / "events").iterdir()) == []
     lived = Lived(fetch_run(f"{url}/demo", tmp_path / "fetched"), None)
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), said
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), said
     assert len({record.header.attempt for record in read_run(lived.run)}) >= 2

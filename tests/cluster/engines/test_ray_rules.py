@@ -1,4 +1,4 @@
-"""What the Ray engine decides, held against tables; no Ray needed."""
+"""Tables of the Ray engine's decisions; no Ray needed."""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,18 @@ from headway.cluster.engines.ray.rules import (
     NextState,
     TaskExit,
     bundle,
-    machines_of,
+    machines_from_nodes,
     next_state,
-    pause_s,
+    restart_delay_s,
     why_never_fits,
 )
 from headway.errors import UsageError
 
-SAVED = "it has saved, and waits to be started again"
-SMALL = [Machine(f"m{one}", "free", gpus=2, gpus_free=2, cpus=4, memory_bytes=8 << 30) for one in range(3)]
+SAVED = "saved; waiting to be restarted"
+SMALL = [Machine(f"m{index}", "free", gpus=2, gpus_free=2, cpus=4, memory_bytes=8 << 30) for index in range(3)]
 
 
-def ask(**fields: Any) -> LaunchRequest:
+def make_request(**fields: Any) -> LaunchRequest:
     return LaunchRequest("job", ("true",), Path("/nowhere"), **fields)
 
 
@@ -41,89 +41,97 @@ def ask(**fields: Any) -> LaunchRequest:
         ({"machines": 2, "gpus": 2, "site": {"strategy": "STRICT_PACK"}}, False),
     ],
 )
-def test_what_can_never_fit_is_known_at_once(fields: dict[str, Any], fits: bool) -> None:
-    assert (why_never_fits(ask(**fields), SMALL) is None) == fits
+def test_impossible_requests_are_recognized(fields: dict[str, Any], fits: bool) -> None:
+    assert (why_never_fits(make_request(**fields), SMALL) is None) == fits
 
 
-def test_the_reason_says_what_was_asked_and_what_there_is() -> None:
+def test_reason_states_request_and_capacity() -> None:
     busy = [*SMALL, Machine("gone", "away", gpus=8, cpus=64)]
-    assert why_never_fits(ask(machines=1, gpus=4, cpus=2), busy) == (
-        "1 machine with 4 GPUs and 2 cores each were asked for, and of its 3 machines there is room for 0; "
+    assert why_never_fits(make_request(machines=1, gpus=4, cpus=2), busy) == (
+        "it asks for 1 machine with 4 GPUs and 2 cores each; the 3 machines have room for 0; "
         "the largest has 2 GPUs, 4 cores and 8 GiB"
     )
 
 
 @pytest.mark.parametrize("site", [{"strategy": "tight"}, {"partition": "gpu"}])
-def test_what_ray_does_not_know_is_refused(site: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"strategy 'TIGHT'|no 'partition'"):
-        why_never_fits(ask(site=site), SMALL)
+def test_unknown_settings_and_strategies_are_refused(site: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"strategy 'TIGHT'|no setting 'partition'"):
+        why_never_fits(make_request(site=site), SMALL)
 
 
-def test_a_bundle_holds_what_is_asked_for_and_nothing_else() -> None:
-    assert bundle(ask(cpus=3)) == {"CPU": 3}
-    assert bundle(ask(gpus=2, memory_bytes=5)) == {"CPU": 1, "GPU": 2, "memory": 5}
+def test_bundle_holds_the_requested_resources_only() -> None:
+    assert bundle(make_request(cpus=3)) == {"CPU": 3}
+    assert bundle(make_request(gpus=2, memory_bytes=5)) == {"CPU": 1, "GPU": 2, "memory": 5}
 
 
 @pytest.mark.parametrize(
-    ("ends", "told", "want"),
+    ("exits", "options", "expected"),
     [
         ([TaskExit(0, 0), TaskExit(1, 0)], {}, NextState("finished", "", 0)),
-        ([TaskExit(0, 0), TaskExit(1, 3)], {}, NextState("failed", "its command exited with 3 on b", 3)),
+        ([TaskExit(0, 0), TaskExit(1, 3)], {}, NextState("failed", "the command exited with status 3 on b", 3)),
         (
             [TaskExit(0, 75), TaskExit(1, 0)],
             {},
-            NextState("waiting", "it has saved, and waits to be started again", 75),
+            NextState("waiting", SAVED, 75),
         ),
-        ([TaskExit(0, 75), TaskExit(1, 137)], {}, NextState("failed", "its command exited with 137 on b", 137)),
-        ([TaskExit(1, lost="x"), TaskExit(0, 138)], {}, NextState("waiting", "b was lost (x); it is started again")),
+        ([TaskExit(0, 75), TaskExit(1, 137)], {}, NextState("failed", "the command exited with status 137 on b", 137)),
+        (
+            [TaskExit(1, lost="x"), TaskExit(0, 138)],
+            {},
+            NextState("waiting", "b was lost (x); waiting to be restarted"),
+        ),
         (
             [TaskExit(1, lost="x"), TaskExit(0, 138)],
             {"cancelled": True},
-            NextState("cancelled", "somebody cancelled it"),
+            NextState("cancelled", "cancelled by the user"),
         ),
-        ([TaskExit(0, 75), TaskExit(1, 75)], {"cancelled": True}, NextState("cancelled", "somebody cancelled it", 75)),
+        ([TaskExit(0, 75), TaskExit(1, 75)], {"cancelled": True}, NextState("cancelled", "cancelled by the user", 75)),
         ([TaskExit(0, 0), TaskExit(1, 0)], {"cancelled": True}, NextState("finished", "", 0)),
         (
             [TaskExit(0, 137), TaskExit(1, 137)],
             {"limit_s": 9.0},
-            NextState("failed", "it was ended at its limit of 9 s", 137),
+            NextState("failed", "killed at its time limit of 9 s", 137),
         ),
         (
             [TaskExit(0, 75), TaskExit(1, 75)],
             {"limit_s": 9.0},
-            NextState("waiting", "it has saved, and waits to be started again", 75),
+            NextState("waiting", SAVED, 75),
         ),
-        ([TaskExit(0, 138), TaskExit(1, 0)], {"told_after_s": 1.0}, NextState("waiting", SAVED, 138)),
+        ([TaskExit(0, 138), TaskExit(1, 0)], {"signalled_after_s": 1.0}, NextState("waiting", SAVED, 138)),
         (
             [TaskExit(0, 138), TaskExit(1, 0)],
-            {"told_after_s": 99.0},
-            NextState("failed", "its command exited with 138 on a", 138),
+            {"signalled_after_s": 99.0},
+            NextState("failed", "the command exited with status 138 on a", 138),
         ),
         ([TaskExit(0, error="no folder"), TaskExit(1, lost="called off")], {}, NextState("failed", "no folder")),
-        # One that knows how the whole ended is believed, whoever else was lost or failed.
-        ([TaskExit(0, 0, said=0), TaskExit(1, lost="gone")], {}, NextState("finished", "b was lost (gone)", 0)),
-        ([TaskExit(0, 137), TaskExit(1, 0, said=0)], {}, NextState("finished", "", 0)),
+        # A reported status of the whole job counts, whatever else was lost or failed.
+        ([TaskExit(0, 0, reported=0), TaskExit(1, lost="gone")], {}, NextState("finished", "b was lost (gone)", 0)),
+        ([TaskExit(0, 137), TaskExit(1, 0, reported=0)], {}, NextState("finished", "", 0)),
         (
-            [TaskExit(0, 1, said=1), TaskExit(1, 75, said=75)],
+            [TaskExit(0, 1, reported=1), TaskExit(1, 75, reported=75)],
             {},
-            NextState("waiting", "it has saved, and waits to be started again", 75),
+            NextState("waiting", SAVED, 75),
         ),
         (
-            [TaskExit(0, 75, said=75), TaskExit(1, 0)],
+            [TaskExit(0, 75, reported=75), TaskExit(1, 0)],
             {"cancelled": True},
-            NextState("cancelled", "somebody cancelled it", 75),
+            NextState("cancelled", "cancelled by the user", 75),
         ),
-        ([TaskExit(0, 1, said=1), TaskExit(1, 9)], {}, NextState("failed", "its command exited with 9 on b", 9)),
+        (
+            [TaskExit(0, 1, reported=1), TaskExit(1, 9)],
+            {},
+            NextState("failed", "the command exited with status 9 on b", 9),
+        ),
     ],
 )
-def test_what_follows_when_processes_have_ended(ends: list[TaskExit], told: dict[str, Any], want: NextState) -> None:
-    assert next_state(ends, ["a", "b"], **{"cancelled": False, "limit_s": None, **told}) == want
+def test_next_state_after_tasks_have_ended(exits: list[TaskExit], options: dict[str, Any], expected: NextState) -> None:
+    assert next_state(exits, ["a", "b"], **{"cancelled": False, "limit_s": None, **options}) == expected
 
 
-def test_who_is_over_soon_waits_longer_and_longer_but_not_for_ever() -> None:
-    pauses = [pause_s(number) for number in range(100)]
-    assert pauses[:6] == [0, 0, 0, 1, 2, 4]
-    assert max(pauses) == 60
+def test_restart_delay_grows_up_to_a_limit() -> None:
+    delays = [restart_delay_s(number) for number in range(100)]
+    assert delays[:6] == [0, 0, 0, 1, 2, 4]
+    assert max(delays) == 60
 
 
 def node(number: str, name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -131,11 +139,11 @@ def node(number: str, name: str, alive: bool = True, **resources: float) -> dict
     return {**fields, "NodeManagerHostname": "host", "Resources": {"CPU": 4.0, **resources}}
 
 
-def test_nodes_become_machines_with_names_that_differ() -> None:
+def test_nodes_become_machines_with_unique_names() -> None:
     nodes = [node("aaaaaaaa", "10.0.0.1", GPU=2.0), node("bbbbbbbb", "10.0.0.1"), node("cc", "big", GPU=8.0)]
     others = [node("dd", "gone", alive=False), node("ee", "head", CPU=0.0)]
-    found = machines_of([*nodes, *others], {"aaaaaaaa": {"CPU": 4.0, "GPU": 1.0}})
-    assert {number: (one.name, one.state, one.gpus, one.gpus_free) for number, one in found.items()} == {
+    machines = machines_from_nodes([*nodes, *others], {"aaaaaaaa": {"CPU": 4.0, "GPU": 1.0}})
+    assert {number: (node.name, node.state, node.gpus, node.gpus_free) for number, node in machines.items()} == {
         "aaaaaaaa": ("host-aaaaaa", "busy", 2, 1),
         "bbbbbbbb": ("host-bbbbbb", "free", 0, 0),
         "cc": ("big", "free", 8, 8),

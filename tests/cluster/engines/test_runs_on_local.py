@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
-from engine_runs import EngineRun, demo, headway, left_alone
+from engine_runs import EngineRun, demo, headway, train_uninterrupted
 
 from conftest import Lived
 
 
 @pytest.mark.slow
-def test_a_run_of_two_workers_is_preempted(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_local_run_matches_an_uninterrupted_run(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "engines.toml"
     file.write_text('[local]\ngrace_s = 30\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # a thread a worker
     monkeypatch.setenv("HEADWAY_ENGINES", str(file))
@@ -18,9 +20,9 @@ def test_a_run_of_two_workers_is_preempted(tmp_path: Path, dataset: Path, monkey
     run.reaches(20, starts=1)
     assert headway("requeue", run.name, "--runs", str(run.root))
     status = run.ended()
-    assert (status.state, status.starts) == ("finished", 2), run.told()
+    assert (status.state, status.starts) == ("finished", 2), run.diagnosis()
     assert "stopped on request, state saved" in run.line_with("stopped")
-    lived, unharmed = Lived(run.folder, None), left_alone(short, tmp_path / "unharmed")
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+    lived, uninterrupted = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "uninterrupted")
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
     assert "all steps done" in headway("logs", run.name, "--runs", str(run.root))
-    assert not run.lives()
+    assert not run.processes()

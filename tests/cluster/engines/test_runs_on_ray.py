@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_runs import ONE_CORE, EngineRun, demo, left_alone, preempted_and_bereft
+from engine_runs import ONE_CORE, EngineRun, demo, preempt_and_lose_machine, train_uninterrupted
 from ray_cluster import HEAD, RayCluster, ray_cluster
 
 from conftest import Lived
@@ -29,37 +29,37 @@ def runs(tmp_path: Path, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
-    return left_alone(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("unharmed"))
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
+    return train_uninterrupted(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.mark.slow
-def test_preempted_and_hit_by_the_loss_of_a_node(
-    runs: Path, cluster: RayCluster, dataset: Path, unharmed: Lived
+def test_run_survives_preemption_and_a_lost_node(
+    runs: Path, cluster: RayCluster, dataset: Path, uninterrupted: Lived
 ) -> None:
     """Ray finds another node for the bundle; the machines that are left save, and all are started again."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray")
     run.reaches(1, starts=1)
     which = 1 if run.status.machines[0] == HEAD else 0
-    preempted_and_bereft(run, lambda name: cluster.say(f"remove {name}"), which)
+    preempt_and_lose_machine(run, lambda name: cluster.send(f"remove {name}"), which)
     lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
 
 
 @pytest.mark.slow
-def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
-    runs: Path, cluster: RayCluster, dataset: Path, unharmed: Lived
+def test_run_with_a_spare_continues_after_a_lost_node(
+    runs: Path, cluster: RayCluster, dataset: Path, uninterrupted: Lived
 ) -> None:
     """The others go on under the same start, and the job counts as finished."""
-    cluster.say("add spare")
+    cluster.send("add spare")
     run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray", spares=1)
     run.reaches(30, starts=1)
     lost = [name for name in run.status.machines[:2] if name != HEAD][-1]
-    cluster.say(f"remove {lost}")
+    cluster.send(f"remove {lost}")
     status = run.ended()
-    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.told()
+    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.diagnosis()
     assert f"{lost} was lost" in status.reason
     assert "resuming from step" in run.line_with("was lost") or "is the new leader" in run.line_with("was lost")
     lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
-    assert not run.lives()
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    assert not run.processes()

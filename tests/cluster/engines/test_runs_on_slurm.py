@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_runs import ONE_CORE, EngineRun, demo, left_alone, preempted_and_bereft
+from engine_runs import ONE_CORE, EngineRun, demo, preempt_and_lose_machine, train_uninterrupted
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 from conftest import Lived
@@ -24,26 +24,26 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCl
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
-    return left_alone(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("unharmed"))
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Lived:
+    return train_uninterrupted(demo(dataset, **SETTINGS), tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
-def test_preempted_and_hit_by_the_loss_of_a_node(
-    tmp_path: Path, cluster: SlurmCluster, dataset: Path, unharmed: Lived, which: int
+def test_run_survives_preemption_and_a_lost_node(
+    tmp_path: Path, cluster: SlurmCluster, dataset: Path, uninterrupted: Lived, which: int
 ) -> None:
     """Slurm ends what is left of the job, and starts it on other nodes."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm")
-    preempted_and_bereft(run, cluster.lose_node, which)
+    preempt_and_lose_machine(run, cluster.lose_node, which)
     lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
-def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
-    tmp_path: Path, cluster: SlurmCluster, dataset: Path, unharmed: Lived, which: int
+def test_run_with_a_spare_continues_after_a_lost_node(
+    tmp_path: Path, cluster: SlurmCluster, dataset: Path, uninterrupted: Lived, which: int
 ) -> None:
     """The job goes on under the same start, and counts as finished although a command of it never ended."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm", spares=1)
@@ -52,9 +52,9 @@ def test_with_a_spare_the_loss_of_a_node_is_the_runs_own_business(
     lost = run.status.machines[which]
     cluster.lose_node(lost)
     status = run.ended()
-    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.told()
+    assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.diagnosis()
     assert f"{lost} was lost" in status.reason
     assert "resuming from step" in run.line_with("was lost")
     lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest), run.told()
-    assert not run.lives()
+    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    assert not run.processes()

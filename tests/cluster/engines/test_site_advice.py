@@ -1,4 +1,4 @@
-"""What a site's Slurm lacks, asked of a real one; and a template that a real one accepts."""
+"""Advice on the configuration of a real Slurm, and a template that a real Slurm accepts."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from headway.cluster.engines.slurm.site_advice import advise, parse_configuratio
 from headway.errors import EngineError, UsageError
 
 
-def type_(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["headway", *words])
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
     try:
         main()
     except SystemExit as ended:
@@ -26,12 +26,12 @@ def type_(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return 0
 
 
-def test_what_a_real_slurm_has_and_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_doctor_reports_what_a_real_slurm_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     with slurm_cluster(tmp_path):
-        assert type_(monkeypatch, "doctor", "--engine", "slurm") == 0
+        assert run_cli(monkeypatch, "doctor", "--engine", "slurm") == 0
         lines = capsys.readouterr().out.splitlines()
         document, _ = look_at_engine("slurm")
-    good = {one["key"]: one["good"] for one in document["advice"]}
+    good = {advice["key"]: advice["good"] for advice in document["advice"]}
     assert good["SlurmctldParameters"]
     assert not good["RequeueExit"]
     assert not good["AccountingStorageType"]
@@ -41,30 +41,32 @@ def test_what_a_real_slurm_has_and_lacks(tmp_path: Path, monkeypatch: pytest.Mon
     assert max(map(len, lines)) <= 80
 
 
-def test_a_real_slurm_accepts_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the paths, the user and the ports of this machine; `scontrol show config` tells what it has understood."""
+def test_real_slurm_accepts_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paths, the user and the ports of this machine; `scontrol show config` shows what it understood."""
     site, host = tmp_path / "site", socket.gethostname()
-    assert type_(monkeypatch, "cluster", "slurm-template", str(site), "--controller", host, "--nodes", "node[1-4]") == 0
-    assert type_(monkeypatch, "cluster", "slurm-template", str(site)) == 2
+    assert (
+        run_cli(monkeypatch, "cluster", "slurm-template", str(site), "--controller", host, "--nodes", "node[1-4]") == 0
+    )
+    assert run_cli(monkeypatch, "cluster", "slurm-template", str(site)) == 2
     (tmp_path / "slurm").mkdir()
     cluster = start_cluster(tmp_path / "slurm")  # its munged serves both
     try:
-        conf = understood(site, tmp_path)
+        conf = effective_configuration(site, tmp_path)
     finally:
         stop_cluster(cluster)
-    told = {one.key: one.good for one in advise(conf, {})}
-    assert [key for key, good in told.items() if not good] == ["AccountingStorageType"]
+    good = {advice.key: advice.good for advice in advise(conf, {})}
+    assert [key for key, is_good in good.items() if not is_good] == ["AccountingStorageType"]
     for script in ("prolog.sh", "epilog.sh"):
         assert subprocess.run(["bash", "-n", str(site / script)]).returncode == 0
         assert subprocess.run([str(site / script)], env={"PATH": "/usr/bin:/bin"}).returncode == 0
 
 
-def understood(site: Path, folder: Path) -> dict[str, str]:
-    """What a slurmctld says that was started with the template."""
+def effective_configuration(site: Path, folder: Path) -> dict[str, str]:
+    """The configuration of a slurmctld that was started with the template."""
     for name in ("var/spool/slurmctld", "var/spool/slurmd", "var/run", "var/log"):
         (folder / name).mkdir(parents=True)
-    here = {"user": "root", "var": str(folder / "var"), "cpus": 64, "memory_mb": 512000, "gpus": 8}
-    text = slurm_template(socket.gethostname(), "node[1-4]", **here)["slurm.conf"]
+    options = {"user": "root", "var": str(folder / "var"), "cpus": 64, "memory_mb": 512000, "gpus": 8}
+    text = slurm_template(socket.gethostname(), "node[1-4]", **options)["slurm.conf"]
     written = (site / "slurm.conf").read_text()
     assert re.sub(r"/\S*/var/", "/var/", text).replace("=root", "=slurm") == written
     with socket.socket() as free:
@@ -90,7 +92,7 @@ def understood(site: Path, folder: Path) -> dict[str, str]:
     return parse_configuration(done.stdout)
 
 
-def test_other_engines_and_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_other_engines_and_foreign_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="nothing to look at in local"):
         look_at_engine("local")
     with pytest.raises(EngineError, match="SLURM_VERSION"):

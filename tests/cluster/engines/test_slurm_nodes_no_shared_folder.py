@@ -47,7 +47,7 @@ def left_in_store(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
-def test_what_would_be_sent_names_the_store_and_no_folder(recipe, tmp_path: Path, monkeypatch) -> None:
+def test_request_names_the_store_and_no_folder(recipe, tmp_path: Path, monkeypatch) -> None:
     own_roots(tmp_path, monkeypatch)
     monkeypatch.setenv("HEADWAY_KEY", KEY)
     cluster = parse_on("cpux1x2")
@@ -62,7 +62,7 @@ def test_what_would_be_sent_names_the_store_and_no_folder(recipe, tmp_path: Path
     assert left_in_store(tmp_path) == []
 
 
-def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> None:
+def test_submission_without_a_store_is_refused(recipe, tmp_path: Path, monkeypatch) -> None:
     for shared in (True, False):  # as engines.toml says, and as the command does
         if shared:
             own_roots(tmp_path, monkeypatch)
@@ -75,7 +75,7 @@ def test_without_a_store_it_is_refused(recipe, tmp_path: Path, monkeypatch) -> N
         assert list_runs(tmp_path / "runs") == []
 
 
-def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path, monkeypatch) -> None:
+def test_submission_without_a_key_is_refused(recipe, tmp_path: Path, monkeypatch) -> None:
     own_roots(tmp_path, monkeypatch)
     monkeypatch.delenv("HEADWAY_KEY", raising=False)
     with pytest.raises(UsageError, match="2 machines that see no common folder know each other by a key"):
@@ -84,7 +84,7 @@ def test_without_a_key_it_is_refused_and_nothing_is_left(recipe, tmp_path: Path,
     assert left_in_store(tmp_path) == []
 
 
-def test_a_store_that_does_not_answer_is_told_soon_and_nothing_is_made(recipe, tmp_path: Path, monkeypatch) -> None:
+def test_unreachable_store_is_reported_before_anything_is_created(recipe, tmp_path: Path, monkeypatch) -> None:
     own_roots(tmp_path, monkeypatch)
     monkeypatch.setenv("HEADWAY_KEY", KEY)
     with socket.socket() as nobody:  # listens to no one
@@ -104,7 +104,7 @@ def test_a_store_that_does_not_answer_is_told_soon_and_nothing_is_made(recipe, t
 
 
 @pytest.mark.slow
-def test_a_run_on_nodes_that_see_no_common_folder(recipe, tmp_path: Path, lab: Lab, monkeypatch) -> None:
+def test_run_on_nodes_without_a_shared_folder(recipe, tmp_path: Path, lab: Lab, monkeypatch) -> None:
     own_roots(tmp_path, monkeypatch)
     monkeypatch.setenv("HEADWAY_KEY", KEY)
     small, root = with_store(recipe, tmp_path), tmp_path / "submitted"

@@ -1,4 +1,4 @@
-"""What is sent to Slurm, and what its commands say: pure functions, and commands that do not do what they should."""
+"""What is sent to Slurm, how its output is parsed, and what happens when its commands misbehave."""
 
 import os
 import stat
@@ -18,12 +18,12 @@ from headway.cluster.engines.slurm.parse import (
     SlurmJobRow,
     check_room,
     job_status,
-    meant,
     parse_accounts,
     parse_comments,
     parse_nodes,
     parse_partitions,
     parse_queue,
+    select_partitions,
 )
 from headway.errors import EngineError, UsageError
 
@@ -58,17 +58,17 @@ REQUEST = LaunchRequest(
     [
         ("slurm_job.golden", batch_script(REQUEST, JOB, 1440)),
         ("slurm_task.golden", slurm_task(REQUEST)),
-        ("slurm_job_apart.golden", batch_script(replace(REQUEST, shared=False), JOB, 1440)),
+        ("slurm_job_no_shared_folder.golden", batch_script(replace(REQUEST, shared=False), JOB, 1440)),
     ],
 )
-def test_the_scripts_are_these(file: str, text: str) -> None:
-    """To change them: look at the difference, then write what is printed into the file."""
+def test_scripts_match_the_golden_files(file: str, text: str) -> None:
+    """To change them: review the difference, then write what is printed into the file."""
     assert text == (HERE / file).read_text(), text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
-def test_a_script_whose_folder_is_gone_does_nothing(tmp_path: Path) -> None:
-    """As that of a submission which was given up, and which Slurm has all the same."""
+def test_script_without_its_folder_does_nothing(tmp_path: Path) -> None:
+    """As after a submission that was given up but that Slurm has accepted all the same."""
     script = batch_script(
         LaunchRequest("x", ("touch", str(tmp_path / "ran")), tmp_path), tmp_path / "jobs" / "slurm-1", None
     )
@@ -88,10 +88,10 @@ def test_a_script_whose_folder_is_gone_does_nothing(tmp_path: Path) -> None:
         ({"exclusive": "1"}, "exclusive"),
     ],
 )
-def test_settings_that_would_not_be_understood(site: dict[str, str], word: str) -> None:
-    with pytest.raises(UsageError) as told:
+def test_invalid_settings_are_refused(site: dict[str, str], word: str) -> None:
+    with pytest.raises(UsageError) as refused:
         batch_script(LaunchRequest("x", ("true",), Path("/x"), site=site), Path("/x/jobs/1"), None)
-    assert word in f"{told.value.message} {told.value.hint}"
+    assert word in f"{refused.value.message} {refused.value.hint}"
 
 
 NODES = """\
@@ -104,38 +104,43 @@ c0|allocated|128|257000|(null)|(null)|cpu|none|
 """
 
 
-def test_nodes_are_read() -> None:
-    found = {machine.name: machine for machine in parse_nodes(NODES)}
-    told = {name: (one.state, one.gpus, one.gpus_free, one.groups) for name, one in found.items()}
-    assert told == {
+def test_sinfo_nodes_are_parsed() -> None:
+    machines = {machine.name: machine for machine in parse_nodes(NODES)}
+    fields = {name: (node.state, node.gpus, node.gpus_free, node.groups) for name, node in machines.items()}
+    assert fields == {
         "n0": ("free", 8, 8, ("gpu", "long")),
         "n1": ("busy", 8, 5, ("gpu",)),
         "n2": ("away", 8, 0, ("gpu",)),
         "n3": ("away", 8, 0, ("gpu",)),
         "c0": ("busy", 0, 0, ("cpu",)),
     }
-    assert found["n2"].reason == "down*: Not responding"
-    assert found["n0"].memory_bytes == 515000 * 2**20
+    assert machines["n2"].reason == "down*: Not responding"
+    assert machines["n0"].memory_bytes == 515000 * 2**20
 
 
-def test_limits_are_read() -> None:
-    found = parse_partitions("gpu*|1-00:00:00\nlong|infinite\nshort|30:00\nodd|2:30:00\n")
-    assert {name: one.minutes for name, one in found.items()} == {"gpu": 1440, "long": None, "short": 30, "odd": 150}
-    assert [one.name for one in meant(found, None)] == ["gpu"]
-    assert [one.name for one in meant(found, "short,long,none")] == ["short", "long"]
+def test_partition_limits_are_parsed() -> None:
+    partitions = parse_partitions("gpu*|1-00:00:00\nlong|infinite\nshort|30:00\nodd|2:30:00\n")
+    assert {name: partition.minutes for name, partition in partitions.items()} == {
+        "gpu": 1440,
+        "long": None,
+        "short": 30,
+        "odd": 150,
+    }
+    assert [partition.name for partition in select_partitions(partitions, None)] == ["gpu"]
+    assert [partition.name for partition in select_partitions(partitions, "short,long,none")] == ["short", "long"]
 
 
 @pytest.mark.parametrize(
     ("asks", "fits"),
     [
-        ({"machines": 4, "gpus": 8}, True),  # those that are down may come back
+        ({"machines": 4, "gpus": 8}, True),  # nodes that are down may return
         ({"machines": 5}, False),
         ({"gpus": 9}, False),
         ({"cpus": 65}, False),
         ({"memory_bytes": 2**40}, False),
     ],
 )
-def test_what_could_never_be(asks: dict[str, int], fits: bool) -> None:
+def test_requests_larger_than_a_partition_are_refused(asks: dict[str, int], fits: bool) -> None:
     request = LaunchRequest("x", ("true",), Path("/x"), **asks)
     machines, partition = parse_nodes(NODES), Partition("gpu", None, default=True)
     if fits:
@@ -147,11 +152,11 @@ def test_what_could_never_be(asks: dict[str, int], fits: bool) -> None:
 
 RAN = ScriptState(1, ("n0",))
 DONE, FAILED, SAVED = ScriptState(1, ("n0",), 0), ScriptState(1, ("n0",), 3), ScriptState(1, ("n0",), 75)
-UNWANTED = ScriptState(1, ("n0",), 75, cancelled=True)
+CANCELLED = ScriptState(1, ("n0",), 75, cancelled=True)
 
 
 @pytest.mark.parametrize(
-    ("row", "own", "state"),
+    ("row", "script", "state"),
     [
         (SlurmJobRow("PENDING", "Resources"), ScriptState(), "waiting"),
         (SlurmJobRow("PENDING", "BadConstraints"), ScriptState(), "impossible"),
@@ -159,7 +164,7 @@ UNWANTED = ScriptState(1, ("n0",), 75, cancelled=True)
         (SlurmJobRow("PENDING", "AssocMaxGRESPerJob"), ScriptState(), "impossible"),
         (SlurmJobRow("PENDING", "QOSMaxJobsPerUserLimit"), ScriptState(), "waiting"),
         (SlurmJobRow("PENDING", "Resources"), ScriptState(cancelled=True), "ending"),
-        (SlurmJobRow("PENDING", "BeginTime"), UNWANTED, "ending"),
+        (SlurmJobRow("PENDING", "BeginTime"), CANCELLED, "ending"),
         (SlurmJobRow("CONFIGURING"), ScriptState(), "waiting"),
         (SlurmJobRow("RUNNING"), RAN, "running"),
         (SlurmJobRow("RUNNING"), SAVED, "waiting"),
@@ -169,7 +174,7 @@ UNWANTED = ScriptState(1, ("n0",), 75, cancelled=True)
         (SlurmJobRow("COMPLETED"), DONE, "finished"),
         (SlurmJobRow("FAILED"), FAILED, "failed"),
         (SlurmJobRow("FAILED"), SAVED, "failed"),
-        (SlurmJobRow("FAILED"), UNWANTED, "cancelled"),
+        (SlurmJobRow("FAILED"), CANCELLED, "cancelled"),
         (SlurmJobRow("CANCELLED"), DONE, "cancelled"),
         (SlurmJobRow("CANCELLED"), ScriptState(), "cancelled"),
         (SlurmJobRow("TIMEOUT"), RAN, "failed"),
@@ -179,36 +184,36 @@ UNWANTED = ScriptState(1, ("n0",), 75, cancelled=True)
         (None, DONE, "finished"),
         (None, FAILED, "failed"),
         (None, RAN, "failed"),
-        (None, UNWANTED, "cancelled"),
+        (None, CANCELLED, "cancelled"),
         (None, ScriptState(), "unknown"),
     ],
 )
-def test_states_in_our_words(row: SlurmJobRow | None, own: ScriptState, state: str) -> None:
-    status = job_status(row, own)
+def test_slurm_states_map_to_job_states(row: SlurmJobRow | None, script: ScriptState, state: str) -> None:
+    status = job_status(row, script)
     assert status.state == state
-    assert status.starts == own.starts or state == "impossible"
+    assert status.starts == script.starts or state == "impossible"
 
 
-def test_queue_and_accounts_are_read() -> None:
+def test_squeue_and_sacct_are_parsed() -> None:
     rows = parse_queue("12|RUNNING|None|2026-01-02T03:04:05\n13_4|PENDING|Resources|N/A\n")
     assert (rows["12"].state, rows["13_4"].reason, rows["13_4"].begin) == ("RUNNING", "Resources", None)
-    told = parse_accounts("12|CANCELLED by 1000|0:15|n0\n13_4|FAILED|3:0|n1\n14|COMPLETED|0:0|n[0-1]\n")
-    assert [(row.state, row.exit_status) for row in told.values()] == [
+    accounts = parse_accounts("12|CANCELLED by 1000|0:15|n0\n13_4|FAILED|3:0|n1\n14|COMPLETED|0:0|n[0-1]\n")
+    assert [(row.state, row.exit_status) for row in accounts.values()] == [
         ("CANCELLED", 143),
         ("FAILED", 3),
         ("COMPLETED", 0),
     ]
-    for parse, words in ((parse_queue, "squeue"), (parse_accounts, "sacct"), (parse_nodes, "sinfo")):
-        with pytest.raises(EngineError, match=f'{words} said "12 RUNNING"'):
+    for parse, name in ((parse_queue, "squeue"), (parse_accounts, "sacct"), (parse_nodes, "sinfo")):
+        with pytest.raises(EngineError, match=f'{name} printed "12 RUNNING"'):
             parse("12 RUNNING")
 
 
-# -- commands that do not do what they should
+# -- commands that misbehave
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of commands that stand for Slurm's, in front of all others."""
+    """A folder of fake Slurm commands, first in PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -227,33 +232,33 @@ def command(folder: Path, name: str, script: str) -> None:
 
 
 def refused(tmp_path: Path, kind: type[Exception] = EngineError) -> str:
-    """What is said of a job that cannot be submitted, and that nothing is left of it."""
+    """The error for a job that cannot be submitted; nothing is left of it."""
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as raised:
         SlurmEngine(tmp_path / "records", patience_s=1).launch(LaunchRequest("x", ("true",), folder))
     assert not [path for path in folder.rglob("*") if path.is_file()]
     assert not (tmp_path / "records").exists() or not list((tmp_path / "records").iterdir())
-    return f"{told.value.message}; {told.value.hint}"  # type: ignore[attr-defined]
+    return f"{raised.value.message}; {raised.value.hint}"  # type: ignore[attr-defined]
 
 
-def test_commands_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_commands_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no command sinfo here" in refused(tmp_path)
+    assert "command sinfo not found" in refused(tmp_path)
 
 
-def test_an_sbatch_that_hangs(tmp_path: Path, path: Path) -> None:
+def test_hanging_sbatch_times_out(tmp_path: Path, path: Path) -> None:
     command(path, "sbatch", "sleep 100")
-    assert "sbatch has not answered within 1 s" in refused(tmp_path)
+    assert "sbatch did not answer within 1 s" in refused(tmp_path)
 
 
-def test_an_sbatch_of_another_version(tmp_path: Path, path: Path) -> None:
+def test_unexpected_sbatch_output_is_reported(tmp_path: Path, path: Path) -> None:
     command(path, "sbatch", "echo Submitted: a job")
-    assert 'sbatch said "Submitted: a job", where a number was expected' in refused(tmp_path)
+    assert 'sbatch printed "Submitted: a job", expected a job id' in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "hint"),
+    ("output", "kind", "hint"),
     [
         ("Unable to contact slurm controller (connect failure)", EngineError, "scontrol ping"),
         ("Invalid account or account/partition combination specified", EngineError, "sinfo"),
@@ -266,25 +271,27 @@ def test_an_sbatch_of_another_version(tmp_path: Path, path: Path) -> None:
         ("Requested node configuration is not available", UsageError, "headway nodes"),
     ],
 )
-def test_an_sbatch_that_refuses(tmp_path: Path, path: Path, words: str, kind: type[Exception], hint: str) -> None:
-    command(path, "sbatch", f'echo "sbatch: error: Batch job submission failed: {words}" >&2; exit 1')
-    told = refused(tmp_path, kind)
-    assert f'"sbatch: error: Batch job submission failed: {words}"' in told
-    assert hint in told
+def test_sbatch_refusal_is_quoted_with_a_hint(
+    tmp_path: Path, path: Path, output: str, kind: type[Exception], hint: str
+) -> None:
+    command(path, "sbatch", f'echo "sbatch: error: Batch job submission failed: {output}" >&2; exit 1')
+    message = refused(tmp_path, kind)
+    assert f'"sbatch: error: Batch job submission failed: {output}"' in message
+    assert hint in message
 
 
-def test_a_record_that_cannot_be_kept_takes_the_job_back(tmp_path: Path, path: Path) -> None:
+def test_job_is_cancelled_if_its_record_cannot_be_written(tmp_path: Path, path: Path) -> None:
     command(path, "sbatch", "echo 12")
     command(path, "scancel", f'echo "$@" >>{tmp_path}/cancelled')
     (tmp_path / "records").write_text("")
     folder = tmp_path / "run"
-    with pytest.raises(EngineError, match="cannot be written"):
+    with pytest.raises(EngineError, match="cannot write"):
         SlurmEngine(tmp_path / "records").launch(LaunchRequest("x", ("true",), folder))
     assert (tmp_path / "cancelled").read_text() == "--quiet 12\n"
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_a_variable_of_the_caller_changes_nothing(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_sbatch_variables_are_ignored(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "other")
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     command(path, "sbatch", f"env >{tmp_path}/env; echo 12")
@@ -292,8 +299,8 @@ def test_a_variable_of_the_caller_changes_nothing(tmp_path: Path, path: Path, mo
     assert not [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SBATCH_", "SLURM_M"))]
 
 
-def test_a_job_that_slurm_has_forgotten(tmp_path: Path, path: Path) -> None:
-    """Without accounting, what its script left is all there is."""
+def test_job_that_slurm_has_forgotten_is_known_by_its_files(tmp_path: Path, path: Path) -> None:
+    """Without accounting, the files of its script are all there is."""
     command(path, "sbatch", "echo 12")
     engine = SlurmEngine(tmp_path / "records")
     job = engine.launch(LaunchRequest("x", ("true",), tmp_path))
@@ -313,11 +320,11 @@ def test_a_job_that_slurm_has_forgotten(tmp_path: Path, path: Path) -> None:
         engine.status([job])
 
 
-# -- the batch script, with commands that stand for Slurm's
+# -- the batch script, with fake Slurm commands
 
 
 class Batch:
-    """A job's folder, and a way to have its script run as job 12 on n0 and n1."""
+    """A job's folder, whose script can be run as job 12 on n0 and n1."""
 
     def __init__(self, tmp_path: Path, path: Path) -> None:
         self.bin, self.folder = path, tmp_path / "jobs" / "slurm-1"
@@ -333,11 +340,11 @@ class Batch:
         command(self.bin, "scontrol", f'[ "$1" != show ] || {{ echo n0; echo n1; exit; }}; {requeue}')
 
     def run(self, srun: str, job: int = 12) -> int:
-        """The script's exit status. It has a process group of its own, as Slurm's signals go to all that it started."""
+        """The script's exit status. It has its own process group, as Slurm signals everything that it started."""
         command(self.bin, "srun", srun)
         environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]"}
-        words = ["bash", self.folder / "job.sh"]
-        return subprocess.run(words, env=environment, start_new_session=True, timeout=300).returncode
+        command_line = ["bash", self.folder / "job.sh"]
+        return subprocess.run(command_line, env=environment, start_new_session=True, timeout=300).returncode
 
     def lines(self, name: str) -> list[str]:
         file = self.folder / name
@@ -349,15 +356,15 @@ def batch(tmp_path: Path, path: Path) -> Batch:
     return Batch(tmp_path, path)
 
 
-def test_a_job_put_back_is_not_submitted_as_well(batch: Batch) -> None:
-    """Slurm ends the script and its scontrol while scontrol still waits for the answer to the requeue."""
+def test_requeued_job_is_not_submitted_again(batch: Batch) -> None:
+    """Slurm kills the script and its scontrol while scontrol still waits for the answer to the requeue."""
     batch.scontrol("kill -TERM 0")
     assert batch.run("exit 75") == 75
     assert batch.lines("ended") == ["1 75"]
     assert not batch.submitted.exists()
 
 
-def test_a_job_that_may_not_be_put_back_follows_itself(batch: Batch) -> None:
+def test_job_resubmits_itself_if_requeue_is_disabled(batch: Batch) -> None:
     batch.scontrol("echo Requested operation is presently disabled >&2; exit 1")
     assert batch.run("exit 75") == 75
     assert batch.submitted.read_text() == f"--parsable --dependency=afterany:12 {batch.folder}/job.sh\n"
@@ -365,42 +372,44 @@ def test_a_job_that_may_not_be_put_back_follows_itself(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "Task launch for StepId=1.0 failed on node n1: Communication connection failure",
         "Task launch for StepId=1.0 failed on node n1: Socket timed out on send/recv operation",
         "step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1",
     ],
 )
-def test_a_machine_that_srun_loses_is_replaced(batch: Batch, words: str) -> None:
-    """Slurm itself may take minutes to miss it, and would give it to the next start."""
+def test_machine_that_srun_cannot_reach_is_excluded(batch: Batch, message: str) -> None:
+    """Slurm itself may take minutes to notice, and would give it to the next start."""
     batch.scontrol("touch requeued")
-    assert batch.run(f'echo "srun: error: {words}" >&2; exit 137') == 75
+    assert batch.run(f'echo "srun: error: {message}" >&2; exit 137') == 75
     assert (batch.lines("ended"), batch.lines("lost")) == (["1 75"], ["1 n1"])
     assert "--exclude=n1 " in batch.submitted.read_text()
     assert batch.lines("ids") == ["13"]
 
 
-def test_a_machine_that_slurm_misses_is_left_to_slurm(batch: Batch) -> None:
+def test_node_failure_is_left_to_slurms_own_requeue(batch: Batch) -> None:
     batch.scontrol("echo Job is pending execution >&2; kill -TERM 0; exit 1")
     assert batch.run('echo "srun: error: Node failure on n1" >&2; echo 75 >"$HEADWAY_LOG-0.end"; exit 143') == 75
     assert batch.lines("lost") == ["1 n1"]
     assert not batch.submitted.exists()
 
 
-@pytest.mark.parametrize("words", ["n0: task 0: Exited with exit code 3", "Task launch failed on node n1: Bad prolog"])
-def test_what_fails_by_itself_is_not_started_again(batch: Batch, words: str) -> None:
+@pytest.mark.parametrize(
+    "message", ["n0: task 0: Exited with exit code 3", "Task launch failed on node n1: Bad prolog"]
+)
+def test_failing_command_is_not_restarted(batch: Batch, message: str) -> None:
     batch.scontrol(f"touch {batch.submitted}")
-    assert batch.run(f'echo "srun: error: {words}" >&2; exit 3') == 3
+    assert batch.run(f'echo "srun: error: {message}" >&2; exit 3') == 3
     assert (batch.lines("ended"), batch.lines("lost")) == (["1 3"], [])
     assert not batch.submitted.exists()
 
 
-def test_a_start_too_many_does_nothing(batch: Batch) -> None:
+def test_superfluous_start_does_nothing(batch: Batch) -> None:
     (batch.folder / "starts").write_text("1 n0,n1\n")
     (batch.folder / "ended").write_text("1 75\n")
     (batch.folder / "ids").write_text("13\n")
-    assert batch.run("exit 3", job=12) == 0  # another job follows this one
+    assert batch.run("exit 3", job=12) == 0  # a newer job has replaced this one
     assert len(batch.lines("starts")) == 1
     assert batch.run("exit 0", job=13) == 0
     assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
@@ -408,15 +417,13 @@ def test_a_start_too_many_does_nothing(batch: Batch) -> None:
     assert (len(batch.lines("starts")), batch.lines("ended")[-1]) == (2, "2 0")
 
 
-def test_a_lost_machine_is_told_of() -> None:
+def test_lost_machine_is_named_in_the_reason() -> None:
     held = SlurmJobRow("PENDING", "BeginTime")
-    assert job_status(held, ScriptState(1, ("n0", "n1"), 75, lost="n1")).reason.startswith(
-        "n1 was lost; Slurm holds it back"
-    )
+    assert job_status(held, ScriptState(1, ("n0", "n1"), 75, lost="n1")).reason.startswith("n1 was lost; held by Slurm")
     assert job_status(held, ScriptState(1, ("n0", "n1"))).reason.startswith(
         "its last start was cut off, as when a machine is lost; "
     )
-    assert job_status(held, ScriptState(1, ("n0",), 75)).reason.startswith("Slurm holds it back")
+    assert job_status(held, ScriptState(1, ("n0",), 75)).reason.startswith("held by Slurm")
     assert (
         job_status(SlurmJobRow("COMPLETED"), ScriptState(1, ("n0", "n1", "n2"), 0, lost="n1")).reason == "n1 was lost"
     )
@@ -424,20 +431,20 @@ def test_a_lost_machine_is_told_of() -> None:
     assert (orphaned.state, orphaned.reason) == ("finished", "n0 was lost")
 
 
-def test_a_job_with_spares_goes_on_without_a_node() -> None:
+def test_job_with_spares_survives_a_node_failure() -> None:
     plain, spare = (batch_script(replace(REQUEST, spares=number), Path("/jobs"), 60) for number in (0, 1))
     assert "no-kill" not in plain
     assert "#SBATCH --no-kill\n" in spare
     assert "--kill-on-bad-exit=0 --wait=0 --no-kill " in spare
 
 
-def test_machines_that_see_no_folder_are_told_of_none() -> None:
+def test_script_without_shared_folder_names_no_folder() -> None:
     text = batch_script(replace(REQUEST, shared=False), JOB, 1440)
     assert str(REQUEST.folder) not in text.replace("'\"'\"'", "'")
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
 
 
-def test_what_comments_say() -> None:
+def test_comments_are_parsed() -> None:
     lines = [
         "12|slurm-a starts=1 on=n0,n1 ended=75|",
         "15|slurm-a starts=2 on=n2,n1 ended=0 lost=n1|",
@@ -447,7 +454,7 @@ def test_what_comments_say() -> None:
         "18|a comment | of somebody's own|",
         "19||",
     ]
-    found = parse_comments("\n".join(lines))
-    assert found["slurm-a", ""] == CommentState("15", 2, "n2,n1", 0, "n1")
-    assert found["slurm-b", "1"] == CommentState("16_1")
-    assert ("slurm-b", "") not in found
+    states = parse_comments("\n".join(lines))
+    assert states["slurm-a", ""] == CommentState("15", 2, "n2,n1", 0, "n1")
+    assert states["slurm-b", "1"] == CommentState("16_1")
+    assert ("slurm-b", "") not in states

@@ -26,7 +26,7 @@ def events(run: RunFolder, kind: str, process: str = "rank-0") -> list[dict[str,
 
 
 @pytest.mark.slow
-def test_a_run_on_slurm_ends_as_one_that_was_left_alone(
+def test_restarted_run_on_slurm_matches_an_uninterrupted_run(
     tmp_path: Path, recipe: Callable[..., Recipe], lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = recipe({"train.steps": 60, "checkpoint.every_steps": 30, "checkpoint.memory_every_steps": 10})

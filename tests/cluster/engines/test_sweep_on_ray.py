@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_runs import ONE_CORE, demo, left_alone
+from engine_runs import ONE_CORE, demo, train_uninterrupted
 from ray_cluster import ray_cluster
 
 from conftest import Lived
@@ -21,7 +21,7 @@ OWN = 'export TMPDIR={}/$HEADWAY_MACHINES; mkdir -p "$TMPDIR"'
 
 
 @pytest.mark.slow
-def test_copies_have_their_runs_from_the_store(tmp_path: Path, dataset: Path, monkeypatch) -> None:
+def test_array_tasks_get_their_runs_from_the_store(tmp_path: Path, dataset: Path, monkeypatch) -> None:
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)
     monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
     (tmp_path / "store").mkdir()
@@ -43,7 +43,7 @@ def test_copies_have_their_runs_from_the_store(tmp_path: Path, dataset: Path, mo
     assert ran == ["s-seed_1", "s-seed_2"]
     for row in rows:
         recipe = demo(dataset, seed=int(row.settings["seed"]), **(stored | {"name": f"alone-{row.run}"}))
-        alone = left_alone(recipe, tmp_path / "alone", workers=1)
+        alone = train_uninterrupted(recipe, tmp_path / "alone", workers=1)
         there = Lived(RunFolder(tmp_path / "runs" / row.run), None)
         assert (there.chain, there.digest) == (alone.chain, alone.digest)
         assert row.loss == summarize(alone.run).loss

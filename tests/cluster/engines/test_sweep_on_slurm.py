@@ -20,7 +20,7 @@ from small_venv import small_venv
 
 
 @pytest.mark.slow
-def test_a_sweep_is_one_array_of_slurms(tmp_path: Path, recipe) -> None:
+def test_sweep_is_one_slurm_array(tmp_path: Path, recipe) -> None:
     (tmp_path / "r.toml").write_text(to_toml(recipe({"name": "tiny", "train.steps": 3})))
     (tmp_path / "engines.toml").write_text(f'[slurm]\ncode = "staged"\nstage_to = "{tmp_path}/node"\n')
     for name in ("slurm", "node"):
@@ -55,7 +55,7 @@ def test_a_sweep_is_one_array_of_slurms(tmp_path: Path, recipe) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_by_its_store_reads_nothing_of_the_runs_folder(tmp_path: Path, recipe, monkeypatch) -> None:
+def test_sweep_through_a_store_needs_no_shared_folder(tmp_path: Path, recipe, monkeypatch) -> None:
     """The nodes have roots of their own; the folder is known by no script, and the table is whole all the same."""
     for name in ("slurm", "store"):
         (tmp_path / name).mkdir()
