@@ -1,4 +1,4 @@
-"""The points of a sweep: `--grid train.lr=1e-4,3e-4` to settings and names. Pure functions of text."""
+"""The points of a sweep: parse `--grid train.lr=1e-4,3e-4` into settings and run names. Pure functions of text."""
 
 import itertools
 import re
@@ -12,36 +12,36 @@ from headway.errors import UsageError
 __all__ = ["MOST", "GridAxis", "parse_grid", "point_names", "points", "short_keys"]
 
 MOST = 1000
-"""Points of one sweep: as many as Slurm takes for an array where nobody has said more."""
+"""Points of a sweep: Slurm's default limit for an array."""
 LONGEST = 64
-"""Of a run's name."""
+"""Characters of a run name."""
 _EXAMPLE = "for example --grid train.lr=1e-4,3e-4"
 _CLOSES = {"[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
 class GridAxis:
-    """A key of the recipe, and the values that it takes in turn, as they were written."""
+    """A key of the recipe, and its values as written."""
 
     key: str
     values: tuple[str, ...]
 
 
 def parse_grid(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[GridAxis, ...]:
-    """The axes of a grid, each `key=value,value`; `settings` are those that all points share."""
+    """Parse the axes of a grid, each `key=value,value`; `settings` are those that all points share."""
     if not texts:
         raise UsageError("nothing to sweep over", hint=_EXAMPLE)
     axes = tuple(map(_axis, texts))
     twice = [key for key, count in Counter(axis.key for axis in axes).items() if count > 1]
     if twice:
-        raise UsageError(f"--grid {twice[0]} is there twice", hint=f"all values in one: --grid {twice[0]}=A,B,C")
+        raise UsageError(f"--grid {twice[0]} is given twice", hint=f"list all values in one: --grid {twice[0]}=A,B,C")
     shared = {text.partition("=")[0].strip() for text in settings}
     both = [axis.key for axis in axes if axis.key in shared]
     if both:
-        raise UsageError(f"{both[0]} is set by --grid and by --set", hint="leave one of them out")
+        raise UsageError(f"{both[0]} is set by --grid and by --set", hint="remove one of them")
     count = prod(len(axis.values) for axis in axes)
     if count > MOST:
-        raise UsageError(f"the grid has {count:,} points, and {MOST:,} are the most", hint="several smaller sweeps")
+        raise UsageError(f"the grid has {count:,} points, at most {MOST:,} are allowed", hint="split the sweep")
     return axes
 
 
@@ -52,27 +52,27 @@ def points(axes: Sequence[GridAxis]) -> list[dict[str, str]]:
 
 
 def short_keys(axes: Sequence[GridAxis]) -> dict[str, str]:
-    """What each key is called in names and tables: its last part, or all of it where two end alike."""
-    last = {axis.key: axis.key.rpartition(".")[2] for axis in axes}
-    often = Counter(last.values())
-    return {key: name if often[name] == 1 else key for key, name in last.items()}
+    """The name of each key in run names and tables: its last part, or all of it if two keys end alike."""
+    names = {axis.key: axis.key.rpartition(".")[2] for axis in axes}
+    uses = Counter(names.values())
+    return {key: name if uses[name] == 1 else key for key, name in names.items()}
 
 
 def point_names(sweep: str, axes: Sequence[GridAxis]) -> list[str]:
-    """A run's name for each point, `sweep-lr_1e-4-seed_2`; by number where those would be too long, or not differ."""
+    """A run name per point, `sweep-lr_1e-4-seed_2`; numbered if such names would be too long or not unique."""
     short = short_keys(axes)
-    made = [
+    names = [
         "-".join([sweep, *(f"{_plain(short[key])}_{_plain(value)}" for key, value in point.items())])
         for point in points(axes)
     ]
-    if len(set(made)) == len(made) and max(map(len, made)) <= LONGEST:
-        return made
-    width = len(str(len(made) - 1))
-    return [f"{sweep}-{number:0{width}d}" for number in range(len(made))]
+    if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST:
+        return names
+    width = len(str(len(names) - 1))
+    return [f"{sweep}-{number:0{width}d}" for number in range(len(names))]
 
 
 def _plain(text: str) -> str:
-    """Only what a folder's name may hold."""
+    """Only characters that a folder name may hold."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text.strip("\"'[]{} ")).strip("_")
 
 
@@ -80,41 +80,41 @@ def _axis(text: str) -> GridAxis:
     key, equals, rest = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        raise UsageError(f"--grid {text}: not of the form key=value,value", hint=_EXAMPLE)
+        raise UsageError(f"--grid {text}: expected key=value,value", hint=_EXAMPLE)
     values = tuple(part.strip() for part in _split(key, rest))
     if not all(values):
-        what = "has no values" if not any(values) else "has a value that is empty"
+        what = "has no values" if not any(values) else "has an empty value"
         raise UsageError(f"--grid {key} {what}", hint=_EXAMPLE)
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
-        raise UsageError(f"--grid {key} has {twice[0]} twice", hint="each value makes one run")
+        raise UsageError(f"--grid {key} has {twice[0]} twice", hint="each value is one run")
     return GridAxis(key, values)
 
 
 def _split(key: str, text: str) -> list[str]:
-    """Values at the commas between them; those inside of lists, tables and quotes are a value's own."""
-    parts, open_, quote = [""], list[str](), ""
+    """Split at commas, except those inside lists, tables and quotes."""
+    parts, closers, quote = [""], list[str](), ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
             quote = letter
         elif letter in _CLOSES:
-            open_.append(_CLOSES[letter])
+            closers.append(_CLOSES[letter])
         elif letter in _CLOSES.values():
-            if not open_ or open_.pop() != letter:
+            if not closers or closers.pop() != letter:
                 raise _unbalanced(key, text)
-        elif letter == "," and not open_:
+        elif letter == "," and not closers:
             parts.append("")
             continue
         parts[-1] += letter
-    if open_ or quote:
+    if closers or quote:
         raise _unbalanced(key, text)
     return parts
 
 
 def _unbalanced(key: str, text: str) -> UsageError:
     return UsageError(
-        f"--grid {key}={text}: a bracket or quote has no partner",
-        hint=f"a value that is a list has brackets of its own: --grid '{key}=[1,2],[3,4]'",
+        f"--grid {key}={text}: unbalanced bracket or quote",
+        hint=f"a list needs its own brackets: --grid '{key}=[1,2],[3,4]'",
     )

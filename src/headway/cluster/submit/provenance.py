@@ -1,6 +1,6 @@
-"""Where a model class of the user's own comes from: which version, or which commit; and a copy of it for a run.
+"""Records the version or commit of a custom model class, and copies its package into a run.
 
-Written as `code.json` into the run's folder. Nothing is imported: a package is found as Python would find it.
+The record is `code.json` in the run folder. Nothing is imported: packages are located as Python would.
 """
 
 import hashlib
@@ -20,23 +20,24 @@ __all__ = ["copy_package", "find_package", "record_provenance", "source_version"
 
 RECORD, FOLDER = "code.json", "code"
 LARGEST = 64 * 2**20
-"""Bytes of a package that is copied into each run."""
+"""Bytes of a package that can be copied into each run."""
 GIT_S = 20.0
 
 
 def record_provenance(run: RunFolder, recipe: Recipe, copy: bool) -> Path | None:
-    """Write down where the recipe's own class comes from; with `copy`, a folder in the run that has it."""
+    """Record where the recipe's custom class comes from. With `copy`, copy its package into the run and return the
+    folder."""
     if recipe.model.class_ is None:
         return None
-    place = recipe.model.class_.partition(":")[0]
-    package = find_package(place.partition(".")[0])
+    name = recipe.model.class_.partition(":")[0].partition(".")[0]
+    package = find_package(name)
     if package is None:
         if copy:
             raise UsageError(
-                f"snapshot is on, and there is no package {place.partition('.')[0]} to copy",
-                hint="PYTHONPATH=. headway ... finds those of this folder; others must be installed",
+                f"snapshot is on, but package {name} was not found",
+                hint="install it, or run PYTHONPATH=. headway ... if it is in this folder",
             )
-        return None  # perhaps it is there where the run will be
+        return None  # the machines of the run may have it
     facts = source_version(package)
     folder = copy_package(package, run.path / FOLDER) if copy else None
     write_json(run.path / RECORD, {"format": 1, "class": recipe.model.class_, **facts, "snapshot": copy})
@@ -44,12 +45,11 @@ def record_provenance(run: RunFolder, recipe: Recipe, copy: bool) -> Path | None
 
 
 def find_package(name: str) -> Path | None:
-    """The folder of a package, or the file of a module, where workers would find it: not in the folder that one
-    happens to be in."""
-    stated = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    here = os.path.realpath(".")
-    places = [entry for entry in sys.path if entry and (os.path.realpath(entry) != here or here in stated)]
-    spec = PathFinder.find_spec(name, places)
+    """The folder of a package, or the file of a module, as workers would find it: not in the current folder."""
+    python_path = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    current = os.path.realpath(".")
+    path = [entry for entry in sys.path if entry and (os.path.realpath(entry) != current or current in python_path)]
+    spec = PathFinder.find_spec(name, path)
     if spec is None or spec.origin is None:
         return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
     origin = Path(spec.origin)
@@ -57,7 +57,7 @@ def find_package(name: str) -> Path | None:
 
 
 def source_version(package: Path) -> dict[str, Any]:
-    """Its version, where it is installed; its commit, where it lies in a repository; and a hash of its sources."""
+    """The version of an installed package, the commit of one in a repository, and a hash of its sources."""
     facts: dict[str, Any] = {"package": package.stem, "path": str(package), "sha256": _digest(package)}
     if "site-packages" in package.parts or "dist-packages" in package.parts:
         return facts | {"version": _version(package.stem)}
@@ -70,53 +70,57 @@ def source_version(package: Path) -> dict[str, Any]:
 
 
 def copy_package(package: Path, to: Path) -> Path:
-    """Copy a package's files; the folder to import it from."""
-    found = sources(package)
-    total = sum(path.stat().st_size for path in found)
+    """Copy a package's files, and return the folder to import it from."""
+    files = sources(package)
+    total = sum(path.stat().st_size for path in files)
     if total > LARGEST:
         raise UsageError(
-            f"{package} has {total / 2**20:.0f} MiB: too much to be copied into each run",
-            hint="keep data out of the package, or leave `snapshot` out of engines.toml",
+            f"{package} has {total / 2**20:.0f} MiB: too large to copy into each run",
+            hint="move data out of the package, or remove `snapshot` from engines.toml",
         )
-    for path in found:
-        there = to / path.relative_to(package.parent)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, there)
+    for path in files:
+        target = to / path.relative_to(package.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
     return to
 
 
 def sources(package: Path) -> list[Path]:
-    """The files of a package in a fixed order, without what is hidden or compiled from them."""
+    """The files of a package in a fixed order, without hidden and compiled ones."""
     if package.is_file():
         return [package]
-    found = list[Path]()
-    for place, folders, files in os.walk(package):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        found += [Path(place) / name for name in sorted(files) if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
+    paths = list[Path]()
+    for folder, subfolders, files in os.walk(package):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
+        paths += [Path(folder) / name for name in sorted(files) if not name.startswith(".")]
+    return [path for path in paths if path.is_file()]
 
 
 def _digest(package: Path) -> str:
-    known = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sources(package):
-        known.update(f"{path.relative_to(package.parent)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return known.hexdigest()
+        digest.update(f"{path.relative_to(package.parent)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _version(name: str) -> str | None:
-    """Of the distribution that a package is of."""
-    from importlib import metadata  # few runs need it, and it takes longer than the rest of this file
+    """The version of the distribution that provides a package."""
+    from importlib import metadata  # slow to import, and few runs need it
 
     for distribution in metadata.packages_distributions().get(name, []):
         return metadata.version(distribution)
     return None
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """What git says; None where it says nothing, or is not there."""
+def _git(folder: Path, *arguments: str) -> str | None:
+    """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_S, stdin=subprocess.DEVNULL
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -1,13 +1,13 @@
-"""A virtual environment packed once beside the runs, and unpacked once on each machine, on a disk of its own.
+"""Stages code: a virtual environment, packed once beside the runs and unpacked once per machine, on its local disk.
 
 runs/.code/
-  venv-<key>.tar        the environment, and the folders outside of it that it imports from (PYTHONPATH, editable ones)
-  venv-<key>.sha256     what must come out of it
-  start-<key>.sh        unpacks it where this machine has not, and starts its python with the words that follow
+  venv-<key>.tar        the environment, and folders outside of it that it imports from (PYTHONPATH, editable installs)
+  venv-<key>.sha256     its checksum
+  start-<key>.sh        unpacks it unless this machine has, and starts its python with the given arguments
 
 The key is a hash of what is installed (each distribution's RECORD) and of the sources outside. A virtual environment
-that has moved works when its python is started by its new path: that finds pyvenv.cfg beside it, and so its packages.
-The interpreter behind it is not packed: it lies at the same path on all machines, as that of the system does.
+works at another path if its python is started there: it finds pyvenv.cfg beside itself, and so its packages. The base
+interpreter is not packed: it must be at the same path on all machines, as a system Python is.
 """
 
 import fcntl
@@ -21,48 +21,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.cluster.engines.scripts import replace_file
 from headway.cluster.submit.provenance import sources
 from headway.errors import UsageError
 
 __all__ = ["VenvArchive", "start_script", "venv_archive", "write_archive"]
 
 LARGEST_OUTSIDE = 512 * 2**20
-"""Bytes of one folder outside of the environment: what is larger holds more than code."""
+"""Bytes of a folder outside of the environment: a larger one holds more than code."""
 
 
 @dataclass(frozen=True)
 class VenvArchive:
-    """A packed environment: what it is made of, and where it lies."""
+    """A packed environment: its contents and its files."""
 
     key: str
     venv: Path
     outside: tuple[Path, ...]
-    """Folders that are imported from and lie elsewhere, the first one first."""
-    place: Path
+    """Folders elsewhere that it imports from, in order."""
+    folder: Path
 
     @property
     def archive(self) -> Path:
         """The packed environment."""
-        return self.place / f"venv-{self.key}.tar"
+        return self.folder / f"venv-{self.key}.tar"
 
     @property
     def digest(self) -> Path:
         """The archive's SHA-256."""
-        return self.place / f"venv-{self.key}.sha256"
+        return self.folder / f"venv-{self.key}.sha256"
 
     @property
     def start(self) -> Path:
         """The script that starts its python."""
-        return self.place / f"start-{self.key}.sh"
+        return self.folder / f"start-{self.key}.sh"
 
 
 def venv_archive(runs: Path, venv: Path | None = None, python_path: str | None = None) -> VenvArchive:
-    """What this process's environment would be packed as; nothing is written."""
+    """The archive of this process's environment; nothing is written."""
     venv = venv or Path(sys.prefix)
     if not (venv / "pyvenv.cfg").exists():
         raise UsageError(
-            f'code is "staged", and {venv} is no virtual environment',
-            hint="submit with the python of one, or leave `code` out of engines.toml",
+            f'code is "staged", but {venv} is not a virtual environment',
+            hint="submit from one, or remove `code` from engines.toml",
         )
     stated = os.environ.get("PYTHONPATH", "") if python_path is None else python_path
     outside = tuple(dict.fromkeys([*_folders(stated.split(os.pathsep)), *_editable(venv)]))
@@ -70,38 +71,38 @@ def venv_archive(runs: Path, venv: Path | None = None, python_path: str | None =
 
 
 def write_archive(packed: VenvArchive, stage_to: str) -> None:
-    """Have the archive and its script there; done once, whoever comes first."""
-    packed.place.mkdir(parents=True, exist_ok=True)
-    with (packed.place / "lock").open("w") as lock:
+    """Write the archive, unless it exists, and its script."""
+    packed.folder.mkdir(parents=True, exist_ok=True)
+    with (packed.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not packed.digest.exists():
-            beside = packed.archive.with_suffix(".partial")
-            digest = _write(packed, beside)
-            beside.replace(packed.archive)
-            _replace(packed.digest, f"{digest}\n")
-        _replace(packed.start, start_script(packed, stage_to))
+            partial = packed.archive.with_suffix(".partial")
+            digest = _write(packed, partial)
+            partial.replace(packed.archive)
+            replace_file(packed.digest, f"{digest}\n")
+        replace_file(packed.start, start_script(packed, stage_to))
 
 
 def start_script(packed: VenvArchive, stage_to: str) -> str:
-    """What a machine runs: pure. `stage_to` is a folder there; its variables are the machine's."""
+    """The script that a machine runs: pure. `stage_to` is a folder there; variables in it are the machine's."""
     outside = ":".join(f"$own/outside/{number}" for number in range(len(packed.outside)))
     lines = [
         "#!/bin/bash",
-        "# Unpacks a virtual environment once on each machine, and starts its python. Written by Headway.",
+        "# Unpacks a virtual environment once per machine, and starts its python. Generated by Headway.",
         'fail() { echo "headway: $*" >&2; exit 1; }',
         f'base="{stage_to}/headway-$(id -u)"',
         f'own="$base/{packed.key}"',
         f"archive={shlex.quote(str(packed.archive))}",
         f"digest={shlex.quote(str(packed.digest))}",
-        '(umask 077; mkdir -p -- "$base") || fail "$base cannot be made: set stage_to in engines.toml"',
-        '[ -O "$base" ] && [ ! -L "$base" ] || fail "$base is somebody else\'s: set stage_to in engines.toml"',
-        'exec 8>>"$own.lock" && flock 8 || fail "$own.lock cannot be locked"',
+        '(umask 077; mkdir -p -- "$base") || fail "cannot create $base: set stage_to in engines.toml"',
+        '[ -O "$base" ] && [ ! -L "$base" ] || fail "$base belongs to another user: set stage_to in engines.toml"',
+        'exec 8>>"$own.lock" && flock 8 || fail "cannot lock $own.lock"',
         'if [ ! -e "$own/.whole" ]; then',
-        '  rm -rf -- "$own" "$own.partial" && mkdir -- "$own.partial" || fail "$own cannot be made"',
-        '  found=$(sha256sum <"$archive") || fail "$archive cannot be read"',
+        '  rm -rf -- "$own" "$own.partial" && mkdir -- "$own.partial" || fail "cannot create $own"',
+        '  found=$(sha256sum <"$archive") || fail "cannot read $archive"',
         '  [ "${found%% *}" = "$(cat "$digest")" ] || fail "$archive is damaged: remove it and its .sha256"',
-        '  tar -xf "$archive" -C "$own.partial" --no-same-owner || fail "$archive cannot be unpacked to $own.partial"',
-        '  touch "$own.partial/.whole" && mv -- "$own.partial" "$own" || fail "$own cannot be made"',
+        '  tar -xf "$archive" -C "$own.partial" --no-same-owner || fail "cannot unpack $archive to $own.partial"',
+        '  touch "$own.partial/.whole" && mv -- "$own.partial" "$own" || fail "cannot create $own"',
         "fi",
         "exec 8>&-",
         '[ -x "$own/bin/python" ] || fail "$(readlink -f "$own/bin/python") is not on this machine"',
@@ -113,25 +114,25 @@ def start_script(packed: VenvArchive, stage_to: str) -> str:
 
 
 def _key(venv: Path, outside: tuple[Path, ...]) -> str:
-    """A hash of what is installed, and of what lies outside."""
-    known = hashlib.sha256(f"1\n{sys.version}\n{(venv / 'pyvenv.cfg').read_text()}".encode())
+    """A hash of what is installed, and of the sources outside."""
+    digest = hashlib.sha256(f"1\n{sys.version}\n{(venv / 'pyvenv.cfg').read_text()}".encode())
     for site in sorted(venv.glob("lib/python*/site-packages")):
         for record in sorted([*site.glob("*.dist-info/RECORD"), *site.glob("*.pth")]):
-            known.update(f"{record.relative_to(venv)}\n".encode() + record.read_bytes())
+            digest.update(f"{record.relative_to(venv)}\n".encode() + record.read_bytes())
     for folder in outside:
         for path in _small(folder):
-            known.update(f"{path.relative_to(folder)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-        known.update(b"\0")
-    return known.hexdigest()[:16]
+            digest.update(f"{path.relative_to(folder)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _write(packed: VenvArchive, path: Path) -> str:
-    """Write the archive; its SHA-256."""
+    """Write the archive, and return its SHA-256."""
     with path.open("wb") as file:
-        hashed = _Hashed(file)
+        hashed = _HashingWriter(file)
         with tarfile.open(fileobj=hashed, mode="w|") as archive:
             for entry in sorted(packed.venv.iterdir()):
-                archive.add(entry, entry.name)  # compiled modules too: they go by the time of their source, which stays
+                archive.add(entry, entry.name)  # with compiled modules: their sources keep their times
             for number, folder in enumerate(packed.outside):
                 for source in _small(folder):
                     archive.add(source, f"outside/{number}/{source.relative_to(folder)}", recursive=False)
@@ -140,44 +141,38 @@ def _write(packed: VenvArchive, path: Path) -> str:
     return hashed.digest.hexdigest()
 
 
-class _Hashed(io.RawIOBase):
-    """A file that knows the hash of what was written."""
+class _HashingWriter(io.RawIOBase):
+    """A file that hashes what is written."""
 
     def __init__(self, file: "io.BufferedWriter") -> None:
         self._file, self.digest = file, hashlib.sha256()
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Write, and know it."""
+        """Write and hash."""
         self.digest.update(data)
         return self._file.write(data)
 
 
 def _small(folder: Path) -> list[Path]:
-    """The files of a folder of code; UsageError for one that holds more."""
-    found = sources(folder)
-    total = sum(path.stat().st_size for path in found)
+    """The files of a code folder; UsageError if it is too large."""
+    files = sources(folder)
+    total = sum(path.stat().st_size for path in files)
     if total > LARGEST_OUTSIDE:
         raise UsageError(
-            f"{folder} is on PYTHONPATH and has {total / 2**30:.1f} GiB: too much to be staged",
-            hint="install what is needed into the virtual environment, or leave it out of PYTHONPATH",
+            f"{folder} is on PYTHONPATH and has {total / 2**30:.1f} GiB: too large to stage",
+            hint="install what is needed into the virtual environment, or remove it from PYTHONPATH",
         )
-    return found
+    return files
 
 
-def _folders(stated: list[str]) -> Iterator[Path]:
-    for text in stated:
+def _folders(paths: list[str]) -> Iterator[Path]:
+    for text in paths:
         if text and Path(text).is_dir():
             yield Path(text).absolute()
 
 
 def _editable(venv: Path) -> Iterator[Path]:
-    """Folders elsewhere that the environment's own files lead to."""
+    """Folders elsewhere that the environment's .pth files name."""
     for file in sorted(venv.glob("lib/python*/site-packages/*.pth")):
         lines = [line for line in file.read_text().splitlines() if line and not line.startswith(("import ", "#"))]
         yield from (path for path in _folders(lines) if not path.is_relative_to(venv))
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)

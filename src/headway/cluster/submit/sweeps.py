@@ -1,15 +1,15 @@
-"""Sweeps: many runs of one recipe, a point of a grid each, as one job of an engine.
+"""Sweeps: many runs of one recipe, one per point of a grid, as one job array of an engine.
 
 runs/.sweeps/<name>/
-  making.json         which runs it will have: written first, for whoever finds it half made
-  points-<token>/     a script a point, which an array's copies find by their index
-  jobs/               what they print
-  sweep.json          which job, which runs with which settings: written last, and nothing trains before it is there
+  making.json         which runs it will have: written first, to clean up if its creator dies
+  points-<token>/     one script per point, which array tasks find by their index
+  jobs/               their logs
+  sweep.json          the job, and the runs with their settings: written last, and nothing trains before
 
-A sweep without sweep.json was never submitted: its maker died. The next sweep takes it away, with its runs.
+A sweep without sweep.json was never submitted, since its creator died. The next sweep removes it, with its runs.
 
-Where machines see no common folder, runs go by their object stores (store_runs.py), there are no scripts, and the list of
-runs in the store says that a sweep is whole. What will be in sweep.json is in ready.json before that.
+Without a shared folder, runs travel through their object stores (store_runs.py), there are no scripts, and the list of
+runs in the store commits a sweep. The content of sweep.json is in ready.json before that.
 """
 
 import fcntl
@@ -33,16 +33,16 @@ from headway.cluster.engines.engine import OVER, LaunchRequest
 from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.cluster.engines.submissions import Submission, note_submission
 from headway.cluster.submit.grid import GridAxis, point_names, points, short_keys
-from headway.cluster.submit.runs import SubmittedRun, provisional_run, request_for, requeue, standings
+from headway.cluster.submit.runs import SubmittedRun, provisional_run, request_for, requeue, submitted_runs
 from headway.cluster.submit.store_runs import (
     Progress,
-    ask,
+    check_store,
     commit,
+    delete_runs,
     is_committed,
-    place_of_sweep,
-    put_runs,
     revoke,
-    take_away,
+    sweep_address,
+    upload_runs,
 )
 from headway.errors import HeadwayError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
@@ -55,6 +55,7 @@ __all__ = [
     "SweepRun",
     "cancel_sweep",
     "describe_sweep",
+    "exclusive_lock",
     "find_sweep",
     "folder_of_sweep",
     "is_sweep",
@@ -62,13 +63,13 @@ __all__ = [
     "request_sweep",
     "requeue_sweep",
     "start_sweep",
-    "sweep_standings",
+    "submitted_sweep_runs",
 ]
 
 FORMAT = 1
 RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
 PATIENCE_S = 120
-"""How long a copy that starts at once waits for the sweep to be whole; longer than file systems keep it from seeing."""
+"""How long an array task that starts at once waits for sweep.json; longer than file systems cache its absence."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
 
@@ -78,14 +79,14 @@ class SweepRun:
 
     run: str
     settings: dict[str, str]
-    """By key, as they were written."""
+    """By key, as written."""
     address: str = ""
-    """In its object store, where machines see no common folder."""
+    """In its object store, if there is no shared folder."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that was submitted."""
+    """A submitted sweep."""
 
     name: str
     engine: str
@@ -93,9 +94,9 @@ class Sweep:
     on: str
     points: tuple[SweepRun, ...]
     keys: dict[str, str]
-    """What each key of the grid is called in tables."""
+    """The name of each key of the grid in tables."""
     identity: str
-    """Of all that was asked for: the same again is the same sweep."""
+    """Hash of the request: an equal request is the same sweep."""
     time: float = 0.0
     """Unix seconds."""
     format: int = FORMAT
@@ -103,7 +104,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep that somebody asks for: everything that can be known before anything is made."""
+    """A requested sweep: everything that is known before anything is created."""
 
     name: str
     points: tuple[SweepRun, ...]
@@ -114,16 +115,17 @@ class SweepRequest:
     at_once: int | None = None
 
     @property
-    def apart(self) -> bool:
-        """Whether machines see no common folder."""
+    def no_shared_folder(self) -> bool:
+        """Whether runs travel through their object stores."""
         return any(point.address for point in self.points)
 
     @property
     def identity(self) -> str:
-        """The same for the same recipes on the same devices."""
-        told = [self.engine, self.cluster.name, str(self.at_once), *(one.model_dump_json() for one in self.recipes)]
-        told += ["apart"] if self.apart else []
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+        """Equal for equal recipes on the same devices."""
+        parts = [self.engine, self.cluster.name, str(self.at_once)]
+        parts += [recipe.model_dump_json() for recipe in self.recipes]
+        parts += ["apart"] if self.no_shared_folder else []
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 _SWEEP = TypeAdapter(Sweep)
@@ -140,41 +142,43 @@ def request_sweep(
     at_once: int | None = None,
     shared: bool = True,
 ) -> SweepRequest:
-    """What is asked for; whatever is wrong with any of its points is told here, before anything is made. Where machines
-    see no `shared` folder, each run must have an object store."""
-    recipes = tuple(_recipe(file, settings, point) for point in points(axes))
-    seen = dict[str, dict[str, str]]()
+    """The request for a sweep; an invalid point raises before anything is created. If no folder is `shared`, each run
+    needs an object store."""
+    recipes = tuple(_load_recipe(file, settings, point) for point in points(axes))
+    by_recipe = dict[str, dict[str, str]]()
     for recipe, point in zip(recipes, points(axes), strict=True):
-        before = seen.setdefault(recipe.model_dump_json(), point)
-        if before is not point:
-            raise UsageError(f"{_words(before)} and {_words(point)} are the same run", hint="leave one of them out")
+        first = by_recipe.setdefault(recipe.model_dump_json(), point)
+        if first is not point:
+            same = " and ".join(" ".join(f"{key}={value}" for key, value in each.items()) for each in (first, point))
+            raise UsageError(f"{same} are the same run", hint="remove one of them")
     name = name or f"{recipes[0].name}-{secrets.token_hex(2)}"
     if not _NAME.fullmatch(name) or name == "last":
         raise UsageError(
-            f"{name!r} cannot name a sweep",
+            f"invalid sweep name {name!r}",
             hint="at most 48 letters, digits, dots, dashes and underscores, a letter or digit first; not `last`",
         )
     shared = shared and engine_settings(engine).shared
-    named = tuple(
+    runs = tuple(
         SweepRun(run, point, "" if shared else need_store(recipe, run))
         for run, point, recipe in zip(point_names(name, axes), points(axes), recipes, strict=True)
     )
-    return SweepRequest(name, named, recipes, short_keys(axes), on or _here(recipes[0], engine), engine, at_once)
+    cluster = on or _default_devices(recipes[0], engine)
+    return SweepRequest(name, runs, recipes, short_keys(axes), cluster, engine, at_once)
 
 
-def _here(recipe: Recipe, engine: str) -> Cluster:
-    """One device of this machine, for its own queue; others are asked for by name."""
+def _default_devices(recipe: Recipe, engine: str) -> Cluster:
+    """One device of this machine, for its own queue; other engines need --on."""
     if engine != "local":
-        raise UsageError(f"--engine {engine}, and nothing says on what", hint="--on CHIPxPERNODE: h100x8, or cpux4")
-    found = devices(recipe.train.device)
-    return parse_on("cpux1") if found.kind == "cpu" else default_cluster(known_chip(found.name), 1)
+        raise UsageError(f"--engine {engine} needs --on", hint="--on CHIPxPERNODE: h100x8, or cpux4")
+    available = devices(recipe.train.device)
+    return parse_on("cpux1") if available.kind == "cpu" else default_cluster(known_chip(available.name), 1)
 
 
-def _recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) -> Recipe:
+def _load_recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) -> Recipe:
     try:
         return load_recipe(file, [*settings, *(f"{key}={value}" for key, value in point.items())])
     except RecipeError as error:
-        load_recipe(file, settings)  # what is wrong without the grid is told as such
+        load_recipe(file, settings)  # an error without the grid is reported as such
         message, hint = error.message.replace("--set", "--grid", 1), error.hint
         if "this is no list" in message:
             key = next(key for key in point if key in message)
@@ -182,37 +186,33 @@ def _recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) -> Re
         raise RecipeError(message, hint=hint) from None
 
 
-def _words(point: Mapping[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in point.items())
-
-
 # -- submitting
 
 
-def start_sweep(wanted: SweepRequest, root: Path, told: Progress = lambda *_: None) -> tuple[Sweep, bool]:
-    """The sweep, and whether it is new: the same asked for again is the one that is there. Whatever goes wrong before
-    an engine has it leaves nothing. `told` hears how many runs are in their stores, where they go by them."""
-    with _only_one(root):
-        _take_away_half_made(root)
+def start_sweep(wanted: SweepRequest, root: Path, progress: Progress = lambda *_: None) -> tuple[Sweep, bool]:
+    """Submit a sweep; return it, and whether it is new: an equal request is the existing sweep. A failure leaves
+    nothing. `progress` is called as runs are uploaded to their stores."""
+    with _sweeps_lock(root):
+        _remove_unsubmitted(root)
         if is_sweep(root, wanted.name):
-            there = find_sweep(root, wanted.name)
-            if there.identity != wanted.identity:
+            existing = find_sweep(root, wanted.name)
+            if existing.identity != wanted.identity:
                 raise RunError(
-                    f"there is a sweep {there.name} already, of other settings",
-                    hint=f"choose another --name; headway sweep {there.name} shows it",
+                    f"sweep {existing.name} already exists with other settings",
+                    hint=f"choose another --name; headway sweep {existing.name} shows it",
                 )
-            return there, False
-        with _made(wanted, root) as made, _in_stores(wanted, made, told):
+            return existing, False
+        with _created(wanted, root) as draft, _uploaded(wanted, draft, progress):
             engine = open_engine(wanted.engine, root)
-            job = engine.launch(made.request)
+            job = engine.launch(draft.request)
             try:
                 sweep = Sweep(
                     wanted.name, wanted.engine, job, wanted.cluster.name, wanted.points, wanted.keys, wanted.identity,
                     time.time(),
                 )  # fmt: skip
-                for index, own in enumerate(made.requests):
-                    note_submission(own.folder, Submission(sweep.engine, f"{job}_{index}", sweep.on, own))
-                _make_known(sweep, made)
+                for index, request in enumerate(draft.requests):
+                    note_submission(request.folder, Submission(sweep.engine, f"{job}_{index}", sweep.on, request))
+                _publish(sweep, draft)
             except BaseException:
                 with suppress(HeadwayError):
                     engine.cancel(job)
@@ -221,167 +221,167 @@ def start_sweep(wanted: SweepRequest, root: Path, told: Progress = lambda *_: No
 
 
 def describe_sweep(wanted: SweepRequest, root: Path) -> str:
-    """What would be sent; the runs are made, checked and taken back."""
-    with _only_one(root):
-        _take_away_half_made(root)
-        with _made(wanted, root, keep=False) as made:
-            return open_engine(wanted.engine, root).describe(made.request)
+    """What would be submitted; the runs are created, checked and removed again."""
+    with _sweeps_lock(root):
+        _remove_unsubmitted(root)
+        with _created(wanted, root, keep=False) as draft:
+            return open_engine(wanted.engine, root).describe(draft.request)
 
 
 @dataclass(frozen=True)
-class _Made:
-    """The runs of a sweep, none of which trains yet."""
+class _Draft:
+    """The runs of a sweep before it is submitted."""
 
     folder: Path
     request: LaunchRequest
-    """All of them as one array."""
+    """All runs as one array."""
     requests: list[LaunchRequest]
-    """Each by itself."""
-    place: str = ""
-    """Where copies find their runs in a store, where they do."""
+    """One per run."""
+    address: str = ""
+    """Where array tasks find their runs in a store, if there is no shared folder."""
 
 
 @contextmanager
-def _made(wanted: SweepRequest, root: Path, keep: bool = True) -> Iterator[_Made]:
-    """The runs of a sweep, and what an engine is asked for. They all go away again if something fails."""
-    folder, token = folder_of_sweep(root, wanted.name), secrets.token_hex(4)
-    place = place_of_sweep(wanted.recipes[0], wanted.name, token) if wanted.apart else ""
-    _check_free(wanted, root)
-    with ExitStack() as made:
-        made.push(lambda kind, error, _: None if keep and not kind else _remove(folder, error))
+def _created(wanted: SweepRequest, root: Path, keep: bool = True) -> Iterator[_Draft]:
+    """Create the runs of a sweep; remove them again if something fails, or without `keep`."""
+    folder, token, by_store = folder_of_sweep(root, wanted.name), secrets.token_hex(4), wanted.no_shared_folder
+    address = sweep_address(wanted.recipes[0], wanted.name, token) if by_store else ""
+    _check_names(wanted, root)
+    with ExitStack() as stack:
+        stack.push(lambda kind, error, _: None if keep and not kind else _remove(folder, error))
         folder.mkdir(parents=True)
         making: dict[str, object] = {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]}
         write_json(folder / MAKING, making)
         requests, stored = list[LaunchRequest](), dict[str, str]()
         for point, recipe in zip(wanted.points, wanted.recipes, strict=True):
-            attempt = made.enter_context(provisional_run(recipe, root, wanted.cluster, point.run, keep=keep))
+            attempt = stack.enter_context(provisional_run(recipe, root, wanted.cluster, point.run, keep=keep))
             facts = {"format": FORMAT, "sweep": wanted.name, "token": token, "settings": point.settings}
             write_json(attempt.run / OF_RUN, facts)
-            shared = not wanted.apart
-            requests.append(request_for(attempt, wanted.cluster, wanted.engine, dry=not keep, shared=shared))
-            stored |= {point.address: run_id(attempt.folder)} if wanted.apart else {}
-        if wanted.apart:
-            write_json(folder / MAKING, making | {"place": place, "stored": stored})
-            command = _from_place(wanted, requests, place)
+            requests.append(request_for(attempt, wanted.cluster, wanted.engine, dry=not keep, shared=not by_store))
+            stored |= {point.address: run_id(attempt.folder)} if by_store else {}
+        if by_store:
+            write_json(folder / MAKING, making | {"place": address, "stored": stored})
+            command = _command_by_store(wanted, requests, address)
         else:
-            command = _from_scripts(folder, folder / f"points-{token}", requests)
-        whole = replace(requests[0], name=wanted.name, command=command, folder=folder)
-        yield _Made(folder, replace(whole, array=len(requests), at_once=wanted.at_once), requests, place)
+            command = _command_by_scripts(folder, folder / f"points-{token}", requests)
+        request = replace(
+            requests[0],
+            name=wanted.name,
+            command=command,
+            folder=folder,
+            array=len(requests),
+            at_once=wanted.at_once,
+        )
+        yield _Draft(folder, request, requests, address)
 
 
 def _remove(folder: Path, error: BaseException | None) -> None:
-    """Take a sweep's folder away. Where something of it is left in a store, that much stays known to the next sweep, by
-    a name that no sweep has."""
-    if not isinstance(error, _Left):
+    """Remove a sweep's folder. If some of it is left in a store, rename it for the next sweep to clean up."""
+    if not isinstance(error, _LeftInStore):
         shutil.rmtree(folder, ignore_errors=True)
         return
     write_json(folder / MAKING, from_json((folder / MAKING).read_bytes()) | {"runs": []})
     folder.rename(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}"))
 
 
-def _from_scripts(folder: Path, scripts: Path, requests: Sequence[LaunchRequest]) -> tuple[str, ...]:
-    """What each copy runs, where all see the sweep's folder: a script of its own. It is known by the copy's index only,
-    and by a word of bash's: any engine and any container has one."""
+def _command_by_scripts(folder: Path, scripts: Path, requests: Sequence[LaunchRequest]) -> tuple[str, ...]:
+    """The command of all array tasks with a shared folder: run the script of the task's index. In bash, which every
+    engine and container has."""
     scripts.mkdir()
-    for index, own in enumerate(requests):
-        (scripts / f"{index}.sh").write_text(_script(own, folder, scripts))
+    for index, request in enumerate(requests):
+        (scripts / f"{index}.sh").write_text(_script(request, folder, scripts))
     return "bash", "-c", 'exec bash -- "$0/$HEADWAY_ARRAY_INDEX.sh"', str(scripts)
 
 
-def _from_place(wanted: SweepRequest, requests: Sequence[LaunchRequest], place: str) -> tuple[str, ...]:
-    """What each copy runs, where none sees it: the same agent, which finds its run in the store by the copy's index."""
+def _command_by_store(wanted: SweepRequest, requests: Sequence[LaunchRequest], address: str) -> tuple[str, ...]:
+    """The command of all array tasks without one: the agent, which finds its run in the store by the task's index."""
     commands = [
-        tuple(place if word == point.address else word for word in own.command)
-        for point, own in zip(wanted.points, requests, strict=True)
+        tuple(address if argument == point.address else argument for argument in request.command)
+        for point, request in zip(wanted.points, requests, strict=True)
     ]
     first = requests[0]
-    for own, command in zip(requests, commands, strict=True):
-        if (command, own.environment, own.site) != (commands[0], first.environment, first.site):
+    for request, command in zip(requests, commands, strict=True):
+        if (command, request.environment, request.site) != (commands[0], first.environment, first.site):
             raise UsageError(
-                f"{first.name} and {own.name} are not started in the same way, and their machines see no common folder",
-                hint="without `snapshot`, and in a container with the same data, they are; headway submit takes one",
+                f"{first.name} and {request.name} need different commands, which requires a shared folder",
+                hint="remove `snapshot`, give containers the same data, or submit them with headway submit",
             )
     return commands[0]
 
 
-class _Left(StateError):
+class _LeftInStore(StateError):
     """A sweep was not submitted, and some of it is left in a store."""
 
 
 @contextmanager
-def _in_stores(wanted: SweepRequest, made: _Made, told: Progress) -> Iterator[None]:
-    """Have the runs of a sweep in their stores, if that is how they go; they are taken away if something fails."""
-    if not wanted.apart:
+def _uploaded(wanted: SweepRequest, draft: _Draft, progress: Progress) -> Iterator[None]:
+    """Upload the runs of a sweep without a shared folder; delete them again if something fails."""
+    if not wanted.no_shared_folder:
         yield
         return
-    folders = {point.address: RunFolder(own.folder) for point, own in zip(wanted.points, made.requests, strict=True)}
+    folders = {point.address: RunFolder(own.folder) for point, own in zip(wanted.points, draft.requests, strict=True)}
     for url in {url.rpartition("/")[0]: url for url in folders}.values():
-        ask(url)  # what can be known before anything is there
+        check_store(url)  # before anything is uploaded
     try:
-        put_runs(list(folders.values()), told)
+        upload_runs(list(folders.values()), progress)
         yield
     except BaseException as error:
         try:
-            revoke(made.place)
-            take_away({url: run_id(run) for url, run in folders.items()})
+            revoke(draft.address)
+            delete_runs({url: run_id(run) for url, run in folders.items()})
         except StateError as left:
             message = error.message if isinstance(error, HeadwayError) else str(error) or type(error).__name__
-            raise _Left(f"{message}; {left.message}", hint="the next headway sweep takes them away") from error
+            raise _LeftInStore(f"{message}; {left.message}", hint="the next headway sweep deletes them") from error
         raise
 
 
-def _make_known(sweep: Sweep, made: _Made) -> None:
-    """Say that a sweep is whole: from now on its copies train. Where they ask a store it is said there, and only then
-    here, by a word that hardly fails."""
-    if not made.place:
-        write_json(made.folder / RECORD, asdict(sweep))
+def _publish(sweep: Sweep, draft: _Draft) -> None:
+    """Commit a sweep: from now on its tasks train. Without a shared folder in the store first, and then here, by a
+    rename, which hardly ever fails."""
+    if not draft.address:
+        write_json(draft.folder / RECORD, asdict(sweep))
         return
-    write_json(made.folder / READY, asdict(sweep))
-    commit(made.place, [point.address for point in sweep.points])
-    (made.folder / READY).replace(made.folder / RECORD)
+    write_json(draft.folder / READY, asdict(sweep))
+    commit(draft.address, [point.address for point in sweep.points])
+    (draft.folder / READY).replace(draft.folder / RECORD)
 
 
-def _script(own: LaunchRequest, folder: Path, scripts: Path) -> str:
-    """One point: nothing is trained for a sweep that nobody knows of, for its maker may have died before the end. One
-    that was made since in its place has other scripts."""
+def _script(request: LaunchRequest, folder: Path, scripts: Path) -> str:
+    """The script of one point. It waits for sweep.json: the creator of the sweep may have died before. A later sweep of
+    the same name has other scripts."""
     record, here = shlex.quote(str(folder / RECORD)), shlex.quote(str(scripts))
     lines = [
-        f"# {own.name}",
+        f"# {request.name}",
         f"for _ in $(seq {PATIENCE_S * 10}); do",
         f"  [ ! -e {record} ] && [ -d {here} ] || break",
         "  sleep 0.1",
         "done",
-        f"[ -e {record} ] && [ -d {here} ] || {{ echo 'never submitted whole: nothing is trained'; exit 1; }}",
-        f"cd -- {shlex.quote(str(own.folder))} || exit 1",
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(own.environment.items())),
-        f"exec -- {shlex.join(own.command)}",
+        f"[ -e {record} ] && [ -d {here} ] || {{ echo 'the sweep was never submitted: nothing to train'; exit 1; }}",
+        f"cd -- {shlex.quote(str(request.folder))} || exit 1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(request.environment.items())),
+        f"exec -- {shlex.join(request.command)}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _check_free(wanted: SweepRequest, root: Path) -> None:
-    """Nothing of these names may be there."""
+def _check_names(wanted: SweepRequest, root: Path) -> None:
+    """Raise RunError if a sweep or run of these names exists."""
     if is_sweep(root, wanted.name):
-        raise RunError(f"there is a sweep {wanted.name} already", hint=f"headway sweep {wanted.name} shows it")
+        raise RunError(f"sweep {wanted.name} already exists", hint=f"headway sweep {wanted.name} shows it")
     if folder_of_sweep(root, wanted.name).exists():
         raise RunError(
-            f"a sweep {wanted.name} was left half made, and its object store does not answer",
-            hint="the same again when it does, or another --name",
+            f"sweep {wanted.name} was not fully submitted, and its object store does not answer",
+            hint="try again when it does, or choose another --name",
         )
     for name in (wanted.name, *(point.run for point in wanted.points)):
         if (root / name).exists():
-            raise RunError(f"there is a run {name} already", hint="choose another --name for the sweep")
+            raise RunError(f"run {name} already exists", hint="choose another --name for the sweep")
 
 
 @contextmanager
-def _only_one(root: Path) -> Iterator[None]:
-    """Sweeps of a folder are made one after the other, so that what is half made has no maker any more."""
-    place = root / ".sweeps"
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        file = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise RunError(f"cannot write into {place}: {error.strerror}", hint="name another folder with --runs") from None
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, and wait for it if necessary."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -389,34 +389,47 @@ def _only_one(root: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _take_away_half_made(root: Path) -> None:
-    """Sweeps whose maker died before an engine had them, with their runs; none of those has trained."""
+@contextmanager
+def _sweeps_lock(root: Path) -> Iterator[None]:
+    """Create sweeps one at a time, so that the creator of an unsubmitted one must be dead."""
+    folder = root / ".sweeps"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive_lock(folder / "lock"))
+        except OSError as error:
+            raise RunError(f"cannot write into {folder}: {error.strerror}", hint="choose another --runs") from None
+        yield
+
+
+def _remove_unsubmitted(root: Path) -> None:
+    """Remove sweeps whose creator died before they were submitted, with their runs; none of those has trained."""
     for folder in (root / ".sweeps").iterdir():
         if not folder.is_dir() or (folder / RECORD).exists():
             continue
         try:
             making = from_json((folder / MAKING).read_bytes())
             names, token = [str(name) for name in making["runs"]], making["token"]
-            place, stored = str(making.get("place", "")), dict(making.get("stored", {}))
+            address, stored = str(making.get("place", "")), dict(making.get("stored", {}))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            names, token, place, stored = [], "", "", {}
-        if place and not _out_of_stores(folder, place, stored):
+            names, token, address, stored = [], "", "", {}
+        if address and not _remove_from_stores(folder, address, stored):
             continue
         for run in (RunFolder(root / name) for name in names if _NAME.match(name)):
-            ours = _token(run) == token or not (run.path / "jobs.jsonl").exists()
-            if ours and not any(run.events.glob("*")):
+            belongs = _token(run) == token or not (run.path / "jobs.jsonl").exists()
+            if belongs and not any(run.events.glob("*")):
                 shutil.rmtree(run.path, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _out_of_stores(folder: Path, place: str, stored: Mapping[str, str]) -> bool:
-    """Take away what a sweep that is half made has in stores. False for one that is whole, as its maker could not say
-    any more, and for one whose store does not answer."""
+def _remove_from_stores(folder: Path, address: str, stored: Mapping[str, str]) -> bool:
+    """Delete what an unsubmitted sweep has in stores. False if it turns out to be committed, since its creator died
+    just after that, or if its store does not answer."""
     try:
-        if is_committed(place):
+        if is_committed(address):
             (folder / READY).replace(folder / RECORD)
             return False
-        take_away(stored)
+        delete_runs(stored)
     except StateError:
         return False
     return True
@@ -429,11 +442,11 @@ def _token(run: RunFolder) -> str | None:
         return None
 
 
-# -- those that there are
+# -- submitted sweeps
 
 
 def folder_of_sweep(root: Path, name: str) -> Path:
-    """Where all that is known of a sweep lies."""
+    """The folder of a sweep's records."""
     return root.absolute() / ".sweeps" / name
 
 
@@ -443,52 +456,55 @@ def is_sweep(root: Path, name: str) -> bool:
 
 
 def list_sweeps(root: Path) -> list[Sweep]:
-    """All sweeps, the newest first."""
-    found = [find_sweep(root, path.parent.name) for path in (root / ".sweeps").glob(f"*/{RECORD}")]
-    return sorted(found, key=lambda one: one.time, reverse=True)
+    """All sweeps, newest first."""
+    sweeps = [find_sweep(root, path.parent.name) for path in (root / ".sweeps").glob(f"*/{RECORD}")]
+    return sorted(sweeps, key=lambda sweep: sweep.time, reverse=True)
 
 
 def find_sweep(root: Path, ref: str) -> Sweep:
-    """The sweep of this name, of this unique prefix, or the `last` one."""
+    """The sweep of this name or unique prefix, or the `last` one."""
     names = sorted(path.parent.name for path in (root / ".sweeps").glob(f"*/{RECORD}"))
     matches = [ref] if ref in names else [name for name in names if ref and name.startswith(ref)]
     if ref == "last" and names:
         return list_sweeps(root)[0]
     if len(matches) != 1:
-        told = f"{len(matches)} sweeps begin with {ref!r}" if matches else f"there is no sweep {ref!r} in {root}"
-        there = ", ".join((matches or names)[:8])
-        raise UsageError(told, hint=f"there are: {there}" if there else "headway sweep RECIPE --grid KEY=A,B makes one")
+        message = f"{len(matches)} sweeps begin with {ref!r}" if matches else f"no sweep {ref!r} in {root}"
+        known = ", ".join((matches or names)[:8])
+        raise UsageError(
+            message, hint=f"there are: {known}" if known else "headway sweep RECIPE --grid KEY=A,B starts one"
+        )
     path = folder_of_sweep(root, matches[0]) / RECORD
     try:
         return _SWEEP.validate_python(from_json(path.read_bytes()))
     except (OSError, ValueError, ValidationError) as error:
-        raise RunError(f"{path} is no record of a sweep: {error}", hint="put back what was there") from None
+        raise RunError(f"{path} is not a sweep record: {error}", hint="restore the file") from None
 
 
-def sweep_standings(root: Path, sweep: Sweep) -> dict[str, SubmittedRun | None]:
-    """How the jobs of its runs stand, by run; None for one whose folder is gone."""
-    there = [run for point in sweep.points if (run := RunFolder(root.absolute() / point.run)).path.is_dir()]
-    told = {one.run.name: one for one in standings(root, there)}
-    return {point.run: told.get(point.run) for point in sweep.points}
+def submitted_sweep_runs(root: Path, sweep: Sweep) -> dict[str, SubmittedRun | None]:
+    """The newest jobs of a sweep's runs, by run; None if the folder is missing."""
+    folders = [run for point in sweep.points if (run := RunFolder(root.absolute() / point.run)).path.is_dir()]
+    by_name = {submitted.run.name: submitted for submitted in submitted_runs(root, folders)}
+    return {point.run: by_name.get(point.run) for point in sweep.points}
 
 
 def cancel_sweep(root: Path, sweep: Sweep) -> dict[str, SubmittedRun | None]:
-    """Have all runs of a sweep end that are not over: those of its own job by one word, others by one each."""
-    live = [one for one in sweep_standings(root, sweep).values() if one and one.status.state not in OVER]
-    own = [one for one in live if one.submission.job.partition("_")[0] == sweep.job]
-    for engine, job in sorted(
-        {(one.submission.engine, sweep.job if one in own else one.submission.job) for one in live}
-    ):
+    """Cancel all runs of a sweep that are not over: those of its array with one call, requeued ones one by one."""
+    jobs = set[tuple[str, str]]()
+    for run in submitted_sweep_runs(root, sweep).values():
+        if run and run.status.state not in OVER:
+            job = run.submission.job
+            jobs.add((run.submission.engine, sweep.job if job.partition("_")[0] == sweep.job else job))
+    for engine, job in sorted(jobs):
         open_engine(engine, root).cancel(job)
-    return sweep_standings(root, sweep)
+    return submitted_sweep_runs(root, sweep)
 
 
 def requeue_sweep(root: Path, sweep: Sweep, avoid: tuple[str, ...] = ()) -> dict[str, SubmittedRun | None]:
-    """Have all runs of a sweep started again that are over and have not finished, each by a job of its own."""
-    over = [one for one in sweep_standings(root, sweep).values() if one and one.status.state in OVER]
-    again = [one for one in over if one.status.state != "finished"]
-    if not again:
-        raise RunError(f"no run of sweep {sweep.name} has failed or was cancelled", hint=f"headway sweep {sweep.name}")
-    for one in again:
-        requeue(root, one.run, avoid)
-    return sweep_standings(root, sweep)
+    """Restart all runs of a sweep that are over and have not finished, each as its own job."""
+    runs = submitted_sweep_runs(root, sweep).values()
+    unfinished = [run for run in runs if run and run.status.state in OVER and run.status.state != "finished"]
+    if not unfinished:
+        raise RunError(f"no run of sweep {sweep.name} failed or was cancelled", hint=f"headway sweep {sweep.name}")
+    for run in unfinished:
+        requeue(root, run.run, avoid)
+    return submitted_sweep_runs(root, sweep)
