@@ -13,7 +13,7 @@ import pytest
 import headway
 from eventually import eventually
 from headway.cluster.engines import OVER
-from headway.cluster.submit.runs import standings
+from headway.cluster.submit.runs import submitted_runs
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize
 from small_venv import small_venv
@@ -42,8 +42,8 @@ class Desk:
     def ends(self, name: str) -> RunFolder:
         """The run, once its job is over."""
         run = RunFolder(self.runs / name)
-        eventually(lambda: standings(self.runs, [run])[0].status.state in OVER, poll_s=0.2)
-        status = standings(self.runs, [run])[0].status
+        eventually(lambda: submitted_runs(self.runs, [run])[0].status.state in OVER, poll_s=0.2)
+        status = submitted_runs(self.runs, [run])[0].status
         said = "".join(path.read_text() for path in run.path.glob("jobs/*/*.log"))
         assert status.state == "finished", f"{status}\n{said}"
         assert summarize(run).state == "finished"

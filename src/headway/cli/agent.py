@@ -89,7 +89,7 @@ def agent(
     All machines see the run's folder, or join the one that does. Exits with 0 when the run is done, 1 when it failed,
     75 when it has saved and is worth starting again.
     """
-    from headway.cluster.submit.store_runs import run_of_copy
+    from headway.cluster.submit.store_runs import run_of_array_task
     from headway.errors import UsageError
     from headway.state.address import is_in_store
 
@@ -102,7 +102,7 @@ def agent(
         )
     in_store = run is not None and is_in_store(run)
     if run is not None and in_store:
-        run = run_of_copy(run)  # of an array each copy has a run of its own
+        run = run_of_array_task(run)  # of an array each copy has a run of its own
     with _heard_in_store(run or "", rank) if in_store else contextlib.nullcontext():
         if run is None or (in_store and rank):
             slots = -(-(workers or nodes) // nodes)

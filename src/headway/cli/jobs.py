@@ -21,11 +21,11 @@ WIDTH = 80
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
     """List the jobs of all runs that were submitted, the most recently active first."""
-    from headway.cluster.submit.runs import standings
+    from headway.cluster.submit.runs import submitted_runs
     from headway.track import runs_root
 
     root = runs_root(runs)
-    found = standings(root)
+    found = submitted_runs(root)
     if json:
         print_json([as_document(one) for one in found])
     elif not found:

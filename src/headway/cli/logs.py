@@ -118,10 +118,10 @@ def is_alive(run: "RunFolder") -> bool:
     if not (run.path / "jobs.jsonl").exists():
         return False
     from headway.cluster.engines import OVER
-    from headway.cluster.submit.runs import standings
+    from headway.cluster.submit.runs import submitted_runs
 
     return any(
-        one.status.state not in OVER and one.status.state != "unknown" for one in standings(run.path.parent, [run])
+        one.status.state not in OVER and one.status.state != "unknown" for one in submitted_runs(run.path.parent, [run])
     )
 
 

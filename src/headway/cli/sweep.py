@@ -144,7 +144,7 @@ def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
     """Until all runs are over; the exit status."""
     from headway.cli.sweep_view import SweepProgress, document, table
     from headway.cli.text import print_json
-    from headway.cluster.submit.sweep_results import has_failed, wait_for_sweep
+    from headway.cluster.submit.sweep_results import wait_for_sweep
     from headway.cluster.submit.sweep_sync import SweepSync
 
     progress = SweepProgress(sweep)
@@ -166,7 +166,7 @@ def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
     progress.end()
     _say_what_is_old(records)
     print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
-    return 1 if any(map(has_failed, outcome)) else 0
+    return 1 if any(row.state != "finished" for row in outcome) else 0
 
 
 def _say_what_is_old(records: "SweepSync") -> None:

@@ -23,7 +23,7 @@ from headway.cli.main import main
 from headway.cli.run_lookup import folder_of, own_folder_of, own_root
 from headway.cluster.engines import JobStatus, LaunchRequest
 from headway.cluster.engines.submissions import Submission, note_submission
-from headway.cluster.submit.runs import standings
+from headway.cluster.submit.runs import submitted_runs
 from headway.errors import RunError, StateError
 from headway.recipe import FaultPlan
 from headway.state import CheckpointFacts
@@ -347,8 +347,8 @@ def test_runs_and_report_show_what_the_store_of_a_remote_run_has(recipe, tmp_pat
     [
         ({"outcome": "finished", "reason": "all steps done"}, "finished", "all steps done"),
         ({"outcome": "failed", "reason": "worker 0 died"}, "failed", "worker 0 died"),
-        ({"outcome": "stopped", "reason": "on request"}, "failed", "it has saved, and was not started again"),
-        ({"outcome": "failed", "reason": "died", "recovery": "from step 3"}, "unknown", "do not say how it ended"),
+        ({"outcome": "stopped", "reason": "on request"}, "failed", "saved, but was not restarted"),
+        ({"outcome": "failed", "reason": "died", "recovery": "from step 3"}, "unknown", "its records show no end"),
         (None, "unknown", "there is no run at"),
     ],
 )
@@ -365,7 +365,7 @@ def test_job_forgotten_by_its_engine_has_the_state_of_its_records(
             return {job: JobStatus("unknown", "Slurm has forgotten it") for job in jobs}
 
     monkeypatch.setattr("headway.cluster.submit.runs.open_engine", lambda *_: Forgetful())
-    (submitted,) = standings(tmp_path / "runs")
+    (submitted,) = submitted_runs(tmp_path / "runs")
     assert (submitted.status.state, reason in submitted.status.reason) == (state, True), submitted.status
 
 

@@ -81,7 +81,7 @@ class EngineRun:
 
     @property
     def status(self) -> JobStatus:
-        return submitting.standings(self.root, [self.folder])[0].status
+        return submitting.submitted_runs(self.root, [self.folder])[0].status
 
     def reaches(self, step: int, starts: int) -> None:
         """Until a step was taken in a start, and a state of that start is saved."""

@@ -16,7 +16,7 @@ from headway.agent.remote.store_mirror import fetch_run
 from headway.cluster.engines import OVER
 from headway.cluster.engines.slurm.batch_script import slurm_task
 from headway.cluster.submit import store_runs as stored
-from headway.cluster.submit.runs import provisional_run, request_for, standings, submit_run
+from headway.cluster.submit.runs import provisional_run, request_for, submitted_runs, submit_run
 from headway.errors import RunError, StateError, UsageError
 from headway.hardware import parse_on
 from headway.recipe import Recipe
@@ -112,8 +112,8 @@ def test_run_on_nodes_without_a_shared_folder(recipe, tmp_path: Path, lab: Lab, 
     (tmp_path / "slurm").mkdir()
     with slurm_cluster(tmp_path / "slurm"):
         submit_run(small, root, parse_on("cpux1x2"), "slurm", "apart")
-        eventually(lambda: standings(root)[0].status.state in OVER, lambda: standings(root), poll_s=0.2)
-        status = standings(root)[0].status
+        eventually(lambda: submitted_runs(root)[0].status.state in OVER, lambda: submitted_runs(root), poll_s=0.2)
+        status = submitted_runs(root)[0].status
     (job,) = (root / "apart" / "jobs").iterdir()
     there = Path(f"/tmp/headway-{os.getuid()}") / job.name
     said = "\n".join(path.read_text() for path in there.rglob("*.log"))

@@ -11,7 +11,7 @@ from conftest import Lab
 from eventually import eventually
 from headway.cluster.engines import OVER
 from headway.cluster.engines.slurm.engine import SlurmEngine
-from headway.cluster.submit.runs import standings, submit_run
+from headway.cluster.submit.runs import submitted_runs, submit_run
 from headway.hardware import parse_on
 from headway.recipe import Recipe
 from headway.track import RunFolder, read_run
@@ -39,8 +39,8 @@ def test_restarted_run_on_slurm_matches_an_uninterrupted_run(
         eventually(lambda: len(events(run, "step")) > 20, poll_s=0.1)
         SlurmEngine(root / ".slurm").signal(job, signal.SIGUSR1)
         alone = lab.train(small)
-        eventually(lambda: standings(root)[0].status.state in OVER, poll_s=0.1)
-        status = standings(root)[0].status
+        eventually(lambda: submitted_runs(root)[0].status.state in OVER, poll_s=0.1)
+        status = submitted_runs(root)[0].status
     assert (status.state, status.starts) == ("finished", 2)
     assert "state saved" in next((run.path / "jobs").glob("*/0001-0.log")).read_text()
     assert len(events(run, "attempt", "agent")) == 2

@@ -1,4 +1,4 @@
-"""How code gets to machines: what is packed, what is started, and what cannot be."""
+"""How code reaches machines: staging, containers, and where a model class comes from."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ from headway.track import RunFolder
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment with one package in it, and one outside that it is led to."""
-    made = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
-    (site,) = made.glob("lib/python*/site-packages")
+    """A virtual environment with one package in it, and one outside in a .pth file."""
+    folder = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
     (site / "inside.py").write_text("WORD = 'inside'\n")
     (site / "inside-1.0.dist-info").mkdir()
     (site / "inside-1.0.dist-info" / "RECORD").write_text("inside.py,,\n")
@@ -35,42 +35,42 @@ def venv(tmp_path: Path) -> Path:
     outside.mkdir()
     (outside / "editable.py").write_text("WORD = 'editable'\n")
     (site / "editable.pth").write_text(f"{outside}\n")
-    return made
+    return folder
 
 
-def start(packed: staging.VenvArchive, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+def start(packed: staging.VenvArchive, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = {"PATH": os.defpath, **variables}
-    return subprocess.run(["bash", str(packed.start), *words], env=environment, capture_output=True, text=True)
+    return subprocess.run(["bash", str(packed.start), *arguments], env=environment, capture_output=True, text=True)
 
 
-ASK = "import sys, inside, editable; print(sys.prefix, inside.__file__, editable.__file__)"
+PRINT_ORIGINS = "import sys, inside, editable; print(sys.prefix, inside.__file__, editable.__file__)"
 
 
-def test_a_staged_environment_works_without_the_one_it_was_made_of(tmp_path: Path, venv: Path) -> None:
+def test_staged_environment_works_without_the_original(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path="")
     staging.write_archive(packed, str(tmp_path / "node"))
     venv.rename(tmp_path / "moved")
     (tmp_path / "elsewhere").rename(tmp_path / "moved-too")
     (tmp_path / "node").mkdir()
-    done = start(packed, "-c", ASK)
+    done = start(packed, "-c", PRINT_ORIGINS)
     assert done.returncode == 0, done.stderr
     own = tmp_path / "node" / f"headway-{os.getuid()}" / packed.key
-    assert [Path(word).is_relative_to(own) for word in done.stdout.split()] == [True, True, True]
+    assert [Path(path).is_relative_to(own) for path in done.stdout.split()] == [True, True, True]
 
 
-def test_it_is_unpacked_once_by_many_at_a_time(tmp_path: Path, venv: Path) -> None:
+def test_concurrent_starts_unpack_once(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path="")
     staging.write_archive(packed, "$WHERE/node")
-    words = ["bash", str(packed.start), "-c", "import inside"]
+    command = ["bash", str(packed.start), "-c", "import inside"]
     environment = {"PATH": os.defpath, "WHERE": str(tmp_path)}
     (tmp_path / "node").mkdir()
-    together = [subprocess.Popen(words, env=environment) for _ in range(6)]
-    assert [one.wait() for one in together] == [0] * 6
-    packed.archive.unlink()  # whoever comes later needs it no more
+    processes = [subprocess.Popen(command, env=environment) for _ in range(6)]
+    assert [process.wait() for process in processes] == [0] * 6
+    packed.archive.unlink()  # later starts do not need it
     assert start(packed, "-c", "import inside", WHERE=str(tmp_path)).returncode == 0
 
 
-def test_a_damaged_archive_is_refused(tmp_path: Path, venv: Path) -> None:
+def test_damaged_archive_is_refused(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path="")
     staging.write_archive(packed, str(tmp_path))
     data = bytearray(packed.archive.read_bytes())
@@ -81,16 +81,16 @@ def test_a_damaged_archive_is_refused(tmp_path: Path, venv: Path) -> None:
     assert not list(tmp_path.glob("headway-*/*/bin"))
 
 
-def test_somebody_elses_folder_is_not_trusted(tmp_path: Path, venv: Path) -> None:
+def test_folder_of_another_user_is_not_trusted(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path="")
     staging.write_archive(packed, str(tmp_path))
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / f"headway-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    (tmp_path / "other").mkdir()
+    (tmp_path / f"headway-{os.getuid()}").symlink_to(tmp_path / "other")
     done = start(packed, "-c", "pass")
-    assert (done.returncode, "somebody else's" in done.stderr) == (1, True)
+    assert (done.returncode, "belongs to another user" in done.stderr) == (1, True)
 
 
-def test_the_key_changes_with_what_is_installed_or_written(tmp_path: Path, venv: Path) -> None:
+def test_key_changes_with_packages_and_sources(tmp_path: Path, venv: Path) -> None:
     def key(path: str = "") -> str:
         return staging.venv_archive(tmp_path / "runs", venv, python_path=path).key
 
@@ -105,7 +105,7 @@ def test_the_key_changes_with_what_is_installed_or_written(tmp_path: Path, venv:
     assert len({before, edited, key(), key(str(tmp_path / "mine"))}) == 4
 
 
-def test_it_is_packed_once_and_its_digest_is_right(tmp_path: Path, venv: Path) -> None:
+def test_archive_is_written_once_with_its_digest(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path=str(tmp_path / "none"))
     staging.write_archive(packed, "/tmp")
     written = packed.archive.stat().st_mtime_ns
@@ -116,8 +116,8 @@ def test_it_is_packed_once_and_its_digest_is_right(tmp_path: Path, venv: Path) -
         assert {"bin/python", "pyvenv.cfg", "outside/0/editable.py"} <= set(archive.getnames())
 
 
-def test_what_is_no_environment_cannot_be_staged(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no virtual environment"):
+def test_only_virtual_environments_can_be_staged(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a virtual environment"):
         staging.venv_archive(tmp_path, tmp_path)
 
 
@@ -128,13 +128,13 @@ def contained(tmp_path: Path, engine: str = "local", gpus: int = 0, **fields: ob
     settings = EngineSettings(**fields)  # type: ignore[arg-type]
     return code_for(
         settings, engine, tmp_path / "runs", gpus=gpus, data=["/data/set"], snapshot=None, pack=False
-    ).words  # fmt: skip
+    ).command  # fmt: skip
 
 
-def test_apptainer_is_given_the_folders_that_a_run_needs(tmp_path: Path) -> None:
-    words = contained(tmp_path, gpus=2, container="docker://org/image:1", mounts=("/scratch", "/a:/b:ro"))
+def test_apptainer_binds_the_folders_of_a_run(tmp_path: Path) -> None:
+    command = contained(tmp_path, gpus=2, container="docker://org/image:1", mounts=("/scratch", "/a:/b:ro"))
     runs = tmp_path / "runs"
-    assert words == (
+    assert command == (
         "apptainer", "exec", "--nv", "--bind", f"{runs}:{runs}", "--bind", "/data/set:/data/set",
         "--bind", "/scratch:/scratch", "--bind", "/a:/b:ro", "docker://org/image:1", "python",
     )  # fmt: skip
@@ -143,28 +143,28 @@ def test_apptainer_is_given_the_folders_that_a_run_needs(tmp_path: Path) -> None
     assert "--nv" not in contained(tmp_path, container="docker://org/image:1")
 
 
-def test_pyxis_is_told_by_srun(tmp_path: Path) -> None:
+def test_pyxis_options_go_to_srun(tmp_path: Path) -> None:
     settings = EngineSettings(container="docker://host#org/image:1", runtime="pyxis", mounts=("/my data:/there",))
     code = code_for(settings, "slurm", tmp_path / "runs", gpus=1, data=[], snapshot=None, pack=False)
-    assert code.words == ("python",)
-    script = batch_script(LaunchRequest("r", (*code.words, "-V"), tmp_path, site=code.site), tmp_path / "job", None)
-    (line,) = [one for one in script.replace("\\\n", " ").splitlines() if one.strip().startswith("srun")]
-    words = shlex.split(line)
-    assert "--container-image=docker://host#org/image:1" in words
-    assert f"--container-mounts={tmp_path}/runs:{tmp_path}/runs,/my data:/there" in words
-    assert words.index("bash") > words.index("--container-image=docker://host#org/image:1")
+    assert code.command == ("python",)
+    script = batch_script(LaunchRequest("r", (*code.command, "-V"), tmp_path, site=code.site), tmp_path / "job", None)
+    (line,) = [row for row in script.replace("\\\n", " ").splitlines() if row.strip().startswith("srun")]
+    arguments = shlex.split(line)
+    assert "--container-image=docker://host#org/image:1" in arguments
+    assert f"--container-mounts={tmp_path}/runs:{tmp_path}/runs,/my data:/there" in arguments
+    assert arguments.index("bash") > arguments.index("--container-image=docker://host#org/image:1")
 
 
 @pytest.mark.parametrize(
-    ("engine", "fields", "told"),
+    ("engine", "fields", "message"),
     [
         ("local", {"code": "copied"}, "shared or staged"),
         ("local", {"runtime": "docker", "container": "docker://a"}, "apptainer or pyxis"),
-        ("ray", {"runtime": "pyxis", "container": "docker://a"}, "a part of Slurm"),
-        ("local", {"code": "staged", "container": "docker://a"}, "in the one or in the other"),
-        ("local", {"runtime": "apptainer"}, "no container"),
-        ("local", {"mounts": ("/a",)}, "no container"),
-        ("local", {"container": "none.sif"}, "no container image"),
+        ("ray", {"runtime": "pyxis", "container": "docker://a"}, "a plugin of Slurm"),
+        ("local", {"code": "staged", "container": "docker://a"}, "both staged code and a container"),
+        ("local", {"runtime": "apptainer"}, "without a container"),
+        ("local", {"mounts": ("/a",)}, "without a container"),
+        ("local", {"container": "none.sif"}, "not found"),
         ("local", {"container": "docker://a", "mounts": ("a,b",)}, "mounts has 'a,b'"),
         ("local", {"code": "staged", "stage_to": "$(id)"}, "stage_to"),
         ("local", {"code": "staged", "stage_to": "`id`"}, "stage_to"),
@@ -172,24 +172,26 @@ def test_pyxis_is_told_by_srun(tmp_path: Path) -> None:
         ("kubernetes", {"container": "docker://a"}, "image"),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, engine: str, fields: dict[str, object], told: str) -> None:
+def test_contradicting_settings_are_refused(
+    tmp_path: Path, engine: str, fields: dict[str, object], message: str
+) -> None:
     with pytest.raises(UsageError) as error:
         contained(tmp_path, engine, **fields)
-    assert told in f"{error.value.message} {error.value.hint}"
+    assert message in f"{error.value.message} {error.value.hint}"
 
 
 # -- where a class comes from
 
 
-def git(folder: Path, *words: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    done = subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True)
+def git(folder: Path, *arguments: str) -> str:
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    done = subprocess.run(["git", "-C", str(folder), *author, *arguments], check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of the user's own in a repository, on PYTHONPATH."""
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's package in a repository, on PYTHONPATH."""
     package = tmp_path / "repository" / "my_models"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
@@ -206,17 +208,17 @@ def recipe_of(name: str) -> Recipe:
     return Recipe(model=Model(class_=name), data=Data(path="d"))
 
 
-def test_a_class_in_a_repository_is_known_by_its_commit(tmp_path: Path, mine: Path) -> None:
-    assert find_package("my_models") == mine
-    clean = source_version(mine)
-    assert (clean["commit"], clean["dirty"]) == (git(mine, "rev-parse", "HEAD"), False)
-    (mine / "gpt.py").write_text("class GPT:\n    wide = True\n")
-    changed = source_version(mine)
+def test_class_in_a_repository_is_recorded_by_commit(tmp_path: Path, package: Path) -> None:
+    assert find_package("my_models") == package
+    clean = source_version(package)
+    assert (clean["commit"], clean["dirty"]) == (git(package, "rev-parse", "HEAD"), False)
+    (package / "gpt.py").write_text("class GPT:\n    wide = True\n")
+    changed = source_version(package)
     assert (changed["commit"], changed["dirty"]) == (clean["commit"], True)
     assert changed["sha256"] != clean["sha256"]
 
 
-def test_a_snapshot_has_what_was_there(tmp_path: Path, mine: Path) -> None:
+def test_snapshot_copies_the_package(tmp_path: Path, package: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     folder = record_provenance(run, recipe_of("my_models.gpt:GPT"), copy=True)
@@ -226,24 +228,24 @@ def test_a_snapshot_has_what_was_there(tmp_path: Path, mine: Path) -> None:
     assert (facts["package"], facts["snapshot"], facts["dirty"]) == ("my_models", True, False)
     assert facts["sha256"] == source_version(folder / "my_models")["sha256"]
     shared = code_for(EngineSettings(), "local", tmp_path, gpus=0, data=[], snapshot=folder, pack=False)
-    assert shared.environment["PYTHONPATH"].split(os.pathsep) == [str(folder), str(mine.parent)]
+    assert shared.environment["PYTHONPATH"].split(os.pathsep) == [str(folder), str(package.parent)]
 
 
-def test_an_installed_class_is_known_by_its_version(tmp_path: Path) -> None:
+def test_installed_class_is_recorded_by_version(tmp_path: Path) -> None:
     import pydantic
 
-    found = find_package("pydantic")
-    assert found is not None
-    assert source_version(found)["version"] == pydantic.VERSION
+    location = find_package("pydantic")
+    assert location is not None
+    assert source_version(location)["version"] == pydantic.VERSION
 
 
-def test_one_that_is_not_here_is_perhaps_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_fails_only_with_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder(tmp_path)
     assert record_provenance(run, recipe_of("nowhere.gpt:GPT"), copy=False) is None
-    with pytest.raises(UsageError, match="no package nowhere"):
+    with pytest.raises(UsageError, match="package nowhere was not found"):
         record_provenance(run, recipe_of("nowhere.gpt:GPT"), copy=True)
-    (tmp_path / "lies_about.py").write_text("")
+    (tmp_path / "stray_module.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert find_package("lies_about") is None  # workers do not look into the folder that one happens to be in
+    assert find_package("stray_module") is None  # workers do not import from the current folder
