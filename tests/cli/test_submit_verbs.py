@@ -136,8 +136,8 @@ def test_spares_are_asked_for_and_told_to_the_agents(desk, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--on", "cpux1", "--spares", "1"], "asks for 2 machines, and this machine has 1"),
-        (["--on", "cpux1x2"], "asks for 2 machines, and this machine has 1"),
+        (["--on", "cpux1", "--spares", "1"], "asks for 2 machines; this machine has 1"),
+        (["--on", "cpux1x2"], "asks for 2 machines; this machine has 1"),
         (["--on", "h100x8"], "asks for 8 GPUs"),
         (["--on", "cpux1", "--engine", "slrm"], "did you mean slurm"),
         (["--on", "cpux1", "--set", "train.device=cuda"], "train.device is cuda"),
@@ -194,7 +194,7 @@ def test_what_a_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("[slurm]\nsetup = 'x'", "list of lines"),
         ("[slurm]\nsecrets = [1]", "quotes"),
         ("[slurm]\naccount = ['a']", "account"),
-        ("[slurm", "cannot be read"),
+        ("[slurm", "cannot read"),
     ]:
         file.write_text(text)
         with pytest.raises(UsageError) as told:

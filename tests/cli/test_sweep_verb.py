@@ -92,7 +92,7 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     assert max(map(len, again.splitlines())) <= 80
     assert desk.type("sweep")[1].splitlines()[1].split()[:3] == ["s", "2", "local"]
     taken = desk.type("sweep", "r.toml", "--grid", "train.lr=1e-2,3e-2", "--name", "s")
-    assert (taken[0], "there is a sweep s already, of other settings" in taken[2]) == (1, True)
+    assert (taken[0], "sweep s already exists with other settings" in taken[2]) == (1, True)
     status, _, err = desk.type("requeue", "s")
     assert (status, "no run of sweep s has failed or was cancelled" in err) == (1, True)
 
@@ -186,9 +186,9 @@ def test_a_maker_that_dies_leaves_nothing_that_trains(desk: Desk, what: str, whe
         (["--grid", "train.lr=1e-2,0.01"], "are the same run"),
         (["--grid", "train.batch_ramp=4,8"], "has brackets"),
         (["--grid", "train.lr=1e-2", "--set", "train.stepz=1"], '--set: train has no key "stepz"'),
-        (["--grid", "train.lr=1e-2", "--name", "a b"], "cannot name a sweep"),
-        (["--grid", "train.lr=1e-2", "--name", "taken"], "there is a run taken-lr_1e-2 already"),
-        (["--grid", "train.lr=1e-2", "--engine", "slurm"], "nothing says on what"),
+        (["--grid", "train.lr=1e-2", "--name", "a b"], "invalid sweep name"),
+        (["--grid", "train.lr=1e-2", "--name", "taken"], "run taken-lr_1e-2 already exists"),
+        (["--grid", "train.lr=1e-2", "--engine", "slurm"], "--engine slurm needs --on"),
         (["--grid", "train.lr=1e-2", "--on", "h100x8"], "8 GPUs"),
         (["--grid", "train.batch=8,7", "--on", "cpux2", "--set", "parallel.shard=2"], "batch"),
         (["--grid", "data.path=/none,/nowhere"], "/none"),

@@ -1,4 +1,4 @@
-"""What tests of whole runs on engines share: the demo recipe, made short, and a run of it that nothing happens to."""
+"""Shared by tests of whole runs on engines: a short demo recipe, and an uninterrupted run of it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ __all__ = ["ONE_CORE", "EngineRun", "demo", "headway", "preempt_and_lose_machine
 
 DEMO = Path(__file__).parents[3] / "recipes/demo.toml"
 ONE_CORE = "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null"
-"""For agents to have a core each: as many threads make the same bits."""
+"""Gives each agent one core: equal thread counts give equal bits."""
 SHORT = {
     "model.layers": 2,
     "model.dim": 64,
@@ -34,46 +34,45 @@ SHORT = {
     "checkpoint.every_steps": 40,
     "checkpoint.memory_every_steps": 10,
 }
-"""A run of seconds."""
+"""A run of a few seconds."""
 
 
 def demo(dataset: Path, **settings: object) -> Recipe:
-    """The demo recipe, short, on a data set of the tests; `train__steps=9` sets train.steps."""
-    own = {name.replace("__", "."): value for name, value in settings.items()}
-    wanted = SHORT | {"data.path": str(dataset)} | own
-    return load_recipe(DEMO, [f"{name}={json.dumps(value)}" for name, value in wanted.items()])
+    """The short demo recipe on a dataset of the tests; `train__steps=9` sets train.steps."""
+    keys = {name.replace("__", "."): value for name, value in settings.items()}
+    values = SHORT | {"data.path": str(dataset)} | keys
+    return load_recipe(DEMO, [f"{name}={json.dumps(value)}" for name, value in values.items()])
 
 
 def train_uninterrupted(recipe: Recipe, folder: Path, workers: int = 2) -> Lived:
-    """The same mesh on this machine, each worker with one thread, as on an engine's machines."""
+    """Train the same mesh on this machine, one thread per worker, as on an engine's machines."""
     attempt = new_run(recipe, folder, workers=workers).model_copy(update={"threads": 1})
     return Lived(attempt.folder, supervise_run(attempt))
 
 
-def wait_for(there: Callable[[], object], what: str, more: Callable[[], str] = str) -> None:
-    """Until something is so."""
-    eventually(there, lambda: f"never happened: {what}\n{more()}", poll_s=0.1)
+def wait_for(condition: Callable[[], object], what: str, details: Callable[[], str] = str) -> None:
+    eventually(condition, lambda: f"never happened: {what}\n{details()}", poll_s=0.1)
 
 
-def headway(*words: str) -> str:
-    """What a verb prints, in a process of its own, as people see it."""
-    program = [sys.executable, "-c", "from headway.cli.main import main; main()", *words]
+def headway(*arguments: str) -> str:
+    """The output of a headway command, run in its own process."""
+    program = [sys.executable, "-c", "from headway.cli.main import main; main()", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (words, done.stdout, done.stderr)
+    assert done.returncode == 0, (arguments, done.stdout, done.stderr)
     return done.stdout
 
 
 @dataclass
 class EngineRun:
-    """A run that an engine has."""
+    """A run submitted to an engine."""
 
     root: Path
     name: str
 
     @classmethod
     def submitted(cls, recipe: Recipe, root: Path, engine: str, on: str = "cpux1x2", spares: int = 0) -> "EngineRun":
-        more = {"spares": spares} if spares else {}
-        return cls(root, submitting.submit_run(recipe, root, parse_on(on), engine, "demo", **more).request.name)
+        submission = submitting.submit_run(recipe, root, parse_on(on), engine, "demo", spares)
+        return cls(root, submission.request.name)
 
     @property
     def folder(self) -> RunFolder:
@@ -84,7 +83,7 @@ class EngineRun:
         return submitting.submitted_runs(self.root, [self.folder])[0].status
 
     def reaches(self, step: int, starts: int) -> None:
-        """Until a step was taken in a start, and a state of that start is saved."""
+        """Wait until a start has taken a step."""
         wait_for(lambda: self.status.starts == starts, f"start {starts}", self.diagnosis)
         wait_for(lambda: self._newest() >= step, f"step {step}", self.diagnosis)
 
@@ -96,42 +95,42 @@ class EngineRun:
         return max(steps, default=-1)
 
     def ended(self) -> JobStatus:
-        """How its job ended."""
+        """Wait for the end of its job, and return its status."""
         wait_for(lambda: self.status.state in OVER, "its end", self.diagnosis)
         return self.status
 
     def diagnosis(self) -> str:
-        """All that was printed, for whoever must find out why."""
+        """Its status and all logs, to explain a failure."""
         logs = [*(self.root / self.name / "jobs").rglob("*.log"), *self.folder.logs.glob("*.log")]
-        said = [f"--- {path.relative_to(self.root)}\n{path.read_text()[-3000:]}" for path in sorted(logs)]
-        return "\n".join([str(self.status), *said])
+        texts = [f"--- {path.relative_to(self.root)}\n{path.read_text()[-3000:]}" for path in sorted(logs)]
+        return "\n".join([str(self.status), *texts])
 
-    def line_with(self, words: str) -> str:
-        """What the processes of its job printed, that has these words in it; nothing where nobody said so."""
-        said = [path.read_text() for path in sorted((self.folder.path / "jobs").rglob("*-*.log"))]
-        return next((line for text in said for line in text.splitlines() if words in line), "")
+    def line_with(self, text: str) -> str:
+        """The first line of its logs that contains a text, or nothing."""
+        logs = [path.read_text() for path in sorted((self.folder.path / "jobs").rglob("*-*.log"))]
+        return next((line for log in logs for line in log.splitlines() if text in line), "")
 
     def processes(self) -> list[str]:
-        """Command lines of processes that still work for it."""
-        mark, found = str(self.root / self.name).encode(), []
+        """Command lines of its processes that are still alive."""
+        folder, command_lines = str(self.root / self.name).encode(), []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                words = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+                content = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
             except OSError:
                 continue
-            if path.name != str(os.getpid()) and any(mark in word for word in words):
-                found.append(words[0].replace(b"\0", b" ").decode(errors="replace"))
-        return found
+            if path.name != str(os.getpid()) and any(folder in part for part in content):
+                command_lines.append(content[0].replace(b"\0", b" ").decode(errors="replace"))
+        return command_lines
 
 
 def preempt_and_lose_machine(run: EngineRun, lose: Callable[[str], None], which: int) -> JobStatus:
-    """Has a run saved and started again, and then one of its machines lost; how it ended. `headway` tells of it."""
+    """Requeue a run, then lose one of its machines; return how it ended. The command line reports both."""
     run.reaches(20, starts=1)
     assert headway("requeue", run.name, "--runs", str(run.root))
     run.reaches(60, starts=2)
     lost = run.status.machines[which]
     lose(lost)
-    wait_for(lambda: run.status.state == "waiting", "to be started again", run.diagnosis)
+    wait_for(lambda: run.status.state == "waiting", "its restart", run.diagnosis)
     assert "lost" in run.status.reason, run.status
     assert "lost" in headway("jobs", "--runs", str(run.root))
     status = run.ended()

@@ -1,5 +1,5 @@
-"""A run on two nodes of a real Ray cluster that see no common folder, one of which is lost: it goes on from its store,
-on machines that never saw it, and ends as one that was left alone."""
+"""A run on two nodes of a real Ray cluster without a shared folder loses one: it resumes from its store, on machines
+that never saw it, and matches an uninterrupted run."""
 
 from pathlib import Path
 
@@ -29,8 +29,8 @@ def test_run_resumes_from_its_store_after_a_lost_node(tmp_path: Path, dataset: P
     uninterrupted = train_uninterrupted(recipe, tmp_path / "alone")
     with ray_cluster() as cluster:
         lines = [OWN.format(tmp_path / "machines"), ONE_CORE]
-        own = f'[ray]\nshared = false\naddress = "{cluster.address}"\ngrace_s = 30\nsetup = {lines!r}\n'
-        (tmp_path / "engines.toml").write_text(f'{own}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
+        settings = f'[ray]\nshared = false\naddress = "{cluster.address}"\ngrace_s = 30\nsetup = {lines!r}\n'
+        (tmp_path / "engines.toml").write_text(f'{settings}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
         run = EngineRun.submitted(recipe, tmp_path / "runs", "ray")
         store = open_store(f"{url}/demo")
         wait_for(lambda: any(entry.step >= 80 for entry in list_remote(store)), "step 80 in the store", run.diagnosis)
@@ -38,11 +38,11 @@ def test_run_resumes_from_its_store_after_a_lost_node(tmp_path: Path, dataset: P
         lost = second if first == HEAD else first
         cluster.send(f"remove {lost}")
         status = run.ended()
-        said = run.diagnosis()
-    assert (status.state, status.exit_status) == ("finished", 0), said
+        diagnosis = run.diagnosis()
+    assert (status.state, status.exit_status) == ("finished", 0), diagnosis
     assert lost not in status.machines
-    assert KEY not in said
+    assert KEY not in diagnosis
     assert list((run.folder.path / "events").iterdir()) == []
-    lived = Lived(fetch_run(f"{url}/demo", tmp_path / "fetched"), None)
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), said
-    assert len({record.header.attempt for record in read_run(lived.run)}) >= 2
+    result = Lived(fetch_run(f"{url}/demo", tmp_path / "fetched"), None)
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), diagnosis
+    assert len({record.header.attempt for record in read_run(result.run)}) >= 2

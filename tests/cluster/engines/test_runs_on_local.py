@@ -1,4 +1,4 @@
-"""A run of this machine's own queue: told to save and started again, it ends as one that was left alone."""
+"""A run of this machine's queue that saves and is restarted matches an uninterrupted one."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def test_preempted_local_run_matches_an_uninterrupted_run(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "engines.toml"
-    file.write_text('[local]\ngrace_s = 30\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # a thread a worker
+    file.write_text('[local]\ngrace_s = 30\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # one thread per worker
     monkeypatch.setenv("HEADWAY_ENGINES", str(file))
     short = demo(dataset, parallel__shard=2)
     run = EngineRun.submitted(short, tmp_path / "runs", "local", on="cpux2")
@@ -22,7 +22,7 @@ def test_preempted_local_run_matches_an_uninterrupted_run(
     status = run.ended()
     assert (status.state, status.starts) == ("finished", 2), run.diagnosis()
     assert "stopped on request, state saved" in run.line_with("stopped")
-    lived, uninterrupted = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "uninterrupted")
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    result, uninterrupted = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "uninterrupted")
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
     assert "all steps done" in headway("logs", run.name, "--runs", str(run.root))
     assert not run.processes()

@@ -1,4 +1,4 @@
-"""Runs on two nodes of a real Ray cluster: preempted, and after the loss of a node, they end as if left alone."""
+"""Runs on two nodes of a real Ray cluster, preempted or hit by a lost node, match an uninterrupted run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +20,10 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def runs(tmp_path: Path, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for runs, and what a user of this cluster has set."""
+    """A folder for runs, and a user's settings for this cluster."""
     file = tmp_path / "engines.toml"
-    own = f'address = "{cluster.address}"\ngrace_s = 30\nsetup = ["{ONE_CORE}"]\n'
-    file.write_text(f'[ray]\n{own}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
+    settings = f'address = "{cluster.address}"\ngrace_s = 30\nsetup = ["{ONE_CORE}"]\n'
+    file.write_text(f'[ray]\n{settings}environment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
     monkeypatch.setenv("HEADWAY_ENGINES", str(file))
     return tmp_path / "runs"
 
@@ -37,20 +37,20 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Li
 def test_run_survives_preemption_and_a_lost_node(
     runs: Path, cluster: RayCluster, dataset: Path, uninterrupted: Lived
 ) -> None:
-    """Ray finds another node for the bundle; the machines that are left save, and all are started again."""
+    """Ray finds another node for the bundle; the other machines save, and all are restarted."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray")
     run.reaches(1, starts=1)
     which = 1 if run.status.machines[0] == HEAD else 0
     preempt_and_lose_machine(run, lambda name: cluster.send(f"remove {name}"), which)
-    lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    result = Lived(run.folder, None)
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
 
 
 @pytest.mark.slow
 def test_run_with_a_spare_continues_after_a_lost_node(
     runs: Path, cluster: RayCluster, dataset: Path, uninterrupted: Lived
 ) -> None:
-    """The others go on under the same start, and the job counts as finished."""
+    """The others continue under the same start, and the job counts as finished."""
     cluster.send("add spare")
     run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray", spares=1)
     run.reaches(30, starts=1)
@@ -60,6 +60,6 @@ def test_run_with_a_spare_continues_after_a_lost_node(
     assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.diagnosis()
     assert f"{lost} was lost" in status.reason
     assert "resuming from step" in run.line_with("was lost") or "is the new leader" in run.line_with("was lost")
-    lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    result = Lived(run.folder, None)
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
     assert not run.processes()

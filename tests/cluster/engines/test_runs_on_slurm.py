@@ -1,4 +1,4 @@
-"""Runs on two nodes of a real Slurm: preempted, and after the loss of a node, they end as one that was left alone."""
+"""Runs on two nodes of a real Slurm, preempted or hit by a lost node, match an uninterrupted run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ SETTINGS = {"train__fewest_workers": 2, "train__restarts": 3}
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """A Slurm, and what a user of it has set."""
+    """A Slurm, and a user's settings for it."""
     file = tmp_path / "engines.toml"
     file.write_text(f'[slurm]\ngrace_s = 30\nsetup = ["{ONE_CORE}"]\nenvironment = {{ HEADWAY_HOST = "127.0.0.1" }}\n')
     monkeypatch.setenv("HEADWAY_ENGINES", str(file))
@@ -29,23 +29,23 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
+@pytest.mark.parametrize("which", [0, 1], ids=["leader", "other"])
 def test_run_survives_preemption_and_a_lost_node(
     tmp_path: Path, cluster: SlurmCluster, dataset: Path, uninterrupted: Lived, which: int
 ) -> None:
-    """Slurm ends what is left of the job, and starts it on other nodes."""
+    """Slurm kills what is left of the job, and starts it on other nodes."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm")
     preempt_and_lose_machine(run, cluster.lose_node, which)
-    lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    result = Lived(run.folder, None)
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1], ids=["the one that leads", "another"])
+@pytest.mark.parametrize("which", [0, 1], ids=["leader", "other"])
 def test_run_with_a_spare_continues_after_a_lost_node(
     tmp_path: Path, cluster: SlurmCluster, dataset: Path, uninterrupted: Lived, which: int
 ) -> None:
-    """The job goes on under the same start, and counts as finished although a command of it never ended."""
+    """The job continues under the same start, and counts as finished although one of its commands never ended."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), tmp_path / "runs", "slurm", spares=1)
     run.reaches(30, starts=1)
     assert len(run.status.machines) == 3
@@ -55,6 +55,6 @@ def test_run_with_a_spare_continues_after_a_lost_node(
     assert (status.state, status.starts, status.exit_status) == ("finished", 1, 0), run.diagnosis()
     assert f"{lost} was lost" in status.reason
     assert "resuming from step" in run.line_with("was lost")
-    lived = Lived(run.folder, None)
-    assert (lived.chain, lived.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    result = Lived(run.folder, None)
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
     assert not run.processes()

@@ -1,5 +1,5 @@
-"""A sweep on a real Ray cluster whose nodes see no common folder: each copy has its run from the store, wherever it
-lands, and the table is that of the same runs on this machine."""
+"""A sweep on a real Ray cluster without a shared folder: each task fetches its run from the store, wherever it lands,
+and the table equals that of the same runs on this machine."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_array_tasks_get_their_runs_from_the_store(tmp_path: Path, dataset: Path
     assert ran == ["s-seed_1", "s-seed_2"]
     for row in rows:
         recipe = demo(dataset, seed=int(row.settings["seed"]), **(stored | {"name": f"alone-{row.run}"}))
-        alone = train_uninterrupted(recipe, tmp_path / "alone", workers=1)
-        there = Lived(RunFolder(tmp_path / "runs" / row.run), None)
-        assert (there.chain, there.digest) == (alone.chain, alone.digest)
-        assert row.loss == summarize(alone.run).loss
+        uninterrupted = train_uninterrupted(recipe, tmp_path / "alone", workers=1)
+        swept = Lived(RunFolder(tmp_path / "runs" / row.run), None)
+        assert (swept.chain, swept.digest) == (uninterrupted.chain, uninterrupted.digest)
+        assert row.loss == summarize(uninterrupted.run).loss

@@ -1,4 +1,4 @@
-"""A sweep on a real Slurm is one array, its code staged once on each machine; runs of it are known one by one."""
+"""A sweep on a real Slurm is one array, with code staged once per machine, and each run is known by itself."""
 
 import json
 import os
@@ -26,37 +26,37 @@ def test_sweep_is_one_slurm_array(tmp_path: Path, recipe) -> None:
     for name in ("slurm", "node"):
         (tmp_path / name).mkdir()
     python = str(small_venv(tmp_path / "venv"))
-    words = ["sweep", "r.toml", "--grid", "seed=1,2,3", "--name", "s", "--engine", "slurm", "--on", "cpux1"]
+    sweep_command = ["sweep", "r.toml", "--grid", "seed=1,2,3", "--name", "s", "--engine", "slurm", "--on", "cpux1"]
 
-    def type_(*words: str) -> "subprocess.CompletedProcess[str]":
+    def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, "HEADWAY_ENGINES": str(tmp_path / "engines.toml")}
         environment.pop("PYTHONPATH", None)
-        command = [python, "-m", "headway.cli.main", *words]
+        command = [python, "-m", "headway.cli.main", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     with slurm_cluster(tmp_path / "slurm"):
-        shown = type_(*words, "--at-once", "2", "--dry-run").stdout
-        begun = type_(*words, "--at-once", "2", "--detach", "--json")
-        assert begun.returncode == 0, begun.stderr
-        job = json.loads(begun.stdout)["job"]
-        (tmp_path / "runs" / "s-seed_3" / "recipe.json").write_text("{}")  # the third waits for its turn
-        done = type_(*words, "--at-once", "2", "--json")
-        jobs = json.loads(type_("jobs", "--json").stdout)
-        said = type_("logs", "s-seed_2").stdout
-    assert "#SBATCH --array=0-2%2" in shown
+        description = run_cli(*sweep_command, "--at-once", "2", "--dry-run").stdout
+        started = run_cli(*sweep_command, "--at-once", "2", "--detach", "--json")
+        assert started.returncode == 0, started.stderr
+        array = json.loads(started.stdout)["job"]
+        (tmp_path / "runs" / "s-seed_3" / "recipe.json").write_text("{}")  # the third still waits
+        done = run_cli(*sweep_command, "--at-once", "2", "--json")
+        jobs = json.loads(run_cli("jobs", "--json").stdout)
+        logs = run_cli("logs", "s-seed_2").stdout
+    assert "#SBATCH --array=0-2%2" in description
     assert done.returncode == 1
     states = {point["run"]: point["state"] for point in json.loads(done.stdout)["points"]}
     assert states == {"s-seed_1": "finished", "s-seed_2": "finished", "s-seed_3": "failed"}
-    assert {one["job"] for one in jobs} == {f"{job}_{index}" for index in range(3)}
+    assert {job["job"] for job in jobs} == {f"{array}_{index}" for index in range(3)}
     assert len(list((tmp_path / "runs" / ".sweeps" / "s" / "jobs").glob("slurm-*"))) == 1
-    assert "s-seed_2: finished at step 3 of 3" in said
+    assert "s-seed_2: finished at step 3 of 3" in logs
     assert summarize(RunFolder(tmp_path / "runs" / "s-seed_1")).attempts == 1
     assert len(list((tmp_path / "node").glob("headway-*/*/.whole"))) == 1
 
 
 @pytest.mark.slow
 def test_sweep_through_a_store_needs_no_shared_folder(tmp_path: Path, recipe, monkeypatch) -> None:
-    """The nodes have roots of their own; the folder is known by no script, and the table is whole all the same."""
+    """Each node has its own root, and no script names the folder of runs; the table is complete all the same."""
     for name in ("slurm", "store"):
         (tmp_path / name).mkdir()
     monkeypatch.delenv("HEADWAY_RUNS", raising=False)

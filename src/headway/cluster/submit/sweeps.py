@@ -180,8 +180,8 @@ def _load_recipe(file: Path, settings: Sequence[str], point: Mapping[str, str]) 
     except RecipeError as error:
         load_recipe(file, settings)  # an error without the grid is reported as such
         message, hint = error.message.replace("--set", "--grid", 1), error.hint
-        if "this is no list" in message:
-            key = next(key for key in point if key in message)
+        key = next((key for key in point if key in message), None)
+        if key and " list" in message:
             hint = f"a list has brackets: --grid '{key}=[1,2],[3,4]'"
         raise RecipeError(message, hint=hint) from None
 
