@@ -64,7 +64,7 @@ def test_strict_pack_places_bundles_on_one_machine(harness: EngineHarness) -> No
     job = harness.engine.launch(harness.request("true", machines=2, gpus=1, site={"strategy": "STRICT_PACK"}))
     status = harness.over(job)
     assert (status.state, len(status.machines), len(set(status.machines))) == ("finished", 2, 1)
-    with pytest.raises(UsageError, match="it asks for 3 machines with 1 GPU and 1 core each on one machine"):
+    with pytest.raises(UsageError, match="it asks for 3 machines with 1 GPU, 1 core each on one machine"):
         harness.engine.launch(harness.request("true", machines=3, gpus=1, site={"strategy": "STRICT_PACK"}))
 
 

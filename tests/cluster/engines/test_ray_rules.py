@@ -48,8 +48,8 @@ def test_impossible_requests_are_recognized(fields: dict[str, Any], fits: bool) 
 def test_reason_states_request_and_capacity() -> None:
     busy = [*SMALL, Machine("gone", "away", gpus=8, cpus=64)]
     assert why_never_fits(make_request(machines=1, gpus=4, cpus=2), busy) == (
-        "it asks for 1 machine with 4 GPUs and 2 cores each; the 3 machines have room for 0; "
-        "the largest has 2 GPUs, 4 cores and 8 GiB"
+        "it asks for 1 machine with 4 GPUs, 2 cores each; the 3 machines have room for 0; "
+        "the largest has 2 GPUs, 4 cores, 8 GiB"
     )
 
 

@@ -112,15 +112,11 @@ def _version(name: str) -> str | None:
     return None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *args: str) -> str | None:
     """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=GIT_S,
-            stdin=subprocess.DEVNULL,
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=GIT_S, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

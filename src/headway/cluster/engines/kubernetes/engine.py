@@ -40,6 +40,20 @@ LONGEST_NAME = 40
 PODS = "machine"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 HOST = "kubernetes.io/hostname"
+POD_RULES = [
+    {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    {"action": "FailJob", "onExitCodes": {"containerName": PODS, "operator": "NotIn", "values": [REQUEUE]}},
+]
+"""Which pod failures are the command's own; the first matching rule counts."""
+JOB_RULES = [
+    {"name": name, "action": action, "onJobFailureReasons": [reason]}
+    for name, action, reason in (
+        ("failed", "FailJobSet", "PodFailurePolicy"),
+        ("requeued", "RestartJobSetAndIgnoreMaxRestarts", "BackoffLimitExceeded"),
+        ("out_of_time", "RestartJobSet", "DeadlineExceeded"),
+    )
+]
+"""What follows: the command's own failures are final, others restart the JobSet."""
 
 
 class KubernetesEngine(Engine):
@@ -135,44 +149,23 @@ def _dns(name: str) -> str:
 def _job_set(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str, str]) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": site.get("queue"), "kueue.x-k8s.io/priority-class": site.get("priority")}
     metadata = {"name": name, "namespace": site.get("namespace"), "labels": _set_only(labels)}
+    # Signal pods so early that their grace period ends at the time limit.
+    deadline_s = None if request.limit_s is None else max(1, math.floor(request.limit_s - request.grace_s))
     job = {
         "parallelism": request.machines,
         "completions": request.machines,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "activeDeadlineSeconds": _deadline(request),
-        "podFailurePolicy": {"rules": _pod_rules()},
+        "activeDeadlineSeconds": deadline_s,
+        "podFailurePolicy": {"rules": POD_RULES},
         "template": _pod(request, site, name, own),
     }
     spec = {
         "network": {"enableDNSHostnames": True},
-        "failurePolicy": {"maxRestarts": int(site.get("restarts", "10")), "rules": _job_rules()},
+        "failurePolicy": {"maxRestarts": int(site.get("restarts", "10")), "rules": JOB_RULES},
         "replicatedJobs": [{"name": PODS, "replicas": 1, "template": {"spec": _set_only(job)}}],
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _set_only(metadata), "spec": spec}
-
-
-def _deadline(request: LaunchRequest) -> int | None:
-    """Seconds after which pods are signalled, so that their grace period ends at the time limit."""
-    return None if request.limit_s is None else max(1, math.floor(request.limit_s - request.grace_s))
-
-
-def _pod_rules() -> list[dict[str, Any]]:
-    """Which pod failures are the command's own; the first matching rule counts."""
-    return [
-        {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"containerName": PODS, "operator": "NotIn", "values": [REQUEUE]}},
-    ]
-
-
-def _job_rules() -> list[dict[str, Any]]:
-    """What follows: the command's own failures are final, others restart the JobSet."""
-    rules = {
-        "failed": ("FailJobSet", "PodFailurePolicy"),
-        "requeued": ("RestartJobSetAndIgnoreMaxRestarts", "BackoffLimitExceeded"),
-        "out_of_time": ("RestartJobSet", "DeadlineExceeded"),
-    }
-    return [{"name": name, "action": act, "onJobFailureReasons": [reason]} for name, (act, reason) in rules.items()]
 
 
 def _pod(request: LaunchRequest, site: dict[str, str], name: str, own: dict[str, str]) -> dict[str, Any]:

@@ -256,12 +256,7 @@ def _handle(queue: _Queue, message: dict[str, Any]) -> dict[str, Any]:
             return {"heard": [job.id for job in jobs if job.alive and send(queue, job)]}
         case "room":
             free = free_capacity(queue.capacity, queue.jobs.values())
-            return {
-                "cpus": queue.capacity.cpus,
-                "gpus": len(queue.capacity.gpus),
-                "gpus_free": len(free.gpus),
-                "cpus_free": free.cpus,
-            }
+            return {"gpus_free": len(free.gpus), "cpus_free": free.cpus}
     return {"states": {job.id: job.status(queue.machine).__dict__ for job in jobs}}
 
 

@@ -60,12 +60,12 @@ class RayJobRegistry:
 
     def find_live(self, name: str) -> list[RayJob]:
         """The jobs of this id that are not over."""
-        return [self.live[task] for task in self._tasks(name) if task in self.live]
+        return [self.live[job] for job in self._ids(name) if job in self.live]
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """The records of a job, or of all tasks of an array."""
-        tasks = [task for task in self._tasks(name) if task in self.live or task in self._over]
-        return [self.live[task].record() if task in self.live else self._over[task] for task in tasks]
+        known = [job for job in self._ids(name) if job in self.live or job in self._over]
+        return [self.live[job].record() if job in self.live else self._over[job] for job in known]
 
     def status(self, name: str) -> dict[str, Any] | None:
         """The fields of a JobStatus as JSON; None for an unknown job."""
@@ -75,5 +75,5 @@ class RayJobRegistry:
         combined = array_status([status_from_json(status) for status in statuses])
         return combined.__dict__ | {"machines": list(combined.machines)}
 
-    def _tasks(self, name: str) -> list[str]:
+    def _ids(self, name: str) -> list[str]:
         return [f"{name}_{index}" for index in range(self._arrays[name])] if name in self._arrays else [name]

@@ -117,10 +117,12 @@ def why_never_fits(request: LaunchRequest, machines: Sequence[Machine]) -> str |
             capacity, where = sum(counts), " side by side"
     if capacity >= request.machines:
         return None
+    asked = f"{_count(request.machines, 'machine')} with {_resources(request.gpus, request.cpus, request.memory_bytes)}"
     without = f" (without {', '.join(request.avoid)})" if request.avoid else ""
+    gpus, cpus, memory = max(((m.gpus, m.cpus, m.memory_bytes) for m in usable), default=(0, 0, 0))
     return (
-        f"it asks for {_asked(request)}{where}; the {len(usable)} machines{without} have room for {capacity}; "
-        f"the largest has {_largest(usable)}"
+        f"it asks for {asked} each{where}; the {len(usable)} machines{without} have room for {capacity}; "
+        f"the largest has {_resources(gpus, cpus, memory)}"
     )
 
 
@@ -141,19 +143,9 @@ def _processes(request: LaunchRequest, machine: Machine) -> int:
     return min(counts)
 
 
-def _asked(request: LaunchRequest) -> str:
-    parts = [_count(request.gpus, "GPU")] if request.gpus else []
-    parts.append(_count(request.cpus, "core"))
-    if request.memory_bytes:
-        parts.append(f"{request.memory_bytes / 2**30:.3g} GiB")
-    return f"{_count(request.machines, 'machine')} with {' and '.join(parts)} each"
-
-
-def _largest(machines: Sequence[Machine]) -> str:
-    if not machines:
-        return "nothing"
-    most = max(machines, key=lambda machine: (machine.gpus, machine.cpus, machine.memory_bytes))
-    return f"{_count(most.gpus, 'GPU')}, {_count(most.cpus, 'core')} and {most.memory_bytes / 2**30:.3g} GiB"
+def _resources(gpus: int, cpus: int, memory_bytes: int | None) -> str:
+    memory = f"{memory_bytes / 2**30:.3g} GiB" if memory_bytes else ""
+    return ", ".join(filter(None, (_count(gpus, "GPU") if gpus else "", _count(cpus, "core"), memory)))
 
 
 def _count(number: int, noun: str) -> str:

@@ -48,34 +48,15 @@ PARTITIONS = "%P|%l"
 """sinfo: partition and time limit."""
 MIB = 2**20
 
-_STATES: Mapping[str, State] = {
-    "PENDING": "waiting",
-    "REQUEUED": "waiting",
-    "REQUEUE_FED": "waiting",
-    "REQUEUE_HOLD": "waiting",
-    "SPECIAL_EXIT": "waiting",
-    "RESV_DEL_HOLD": "waiting",
-    "CONFIGURING": "waiting",
-    "RUNNING": "running",
-    "SUSPENDED": "running",
-    "STOPPED": "running",
-    "RESIZING": "running",
-    "SIGNALING": "running",
-    "STAGE_OUT": "running",
-    "COMPLETING": "ending",
-    "COMPLETED": "finished",
-    "CANCELLED": "cancelled",
-    "REVOKED": "cancelled",
-    "FAILED": "failed",
-    "TIMEOUT": "failed",
-    "NODE_FAIL": "failed",
-    "BOOT_FAIL": "failed",
-    "DEADLINE": "failed",
-    "OUT_OF_MEMORY": "failed",
-    "PREEMPTED": "failed",
-    "LAUNCH_FAILED": "failed",
-    "RECONFIG_FAIL": "failed",
+_NATIVE_STATES: Mapping[State, str] = {
+    "waiting": "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD CONFIGURING",
+    "running": "RUNNING SUSPENDED STOPPED RESIZING SIGNALING STAGE_OUT",
+    "ending": "COMPLETING",
+    "finished": "COMPLETED",
+    "cancelled": "CANCELLED REVOKED",
+    "failed": "FAILED TIMEOUT NODE_FAIL BOOT_FAIL DEADLINE OUT_OF_MEMORY PREEMPTED LAUNCH_FAILED RECONFIG_FAIL",
 }
+_STATES = {native: state for state, names in _NATIVE_STATES.items() for native in names.split()}
 _NEVER = re.compile(
     "BadConstraints|PartitionNodeLimit|PartitionTimeLimit|InvalidAccount|InvalidQOS|.*PerJobLimit|.*PerJob|"
     "(Assoc|QOS)Max(WallDuration|CPU|Gres|GRES|Memory|Node|Nodes|Cpu).*"
@@ -200,24 +181,17 @@ def parse_nodes(text: str) -> list[Machine]:
 def _machine(name: str, rows: list[list[str]]) -> Machine:
     _, state, cpus, memory, gres, used, _, reason = rows[0]
     plain = re.sub(r"[^a-z]+$", "", state)
-    kinds: dict[str, str] = {
-        "idle": "free",
-        "planned": "free",
-        "mixed": "busy",
-        "allocated": "busy",
-        "completing": "busy",
-    }
-    kind = kinds.get(plain, "away") if state.rstrip("-+") == plain else "away"
+    available = state.rstrip("-+") == plain and plain in ("idle", "planned", "mixed", "allocated", "completing")
     gpus = _gpus(gres)
     return Machine(
         name=name,
-        state=kind,  # type: ignore[arg-type]
+        state="away" if not available else "free" if plain in ("idle", "planned") else "busy",
         gpus=gpus,
-        gpus_free=max(0, gpus - _gpus(used)) if kind != "away" else 0,
+        gpus_free=max(0, gpus - _gpus(used)) if available else 0,
         cpus=int(cpus),
         memory_bytes=int(memory) * MIB,
         groups=tuple(sorted(row[6].rstrip("*") for row in rows)),
-        reason="" if kind != "away" else f"{state}: {reason}" if reason not in ("", "none") else state,
+        reason="" if available else f"{state}: {reason}" if reason not in ("", "none") else state,
     )
 
 
