@@ -216,11 +216,11 @@ class Ceilings(_Part):
         TFLOP/s: at its 700 W the clock falls to 1455 MHz.
         """
         name = precision(precision_name)
-        found = next((run for run in self.sustained if run.precision == name), None)
-        if found is None:
+        sustained = next((run for run in self.sustained if run.precision == name), None)
+        if sustained is None:
             raise _absent(self, f"sustained product in {precision_name}", [run.precision for run in self.sustained])
-        burst = self.gemm_efficiency(found.size, found.size, found.size, name) * self.peaks[name]
-        return min(1.0, found.flops_s / burst)
+        burst = self.gemm_efficiency(sustained.size, sustained.size, sustained.size, name) * self.peaks[name]
+        return min(1.0, sustained.flops_s / burst)
 
     def attention_flops(
         self,
@@ -246,10 +246,10 @@ class Ceilings(_Part):
 
         What fits in the chip's cache may move faster than its memory.
         """
-        found = next((curve for curve in self.memory if curve.operation == operation), None)
-        if found is None:
+        curve = next((curve for curve in self.memory if curve.operation == operation), None)
+        if curve is None:
             raise _absent(self, f"operation {operation!r}", [curve.operation for curve in self.memory])
-        return _curve_rate(found.bytes, found.microseconds, size)
+        return _curve_rate(curve.bytes, curve.microseconds, size)
 
     def copy_bytes_s(self, size: float, direction: Literal["to_device", "to_host"], pinned: bool = True) -> float:
         """Bytes a second between host and device."""
@@ -320,12 +320,12 @@ class _Grid:
         ]
 
     def rate(self, *sizes: int) -> float:
-        places, below = [], 0.0
+        positions, below = [], 0.0
         for axis, logs, size in zip(self._axes, self._logs, sizes, strict=True):
             log = math.log(size)
             below += min(0.0, log - logs[0])
-            places.append(_place(axis, logs, size, log))
-        (i, x), (j, y), (k, z) = places
+            positions.append(_position(axis, logs, size, log))
+        (i, x), (j, y), (k, z) = positions
         _, count_n, count_k = (len(axis) for axis in self._axes)
         total = 0.0
         for di, wx in ((0, 1.0 - x), (1, x)):
@@ -337,7 +337,7 @@ class _Grid:
         return math.exp(total + below)
 
 
-def _place(axis: Sequence[int], logs: Sequence[float], size: int, log: float) -> tuple[int, float]:
+def _position(axis: Sequence[int], logs: Sequence[float], size: int, log: float) -> tuple[int, float]:
     """The measured size at or below one, and how far towards the next it lies; ends are held."""
     if size <= axis[0]:
         return 0, 0.0
@@ -385,12 +385,12 @@ def read_ceilings(file: Path) -> Ceilings:
 
 def write_ceilings(file: Path, ceilings: Ceilings) -> None:
     """Write the file so that a reader sees the old one or the new one, never half of one."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        beside.write_bytes(_render(ceilings))
-        beside.replace(file)
+        partial.write_bytes(_render(ceilings))
+        partial.replace(file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise UsageError(f"{file}: cannot be written: {error.strerror or error}") from None
 
 
@@ -406,12 +406,12 @@ def _parse(text: bytes, origin: str) -> Ceilings:
         return Ceilings.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        if place == "format":
+        key = ".".join(str(part) for part in first["loc"]) or "the file"
+        if key == "format":
             raise UsageError(
                 f"{origin}: format {first['input']!r} is not {FORMAT}", hint="measure again with this version"
             ) from None
-        raise UsageError(f"{origin}: not measured ceilings: {place}: {first['msg']}") from None
+        raise UsageError(f"{origin}: not measured ceilings: {key}: {first['msg']}") from None
 
 
 def _render(ceilings: Ceilings) -> bytes:

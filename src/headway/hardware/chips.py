@@ -80,12 +80,12 @@ class Chip:
 
     def peak(self, name: str) -> float:
         """Dense FLOP/s at a precision by any of its names."""
-        found = self.peaks.get(precision(name))
-        if found is None:
+        peak = self.peaks.get(precision(name))
+        if peak is None:
             raise UsageError(
                 f"{self.name} has no {name} products", hint=f"{self.name} has {', '.join(sorted(self.peaks))}"
             )
-        return found
+        return peak
 
     def source_of(self, figure: str) -> str:
         """Where one figure comes from, by the name of its field."""
@@ -94,19 +94,19 @@ class Chip:
 
 def precision(name: str) -> str:
     """The name that tables use for a precision: "bf16" is "bfloat16"."""
-    found = PRECISIONS.get(name.strip().lower())
-    if found is None:
+    canonical = PRECISIONS.get(name.strip().lower())
+    if canonical is None:
         raise UsageError(f"unknown precision {name!r}", hint=f"known are {', '.join(sorted(PRECISIONS))}")
-    return found
+    return canonical
 
 
 def _peaks(
     *, bf16: float, tf32: float, fp32: float, fp8: float = 0, mxfp8: float = 0, nvfp4: float = 0
 ) -> dict[str, float]:
     """Dense peaks from TFLOP/s; float16 runs at bfloat16's speed on every chip here."""
-    given = {"bfloat16": bf16, "float16": bf16, "tf32": tf32, "float32": fp32}
-    given |= {"float8": fp8, "mxfp8": mxfp8, "nvfp4": nvfp4}
-    return {name: float(value * T) for name, value in given.items() if value}
+    tflops = {"bfloat16": bf16, "float16": bf16, "tf32": tf32, "float32": fp32}
+    tflops |= {"float8": fp8, "mxfp8": mxfp8, "nvfp4": nvfp4}
+    return {name: float(value * T) for name, value in tflops.items() if value}
 
 
 def _chip(

@@ -105,8 +105,8 @@ class Cluster:
         if not 1 < extent <= self.devices:
             raise UsageError(f"{self.name} has no group of {extent} devices", hint=f"it has {self.devices}")
         for level in self.levels:
-            alone = extent == self.devices and level.devices >= extent
-            if alone or level.devices % extent == 0:
+            spans_all = extent == self.devices and level.devices >= extent
+            if spans_all or level.devices % extent == 0:
                 return level
         return self.levels[-1]
 
@@ -182,11 +182,11 @@ def _in_node(chip: Chip, link: Link, per_node: int, whole: int) -> Level:
 
 def _needed(levels: list[Level]) -> tuple[Level, ...]:
     """Without levels that join no more devices than the one below."""
-    kept: list[Level] = []
+    needed: list[Level] = []
     for level in levels:
-        if level.devices > (kept[-1].devices if kept else 1):
-            kept.append(level)
-    return tuple(kept)
+        if level.devices > (needed[-1].devices if needed else 1):
+            needed.append(level)
+    return tuple(needed)
 
 
 # -- from the command line
@@ -194,28 +194,28 @@ def _needed(levels: list[Level]) -> tuple[Level, ...]:
 
 def parse_on(text: str, usual_node: bool = False) -> Cluster:
     """`--on CHIPxPERNODExNODES`; without NODES one node, and a chip alone is one device, or its usual node."""
-    chip, *numbers = _split(text.strip().lower())
-    found = known_chip(chip)
+    name, *numbers = _split(text.strip().lower())
+    known = known_chip(name)
     if not numbers:
-        return default_cluster(found, None if usual_node else 1)
+        return default_cluster(known, None if usual_node else 1)
     per_node, nodes = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 1
     if per_node < 1 or nodes < 1:
         raise UsageError(f"--on {text}: there must be a node, and a device in it", hint=f"the form is {FORM}")
     if per_node * nodes > MOST_DEVICES:
         raise UsageError(f"--on {text}: more than {MOST_DEVICES:,} devices", hint=f"the form is {FORM}")
-    return default_cluster(found, per_node, nodes)
+    return default_cluster(known, per_node, nodes)
 
 
 def _split(text: str) -> list[str]:
     """A chip's name and up to two numbers; names may hold an x themselves (rtx4090, mi300x)."""
-    ways = [[text], text.rsplit("x", 1), text.rsplit("x", 2)]
-    ways = [way for way in ways if way[0] and all(part.isdecimal() for part in way[1:])]
-    known = [way for way in ways if _find(way[0]) is not None]
+    splits = [[text], text.rsplit("x", 1), text.rsplit("x", 2)]
+    splits = [split for split in splits if split[0] and all(part.isdecimal() for part in split[1:])]
+    known = [split for split in splits if _find(split[0]) is not None]
     if known:
         return known[0]
-    if len(ways) == 1 and "x" in text and _find(text.split("x")[0]) is not None:
+    if len(splits) == 1 and "x" in text and _find(text.split("x")[0]) is not None:
         raise UsageError(f"--on {text}: not of the form {FORM.split(',')[0]}", hint=f"for example {FORM.split()[-1]}")
-    return ways[-1] if ways else [text]
+    return splits[-1] if splits else [text]
 
 
 # -- from a file

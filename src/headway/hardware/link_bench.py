@@ -41,7 +41,7 @@ def listen(
     token: str | None,
     *,
     ready: Callable[[str], None] = lambda _address: None,
-    told: Callable[[str], None] = lambda _sentence: None,
+    report: Callable[[str], None] = lambda _sentence: None,
     times: int | None = None,
 ) -> None:
     """Serve measurements at HOST:PORT, one after the other; for ever, or so many times."""
@@ -52,36 +52,36 @@ def listen(
             hint="--token-env NAME names a variable that holds it, on both sides",
         )
     try:
-        door = socket.create_server((host, port))
+        server = socket.create_server((host, port))
     except OSError as error:
         raise UsageError(
             f"cannot listen on {address}: {error.strerror or error}", hint="another port, or host"
         ) from None
-    with door:
-        ready("{}:{}".format(*door.getsockname()[:2]))
+    with server:
+        ready("{}:{}".format(*server.getsockname()[:2]))
         while times is None or times > 0:
-            talk, who = door.accept()
-            with talk:
-                talk.settimeout(TALK_S)
-                told(f"{who[0]}: {_serve(talk, token)}")
+            connection, peer = server.accept()
+            with connection:
+                connection.settimeout(TALK_S)
+                report(f"{peer[0]}: {_serve(connection, token)}")
             times = None if times is None else times - 1
 
 
-def _serve(talk: socket.socket, token: str | None) -> str:
+def _serve(connection: socket.socket, token: str | None) -> str:
     """One measurement; how it went."""
     try:
-        number = secrets.token_hex(32)
-        _say(talk, {"number": number})
-        asked = _hear(talk)
-        if not hmac.compare_digest(_proof(token, number), str(asked.get("proof", ""))):
-            _say(talk, {"error": "the token is another one, or missing"})
+        nonce = secrets.token_hex(32)
+        _send(connection, {"number": nonce})
+        request = _receive(connection)
+        if not hmac.compare_digest(_proof(token, nonce), str(request.get("proof", ""))):
+            _send(connection, {"error": "the token is another one, or missing"})
             return "refused: it does not know the token"
-        seconds = min(LONGEST_S, max(0.1, float(asked.get("seconds", 1.0))))
-        _say(talk, {"seconds": seconds})
+        seconds = min(LONGEST_S, max(0.1, float(request.get("seconds", 1.0))))
+        _send(connection, {"seconds": seconds})
         for _ in range(PINGS):
-            talk.sendall(_exactly(talk, 1))
-        _say(talk, {"bytes": _drain(talk)})
-        _flood(talk, seconds)
+            connection.sendall(_exactly(connection, 1))
+        _send(connection, {"bytes": _drain(connection)})
+        _flood(connection, seconds)
     except (OSError, ValueError) as error:
         return f"broken off: {error}"
     return "measured"
@@ -91,8 +91,8 @@ def measure(address: str, token: str | None, seconds: float = 2.0) -> LinkRates:
     """Ask the listener at HOST:PORT; each direction for so long."""
     host, port = _parse(address)
     try:
-        with socket.create_connection((host, port), timeout=TALK_S) as talk:
-            return _ask(talk, token, seconds)
+        with socket.create_connection((host, port), timeout=TALK_S) as connection:
+            return _ask(connection, token, seconds)
     except (OSError, ValueError) as error:
         raise EngineError(
             f"nothing could be measured with {address}: {error}",
@@ -100,25 +100,25 @@ def measure(address: str, token: str | None, seconds: float = 2.0) -> LinkRates:
         ) from None
 
 
-def _ask(talk: socket.socket, token: str | None, seconds: float) -> LinkRates:
-    talk.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    number = str(_hear(talk)["number"])
-    _say(talk, {"proof": _proof(token, number), "seconds": seconds})
-    answer = _hear(talk)
+def _ask(connection: socket.socket, token: str | None, seconds: float) -> LinkRates:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    nonce = str(_receive(connection)["number"])
+    _send(connection, {"proof": _proof(token, nonce), "seconds": seconds})
+    answer = _receive(connection)
     if "error" in answer:
         raise ValueError(str(answer["error"])[:200])
     times = []
     for _ in range(PINGS):
         begin = time.perf_counter()
-        talk.sendall(b"x")
-        _exactly(talk, 1)
+        connection.sendall(b"x")
+        _exactly(connection, 1)
         times.append(time.perf_counter() - begin)
     begin = time.perf_counter()
-    _flood(talk, seconds)
-    got = float(_hear(talk)["bytes"])
-    there = got / (time.perf_counter() - begin)
+    _flood(connection, seconds)
+    received = float(_receive(connection)["bytes"])
+    there = received / (time.perf_counter() - begin)
     begin = time.perf_counter()
-    back = _drain(talk) / (time.perf_counter() - begin)
+    back = _drain(connection) / (time.perf_counter() - begin)
     return LinkRates(there, back, sorted(times)[len(times) // 2])
 
 
@@ -126,52 +126,52 @@ def _ask(talk: socket.socket, token: str | None, seconds: float) -> LinkRates:
 _MORE, _LAST = b"\1", b"\0"
 
 
-def _flood(talk: socket.socket, seconds: float) -> None:
+def _flood(connection: socket.socket, seconds: float) -> None:
     body = bytes(CHUNK)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        talk.sendall(_MORE + body)
-    talk.sendall(_LAST)
+        connection.sendall(_MORE + body)
+    connection.sendall(_LAST)
 
 
-def _drain(talk: socket.socket) -> int:
-    buffer, got = bytearray(CHUNK), 0
-    while _exactly(talk, 1) == _MORE:
+def _drain(connection: socket.socket) -> int:
+    buffer, received = bytearray(CHUNK), 0
+    while _exactly(connection, 1) == _MORE:
         left = memoryview(buffer)
         while left:
-            count = talk.recv_into(left)
+            count = connection.recv_into(left)
             if not count:
                 raise ConnectionError("the other side is gone")
-            got, left = got + count, left[count:]
-    return got
+            received, left = received + count, left[count:]
+    return received
 
 
-def _say(talk: socket.socket, what: dict[str, Any]) -> None:
-    talk.sendall(json.dumps(what).encode() + b"\n")
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _hear(talk: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket) -> dict[str, Any]:
     """One line of JSON; no longer than one of ours would be."""
     line = b""
     while not line.endswith(b"\n"):
-        line += _exactly(talk, 1)
+        line += _exactly(connection, 1)
         if len(line) > 4096:
             raise ValueError("the other side does not speak as headway does")
-    heard = json.loads(line)
-    if not isinstance(heard, dict):
+    message = json.loads(line)
+    if not isinstance(message, dict):
         raise ValueError("the other side does not speak as headway does")
-    return heard
+    return message
 
 
-def _exactly(talk: socket.socket, count: int) -> bytes:
-    found = talk.recv(count)
-    if not found:
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = connection.recv(count)
+    if not data:
         raise ConnectionError("the other side is gone")
-    return found
+    return data
 
 
-def _proof(token: str | None, number: str) -> str:
-    return hmac.new((token or "").encode(), number.encode(), "sha256").hexdigest()
+def _proof(token: str | None, nonce: str) -> str:
+    return hmac.new((token or "").encode(), nonce.encode(), "sha256").hexdigest()
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -89,12 +89,12 @@ def find_network(sys: Path = Path("/sys")) -> HostNetwork:
 
 def _interfaces() -> tuple[NetworkInterface, ...]:
     addresses = psutil.net_if_addrs()
-    found = []
+    interfaces = []
     for name, stats in sorted(psutil.net_if_stats().items()):
-        ours = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
+        own = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
         speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers say -1 for "not known"
-        found.append(NetworkInterface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(ours), stats.mtu))
-    return tuple(found)
+        interfaces.append(NetworkInterface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(own), stats.mtu))
+    return tuple(interfaces)
 
 
 def _rdma(path: Path) -> RdmaDevice:
@@ -102,7 +102,7 @@ def _rdma(path: Path) -> RdmaDevice:
     ports = sorted((path / "ports").glob("*"))
     states = [_text(port / "state") for port in ports]
     layers = {_text(port / "link_layer") for port in ports}
-    rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _text(port / "rate")))]
+    rates = [float(match[0]) for port in ports if (match := re.match(r"[\d.]+", _text(port / "rate")))]
     driver = path / "device" / "driver"
     kind: Literal["InfiniBand", "RoCE", "EFA"] = "RoCE" if layers == {"Ethernet"} else "InfiniBand"
     if (driver.exists() and driver.resolve().name == "efa") or path.name.startswith(("efa", "rdmap")):
@@ -118,22 +118,24 @@ def _text(path: Path) -> str:
         return ""
 
 
-def transport(found: HostNetwork, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
+def transport(network: HostNetwork, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
     """What would be used between machines, and the variables that see to it; those set already win.
 
     `host` is the address of this machine that others reach it at: sockets are opened on its interface, which is known
     to lead somewhere, and without one on the fastest. Where it is loopback, all nodes of a run are this machine.
     """
     environment = os.environ if environment is None else environment
-    road = next((one for one in found.interfaces if host in one.addresses), None) or _road(found.interfaces)
-    if host is not None and road is not None and road.loopback:
-        name, why, wanted = _alone()
+    interface = next((one for one in network.interfaces if host in one.addresses), None) or _fastest_interface(
+        network.interfaces
+    )
+    if host is not None and interface is not None and interface.loopback:
+        name, why, variables = _single_machine()
     else:
-        name, why, wanted = _choose(found, road)
-    if road is not None:
-        wanted = {"GLOO_SOCKET_IFNAME": road.name, "NCCL_SOCKET_IFNAME": road.name, **wanted}
-    kept = {key: environment[key] for key in wanted if key in environment}
-    return Transport(name, why, {**wanted, **kept}, kept)
+        name, why, variables = _choose(network, interface)
+    if interface is not None:
+        variables = {"GLOO_SOCKET_IFNAME": interface.name, "NCCL_SOCKET_IFNAME": interface.name, **variables}
+    kept = {key: environment[key] for key in variables if key in environment}
+    return Transport(name, why, {**variables, **kept}, kept)
 
 
 def main_address() -> str:
@@ -146,43 +148,49 @@ def main_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _alone() -> _Choice:
+def _single_machine() -> _Choice:
     return "none", "all nodes are this machine", {}
 
 
-def _choose(found: HostNetwork, road: NetworkInterface | None) -> _Choice:
-    active = [one for one in found.rdma if one.active]
-    direct = "GPUs' memory is read by the cards" if found.gpudirect else "through the host's memory: no nvidia_peermem"
-    if road is None:
+def _choose(network: HostNetwork, interface: NetworkInterface | None) -> _Choice:
+    active = [device for device in network.rdma if device.active]
+    direct = (
+        "GPUs' memory is read by the cards" if network.gpudirect else "through the host's memory: no nvidia_peermem"
+    )
+    if interface is None:
         return "none", "no interface leads to another machine", {}
-    efa = [one for one in active if one.kind == "EFA"]
-    if efa and found.efa_plugin:
+    efa = [device for device in active if device.kind == "EFA"]
+    if efa and network.efa_plugin:
         return "EFA", f"{_devices(efa)}, and NCCL's plugin for it is there", {"FI_PROVIDER": "efa"}
     for kind in ("InfiniBand", "RoCE"):
-        cards = [one for one in active if one.kind == kind]
+        cards = [device for device in active if device.kind == kind]
         if cards:
             # "=" has NCCL take these names as they are, and not as the beginnings of others.
-            names = "=" + ",".join(one.name for one in cards)
+            names = "=" + ",".join(device.name for device in cards)
             return kind, f"{_devices(cards)}; {direct}", {"NCCL_IB_HCA": names}
     if efa:
         why = f"{_devices(efa)}, but NCCL's plugin for it (libnccl-net, of aws-ofi-nccl) is not found"
-    elif found.rdma:
-        why = f"no port of {', '.join(one.name for one in found.rdma)} is active"
+    elif network.rdma:
+        why = f"no port of {', '.join(device.name for device in network.rdma)} is active"
     else:
         why = "there is no RDMA device"
     return "TCP", why, {"NCCL_IB_DISABLE": "1"}
 
 
-def _road(interfaces: Sequence[NetworkInterface]) -> NetworkInterface | None:
+def _fastest_interface(interfaces: Sequence[NetworkInterface]) -> NetworkInterface | None:
     """The interface by which others are reached: the fastest that is up and has an address of the fourth version."""
-    there = [one for one in interfaces if one.up and not one.loopback and not VIRTUAL.match(one.name)]
-    there = [one for one in there if any(":" not in address for address in one.addresses)]
-    return max(there, key=lambda one: one.gigabits_s, default=None)
+    usable = [
+        interface
+        for interface in interfaces
+        if interface.up and not interface.loopback and not VIRTUAL.match(interface.name)
+    ]
+    usable = [interface for interface in usable if any(":" not in address for address in interface.addresses)]
+    return max(usable, key=lambda interface: interface.gigabits_s, default=None)
 
 
 def _devices(cards: Sequence[RdmaDevice]) -> str:
-    rate = sum(one.gigabits_s for one in cards)
-    return f"{', '.join(one.name for one in cards)}: {rate:g} Gb/s in all"
+    rate = sum(card.gigabits_s for card in cards)
+    return f"{', '.join(card.name for card in cards)}: {rate:g} Gb/s in all"
 
 
 def _is_address(text: str) -> bool:

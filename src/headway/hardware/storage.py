@@ -68,14 +68,14 @@ def measure_storage(
     path: str | Path, seconds: float = 5.0, progress: Callable[[str, float], None] = lambda _stage, _share: None
 ) -> StorageRates:
     """Measure a folder for about so long; `progress` is told the stage, and the share of all that is done."""
-    place = Path(path)
-    if not place.is_dir():
+    folder_path = Path(path)
+    if not folder_path.is_dir():
         raise UsageError(f"{path} is no folder", hint="name a folder on the disk to measure")
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(folder_path).free
     limit = int(min(MOST_BYTES, free * SHARE_OF_FREE)) // BLOCK * BLOCK
     if limit < 4 * BLOCK:
         raise UsageError(f"{path} has {free / 1e6:.0f} MB free, too few to measure", hint="free some, or name another")
-    with _folder_in(place) as folder:
+    with _folder_in(folder_path) as folder:
         done = 0.0
 
         def stage(name: str) -> Callable[[float], None]:
@@ -93,23 +93,25 @@ def measure_storage(
         locks = _locks(folder / "lock")
         progress("metadata", 1.0)
     return StorageRates(
-        str(place), file_system(place), free, write_bytes_s, read_bytes_s, cold, flushes_s, *rates, locks
+        str(folder_path), file_system(folder_path), free, write_bytes_s, read_bytes_s, cold, flushes_s, *rates, locks
     )
 
 
 @contextlib.contextmanager
-def _folder_in(place: Path) -> Iterator[Path]:
+def _folder_in(folder_path: Path) -> Iterator[Path]:
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".headway-doctor-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=".headway-doctor-", dir=folder_path))
     except OSError as error:
-        raise UsageError(f"{place} cannot be written: {error.strerror}", hint="name a folder that is yours") from None
+        raise UsageError(
+            f"{folder_path} cannot be written: {error.strerror}", hint="name a folder that is yours"
+        ) from None
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(path: Path, seconds: float, limit: int, tell: Callable[[float], None]) -> tuple[int, float]:
+def _write(path: Path, seconds: float, limit: int, report: Callable[[float], None]) -> tuple[int, float]:
     """Write for so long, and have it durable; how many bytes, and how many a second."""
     block, written = os.urandom(BLOCK), 0  # random, so that nothing can be compressed away
     with path.open("wb", buffering=0) as file:
@@ -119,12 +121,12 @@ def _write(path: Path, seconds: float, limit: int, tell: Callable[[float], None]
             # Now and then durable, or memory would take it all and the last fsync last for minutes.
             if written % (64 * BLOCK) == 0:
                 os.fdatasync(file.fileno())
-            tell(max(spent / seconds, written / limit))
+            report(max(spent / seconds, written / limit))
         os.fsync(file.fileno())
         return written, written / (time.perf_counter() - begin)
 
 
-def _read(path: Path, size: int, seconds: float, tell: Callable[[float], None]) -> tuple[float, bool]:
+def _read(path: Path, size: int, seconds: float, report: Callable[[float], None]) -> tuple[float, bool]:
     """Read it again; bytes a second, and whether around the cache."""
     descriptor, cold = _open_cold(path)
     try:
@@ -132,7 +134,7 @@ def _read(path: Path, size: int, seconds: float, tell: Callable[[float], None]) 
             begin, read = time.perf_counter(), 0
             while (spent := time.perf_counter() - begin) < seconds and read < size:
                 read += os.preadv(descriptor, [block], read)
-                tell(max(spent / seconds, read / size))
+                report(max(spent / seconds, read / size))
             return read / (time.perf_counter() - begin), cold
     finally:
         os.close(descriptor)
@@ -155,7 +157,7 @@ def _open_cold(path: Path) -> tuple[int, bool]:
     return descriptor, False
 
 
-def _append(path: Path, seconds: float, tell: Callable[[float], None]) -> float:
+def _append(path: Path, seconds: float, report: Callable[[float], None]) -> float:
     """Small durable writes a second."""
     begin, count = time.perf_counter(), 0
     with path.open("ab", buffering=0) as file:
@@ -163,11 +165,11 @@ def _append(path: Path, seconds: float, tell: Callable[[float], None]) -> float:
             file.write(b"x" * SMALL)
             os.fsync(file.fileno())
             count += 1
-            tell(spent / seconds)
+            report(spent / seconds)
     return count / (time.perf_counter() - begin)
 
 
-def _metadata(folder: Path, seconds: float, tell: Callable[[float], None]) -> tuple[float, float, float, float]:
+def _metadata(folder: Path, seconds: float, report: Callable[[float], None]) -> tuple[float, float, float, float]:
     """Files made, looked at, renamed and removed a second."""
     folder.mkdir()
     begin, paths = time.perf_counter(), list[str]()
@@ -175,7 +177,7 @@ def _metadata(folder: Path, seconds: float, tell: Callable[[float], None]) -> tu
         paths.append(f"{folder}/{len(paths)}")
         with open(paths[-1], "wb") as file:  # noqa: PTH123 (a Path takes longer than the file)
             file.write(b"x")
-        tell(spent / seconds)
+        report(spent / seconds)
     creates = len(paths) / (time.perf_counter() - begin)
     renamed = [f"{path}.new" for path in paths]
     stats = _rate(os.stat, paths)
@@ -184,11 +186,11 @@ def _metadata(folder: Path, seconds: float, tell: Callable[[float], None]) -> tu
     return creates, stats, renames, unlinks
 
 
-def _rate(act: Callable[..., object], *words: list[str]) -> float:
+def _rate(act: Callable[..., object], *columns: list[str]) -> float:
     begin = time.perf_counter()
-    for one in zip(*words, strict=True):
-        act(*one)
-    return len(words[0]) / max(1e-9, time.perf_counter() - begin)
+    for arguments in zip(*columns, strict=True):
+        act(*arguments)
+    return len(columns[0]) / max(1e-9, time.perf_counter() - begin)
 
 
 def _locks(path: Path) -> bool:
@@ -218,33 +220,33 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     return kind
 
 
-def uses(found: StorageRates) -> list[StorageUse]:
+def uses(rates: StorageRates) -> list[StorageUse]:
     """What a place is good for, by what was measured."""
-    return [_checkpoints(found), _data(found), _runs(found)]
+    return [_checkpoints(rates), _data(rates), _runs(rates)]
 
 
-def _checkpoints(found: StorageRates) -> StorageUse:
-    if found.file_system in MEMORY:
+def _checkpoints(rates: StorageRates) -> StorageUse:
+    if rates.file_system in MEMORY:
         return StorageUse("checkpoints", False, "it is memory, and gone with the machine")
-    takes = f"one of a 7B model (98 GB) takes {_time(BYTES_OF_7B / found.write_bytes_s)}"
-    takes += f", and {found.free_bytes / 1e9:,.0f} GB are free"
-    slow = found.write_bytes_s < CHECKPOINT_BYTES_S
+    takes = f"one of a 7B model (98 GB) takes {_time(BYTES_OF_7B / rates.write_bytes_s)}"
+    takes += f", and {rates.free_bytes / 1e9:,.0f} GB are free"
+    slow = rates.write_bytes_s < CHECKPOINT_BYTES_S
     return StorageUse("checkpoints", not slow, takes + (f", below {CHECKPOINT_BYTES_S / 1e6:.0f} MB/s" if slow else ""))
 
 
-def _data(found: StorageRates) -> StorageUse:
-    tokens = f"{found.read_bytes_s / 2 / 1e6:,.0f} million tokens/s of two bytes each"
-    warm = "" if found.cold else ", perhaps from the page cache"
-    return StorageUse("data", found.read_bytes_s >= DATA_BYTES_S, tokens + warm)
+def _data(rates: StorageRates) -> StorageUse:
+    tokens = f"{rates.read_bytes_s / 2 / 1e6:,.0f} million tokens/s of two bytes each"
+    warm = "" if rates.cold else ", perhaps from the page cache"
+    return StorageUse("data", rates.read_bytes_s >= DATA_BYTES_S, tokens + warm)
 
 
-def _runs(found: StorageRates) -> StorageUse:
-    if not found.locks:
+def _runs(rates: StorageRates) -> StorageUse:
+    if not rates.locks:
         return StorageUse("runs, logs", False, "flock does not keep a second agent out")
-    if found.file_system in MEMORY:
+    if rates.file_system in MEMORY:
         return StorageUse("runs, logs", False, "it is memory, and gone with the machine")
-    slow = found.flushes_s < FLUSHES_S or found.creates_s < FILES_S
-    why = f"{found.flushes_s:,.0f} durable lines and {found.creates_s:,.0f} new files a second"
+    slow = rates.flushes_s < FLUSHES_S or rates.creates_s < FILES_S
+    why = f"{rates.flushes_s:,.0f} durable lines and {rates.creates_s:,.0f} new files a second"
     return StorageUse("runs, logs", not slow, why)
 
 

@@ -45,10 +45,10 @@ def collectives(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveC
                 worker.kill()
                 worker.wait()
         if failed:
-            said = (Path(folder) / f"log-{failed[0]}").read_text(errors="replace").strip().splitlines()
-            reason = said[-1] if said else "it did not answer"
+            log = (Path(folder) / f"log-{failed[0]}").read_text(errors="replace").strip().splitlines()
+            reason = log[-1] if log else "it did not answer"
             raise RunError(f"measuring collectives failed on device {failed[0]}: {reason}")
-    return [CollectiveCurve.model_validate(found) for found in json.loads(answer)["collectives"]]
+    return [CollectiveCurve.model_validate(curve) for curve in json.loads(answer)["collectives"]]
 
 
 def _start(request: dict[str, Any], folder: Path) -> "subprocess.Popen[str]":
@@ -72,7 +72,7 @@ def measure_together(
     rank: int, ranks: int, timer: DeviceTimer, backend: str, sizes: Sequence[int]
 ) -> list[CollectiveCurve]:
     """What one rank does: every operation at every size, beside the others."""
-    found = []
+    curves = []
     for operation, make in OPERATIONS.items():
         times = []
         for size in sizes:
@@ -81,12 +81,12 @@ def measure_together(
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             times.append(rounded(float(seconds)))
         sizes_moved = tuple(max(1, size // (4 * ranks)) * 4 * ranks for size in sizes)
-        found.append(
+        curves.append(
             CollectiveCurve(
                 operation=operation, ranks=ranks, backend=backend, bytes=sizes_moved, microseconds=tuple(times)
             )
         )
-    return found
+    return curves
 
 
 def _alike(work: Callable[[], object], timer: DeviceTimer, repeats: int = 5, groups: int = 5) -> float:
@@ -164,9 +164,9 @@ def main() -> int:
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
         device_id=device if on_gpu else None,
     )
-    found = measure_together(rank, ranks, DeviceTimer(device), "nccl" if on_gpu else "gloo", request["sizes"])
+    curves = measure_together(rank, ranks, DeviceTimer(device), "nccl" if on_gpu else "gloo", request["sizes"])
     if rank == 0:
-        print(json.dumps({"collectives": [collective.model_dump() for collective in found]}))
+        print(json.dumps({"collectives": [collective.model_dump() for collective in curves]}))
     dist.destroy_process_group()
     return 0
 

@@ -125,12 +125,12 @@ CPU_QUICK = BenchmarkGrid(
 def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, tell: Tell) -> Ceilings:
     """Everything the grid asks for, in turn; what a device cannot do is named in `skipped`."""
     timer = DeviceTimer(device, **grid.timer)  # type: ignore[arg-type]
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
     skipped: dict[str, str] = {}
     for what, section, measured in _sections(timer, grid, ranks):
         tell(what, 0.0)
         try:
-            _collect(what, measured(), found.setdefault(section, []), tell)
+            _collect(what, measured(), results.setdefault(section, []), tell)
         except torch.OutOfMemoryError:
             raise  # half a grid would pass for a whole one
         except (RuntimeError, NotImplementedError) as error:  # one kernel that is missing must not cost the rest
@@ -138,7 +138,7 @@ def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, tell: Tell) -
     torch.set_float32_matmul_precision("highest")
     launch, kernel = operations.small(timer)
     facts = {"timer": timer.kind, "launch_microseconds": launch, "kernel_microseconds": kernel, "skipped": skipped}
-    return Ceilings.model_validate({**_identity(device, found["gemm"]), **facts, **found})
+    return Ceilings.model_validate({**_identity(device, results["gemm"]), **facts, **results})
 
 
 def _sections(
@@ -167,13 +167,13 @@ def _sections(
         yield "collectives", "collectives", partial(collectives, timer.device.type, ranks, grid.collectives)
 
 
-def _collect(what: str, measured: Iterable[Any], found: list[Any], tell: Tell) -> None:
+def _collect(what: str, measured: Iterable[Any], results: list[Any], tell: Tell) -> None:
     """Keep what was measured; shares that come in between are passed on."""
     for item in measured:
         if isinstance(item, float):
             tell(what, item)
         else:
-            found.append(item)
+            results.append(item)
 
 
 def _possible(gemm: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, tuple[int, ...]]:
@@ -257,12 +257,12 @@ def _serve(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
 def main() -> int:
     """Serve one request."""
     request = json.load(sys.stdin)
-    said = [0.0]
+    last_report = [0.0]
 
     def tell(what: str, share: float) -> None:
         now = time.monotonic()
-        if share == 0.0 or now - said[0] > 0.5:
-            said[0] = now
+        if share == 0.0 or now - last_report[0] > 0.5:
+            last_report[0] = now
             print(json.dumps({"progress": what, "share": round(share, 3)}), flush=True)
 
     try:

@@ -78,11 +78,13 @@ class OperandPool:
 def product(pool: OperandPool, precision: str, layout: str, m: int, n: int, k: int) -> Work:
     """A product [m, k] x [k, n] with operands lying as a linear layer's do in one of its three products."""
     if precision == "float8":
-        one = torch.ones((), device=pool.cut(1, 1, 0).device)
+        scale = torch.ones((), device=pool.cut(1, 1, 0).device)
 
         def scaled(turn: int) -> Tensor:
             a, b = pool.cut(m, k, turn), pool.cut(n, k, turn + 3)
-            return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_mm(
+                a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         return scaled
 
@@ -145,15 +147,15 @@ def attention(
 ) -> Iterator[float | AttentionCurve]:
     """Attention by (backend, head size, causal, heads, key heads); what a backend cannot do is left out."""
     for done, (backend, head_dim, causal, heads, kv_heads) in enumerate(cases):
-        found: list[tuple[int, float, float]] = []
+        points: list[tuple[int, float, float]] = []
         for seq in seqs:
             times = _attention_times(
                 timer, dtype, backend, seq, head_dim, causal, heads, kv_heads, max(1, tokens // seq)
             )
             if times is not None:
-                found.append((seq, *times))
-        if found:
-            lengths, forward, backward = zip(*found, strict=True)
+                points.append((seq, *times))
+        if points:
+            lengths, forward, backward = zip(*points, strict=True)
             yield AttentionCurve(
                 backend=backend, head_dim=head_dim, causal=causal, heads=heads, kv_heads=kv_heads, tokens=tokens,
                 seq=lengths, forward_microseconds=forward, backward_microseconds=backward,

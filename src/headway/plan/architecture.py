@@ -61,18 +61,18 @@ def _attention(arch: Architecture) -> tuple[Matrix, ...]:
         # One product for all three: what trainers that care about speed do, and within a few percent of those that do
         # not.
         return Matrix("attention.qkv", arch.dim, width + 2 * arch.kv_heads * arch.head_dim, "outputs"), out
-    low = arch.latent
+    latent = arch.latent
     queries: tuple[Matrix, ...] = (Matrix("attention.q", arch.dim, width, "outputs"),)
-    if low.q_rank:
+    if latent.q_rank:
         queries = (
-            Matrix("attention.q_down", arch.dim, low.q_rank, ""),
-            Matrix("attention.q_up", low.q_rank, width, "outputs"),
+            Matrix("attention.q_down", arch.dim, latent.q_rank, ""),
+            Matrix("attention.q_up", latent.q_rank, width, "outputs"),
         )
-    keys = arch.heads * (arch.head_dim - low.rope_dim + low.value_dim)
+    keys = arch.heads * (arch.head_dim - latent.rope_dim + latent.value_dim)
     return (
         *queries,
-        Matrix("attention.kv_down", arch.dim, low.kv_rank + low.rope_dim, ""),
-        Matrix("attention.kv_up", low.kv_rank, keys, "outputs"),
+        Matrix("attention.kv_down", arch.dim, latent.kv_rank + latent.rope_dim, ""),
+        Matrix("attention.kv_up", latent.kv_rank, keys, "outputs"),
         out,
     )  # fmt: skip
 

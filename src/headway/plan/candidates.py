@@ -49,39 +49,39 @@ def settings_of(task: TrainingTask, mesh: Mesh, zero: int, microbatch: int = 1) 
 def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: Mesh, zero: int) -> Iterator[Settings]:
     """One mesh with every microbatch, schedule, recomputation and precision."""
     arch, limits = task.architecture, choices.limits
-    sizes = choices.microbatches or _sizes(task, mesh)
+    microbatches = choices.microbatches or _microbatch_sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
     gathers = zero == 3 and mesh.shard > 1 and mesh.pipeline == 1
-    keeps, sums = (choices.keeps_weights, choices.reduces_each) if gathers else (None, None)
-    rest = list(product(
-        choices.recompute, choices.precisions or (task.precision,), moments, keeps or (task.keeps_weights,),
-        sums or (False,),
+    keep_choices, reduce_choices = (choices.keeps_weights, choices.reduces_each) if gathers else (None, None)
+    variants = list(product(
+        choices.recompute, choices.precisions or (task.precision,), moments, keep_choices or (task.keeps_weights,),
+        reduce_choices or (False,),
     ))  # fmt: skip
-    for size, (schedule, chunks) in product(sizes, list(_orders(arch, choices, mesh.pipeline))):
-        software = task.software.on(mesh, task.batch // (mesh.data * size))
-        for i, (recompute, kind, moment_bytes, kept, each) in enumerate(rest):
-            program = replace(software, moment_bytes=moment_bytes)
-            if each and size == task.batch // mesh.data:
+    for microbatch, (schedule, chunks) in product(microbatches, list(_schedules(arch, choices, mesh.pipeline))):
+        software = task.software.on(mesh, task.batch // (mesh.data * microbatch))
+        for i, (recompute, precision, moment_bytes, keep_weights, reduce_each) in enumerate(variants):
+            variant_software = replace(software, moment_bytes=moment_bytes)
+            if reduce_each and microbatch == task.batch // mesh.data:
                 continue  # there is one microbatch, and its gradients travel anyway
-            made = Settings(
-                mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, kind, program,
-                reduces_each=each, keeps_weights=kept, frozen=task.frozen, imbalance=task.imbalance,
+            settings = Settings(
+                mesh, task.seq, microbatch, task.batch, zero, recompute, schedule, chunks, precision, variant_software,
+                reduces_each=reduce_each, keeps_weights=keep_weights, frozen=task.frozen, imbalance=task.imbalance,
                 recompute_blocks=choices.blocks if recompute != "none" else None,
                 stages=choices.stages if mesh.pipeline > 1 else None,
             )  # fmt: skip
-            if i == 0 and not valid(arch, made, cluster):
+            if i == 0 and not valid(arch, settings, cluster):
                 break
-            if limits is None or limits.allows(made):
-                yield made
+            if limits is None or limits.allows(settings):
+                yield settings
 
 
-def _sizes(task: TrainingTask, mesh: Mesh) -> tuple[int, ...]:
+def _microbatch_sizes(task: TrainingTask, mesh: Mesh) -> tuple[int, ...]:
     """Microbatches that divide a data rank's share, up to where larger ones bring no more."""
-    most = MOST_TOKENS_IN_PIPELINE if mesh.pipeline > 1 else MOST_TOKENS
-    return divisors(task.batch // mesh.data, max(1, most * mesh.context // task.seq))
+    limit = MOST_TOKENS_IN_PIPELINE if mesh.pipeline > 1 else MOST_TOKENS
+    return divisors(task.batch // mesh.data, max(1, limit * mesh.context // task.seq))
 
 
-def _orders(arch: Architecture, choices: SearchSpace, pipeline: int) -> Iterator[tuple[Schedule, int]]:
+def _schedules(arch: Architecture, choices: SearchSpace, pipeline: int) -> Iterator[tuple[Schedule, int]]:
     """Schedules with their chunks; without a pipeline there is one."""
     if pipeline == 1:
         yield "1f1b", 1
@@ -102,37 +102,37 @@ def _even_chunks(layers: int, pipeline: int) -> tuple[int, ...]:
 
 def _meshes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context: bool) -> Iterator[tuple[Mesh, int]]:
     if choices.mesh is not None:
-        for zero in _zeros(task.architecture, choices.mesh, choices.mesh.shard, choices.zero):
+        for zero in _zero_stages(task.architecture, choices.mesh, choices.mesh.shard, choices.zero):
             yield choices.mesh, zero
         return
     axes = choices.limits.axes if choices.limits is not None else AXES
-    arch, near = task.architecture, cluster.levels[0].devices if cluster.levels else 1
-    most_tensor = (choices.max_tensor or near) if "tensor" in axes else 1
+    arch, node_devices = task.architecture, cluster.levels[0].devices if cluster.levels else 1
+    most_tensor = (choices.max_tensor or node_devices) if "tensor" in axes else 1
     most_stages = arch.layers if "pipeline" in axes else 1
     most_context = max(1, task.seq // LEAST_SHARE) if context and "context" in axes else 1
     for tensor in divisors(cluster.devices, most_tensor):
         for pipeline in divisors(cluster.devices // tensor, most_stages):
-            left = cluster.devices // (tensor * pipeline)
-            for shared in divisors(left, most_context):
-                if task.batch % (left // shared) == 0:
-                    whole = Mesh(left // shared, 1, tensor, pipeline, shared)
-                    yield from _spread(arch, whole, choices.zero)
+            remaining = cluster.devices // (tensor * pipeline)
+            for context_size in divisors(remaining, most_context):
+                if task.batch % (remaining // context_size) == 0:
+                    base = Mesh(remaining // context_size, 1, tensor, pipeline, context_size)
+                    yield from _split_data_axis(arch, base, choices.zero)
 
 
-def _spread(arch: Architecture, whole: Mesh, zeros: tuple[int, ...]) -> Iterator[tuple[Mesh, int]]:
+def _split_data_axis(arch: Architecture, base: Mesh, zeros: tuple[int, ...]) -> Iterator[tuple[Mesh, int]]:
     """A mesh's data axis as copies and shards, and its experts, by what is sharded."""
-    data = whole.data
-    for zero in _zeros(arch, whole, data, zeros):
-        shards = divisors(data) if zero == 3 and whole.pipeline == 1 else (data,)
+    data = base.data
+    for zero in _zero_stages(arch, base, data, zeros):
+        shards = divisors(data) if zero == 3 and base.pipeline == 1 else (data,)
         for shard in shards if zero else (1,):
-            if zero and shard * whole.context == 1 < data:
+            if zero and shard * base.context == 1 < data:
                 continue
-            across = (shard if zero else data) * whole.context * whole.tensor
+            across = (shard if zero else data) * base.context * base.tensor
             for expert in divisors(across, arch.experts.count) if arch.experts else (1,):
-                yield replace(whole, replicate=data // shard, shard=shard, expert=expert), zero
+                yield replace(base, replicate=data // shard, shard=shard, expert=expert), zero
 
 
-def _zeros(arch: Architecture, mesh: Mesh, shard: int, zeros: tuple[int, ...]) -> tuple[int, ...]:
+def _zero_stages(arch: Architecture, mesh: Mesh, shard: int, zeros: tuple[int, ...]) -> tuple[int, ...]:
     """What may be sharded: all the same where nobody shares. Experts are not split: the tensor axis shares them."""
     sharers = shard * mesh.context * (mesh.tensor if arch.experts else 1)
     return (min(zeros),) if sharers == 1 else zeros

@@ -16,21 +16,21 @@ from headway.plan.settings import Mesh, Settings
 
 __all__ = ["check", "divisors", "valid"]
 
-Clash = tuple[str, str | None]
+Conflict = tuple[str, str | None]
 
 
 def check(arch: Architecture, settings: Settings, cluster: Cluster) -> None:
     """Raise UsageError, with the numbers that clash and a hint, where the settings cannot run on the cluster."""
-    for message, hint in _clashes(arch, settings, cluster):
+    for message, hint in _conflicts(arch, settings, cluster):
         raise UsageError(message, hint=hint)
 
 
 def valid(arch: Architecture, settings: Settings, cluster: Cluster) -> bool:
     """Whether the settings can run on the cluster, memory aside."""
-    return next(_clashes(arch, settings, cluster), None) is None
+    return next(_conflicts(arch, settings, cluster), None) is None
 
 
-def _clashes(arch: Architecture, settings: Settings, cluster: Cluster) -> Iterator[Clash]:
+def _conflicts(arch: Architecture, settings: Settings, cluster: Cluster) -> Iterator[Conflict]:
     mesh = settings.mesh
     if mesh.devices != cluster.devices:
         yield _devices(mesh, cluster)
@@ -54,15 +54,15 @@ def _clashes(arch: Architecture, settings: Settings, cluster: Cluster) -> Iterat
     yield from _pipeline(arch, settings)
 
 
-def _devices(mesh: Mesh, cluster: Cluster) -> Clash:
-    rest = mesh.devices // mesh.shard
+def _devices(mesh: Mesh, cluster: Cluster) -> Conflict:
+    others = mesh.devices // mesh.shard
     hint = f"its axes, but for expert, must multiply to {cluster.devices}"
-    if cluster.devices % rest == 0:
-        hint = f"with shard={cluster.devices // rest} it takes all"
+    if cluster.devices % others == 0:
+        hint = f"with shard={cluster.devices // others} it takes all"
     return f"the mesh {mesh.describe()} takes {mesh.devices} devices, {cluster.name} has {cluster.devices}", hint
 
 
-def _tensor(arch: Architecture, settings: Settings) -> Iterator[Clash]:
+def _tensor(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     """What the tensor axis splits: heads, feed-forwards, and the stream between them."""
     size, tokens = settings.mesh.tensor, settings.seq // settings.mesh.context
     for message in _heads(arch, size):
@@ -88,7 +88,7 @@ def _heads(arch: Architecture, size: int) -> Iterator[str]:
             yield f"tensor {size} does not divide a feed-forward of {width}"
 
 
-def _experts(arch: Architecture, settings: Settings) -> Iterator[Clash]:
+def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     mesh, size = settings.mesh, settings.mesh.expert
     if arch.experts is None:
         yield f"expert {size}: the model has no experts", "leave expert at 1"
@@ -107,7 +107,7 @@ def _experts(arch: Architecture, settings: Settings) -> Iterator[Clash]:
         )
 
 
-def _microbatch(settings: Settings) -> Clash:
+def _microbatch(settings: Settings) -> Conflict:
     share, size = settings.batch // settings.mesh.data, settings.microbatch
     below = [n for n in divisors(share) if n < size][-1:]
     above = [n for n in divisors(share) if n > size][:1]
@@ -117,7 +117,7 @@ def _microbatch(settings: Settings) -> Clash:
     return message, f"the nearest that do: {_either(below + above)}"
 
 
-def _pipeline(arch: Architecture, settings: Settings) -> Iterator[Clash]:
+def _pipeline(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     ranks = settings.mesh.pipeline
     if ranks == 1 and (settings.schedule != "1f1b" or settings.chunks > 1):
         yield (
@@ -133,12 +133,12 @@ def _pipeline(arch: Architecture, settings: Settings) -> Iterator[Clash]:
         yield error.message, error.hint
 
 
-def _stages(arch: Architecture, settings: Settings) -> Iterator[Clash]:
-    counts, wanted = settings.stages or (), settings.mesh.pipeline * settings.chunks
+def _stages(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
+    counts, expected = settings.stages or (), settings.mesh.pipeline * settings.chunks
     stated = f"stages of {', '.join(map(str, counts))} layers"
-    if len(counts) != wanted:
-        each = f"pipeline {settings.mesh.pipeline}" + (f" x {settings.chunks} chunks" if settings.chunks > 1 else "")
-        yield f"{stated} are {len(counts)} stages, and {each} is {wanted}", f"give {wanted} numbers, or none"
+    if len(counts) != expected:
+        axes = f"pipeline {settings.mesh.pipeline}" + (f" x {settings.chunks} chunks" if settings.chunks > 1 else "")
+        yield f"{stated} are {len(counts)} stages, and {axes} is {expected}", f"give {expected} numbers, or none"
     elif sum(counts) != arch.layers:
         message = f"{stated} are {sum(counts)} layers, and the model has {arch.layers}"
         yield message, f"they must add up to {arch.layers}"
@@ -158,5 +158,5 @@ def _either(numbers: list[int]) -> str:
 def divisors(number: int, most: int | None = None) -> tuple[int, ...]:
     """Every whole number up to `most` that divides it, from the smallest."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    both = sorted({*small, *(number // n for n in small)})
-    return tuple(n for n in both if most is None or n <= most)
+    factors = sorted({*small, *(number // n for n in small)})
+    return tuple(n for n in factors if most is None or n <= most)

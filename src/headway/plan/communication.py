@@ -40,24 +40,35 @@ class CommCost:
     """Of the mesh, where it goes over one alone."""
 
 
-def exchanges(made: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
+def exchanges(estimate: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
     """Every kind of exchange of a step; the exposed seconds sum up to the step's."""
-    found = _Exchanges(made, costs)
-    parts = (found.inside(), found.ends(), found.layers(), found.rest(), found.stages(), found.step())
-    return tuple(one for part in parts for one in part)
+    collector = _Collector(estimate, costs)
+    parts = (
+        collector.inside(),
+        collector.ends(),
+        collector.layers(),
+        collector.rest(),
+        collector.stages(),
+        collector.step(),
+    )
+    return tuple(cost for part in parts for cost in part)
 
 
-class _Exchanges:
+class _Collector:
     """Goes through a plan's axes."""
 
-    def __init__(self, made: Estimate, costs: CostModel) -> None:
-        self.arch, self.settings, self.costs = made.architecture, made.settings, costs
-        self.mesh, self.software, self.shape = made.settings.mesh, made.settings.software, made.settings.shape
+    def __init__(self, estimate: Estimate, costs: CostModel) -> None:
+        self.arch, self.settings, self.costs = estimate.architecture, estimate.settings, costs
+        self.mesh, self.software, self.shape = (
+            estimate.settings.mesh,
+            estimate.settings.software,
+            estimate.settings.shape,
+        )
         per = self.settings.microbatches / self.mesh.pipeline
         mix = layer_mix(self.arch, self.settings, costs)
-        self.layers_here = [(kind, count * per, one) for kind, count, one in mix]
+        self.layers_here = [(kind, count * per, time) for kind, count, time in mix]
         self.exact = is_exact(self.arch, self.settings)
-        self.window = sum(one.backward * times for _, times, one in self.layers_here) / self.settings.microbatches
+        self.window = sum(time.backward * times for _, times, time in self.layers_here) / self.settings.microbatches
 
     def make(
         self,
@@ -78,8 +89,8 @@ class _Exchanges:
 
     def bare(self, name: str, operation: str, size: float, group: DeviceGroup, times: float, axis: str) -> CommCost:
         """One exchange that nothing hides."""
-        one = self.make(name, operation, size, group, times, None, axis=axis)
-        return replace(one, exposed=0.0 if self.costs.ideal else one.seconds * times)
+        cost = self.make(name, operation, size, group, times, None, axis=axis)
+        return replace(cost, exposed=0.0 if self.costs.ideal else cost.seconds * times)
 
     def seconds(self, operation: str, size: float, group: DeviceGroup) -> float:
         """Of one collective."""
@@ -89,11 +100,11 @@ class _Exchanges:
 
     def inside(self) -> Iterator[CommCost]:
         """Of the tensor, context and expert axes."""
-        for experts, times, one in self.layers_here:
+        for experts, times, time in self.layers_here:
             if self.mesh.tensor > 1:
                 yield from self.tensor(experts, times)
             if self.mesh.context > 1:
-                yield self.ring(times, one)
+                yield self.ring(times, time)
             if experts and self.mesh.expert > 1:
                 yield from self.to_experts(times)
 
@@ -118,9 +129,11 @@ class _Exchanges:
     def kept(self, pairs: int, times: float) -> Iterator[CommCost]:
         """Where what was gathered is kept: each part of a layer has a gather and a scatter in each pass."""
         tokens, group = self.shape.tokens * self.arch.dim, DeviceGroup(self.mesh.tensor)
-        for way, width in (("entering", self.settings.stream_width), ("leaving", self.shape.width)):
+        for direction, width in (("entering", self.settings.stream_width), ("leaving", self.shape.width)):
             for operation in ("all_gather", "reduce_scatter"):
-                yield self.bare(f"stream, {way} a part", operation, tokens * width, group, pairs * times, "tensor")
+                yield self.bare(
+                    f"stream, {direction} a part", operation, tokens * width, group, pairs * times, "tensor"
+                )
 
     def again(self) -> Iterator[CommCost]:
         """Where layers are computed again; those seconds count as recomputation."""
@@ -148,7 +161,7 @@ class _Exchanges:
         statistics = STATISTICS_BYTES * self.shape.tokens
         yield self.bare("statistics of the loss", "all_reduce", statistics, group, times, "tensor")
 
-    def ring(self, times: float, one: LayerTime) -> CommCost:
+    def ring(self, times: float, time: LayerTime) -> CommCost:
         """Keys and values around the ring, and in the backward pass their gradients too."""
         mesh, arch = self.mesh, self.arch
         heads = max(1.0, arch.kv_heads / mesh.tensor)
@@ -157,7 +170,7 @@ class _Exchanges:
         hop = self.seconds("send", size, group)
         ahead, behind = (mesh.context - 1) * hop, 2 * (mesh.context - 1) * hop
         bare = 0.0 if self.costs.ideal else 1 / mesh.context
-        exposed = max(ahead * bare, ahead - 0.5 * one.forward) + max(behind * bare, behind - 0.5 * one.input_grad)
+        exposed = max(ahead * bare, ahead - 0.5 * time.forward) + max(behind * bare, behind - 0.5 * time.input_grad)
         name = "keys and values, context axis"
         return self.make(name, "send", size, group, 3 * (mesh.context - 1) * times, exposed * times)
 
@@ -188,18 +201,18 @@ class _Exchanges:
             times = count * self.settings.microbatches
             sums = count if software.own and not self.settings.reduces_each else times
             for name, number, members in layer_pieces(self.arch, experts, self.settings):
-                one = self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0, axis="shard")
-                gathers.append(one)
+                cost = self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0, axis="shard")
+                gathers.append(cost)
                 name, size = f"gradients of {name}", number * software.reduce_bytes
                 scatters.append(self.make(name, "reduce_scatter", size, members, sums, 0.0, axis="shard"))
-        again = [replace(one, name=one.name.replace("forward", "backward")) for one in gathers]
-        again = [] if self.settings.keeps_weights else again
+        regathers = [replace(cost, name=cost.name.replace("forward", "backward")) for cost in gathers]
+        regathers = [] if self.settings.keeps_weights else regathers
         scatters = [] if self.settings.frozen else scatters
         yield from self.exposed(gathers, "whole_forward")
         if software.prefetch:
-            yield from self.exposed([*again, *scatters], "backward")
+            yield from self.exposed([*regathers, *scatters], "backward")
         else:
-            yield from (replace(one, exposed=one.times * one.seconds) for one in again)
+            yield from (replace(cost, exposed=cost.times * cost.seconds) for cost in regathers)
             yield from self.exposed(scatters, "backward")
 
     def rest(self) -> Iterator[CommCost]:
@@ -213,18 +226,18 @@ class _Exchanges:
             sums = runs if self.settings.reduces_each else 1
             yield self.bare("gradients of the ends", "reduce_scatter", gradients, group, sums, "shard")
 
-    def exposed(self, travel: list[CommCost], passes: str) -> Iterator[CommCost]:
+    def exposed(self, costs: list[CommCost], passes: str) -> Iterator[CommCost]:
         """What a pass leaves exposed of all that travels beside it, shared out by how long each takes."""
-        total = sum(one.seconds * one.times for one in travel)
+        total = sum(cost.seconds * cost.times for cost in costs)
         per = self.arch.layers * self.settings.microbatches
-        compute = sum(getattr(one, passes) * times for _, times, one in self.layers_here) / per
-        bare = max(0.0, total / per - compute * self.costs.parameters.hidden)
+        compute = sum(getattr(cost, passes) * times for _, times, cost in self.layers_here) / per
+        exposed = max(0.0, total / per - compute * self.costs.parameters.hidden)
         if not self.software.data_overlap:
-            bare = total / per
+            exposed = total / per
         if self.costs.ideal:
-            bare = 0.0
-        for one in travel:
-            yield replace(one, exposed=bare * per * one.seconds * one.times / total)
+            exposed = 0.0
+        for cost in costs:
+            yield replace(cost, exposed=exposed * per * cost.seconds * cost.times / total)
 
     # -- once a step
 
@@ -254,8 +267,8 @@ class _Exchanges:
             group = DeviceGroup(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
             size = count / (mesh.shard * mesh.context) * software.reduce_bytes
             if group.size > 1:
-                made = self.make("gradients of the step", "all_reduce", size, group, 1, None, axis="replicate")
-                yield replace(made, exposed=made.seconds)
+                cost = self.make("gradients of the step", "all_reduce", size, group, 1, None, axis="replicate")
+                yield replace(cost, exposed=cost.seconds)
             return
         group = DeviceGroup(mesh.data * mesh.context, mesh.tensor)
         if group.size == 1:
@@ -267,12 +280,20 @@ class _Exchanges:
             moved = [("gradients of the step", "all_reduce", count * software.reduce_bytes, hidden)]
         for name, operation, size, behind in moved:
             pieces = max(1, round(size / software.bucket_bytes))
-            one = self.make(name, operation, size, group, 1, None, pieces=pieces)
-            bare = max(NEVER_HIDDEN * one.seconds, one.seconds - behind) if software.data_overlap else one.seconds
-            yield replace(one, exposed=bare)
+            cost = self.make(name, operation, size, group, 1, None, pieces=pieces)
+            exposed = max(NEVER_HIDDEN * cost.seconds, cost.seconds - behind) if software.data_overlap else cost.seconds
+            yield replace(cost, exposed=exposed)
 
     def own_step(self) -> Iterator[CommCost]:
         """The same of our own trainer."""
-        for one in once_a_step(self.arch, self.settings, self.costs, self.window):
-            made = self.make(one.name, one.operation, one.bytes, one.group, 1, one.exposed, axis=one.axis)
-            yield replace(made, seconds=one.seconds)
+        for transfer in once_a_step(self.arch, self.settings, self.costs, self.window):
+            cost = self.make(
+                transfer.name,
+                transfer.operation,
+                transfer.bytes,
+                transfer.group,
+                1,
+                transfer.exposed,
+                axis=transfer.axis,
+            )
+            yield replace(cost, seconds=transfer.seconds)

@@ -77,5 +77,5 @@ def fitted_parameters(without: str | None = None) -> Efficiencies:
 
     A program that none of the runs is of was seen by neither.
     """
-    found = _fitted()
-    return Efficiencies(**found.get(without or "all", found["all"]))
+    fits = _fitted()
+    return Efficiencies(**fits.get(without or "all", fits["all"]))

@@ -49,6 +49,6 @@ class Estimate:
 def estimate(arch: Architecture, settings: Settings, costs: CostModel) -> Estimate:
     """Time and memory of one way to run; stages that are left to the software are cut."""
     settings = cut_stages(arch, settings, costs)
-    made = step(arch, settings, costs)
-    needed = memory(arch, settings, costs.cluster, made.in_flight)
-    return Estimate(arch, settings, made, needed, costs.rates.peak(settings.precision))
+    step_time = step(arch, settings, costs)
+    peak = memory(arch, settings, costs.cluster, step_time.in_flight)
+    return Estimate(arch, settings, step_time, peak, costs.rates.peak(settings.precision))

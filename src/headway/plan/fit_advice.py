@@ -21,22 +21,22 @@ def smallest_change(task: TrainingTask, cluster: Cluster, choices: SearchSpace) 
     """
     if choices.max_tensor is None:
         choices = replace(choices, max_tensor=cluster.devices)
-    least = _least(task, cluster, choices)
+    smallest = _smallest_peak(task, cluster, choices)
     need = (
         "nothing that may vary can run"
-        if least is None
-        else f"needs {_gb(least.total)} of {_gb(least.capacity)} a device"
+        if smallest is None
+        else f"needs {_gb(smallest.total)} of {_gb(smallest.capacity)} a device"
     )
-    if least is not None and least.fits:
+    if smallest is not None and smallest.fits:
         return f"it fits: {need}"
-    found: list[str] = []
-    for name, changed, more in _remedies(task, choices):
-        left = _least(changed, cluster, more)
-        if left is not None and left.fits and len(found) < 2:
-            found.append(f"{name} ({_gb(left.total)})")
-    if len(found) < 2:
-        found += _more_nodes(task, cluster, choices)
-    return f"{need}; it fits {', or '.join(found)}" if found else f"{need}; {_all_at_once(task, cluster, choices)}"
+    fixes: list[str] = []
+    for name, changed, space in _remedies(task, choices):
+        peak = _smallest_peak(changed, cluster, space)
+        if peak is not None and peak.fits and len(fixes) < 2:
+            fixes.append(f"{name} ({_gb(peak.total)})")
+    if len(fixes) < 2:
+        fixes += _more_nodes(task, cluster, choices)
+    return f"{need}; it fits {', or '.join(fixes)}" if fixes else f"{need}; {_combined(task, cluster, choices)}"
 
 
 def _remedies(task: TrainingTask, choices: SearchSpace) -> Iterator[tuple[str, TrainingTask, SearchSpace]]:
@@ -60,8 +60,8 @@ def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> l
         larger, mesh = replace(cluster, nodes=nodes), choices.mesh
         if mesh is not None:
             mesh = replace(mesh, shard=mesh.shard * nodes // cluster.nodes)
-        left = _least(task, larger, replace(choices, mesh=mesh))
-        return left if left is not None and left.fits else None
+        peak = _smallest_peak(task, larger, replace(choices, mesh=mesh))
+        return peak if peak is not None and peak.fits else None
 
     low, high = cluster.nodes, 2 * cluster.nodes
     while fits(high) is None:
@@ -69,32 +69,32 @@ def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> l
         if high > 2**8 * cluster.nodes:
             return []
     # many counts cannot share the batch, so that halving the range could miss the smallest that can
-    between = [*range(low + 1, high, max(1, (high - low) // MOST_PROBES)), high]
-    nodes, left = next((nodes, left) for nodes in between if (left := fits(nodes)) is not None)
+    counts = [*range(low + 1, high, max(1, (high - low) // MOST_PROBES)), high]
+    nodes, peak = next((nodes, peak) for nodes in counts if (peak := fits(nodes)) is not None)
     unit = "nodes" if cluster.per_node > 1 else "devices"
-    return [f"on {nodes} {unit} instead of {cluster.nodes} ({_gb(left.total)})"]
+    return [f"on {nodes} {unit} instead of {cluster.nodes} ({_gb(peak.total)})"]
 
 
-def _all_at_once(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> str:
+def _combined(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> str:
     """Where no single change is enough: whether all of them are, on the same sequences."""
     names: list[str] = []
-    while rest := [remedy for remedy in _remedies(task, choices) if remedy[1].seq == task.seq]:
-        name, task, choices = rest[0]
+    while remaining := [remedy for remedy in _remedies(task, choices) if remedy[1].seq == task.seq]:
+        name, task, choices = remaining[0]
         names.append(name.removeprefix("with "))
-    least = _least(task, cluster, choices)
-    if not names or least is None:
+    smallest = _smallest_peak(task, cluster, choices)
+    if not names or smallest is None:
         return "no single change makes it fit"
-    verdict = "it fits" if least.fits else "it still does not fit"
-    return f"no single change makes it fit; with {' and '.join(names)} it needs {_gb(least.total)}: {verdict}"
+    verdict = "it fits" if smallest.fits else "it still does not fit"
+    return f"no single change makes it fit; with {' and '.join(names)} it needs {_gb(smallest.total)}: {verdict}"
 
 
-def _least(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> PeakMemory | None:
+def _smallest_peak(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> PeakMemory | None:
     """The least memory that any way to run needs; None where nothing is valid."""
     saving = tuple(kind for kind in ("full", "selective", "none") if kind in choices.recompute)[:1] or choices.recompute
     choices = replace(choices, recompute=saving, schedules=("1f1b",))
-    ways = candidates(task, cluster, choices, context=choices.context is not False)
-    needs = (memory(task.architecture, way, cluster, held_microbatches(way)) for way in ways)
-    return min(needs, key=lambda need: need.total, default=None)
+    settings = candidates(task, cluster, choices, context=choices.context is not False)
+    peaks = (memory(task.architecture, candidate, cluster, held_microbatches(candidate)) for candidate in settings)
+    return min(peaks, key=lambda peak: peak.total, default=None)
 
 
 def _gb(size: float) -> str:

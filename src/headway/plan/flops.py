@@ -108,8 +108,8 @@ def flops_per_token_full_attention(arch: Architecture, seq: int) -> int:
 
 
 def _attention_products(arch: Architecture, seq: int) -> int:
-    whole = arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * seq
-    return whole if not arch.windowed_layers else round(whole * seen_share(arch, seq))
+    total = arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * seq
+    return total if not arch.windowed_layers else round(total * seen_share(arch, seq))
 
 
 def seen_share(arch: Architecture, seq: int) -> float:

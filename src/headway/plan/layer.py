@@ -136,22 +136,26 @@ def layer(arch: Architecture, experts: bool, settings: Settings, costs: CostMode
     forward, inputs, weights = _layer_phases(costs.rates, arch, experts, shape, settings.software)
     if settings.frozen:
         weights = Work()
-    fast = speed(costs, settings.precision, forward + inputs + weights, settings.software.scaling)
-    one, two, three = fast.seconds(forward), fast.seconds(inputs), fast.seconds(weights)
-    ahead, behind, repeated = _exchanges(arch, experts, settings, costs, (one, two, three))
-    again = fast.seconds(_recomputed(forward, settings)) + repeated
+    sustained = speed(costs, settings.precision, forward + inputs + weights, settings.software.scaling)
+    forward_s, input_s, weight_s = sustained.seconds(forward), sustained.seconds(inputs), sustained.seconds(weights)
+    comm_forward, comm_backward, comm_again = _communication(
+        arch, experts, settings, costs, (forward_s, input_s, weight_s)
+    )
+    recompute_s = sustained.seconds(_recomputed(forward, settings)) + comm_again
     host_forward, host_backward = _host(experts, settings, costs)
-    return LayerTime(one, two, three, again, ahead, behind, host_forward, host_backward)
+    return LayerTime(
+        forward_s, input_s, weight_s, recompute_s, comm_forward, comm_backward, host_forward, host_backward
+    )
 
 
 def layer_mix(arch: Architecture, settings: Settings, costs: CostModel) -> list[tuple[bool, float, LayerTime]]:
     """Every kind of layer with how many there are: with experts or not, computed again or not."""
-    again = recomputed_share(arch.layers, settings)
-    found = []
-    for share, way in ((again, settings), (1 - again, settings.but(recompute="none"))):
+    recomputed = recomputed_share(arch.layers, settings)
+    mix = []
+    for share, variant in ((recomputed, settings), (1 - recomputed, settings.but(recompute="none"))):
         if share > 0:
-            found += [(kind, share * count, layer(arch, kind, way, costs)) for kind, count in layer_kinds(arch)]
-    return found
+            mix += [(kind, share * count, layer(arch, kind, variant, costs)) for kind, count in layer_kinds(arch)]
+    return mix
 
 
 def _recomputed(forward: Work, settings: Settings) -> Work:
@@ -173,41 +177,41 @@ def _host(experts: bool, settings: Settings, costs: CostModel) -> tuple[float, f
     forward, backward = costs.rates.host(software) or (costs.parameters.host_s, BACKWARD_HOST * costs.parameters.host_s)
     if costs.rates.host(software) is None and software.fusion == "compiled":
         forward, backward = 0.6 * forward, 0.6 * backward
-    more = (TENSOR_HOST if settings.mesh.tensor > 1 else 1.0) * (EXPERTS_HOST if experts else 1.0)
+    factor = (TENSOR_HOST if settings.mesh.tensor > 1 else 1.0) * (EXPERTS_HOST if experts else 1.0)
     hooked = settings.recompute == "selective" and software.keeps_products
     if settings.recompute == "full" or hooked:
         # Saving and restoring what recomputation needs costs the host about as much as the pass itself where it hooks
         # into autograd.
         backward += forward * software.recompute_host
         forward *= 0.5 + 0.5 * software.recompute_host
-    return forward * more, backward * more
+    return forward * factor, backward * factor
 
 
-def _exchanges(
+def _communication(
     arch: Architecture, experts: bool, settings: Settings, costs: CostModel, times: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Exposed seconds of what a layer's devices exchange: forward, backward, and once more where the layer is computed
     again."""
     mesh = settings.mesh
-    ahead = behind = again = 0.0
+    forward = backward = again = 0.0
     if mesh.tensor > 1:
-        ahead, behind, again = _tensor(arch, experts, settings, costs, times[2])
-    others = 0.0
+        forward, backward, again = _tensor(arch, experts, settings, costs, times[2])
+    forward_other = 0.0
     if mesh.context > 1:
-        one, two = _ring(arch, settings, costs)
+        forward_s, backward_s = _ring(arch, settings, costs)
         # keys and values of the next block travel while attention works on this one; the first hop has nothing to
         # hide behind
-        bare = 0.0 if costs.ideal else 1 / mesh.context
-        others += max(one * bare, one - 0.5 * times[0])
-        behind += max(two * bare, two - 0.5 * times[1])
+        unhidden = 0.0 if costs.ideal else 1 / mesh.context
+        forward_other += max(forward_s * unhidden, forward_s - 0.5 * times[0])
+        backward += max(backward_s * unhidden, backward_s - 0.5 * times[1])
     if experts and mesh.expert > 1:
-        one, two = _to_experts(arch, settings, costs)
-        others, behind = others + one, behind + two
-    return ahead + others, behind, again + (others if settings.recompute == "full" else 0.0)
+        forward_s, backward_s = _expert_all_to_all(arch, settings, costs)
+        forward_other, backward = forward_other + forward_s, backward + backward_s
+    return forward + forward_other, backward, again + (forward_other if settings.recompute == "full" else 0.0)
 
 
 def _tensor(
-    arch: Architecture, experts: bool, settings: Settings, costs: CostModel, weights: float
+    arch: Architecture, experts: bool, settings: Settings, costs: CostModel, weight_grad_s: float
 ) -> tuple[float, float, float]:
     """Two pairs of gather and scatter a pass, or two all-reduces; experts are not split, so that one pair remains.
 
@@ -231,17 +235,17 @@ def _tensor(
     if software.sequence_parallel:
         gather = pairs * collective_seconds(costs.network, "all_gather", leaving, group)
         scatter = pairs * collective_seconds(costs.network, "reduce_scatter", leaving, group)
-        ahead, must, may = gather + scatter, gather, scatter + 0.5 * gather
+        forward, exposed, hideable = gather + scatter, gather, scatter + 0.5 * gather
     else:
-        ahead = may = pairs * collective_seconds(costs.network, "all_reduce", leaving, group)
-        must = 0.0
-    again = ahead if settings.recompute == "full" else 0.0
+        forward = hideable = pairs * collective_seconds(costs.network, "all_reduce", leaving, group)
+        exposed = 0.0
+    again = forward if settings.recompute == "full" else 0.0
     if software.tensor_overlap:
-        left = 1 - HIDDEN_TENSOR
-        return ahead * left, (must + may) * left, again * left
+        remaining = 1 - HIDDEN_TENSOR
+        return forward * remaining, (exposed + hideable) * remaining, again * remaining
     if software.weight_overlap:
-        may = max(NEVER_HIDDEN * may, may - costs.parameters.hidden * weights)
-    return ahead, must + may, again
+        hideable = max(NEVER_HIDDEN * hideable, hideable - costs.parameters.hidden * weight_grad_s)
+    return forward, exposed + hideable, again
 
 
 def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
@@ -254,14 +258,14 @@ def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[flo
     return once, 2 * once
 
 
-def _to_experts(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
+def _expert_all_to_all(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """Tokens to their experts and back, each way; backward the same for their gradients."""
     assert arch.experts is not None, "a layer with experts belongs to a model with experts"
     mesh = settings.mesh
     routed = settings.shape.tokens / mesh.tensor * arch.experts.top_k * arch.dim * settings.imbalance
     group = DeviceGroup(mesh.expert)
-    low = 1 if settings.precision in LOW else settings.shape.width
-    sent = collective_seconds(costs.network, "all_to_all", routed * low, group)
-    back = collective_seconds(costs.network, "all_to_all", routed * settings.shape.width, group)
-    left = 0.0 if costs.ideal else 1 - settings.software.expert_overlap
-    return (sent + back) * left, 2 * back * left
+    dispatch_width = 1 if settings.precision in LOW else settings.shape.width
+    dispatch = collective_seconds(costs.network, "all_to_all", routed * dispatch_width, group)
+    combine = collective_seconds(costs.network, "all_to_all", routed * settings.shape.width, group)
+    remaining = 0.0 if costs.ideal else 1 - settings.software.expert_overlap
+    return (dispatch + combine) * remaining, 2 * combine * remaining

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.flops import layer_parameters, routed_parameters
-from headway.plan.pipeline import in_flight as held_forwards
+from headway.plan.pipeline import in_flight as in_flight_forwards
 from headway.plan.rank_share import block_parameters, is_exact, rest_parameters, worker_blocks
 from headway.plan.settings import LOW, MicrobatchShape, Settings
 from headway.plan.stages import blocks_of_ranks
@@ -135,9 +135,9 @@ def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> t
         return 0.0, float(blocks + rest_parameters(arch, settings, rank))
     routed = dense = 0.0
     for experts, count in layer_kinds(arch):
-        own = routed_parameters(arch) if experts else 0
-        routed += count / mesh.pipeline * own / mesh.expert
-        dense += count / mesh.pipeline * (layer_parameters(arch, experts) - own) / mesh.tensor
+        expert_count = routed_parameters(arch) if experts else 0
+        routed += count / mesh.pipeline * expert_count / mesh.expert
+        dense += count / mesh.pipeline * (layer_parameters(arch, experts) - expert_count) / mesh.tensor
     tables = arch.vocab * arch.dim / mesh.tensor
     if mesh.pipeline == 1:
         dense += tables * (1 if arch.tied else 2)
@@ -152,17 +152,17 @@ def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: 
     between more blocks, any."""
     ranks = settings.mesh.pipeline
     if ranks == 1:
-        return _stage(arch, settings, cluster, _Place(0, arch.layers, 1.0, last=True))
+        return _stage(arch, settings, cluster, _Rank(0, arch.layers, 1.0, last=True))
     if settings.software.own:
-        places = _places(arch, settings)
+        candidates = _candidate_ranks(arch, settings)
     else:
-        each = arch.layers / ranks
-        places = [_Place(0, each, max(1.0, in_flight), last=False), _Place(0, each, 1.0, last=True)]
-    return max((_stage(arch, settings, cluster, place) for place in places), key=lambda stage: stage.total)
+        layers = arch.layers / ranks
+        candidates = [_Rank(0, layers, max(1.0, in_flight), last=False), _Rank(0, layers, 1.0, last=True)]
+    return max((_stage(arch, settings, cluster, candidate) for candidate in candidates), key=lambda stage: stage.total)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Rank:
     """A rank of a pipeline."""
 
     rank: int
@@ -172,39 +172,39 @@ class _Place:
     last: bool
 
 
-def _places(arch: Architecture, settings: Settings) -> list[_Place]:
+def _candidate_ranks(arch: Architecture, settings: Settings) -> list[_Rank]:
     """Ranks that may need most: the first, the last, and of those between with as many blocks the first."""
     ranks, blocks = settings.mesh.pipeline, blocks_of_ranks(arch.layers, settings)
-    held = held_forwards(settings.schedule, ranks, settings.chunks, settings.microbatches)
+    in_flight = in_flight_forwards(settings.schedule, ranks, settings.chunks, settings.microbatches)
     chosen = {0, ranks - 1, *({blocks[rank]: rank for rank in range(ranks - 2, 0, -1)}.values())}
     return [
-        _Place(rank, blocks[rank], max(1.0, held[rank] / settings.chunks), last=rank == ranks - 1)
+        _Rank(rank, blocks[rank], max(1.0, in_flight[rank] / settings.chunks), last=rank == ranks - 1)
         for rank in sorted(chosen)
     ]
 
 
-def _stage(arch: Architecture, settings: Settings, cluster: Cluster, place: _Place) -> PeakMemory:
+def _stage(arch: Architecture, settings: Settings, cluster: Cluster, rank: _Rank) -> PeakMemory:
     mesh, software, shape = settings.mesh, settings.software, settings.shape
-    weights, gradients, states = _states(arch, settings, place.rank)
+    weights, gradients, states = _states(arch, settings, rank.rank)
     layers = [(n, *activation_bytes(arch, experts, shape, settings)) for experts, n in layer_kinds(arch)]
-    again = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / place.layers)
-    each = sum(n * (again * policy + (1 - again) * whole) for n, whole, policy in layers) / arch.layers
-    kept = each * place.layers * place.held * (1 - settings.offloaded)
-    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" and again else 0.0
-    gathered = _gathered(arch, settings, place.rank)
+    recomputed = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / rank.layers)
+    per_layer = sum(n * (recomputed * policy + (1 - recomputed) * whole) for n, whole, policy in layers) / arch.layers
+    kept = per_layer * rank.layers * rank.held * (1 - settings.offloaded)
+    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" and recomputed else 0.0
+    gathered = _gathered(arch, settings, rank.rank)
     accumulated = gradients if settings.microbatches > 1 or software.gradient_buffers else 0.0
     stream = shape.tokens * arch.dim * software.stream_bytes / mesh.tensor * (shape.width / 2)
 
     # the end of a forward pass, against the end of the backward pass
-    logits = _logits(arch, settings) if place.last else 0.0
+    logits = _logits(arch, settings) if rank.last else 0.0
     forward = (accumulated, kept + stream, gathered, logits)
-    waiting = kept if mesh.pipeline > 1 and (place.held > 1 or not place.last) else 0.0
+    waiting = kept if mesh.pipeline > 1 and (rank.held > 1 or not rank.last) else 0.0
     backward = (gradients, waiting + working, 0.0 if software.casts_weights else gathered, 0.0)
     parts = max(forward, backward, key=sum)
-    made = weights + states + sum(parts)
+    allocated = weights + states + sum(parts)
     return PeakMemory(
         weights=weights, optimizer=states, gradients=parts[0], activations=parts[1], gathered=parts[2], logits=parts[3],
-        overhead=_overhead(settings, cluster, made), capacity=cluster.chip.memory_bytes, rank=place.rank,
+        overhead=_overhead(settings, cluster, allocated), capacity=cluster.chip.memory_bytes, rank=rank.rank,
     )  # fmt: skip
 
 
@@ -219,8 +219,8 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
     if settings.frozen:
         return held * 2, 0.0, 0.0
     outside = outside_parameters(arch, settings, rank)
-    kept, trained = kept_of_each(settings, count, outside)
-    states = (sharded if settings.zero >= 1 else count) * kept
+    state_bytes, trained = kept_of_each(settings, count, outside)
+    states = (sharded if settings.zero >= 1 else count) * state_bytes
     gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
     if software.updates_early:
         gradients = (outside + (count - outside) / arch.layers) * software.gradient_bytes
@@ -260,12 +260,12 @@ def gradients_wait(settings: Settings) -> bool:
     return settings.zero >= 2 and (settings.mesh.pipeline > 1 or several)
 
 
-def _overhead(settings: Settings, cluster: Cluster, made: float) -> float:
+def _overhead(settings: Settings, cluster: Cluster, allocated: float) -> float:
     if cluster.chip.name == "cpu":
         return 0.5 * 2**30
     mesh = settings.mesh
     groups = sum(size > 1 for size in (mesh.tensor, mesh.pipeline, mesh.context, mesh.data, mesh.expert))
-    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + FRAGMENTATION * made
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + FRAGMENTATION * allocated
 
 
 def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
@@ -300,9 +300,9 @@ def _logits(arch: Architecture, settings: Settings) -> float:
     elements = tokens * arch.vocab / settings.mesh.tensor
     if settings.software.loss == "chunked":
         # while one chunk's logits are made, the chunk before is still alive
-        held = 11 * elements if elements <= CHUNK_ELEMENTS else 16 * CHUNK_ELEMENTS
+        alive = 11 * elements if elements <= CHUNK_ELEMENTS else 16 * CHUNK_ELEMENTS
         # the head's gradient in float32 and the stream's; a tensor axis gathers the stream for it
         streams = 2 * tokens * arch.dim * (settings.shape.width / 2)
         streams += settings.stream_width * tokens * arch.dim if settings.mesh.tensor > 1 else 0.0
-        return held + 4 * arch.vocab * arch.dim / settings.mesh.tensor + streams
+        return alive + 4 * arch.vocab * arch.dim / settings.mesh.tensor + streams
     return elements * LOGITS_BYTES[settings.software.loss]

@@ -142,12 +142,14 @@ def cache_of(model: Model, length: int) -> KvCacheBytes:
     numbers = 2 * arch.kv_heads * arch.head_dim
     if arch.latent is not None:  # one narrow vector for all heads, and the part that carries the position
         numbers = arch.latent.kv_rank + arch.latent.rope_dim
-    each = numbers * CACHE_BYTES
-    kept = sum(min(length, model.window_of(layer) or length) for layer in range(model.layers))
-    return KvCacheBytes(each * model.layers, length, each * model.layers * length, each * kept)
+    layer_bytes = numbers * CACHE_BYTES
+    cached_tokens = sum(min(length, model.window_of(layer) or length) for layer in range(model.layers))
+    return KvCacheBytes(
+        layer_bytes * model.layers, length, layer_bytes * model.layers * length, layer_bytes * cached_tokens
+    )
 
 
 def windows_of(model: Model) -> dict[int, int]:
     """How many layers look through which window; those that see all tokens are not among them."""
-    found = [window for layer in range(model.layers) if (window := model.window_of(layer)) is not None]
-    return {window: found.count(window) for window in sorted(set(found))}
+    windows = [window for layer in range(model.layers) if (window := model.window_of(layer)) is not None]
+    return {window: windows.count(window) for window in sorted(set(windows))}

@@ -66,16 +66,16 @@ def product(name: str, phase: Phase, m: float, n: float, k: float, count: float,
 @lru_cache(maxsize=65536)
 def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchShape, software: Software) -> Part:
     """One layer, forward and backward."""
-    found: list[Operation] = []
+    operations: list[Operation] = []
     for matrix in layer_matrices(arch, with_experts):
-        found += _products(matrix, shape)
+        operations += _products(matrix, shape)
         if shape.precision in LOW:
-            found += _quantize(matrix, shape, software)
+            operations += _quantize(matrix, shape, software)
         if software.casts_weights:
-            found += _cast(matrix, shape)
-    found += _attention(arch, shape, software)
-    found += _elementwise(arch, with_experts, shape, software)
-    return tuple(_widened(found, shape))
+            operations += _cast(matrix, shape)
+    operations += _attention(arch, shape, software)
+    operations += _elementwise(arch, with_experts, shape, software)
+    return tuple(_widened(operations, shape))
 
 
 def _widened(operations: Sequence[Operation], shape: MicrobatchShape) -> Iterator[Operation]:
@@ -147,8 +147,8 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
     tokens = shape.seq / shape.context
     for phase, times in _PASSES:
         for name, width in (("scores", arch.head_dim), ("mix", arch.value_dim)):
-            made = product(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.other)
-            yield replace(made, flops=times * made.flops, bytes=times * made.bytes, count=times * batch)
+            gemm = product(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.other)
+            yield replace(gemm, flops=times * gemm.flops, bytes=times * gemm.bytes, count=times * batch)
         # softmax reads and writes the scores; dropout reads, writes and keeps a mask
         passes = (2 + 2.5 * software.dropout) if phase == "forward" else (3 + 2.5 * software.dropout)
         yield Operation("attention.softmax", "memory", phase, bytes=BF16 * pairs * passes, kernels=2)

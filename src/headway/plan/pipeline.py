@@ -262,7 +262,7 @@ def _interleaved(stages: Sequence[StageTime], ranks: int, microbatches: int, tra
 def _run(free: list[float], inputs: list[float], transfer_s: float, times: list[float]) -> list[float]:
     """When one operation a rank ends, given when the rank is free and when its input was sent."""
     rows = zip(free, inputs, times, strict=True)
-    return [(ready if ready > (here := sent + transfer_s) else here) + time for ready, sent, time in rows]
+    return [(ready if ready > (arrival := sent + transfer_s) else arrival) + time for ready, sent, time in rows]
 
 
 def _rounds(step: Round, state: State, rounds: range, steady: range, period: int = 1) -> State:

@@ -119,10 +119,10 @@ def plan(
     cluster = capped(cluster, recipe)
     costs = make_cost_model(cluster, fidelity, parameters, ceilings)
     task = make_task(recipe, cluster, arch, imbalance)
-    wanted = fixed(recipe, cluster, choices or SearchSpace())
-    found = search(task, costs, wanted, rank=rank, keep=keep)
-    if not found.plans:
-        raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, wanted))
+    space = fixed(recipe, cluster, choices or SearchSpace())
+    result = search(task, costs, space, rank=rank, keep=keep)
+    if not result.plans:
+        raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, space))
     return Plan(
         name=recipe.name,
         architecture=task.architecture,
@@ -130,17 +130,17 @@ def plan(
         fidelity=fidelity,
         seq=task.seq,
         batch=task.batch,
-        found=found,
-        run=_run(recipe, cluster, found.plans[0].estimate, price),
+        found=result,
+        run=_run(recipe, cluster, result.plans[0].estimate, price),
     )
 
 
 def capped(cluster: Cluster, recipe: Recipe) -> Cluster:
     """The cluster with as much memory a device as the recipe lets a worker use."""
-    most = recipe.train.memory_gb
-    if most is None or most * GIB >= cluster.chip.memory_bytes:
+    limit_gb = recipe.train.memory_gb
+    if limit_gb is None or limit_gb * GIB >= cluster.chip.memory_bytes:
         return cluster
-    return replace(cluster, chip=replace(cluster.chip, memory_bytes=int(most * GIB)))
+    return replace(cluster, chip=replace(cluster.chip, memory_bytes=int(limit_gb * GIB)))
 
 
 def fixed(recipe: Recipe, cluster: Cluster, choices: SearchSpace) -> SearchSpace:
@@ -153,10 +153,10 @@ def fixed(recipe: Recipe, cluster: Cluster, choices: SearchSpace) -> SearchSpace
     open_blocks = train.recompute_blocks is None and (train.recompute is None or train.memory_gb is not None)
     room = ROOM if train.memory_gb is None else 0.0
     choices = replace(choices, blocks=train.recompute_blocks, least_blocks=open_blocks, room=room)
-    keep = None if parallel is None else parallel.keep_weights
-    choices = replace(choices, keeps_weights=(False, True) if keep is None else (keep,))
-    each = None if parallel is None else parallel.reduce_each
-    choices = replace(choices, reduces_each=(False, True) if each is None else (each,))
+    keep_weights = None if parallel is None else parallel.keep_weights
+    choices = replace(choices, keeps_weights=(False, True) if keep_weights is None else (keep_weights,))
+    reduce_each = None if parallel is None else parallel.reduce_each
+    choices = replace(choices, reduces_each=(False, True) if reduce_each is None else (reduce_each,))
     if parallel is None or choices.mesh is not None:
         return choices
     interleaved = parallel.schedule == "interleaved"
@@ -175,20 +175,20 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
     if failures is None and cluster.chip.name != "cpu":
         failures = GPU_HOURS_BETWEEN_FAILURES
     software = best.settings.software
-    each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
+    bytes_each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
     if software.states is not None:
-        each = software.states.block_bytes + software.weight_bytes
-    held = parameters(best.architecture) * each / cluster.devices
-    save = stall_seconds(held, best.step.seconds, gpu=cluster.chip.name != "cpu")
-    made = goodput(
+        bytes_each = software.states.block_bytes + software.weight_bytes
+    state_bytes = parameters(best.architecture) * bytes_each / cluster.devices
+    stall_s = stall_seconds(state_bytes, best.step.seconds, gpu=cluster.chip.name != "cpu")
+    forecast = goodput(
         run_s=sequences / best.settings.batch * best.step.seconds,
         devices=cluster.devices,
         gpu_hours_between_failures=failures,
-        save_s=save,
+        save_s=stall_s,
         restart_s=RESTART_S,
         step_s=best.step.seconds,
-        write_s=save_seconds(held, cluster.per_node, cluster.nodes),
+        write_s=save_seconds(state_bytes, cluster.per_node, cluster.nodes),
     )
-    hours = made.wall_s / 3600 * cluster.devices
+    hours = forecast.wall_s / 3600 * cluster.devices
     per_hour = price if price is not None else cluster.price_per_gpu_hour
-    return RunForecast(steps, sequences * recipe.data.seq, made.wall_s, hours, per_hour, made)
+    return RunForecast(steps, sequences * recipe.data.seq, forecast.wall_s, hours, per_hour, forecast)

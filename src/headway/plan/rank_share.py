@@ -29,8 +29,8 @@ def block_parameters(arch: Architecture, tensor: int) -> int:
     inner = arch.hidden * (2 if arch.gated else 1)
     split += arch.dim * inner + arch.hidden * arch.dim + (inner if arch.mlp_bias else 0)
     keys = _keys(arch)
-    whole = _norms(arch) + _row_biases(arch)
-    return split // tensor + (keys if arch.kv_heads % tensor else keys // tensor) + whole
+    replicated = _norms(arch) + _row_biases(arch)
+    return split // tensor + (keys if arch.kv_heads % tensor else keys // tensor) + replicated
 
 
 def summed_parameters(arch: Architecture, tensor: int) -> int:

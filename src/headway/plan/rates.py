@@ -61,8 +61,8 @@ _OURS = "measured on an H200, hardware/measured/h200.json"
 
 
 def _by(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float]:
-    given = {"bf16": bf16, "fp16": bf16, "fp8": fp8, "mxfp8": fp8, "nvfp4": nvfp4}
-    return MappingProxyType({name: value for name, value in given.items() if value})
+    shares = {"bf16": bf16, "fp16": bf16, "fp8": fp8, "mxfp8": fp8, "nvfp4": nvfp4}
+    return MappingProxyType({name: value for name, value in shares.items() if value})
 
 
 FAMILIES: Mapping[str, ChipGeneration] = MappingProxyType(
@@ -179,15 +179,15 @@ class ModelRates(Rates):
 
     def product(self, operation: Operation) -> float:
         """The best tiling's waves, or the memory's time where that is longer."""
-        one = _tiled(
+        busy_flops = _tiled(
             self.chip.name, operation.precision, math.ceil(operation.m), math.ceil(operation.n), math.ceil(operation.k),
             round(operation.count * 16),
         )  # fmt: skip
         kernels = family(self.chip)
         if operation.name.startswith("attention.") and operation.count > 1:
-            one /= _BATCHED
+            busy_flops /= _BATCHED
         moved = operation.bytes / (self.chip.bandwidth_bytes_s * kernels.memory)
-        return max(one / self.peak(operation.precision), moved) + kernels.kernel_s
+        return max(busy_flops / self.peak(operation.precision), moved) + kernels.kernel_s
 
     def attention(self, operation: Operation, kernel: str) -> float:
         """The kernel's best share, less for short sequences."""
@@ -289,5 +289,5 @@ def power_share(chip: Chip, limit_w: float, product: float, attention: float, me
     total = product + attention + memory
     if total == 0:
         return 1.0
-    wanted = (product * demand + attention * min(demand, ATTENTION_DEMAND) + memory * MEMORY_DEMAND) / total
-    return min(1.0, math.sqrt(limit_w / (wanted * chip.power_w)))
+    drawn = (product * demand + attention * min(demand, ATTENTION_DEMAND) + memory * MEMORY_DEMAND) / total
+    return min(1.0, math.sqrt(limit_w / (drawn * chip.power_w)))

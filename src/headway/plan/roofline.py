@@ -129,12 +129,12 @@ class _Frame:
 
 def _frame(placed: Sequence[PlacedPoint], peak: float, bandwidth: float) -> _Frame:
     """Room for all points, the ridge, and a stretch of the roof on either side of it."""
-    drawn = [one for one in placed if one.drawable]
+    drawn = [placed_point for placed_point in placed if placed_point.drawable]
     ridge = peak / bandwidth
-    left = min([ridge / 10, *(one.intensity / 2 for one in drawn)])
-    right = max([ridge * 10, *(one.intensity * 2 for one in drawn)])
-    low = min([left * bandwidth, *(one.flops_s / 2 for one in drawn)])
-    high = max([peak * 1.5, *(one.flops_s * 1.2 for one in drawn)])
+    left = min([ridge / 10, *(placed_point.intensity / 2 for placed_point in drawn)])
+    right = max([ridge * 10, *(placed_point.intensity * 2 for placed_point in drawn)])
+    low = min([left * bandwidth, *(placed_point.flops_s / 2 for placed_point in drawn)])
+    high = max([peak * 1.5, *(placed_point.flops_s * 1.2 for placed_point in drawn)])
     return _Frame(left, right, low, high)
 
 
@@ -148,10 +148,10 @@ def _chart(placed: Sequence[PlacedPoint], peak: float, bandwidth: float, width: 
         row = min(ROWS - 1, round(height))
         # Three characters stand at three heights in their row, so that a gentle slope has no stairs.
         cells[row][column] = "'-."[min(2, int((height - row + 0.5) * 3))]
-    for letter, one in _lettered(placed):
+    for letter, placed_point in _lettered(placed):
         if letter != "-":
-            row = round(frame.down(one.flops_s) * (ROWS - 1))
-            _put(cells[row], round(frame.across(one.intensity) * (columns - 1)), letter)
+            row = round(frame.down(placed_point.flops_s) * (ROWS - 1))
+            _put(cells[row], round(frame.across(placed_point.intensity) * (columns - 1)), letter)
     marks = {round(frame.down(tick) * (ROWS - 1)): f"{tick / T:g}" for tick in _decades(frame.low, frame.high)}
     rows = [f"{marks.get(row, ''):>{MARGIN - 2}} |{''.join(line)}" for row, line in enumerate(cells)]
     return [f"{'TFLOP/s':>{MARGIN - 1}}", *rows, *_bottom(frame, columns)]
@@ -160,7 +160,7 @@ def _chart(placed: Sequence[PlacedPoint], peak: float, bandwidth: float, width: 
 def _lettered(placed: Sequence[PlacedPoint]) -> list[tuple[str, PlacedPoint]]:
     """A letter for each in the chart, a dash for one without a place there."""
     letters = iter("abcdefghijkl")
-    return [(next(letters) if one.drawable else "-", one) for one in placed]
+    return [(next(letters) if placed_point.drawable else "-", placed_point) for placed_point in placed]
 
 
 def _put(row: list[str], column: int, letter: str) -> None:
@@ -188,15 +188,23 @@ def _legend(placed: Sequence[PlacedPoint], width: int) -> list[str]:
     names = width - 3 - 47
     heads = "{:>10}{:>9}{:>9}{:>9}  {:<8}"
     lines = [f"   {'operation':<{names}}{heads.format(*HEADS)}"]
-    for letter, one in _lettered(placed):
-        lines.append(f"{letter}  {_cut(one.point.name, names):<{names}}{heads.format(*_figures(one))}")
+    for letter, placed_point in _lettered(placed):
+        lines.append(
+            f"{letter}  {_cut(placed_point.point.name, names):<{names}}{heads.format(*_figures(placed_point))}"
+        )
     return lines
 
 
-def _figures(one: PlacedPoint) -> tuple[str, ...]:
+def _figures(placed_point: PlacedPoint) -> tuple[str, ...]:
     """What stands under HEADS."""
-    intensity = "-" if one.intensity == math.inf else _short(one.intensity)
-    return intensity, _short(one.flops_s / T), _percent(one.of_roof), _percent(one.of_time), one.bound
+    intensity = "-" if placed_point.intensity == math.inf else _short(placed_point.intensity)
+    return (
+        intensity,
+        _short(placed_point.flops_s / T),
+        _percent(placed_point.of_roof),
+        _percent(placed_point.of_time),
+        placed_point.bound,
+    )
 
 
 def _short(number: float) -> str:
@@ -218,9 +226,13 @@ def _roof_line(peak: float, bandwidth: float) -> str:
 
 
 def _notes(placed: Sequence[PlacedPoint]) -> list[str]:
-    shown, rest = placed[:MOST], placed[MOST:]
-    notes = [f"and {len(rest)} smaller ones, {sum(one.of_time for one in rest):.1%} of the time"] if rest else []
-    if not all(one.drawable for one in shown):
+    shown, hidden = placed[:MOST], placed[MOST:]
+    notes = (
+        [f"and {len(hidden)} smaller ones, {sum(placed_point.of_time for placed_point in hidden):.1%} of the time"]
+        if hidden
+        else []
+    )
+    if not all(placed_point.drawable for placed_point in shown):
         notes.append("-: without FLOPs or bytes there is no place on the chart")
     return notes
 
@@ -238,14 +250,14 @@ def draw_roofline(
         raise UsageError("the matplotlib package is not installed", hint="pip install 'headway[plot]'") from error
     placed = place(points, peak_flops_s, bandwidth_bytes_s)
     shown = _lettered(placed[:MOST])
-    drawn = [(letter, one) for letter, one in shown if one.drawable]
+    drawn = [(letter, placed_point) for letter, placed_point in shown if placed_point.drawable]
     table = 0.19 * (len(shown) + 3)  # inches
     with rc_context({"svg.hashsalt": "headway", "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(8.5, 4.6 + table), dpi=150, layout="constrained")
         axes, below = figure.subplots(2, height_ratios=(4.6, table))
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
         _draw_roof(axes, _frame(placed[:MOST], peak_flops_s, bandwidth_bytes_s), peak_flops_s, bandwidth_bytes_s)
-        _draw_points(axes, [one for _, one in drawn])
+        _draw_points(axes, [placed_point for _, placed_point in drawn])
         _draw_table(below, shown, "; ".join(_notes(placed)))
         # Letters are placed by what they would cover, so the axes must stay where they are from here on.
         figure.draw_without_rendering()
@@ -275,17 +287,17 @@ def _draw_roof(axes: "Axes", frame: _Frame, peak: float, bandwidth: float) -> No
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _area(one: PlacedPoint) -> float:
+def _area(placed_point: PlacedPoint) -> float:
     """Of the marker, in square points; never so small that nobody sees it."""
-    return 20 + 900 * one.of_time
+    return 20 + 900 * placed_point.of_time
 
 
 def _draw_points(axes: "Axes", placed: Sequence[PlacedPoint]) -> None:
     for bound, colour in COLOURS.items():
-        group = [one for one in placed if one.bound == bound]
-        at = [one.intensity for one in group], [one.flops_s / T for one in group]
+        group = [placed_point for placed_point in placed if placed_point.bound == bound]
+        at = [placed_point.intensity for placed_point in group], [placed_point.flops_s / T for placed_point in group]
         look: dict[str, Any] = {"marker": MARKERS[bound], "facecolor": colour + "80", "edgecolor": colour}
-        axes.scatter(*at, s=[_area(one) for one in group], zorder=3, **look)
+        axes.scatter(*at, s=[_area(placed_point) for placed_point in group], zorder=3, **look)
         axes.scatter([], [], s=50, label=f"bound by {bound}", **look)
     axes.legend(loc="lower right", title="area: share of the time", title_fontsize=8, fontsize=8, edgecolor=GRID)
 
@@ -316,7 +328,10 @@ def _draw_table(axes: "Axes", shown: Sequence[tuple[str, PlacedPoint]], note: st
     axes.set_axis_off()
     axes.set(xlim=(0, 1), ylim=(len(shown) + 1.5, -0.5))
     rows: list[tuple[tuple[str, ...], str]] = [(("", "operation", *HEADS), FAINT)]
-    rows += [((letter, _cut(one.point.name, 50), *_figures(one)), COLOURS[one.bound]) for letter, one in shown]
+    rows += [
+        ((letter, _cut(placed_point.point.name, 50), *_figures(placed_point)), COLOURS[placed_point.bound])
+        for letter, placed_point in shown
+    ]
     rows += [(("", note), FAINT)]
     for height, (cells, colour) in enumerate(rows):
         for number, (x, text) in enumerate(zip(columns, cells, strict=False)):
@@ -330,8 +345,13 @@ def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, PlacedPoint]], taken:
     """Beside the points: each at the nearest place where it covers nothing, or else least."""
     if not drawn:
         return
-    spots = axes.transData.transform([(one.intensity, one.flops_s / T) for _, one in drawn]) / _pixels(axes)
-    marks = [(letter, x, y, math.sqrt(_area(one)) / 2) for (letter, one), (x, y) in zip(drawn, spots, strict=True)]
+    spots = axes.transData.transform(
+        [(placed_point.intensity, placed_point.flops_s / T) for _, placed_point in drawn]
+    ) / _pixels(axes)
+    marks = [
+        (letter, x, y, math.sqrt(_area(placed_point)) / 2)
+        for (letter, placed_point), (x, y) in zip(drawn, spots, strict=True)
+    ]
     taken = taken + [_around(x, y, 2 * radius, 2 * radius) for _, x, y, radius in marks]
     legend = axes.get_legend()
     taken += [_extent(legend)] if legend else []
@@ -371,8 +391,8 @@ def _free_place(
 ) -> tuple[float, float, float]:
     """From a marker's centre to that of its letters, and the gap between them."""
 
-    def covered(place: tuple[float, float, float]) -> float:
-        box = _around(x + place[0], y + place[1], width, height)
+    def covered(offset: tuple[float, float, float]) -> float:
+        box = _around(x + offset[0], y + offset[1], width, height)
         outside = width * height - _common(box, within)
         # Rounded, since the nearest of the places that cover nothing must win, and not the last bits.
         return round(sum(_common(box, other) for other in taken) + 10 * outside, 3)
@@ -391,10 +411,10 @@ def _around(x: float, y: float, width: float, height: float) -> Box:
     return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
-def _common(one: Box, other: Box) -> float:
+def _common(first: Box, second: Box) -> float:
     """The area that two boxes share."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     return max(0.0, width) * max(0.0, height)
 
 

@@ -57,17 +57,17 @@ def resized(cluster: Cluster, nodes: int) -> Cluster:
     shrinks, and levels that are then too large go.
     """
     usual = default_cluster(cluster.chip, cluster.per_node, cluster.nodes)
-    made = default_cluster(cluster.chip, cluster.per_node, nodes)
-    levels = made.levels
+    resized_cluster = default_cluster(cluster.chip, cluster.per_node, nodes)
+    levels = resized_cluster.levels
     if cluster.levels != usual.levels:
-        if made.devices > cluster.per_node and cluster.levels[-1].devices <= cluster.per_node:
+        if resized_cluster.devices > cluster.per_node and cluster.levels[-1].devices <= cluster.per_node:
             raise UsageError(
                 f"{cluster.name} has one node, and says nothing of links between nodes",
                 hint="add a [[level]] that joins nodes to the cluster file, or sweep from --on",
             )
-        below = tuple(level for level in cluster.levels[:-1] if level.devices < made.devices)
-        levels = (*below, replace(cluster.levels[-1], devices=made.devices))
-    name = made.name if cluster.name == usual.name else f"{cluster.name} with {nodes} nodes"
+        below = tuple(level for level in cluster.levels[:-1] if level.devices < resized_cluster.devices)
+        levels = (*below, replace(cluster.levels[-1], devices=resized_cluster.devices))
+    name = resized_cluster.name if cluster.name == usual.name else f"{cluster.name} with {nodes} nodes"
     return replace(cluster, name=name, nodes=nodes, levels=levels)
 
 
@@ -98,7 +98,7 @@ def _point(cluster: Cluster, make: Callable[[Cluster], Plan]) -> ScalingPoint:
 
 def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
     """Tokens a second and device over those of the first point that has a plan."""
-    first = next((one.plan for one in points if one.plan is not None), None)
+    first = next((candidate.plan for candidate in points if candidate.plan is not None), None)
     if first is None or point.plan is None:
         return None
     return point.plan.best.estimate.tokens_s_per_device / first.best.estimate.tokens_s_per_device

@@ -66,8 +66,8 @@ class SearchResult:
     @property
     def runnable(self) -> RankedPlan | None:
         """The best plan that this version's trainer runs."""
-        able = (plan for plan in self.plans if plan.runnable)
-        return min(able, key=lambda plan: plan.estimate.step.seconds, default=None)
+        runnable_plans = (plan for plan in self.plans if plan.runnable)
+        return min(runnable_plans, key=lambda plan: plan.estimate.step.seconds, default=None)
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def search(
     """
     choices = choices or SearchSpace()
     context = choices.context if choices.context is not None else task.seq >= LONG
-    found = _search(task, costs, choices, rank, keep, context)
+    result = _search(task, costs, choices, rank, keep, context)
     for wider in _wider(costs, choices, context):
-        if not found.plans:
-            found = _search(task, costs, wider, rank, keep, context=bool(wider.context))
-    if not found.tried:
+        if not result.plans:
+            result = _search(task, costs, wider, rank, keep, context=bool(wider.context))
+    if not result.tried:
         raise _nothing(task, costs, choices)
-    return found
+    return result
 
 
 def _wider(costs: CostModel, choices: SearchSpace, context: bool) -> Iterator[SearchSpace]:
@@ -131,10 +131,10 @@ def search_devices(
 
 def _best_or_why(task: TrainingTask, costs: CostModel, choices: SearchSpace | None, rank: Rank) -> RankedPlan | str:
     try:
-        found = search(task, costs, choices, rank, keep=1)
+        result = search(task, costs, choices, rank, keep=1)
     except UsageError as error:
         return error.message
-    return found.best or "does not fit"
+    return result.best or "does not fit"
 
 
 def _nothing(task: TrainingTask, costs: CostModel, choices: SearchSpace) -> UsageError:
@@ -157,25 +157,25 @@ def _search(
     bounds = _Bounds(task, costs)
     least = choices.least_blocks
     cut = map(bounds.cut, candidates(task, costs.cluster, choices, context))
-    ways = [(bounds.of(way.but(recompute="none") if least else way), way) for way in cut]
-    ways.sort(key=lambda pair: pair[0])
-    best, unfit, estimated = _estimate_best(task, costs, ways, rank, keep, choices)
+    ordered = [(bounds.of(settings.but(recompute="none") if least else settings), settings) for settings in cut]
+    ordered.sort(key=lambda pair: pair[0])
+    best, unfit, estimated = _estimate_best(task, costs, ordered, rank, keep, choices)
     if best and not RUNNABLE.allows(best[0].settings):
         # the best of a kind may hide another of the same kind that runs
-        able = [pair for pair in ways if RUNNABLE.allows(pair[1])]
-        more, _, again = _estimate_best(task, costs, able, rank, 1, choices)
-        best += [plan for plan in more if all(plan.settings != other.settings for other in best)]
-        estimated += again
+        runnable = [pair for pair in ordered if RUNNABLE.allows(pair[1])]
+        more_plans, _, more_estimated = _estimate_best(task, costs, runnable, rank, 1, choices)
+        best += [plan for plan in more_plans if all(plan.settings != other.settings for other in best)]
+        estimated += more_estimated
     plans = tuple(
         RankedPlan(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
     )  # fmt: skip
-    return SearchResult(plans, len(ways), unfit, estimated)
+    return SearchResult(plans, len(ordered), unfit, estimated)
 
 
 def _estimate_best(
     task: TrainingTask,
     costs: CostModel,
-    ways: Iterable[tuple[float, Settings]],
+    ordered: Iterable[tuple[float, Settings]],
     rank: Rank,
     keep: int,
     choices: SearchSpace,
@@ -184,46 +184,46 @@ def _estimate_best(
     best: dict[tuple[int, ...], Estimate] = {}
     last = float("inf")
     unfit = estimated = 0
-    for bound, way in ways:
+    for bound, settings in ordered:
         bound *= 1 - ROUNDING
         if bound > last:
             break
-        rival = best.get(_kind(way.mesh))
+        rival = best.get(_kind(settings.mesh))
         if rival is not None and bound > rival.step.seconds:
             continue
-        fit = fitting(task.architecture, way, costs.cluster, choices)
+        fit = fitting(task.architecture, settings, costs.cluster, choices)
         if fit is None:
             unfit += 1
             continue
         estimated += 1
-        made = estimate(task.architecture, fit, costs)
-        if rival is None or _order(made, rank) < _order(rival, rank):
-            best[_kind(way.mesh)] = made
+        plan = estimate(task.architecture, fit, costs)
+        if rival is None or _order(plan, rank) < _order(rival, rank):
+            best[_kind(settings.mesh)] = plan
             times = sorted(plan.step.seconds for plan in best.values())
             last = times[keep - 1] if len(times) >= keep else last
     return sorted(best.values(), key=lambda plan: _order(plan, rank))[:keep], unfit, estimated
 
 
-def fitting(arch: Architecture, way: Settings, cluster: Cluster, choices: SearchSpace) -> Settings | None:
+def fitting(arch: Architecture, settings: Settings, cluster: Cluster, choices: SearchSpace) -> Settings | None:
     """The way to run if it fits; where that is left open, with as few layers recomputed as do. None where it does
     not."""
 
     def fits(blocks: int | None, room: float = 0.0) -> bool:
-        trial = way.but(recompute_blocks=blocks)
+        trial = settings.but(recompute_blocks=blocks)
         need = memory(arch, trial, cluster, held_microbatches(trial))
         return need.total <= need.capacity * (1 - room)
 
-    if not choices.least_blocks or way.recompute == "none":
-        return way if fits(way.recompute_blocks) else None
+    if not choices.least_blocks or settings.recompute == "none":
+        return settings if fits(settings.recompute_blocks) else None
     if not fits(None):
         return None
     # that nothing is recomputed at all is a way of its own where it is among the choices
-    least, every = 1 if "none" in choices.recompute else 0, max(blocks_of_ranks(arch.layers, way))
-    most = every
-    while least < most:
-        middle = (least + most) // 2
-        least, most = (least, middle) if fits(middle, choices.room) else (middle + 1, most)
-    return way.but(recompute_blocks=None if least == every else least)
+    fewest, every = 1 if "none" in choices.recompute else 0, max(blocks_of_ranks(arch.layers, settings))
+    upper = every
+    while fewest < upper:
+        middle = (fewest + upper) // 2
+        fewest, upper = (fewest, middle) if fits(middle, choices.room) else (middle + 1, upper)
+    return settings.but(recompute_blocks=None if fewest == every else fewest)
 
 
 def _kind(mesh: Mesh) -> tuple[int, ...]:
@@ -237,10 +237,10 @@ def _price(plan: Estimate, rank: Rank) -> float:
 
 def _order(plan: Estimate, rank: Rank) -> tuple[object, ...]:
     """By price; where that is the same, by what is recomputed for nothing, by memory, and then in some fixed order."""
-    way = plan.settings
+    settings = plan.settings
     return (
-        _price(plan, rank), RECOMPUTED.index(way.recompute), plan.memory.total, _kind(way.mesh), way.mesh.replicate,
-        way.microbatch, way.zero, way.schedule, way.chunks, way.precision, way.software.moment_bytes,
+        _price(plan, rank), RECOMPUTED.index(settings.recompute), plan.memory.total, _kind(settings.mesh), settings.mesh.replicate,
+        settings.microbatch, settings.zero, settings.schedule, settings.chunks, settings.precision, settings.software.moment_bytes,
     )  # fmt: skip
 
 
@@ -257,84 +257,97 @@ class _Bounds:
         self._passes: dict[tuple[object, ...], float] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
-    def cut(self, way: Settings) -> Settings:
+    def cut(self, settings: Settings) -> Settings:
         """With the stages of its pipeline as the software cuts them."""
-        if way.mesh.pipeline == 1 or way.stages is not None or not way.software.own:
-            return way
-        key = (*_shape(way), way.mesh.pipeline, way.chunks)
+        if settings.mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
+            return settings
+        key = (*_shape(settings), settings.mesh.pipeline, settings.chunks)
         if key not in self._cuts:
-            self._cuts[key] = cut_stages(self._task.architecture, way, self._costs).stages
-        return way.but(stages=self._cuts[key])
+            self._cuts[key] = cut_stages(self._task.architecture, settings, self._costs).stages
+        return settings.but(stages=self._cuts[key])
 
-    def of(self, way: Settings) -> float:
+    def of(self, settings: Settings) -> float:
         """Of one way to run: its passes and the loop around them; gradients, weights and the optimizer come on top."""
-        way = self.cut(way)
-        shape = _shape(way)
-        key = (*shape, way.mesh.pipeline, way.microbatches, way.schedule, way.chunks, way.stages)
+        settings = self.cut(settings)
+        shape = _shape(settings)
+        key = (
+            *shape,
+            settings.mesh.pipeline,
+            settings.microbatches,
+            settings.schedule,
+            settings.chunks,
+            settings.stages,
+        )
         if key not in self._passes:
-            layers = (shape, way.stages if way.recompute_blocks is not None else None)
+            layers = (shape, settings.stages if settings.recompute_blocks is not None else None)
             if layers not in self._layers:
-                self._layers[layers] = self._layer(way)
-            end = (way.mesh.tensor, way.mesh.context, way.microbatch, way.precision, way.software.casts_weights)
-            if end not in self._ends:
-                self._ends[end] = self._end(way)
-            self._passes[key] = _passes_at_least(
-                self._task.architecture.layers, way, self._layers[layers], self._ends[end]
+                self._layers[layers] = self._layer(settings)
+            end = (
+                settings.mesh.tensor,
+                settings.mesh.context,
+                settings.microbatch,
+                settings.precision,
+                settings.software.casts_weights,
             )
-        return self._passes[key] + (self._costs.parameters.loop_s if way.software.waits else 0.0)
+            if end not in self._ends:
+                self._ends[end] = self._end(settings)
+            self._passes[key] = _passes_at_least(
+                self._task.architecture.layers, settings, self._layers[layers], self._ends[end]
+            )
+        return self._passes[key] + (self._costs.parameters.loop_s if settings.software.waits else 0.0)
 
-    def _layer(self, way: Settings) -> tuple[float, float, float]:
+    def _layer(self, settings: Settings) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of a layer, on average."""
         arch = self._task.architecture
-        kinds = [(one, count / arch.layers) for _, count, one in layer_mix(arch, way, self._costs)]
-        forward = sum(one.whole_forward * share for one, share in kinds)
-        backward = sum(one.backward * share for one, share in kinds)
-        weight = sum(one.weight_grad * share for one, share in kinds)
+        kinds = [(time, count / arch.layers) for _, count, time in layer_mix(arch, settings, self._costs)]
+        forward = sum(time.whole_forward * share for time, share in kinds)
+        backward = sum(time.backward * share for time, share in kinds)
+        weight = sum(time.weight_grad * share for time, share in kinds)
         return forward, backward - weight, weight
 
-    def _end(self, way: Settings) -> tuple[float, float, float, float]:
+    def _end(self, settings: Settings) -> tuple[float, float, float, float]:
         """Forward and backward of the embedding; of the last norm, head and loss."""
-        first, last = ends_of_the_model(self._task.architecture, way, self._costs)
+        first, last = ends_of_the_model(self._task.architecture, settings, self._costs)
         return *first, *last
 
 
-def _shape(way: Settings) -> tuple[object, ...]:
+def _shape(settings: Settings) -> tuple[object, ...]:
     """What a layer's time hangs on."""
-    mesh, casts = way.mesh, way.software.casts_weights
-    sizes = (mesh.tensor, mesh.context, mesh.expert, way.microbatch)
-    return *sizes, way.recompute, way.recompute_blocks, way.precision, casts
+    mesh, casts = settings.mesh, settings.software.casts_weights
+    sizes = (mesh.tensor, mesh.context, mesh.expert, settings.microbatch)
+    return *sizes, settings.recompute, settings.recompute_blocks, settings.precision, casts
 
 
-def lower_bound(task: TrainingTask, way: Settings, costs: CostModel) -> float:
+def lower_bound(task: TrainingTask, settings: Settings, costs: CostModel) -> float:
     """Seconds that a step takes at least."""
-    return _Bounds(task, costs).of(way)
+    return _Bounds(task, costs).of(settings)
 
 
 def _passes_at_least(
-    layers: int, way: Settings, each: tuple[float, float, float], ends: tuple[float, float, float, float]
+    layers: int, settings: Settings, layer: tuple[float, float, float], ends: tuple[float, float, float, float]
 ) -> float:
     """What all microbatches' passes take at least, in the schedule's order."""
-    ranks, count = way.mesh.pipeline, way.microbatches
+    ranks, count = settings.mesh.pipeline, settings.microbatches
     if ranks == 1:
-        return count * (layers * sum(each) + sum(ends))
-    counts = stage_counts(layers, way)
-    forward, inputs, weight = ([n * seconds for n in counts] for seconds in each)
+        return count * (layers * sum(layer) + sum(ends))
+    counts = stage_counts(layers, settings)
+    forward, inputs, weight = ([n * seconds for n in counts] for seconds in layer)
     forward[0], weight[0] = forward[0] + ends[0], weight[0] + ends[1]
     forward[-1], inputs[-1] = forward[-1] + ends[2], inputs[-1] + ends[3]
     total = [sum(parts) for parts in zip(forward, inputs, weight, strict=True)]
     busy = [count * sum(total[rank::ranks]) for rank in range(ranks)]
-    if way.schedule != "zero-bubble":
+    if settings.schedule != "zero-bubble":
         # a rank starts when those before it passed a microbatch on, and after its last backward pass they do theirs
         around = accumulate([0.0, *total[: ranks - 1]])
-        return max(own + other for own, other in zip(busy, around, strict=True))
+        return max(rank_busy + wait for rank_busy, wait in zip(busy, around, strict=True))
     # weight gradients that are put off may fill the end, but no more of them than a rank has kept back
     starts = accumulate([0.0, *forward[:-1]])
     around = accumulate([0.0, *(a + b for a, b in zip(forward[:-1], inputs[:-1], strict=True))])
-    least = 0.0
-    for rank, (start, other) in enumerate(zip(starts, around, strict=True)):
+    bound = 0.0
+    for rank, (start, wait) in enumerate(zip(starts, around, strict=True)):
         done = count * (forward[rank] + inputs[rank]) + max(0, count - 1 - rank) * weight[rank]
-        least = max(least, busy[rank] + start, done + other + weight[0])
-    return least
+        bound = max(bound, busy[rank] + start, done + wait + weight[0])
+    return bound
 
 
 # -- why a plan lost
@@ -358,20 +371,20 @@ def _against(plan: Estimate, best: Estimate, rank: Rank) -> str:
         return "fastest" if rank == "time" else "cheapest"
     worse = _price(plan, rank) / _price(best, rank) - 1
     if worse < 0.0005:
-        more = plan.memory.total - best.memory.total
-        return f"as fast, with {more / GIB:.1f} GB more memory" if more > 0.05 * GIB else "as fast"
+        extra = plan.memory.total - best.memory.total
+        return f"as fast, with {extra / GIB:.1f} GB more memory" if extra > 0.05 * GIB else "as fast"
     # another number of devices shares the work differently: compare device seconds
     scale = plan.settings.mesh.devices / best.settings.mesh.devices if rank == "cost" else 1.0
-    where, seconds = max(_losses(plan, best, scale), key=lambda loss: loss[1])
+    account, seconds = max(_losses(plan, best, scale), key=lambda loss: loss[1])
     word = "slower" if rank == "time" else "dearer"
-    return f"{_percent(worse)} {word}: {_seconds(seconds)} more {where} a step"
+    return f"{_percent(worse)} {word}: {_seconds(seconds)} more {account} a step"
 
 
 def _losses(plan: Estimate, best: Estimate, scale: float) -> list[tuple[str, float]]:
     """Seconds of a step more than the best one has, by where they go."""
-    mine, others = plan.step, best.step
-    accounts = {name: seconds - others.accounts[name] / scale for name, seconds in mine.accounts.items()}
-    exposed = {name: mine.exposed[name] - others.exposed[name] / scale for name in mine.exposed}
+    own, reference = plan.step, best.step
+    accounts = {name: seconds - reference.accounts[name] / scale for name, seconds in own.accounts.items()}
+    exposed = {name: own.exposed[name] - reference.exposed[name] / scale for name in own.exposed}
     parts = {**accounts, **exposed}
     return [(_NAMES.get(name, name), parts[name]) for name in parts if name != "exposed communication"]
 

@@ -77,23 +77,23 @@ class _Passes:
 
 def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
     """Seconds of one step and where they go."""
-    layers = [(one, count / arch.layers) for _, count, one in layer_mix(arch, settings, costs)]
+    layers = [(time, count / arch.layers) for _, count, time in layer_mix(arch, settings, costs)]
 
     def mean(get: Callable[[LayerTime], float]) -> float:
-        return sum(get(one) * share for one, share in layers)
+        return sum(get(time) * share for time, share in layers)
 
-    forward, backward = mean(lambda one: one.whole_forward), mean(lambda one: one.backward)
+    forward, backward = mean(lambda time: time.whole_forward), mean(lambda time: time.backward)
 
     # weights that are gathered for each layer and microbatch, and gradients that are scattered
-    travel = _sharded(arch, settings, costs)
-    slow_f, wait_f = _beside(forward, travel[0], settings, costs)
-    slow_b, wait_b = _beside(backward, travel[1], settings, costs)
-    wait_b += travel[2]
+    sharded = _sharded(arch, settings, costs)
+    slow_f, wait_f = _beside(forward, sharded[0], settings, costs)
+    slow_b, wait_b = _beside(backward, sharded[1], settings, costs)
+    wait_b += sharded[2]
 
     # all microbatches, in the schedule's order
     first, last = ends_of_the_model(arch, settings, costs)
     at_first, at_last = end_exchanges(arch, settings, costs)
-    weight_share = mean(lambda one: one.weight_grad) / backward if backward else 0.0
+    weight_share = mean(lambda time: time.weight_grad) / backward if backward else 0.0
     passes = _Passes(
         forward + slow_f + wait_f, backward + slow_b + wait_b, weight_share,
         (first[0] + at_first[0], first[1] + at_first[1]), (last[0] + at_last[0], last[1] + at_last[1]),
@@ -103,16 +103,16 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
     # once a step
     window = backward * arch.layers / settings.mesh.pipeline
     gradients = _gradients(arch, settings, costs, window)
-    rest = of_the_rest(arch, settings, costs)
+    end_weights = of_the_rest(arch, settings, costs)
     update = _update(arch, settings, costs)
-    whole = timeline.seconds
+    passes_s = timeline.seconds
     loop = settings.software.loop_s if settings.software.loop_s is not None else costs.parameters.loop_s
     loop = 0.0 if costs.ideal else loop
     if not settings.software.waits:
         # the host runs ahead: its loop shows only where the device waits for it anyway
         host_total = _host_total(arch, settings, layers) + loop
-        loop = max(0.0, host_total - whole - rest - gradients - update)
-    total = whole + rest + gradients + update + loop
+        loop = max(0.0, host_total - passes_s - end_weights - gradients - update)
+    total = passes_s + end_weights + gradients + update + loop
 
     # a device's share of the layers and ends, on average; what some stages have more is others' bubble
     per = arch.layers / settings.mesh.pipeline * settings.microbatches
@@ -120,19 +120,21 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
     busy = sum(timeline.busy) / len(timeline.busy)
     useful = useful_seconds(arch, settings, costs)
     exposed = {
-        "inside layers": per * mean(lambda one: one.exchange_forward + one.exchange_backward)
+        "inside layers": per * mean(lambda time: time.exchange_forward + time.exchange_backward)
         + sum(at_first + at_last) * settings.microbatches / settings.mesh.pipeline,
-        "weights and gradients of layers": per * (wait_f + wait_b) + rest,
+        "weights and gradients of layers": per * (wait_f + wait_b) + end_weights,
         "gradients of the step": gradients,
     }
     accounts = {
         "useful": useful,
-        "kernels below peak": per * mean(lambda one: one.forward + one.input_grad + one.weight_grad) + ends - useful,
-        "recomputation": per * mean(lambda one: one.again),
+        "kernels below peak": per * mean(lambda time: time.forward + time.input_grad + time.weight_grad)
+        + ends
+        - useful,
+        "recomputation": per * mean(lambda time: time.again),
         "exposed communication": sum(exposed.values()),
         "slowed by overlap": per * (slow_f + slow_b),
-        "pipeline bubble": whole - busy,
-        "host": per * mean(lambda one: one.waits_for_host) + loop,
+        "pipeline bubble": passes_s - busy,
+        "host": per * mean(lambda time: time.waits_for_host) + loop,
         "optimizer": update,
     }
     return Step(
@@ -140,7 +142,7 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
         accounts=accounts,
         exposed=exposed,
         in_flight=max(timeline.in_flight) / settings.chunks,
-        bubble_share=1 - max(timeline.busy) / whole if whole else 0.0,
+        bubble_share=1 - max(timeline.busy) / passes_s if passes_s else 0.0,
     )
 
 
@@ -151,7 +153,7 @@ def useful_seconds(arch: Architecture, settings: Settings, costs: CostModel) -> 
 
 
 def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[LayerTime, float]]) -> float:
-    each = sum((one.host_forward + one.host_backward) * share for one, share in layers)
+    each = sum((time.host_forward + time.host_backward) * share for time, share in layers)
     return each * arch.layers / settings.mesh.pipeline * settings.microbatches
 
 
@@ -161,14 +163,14 @@ Ends = tuple[tuple[float, float], tuple[float, float]]
 def ends_of_the_model(arch: Architecture, settings: Settings, costs: CostModel) -> Ends:
     """Forward and backward seconds of the embedding, and of the last norm, head and loss."""
     parts = head_operations(arch, settings.shape, settings.software)
-    made = []
+    times = []
     for part in parts:
         forward, inputs, weights = phases(costs.rates, part, settings.software.attention)
         if settings.frozen:
             weights = Work()
-        fast = speed(costs, settings.shape.other, forward + inputs + weights)
-        made.append((fast.seconds(forward), fast.seconds(inputs + weights)))
-    return made[0], made[1]
+        sustained = speed(costs, settings.shape.other, forward + inputs + weights)
+        times.append((sustained.seconds(forward), sustained.seconds(inputs + weights)))
+    return times[0], times[1]
 
 
 # -- the order of microbatches
@@ -204,7 +206,7 @@ def cut_stages(arch: Architecture, settings: Settings, costs: CostModel) -> Sett
     mesh = settings.mesh
     if mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
         return settings
-    each = sum(count * (one.whole_forward + one.backward) for _, count, one in layer_mix(arch, settings, costs))
+    each = sum(count * (time.whole_forward + time.backward) for _, count, time in layer_mix(arch, settings, costs))
     ends = zip(ends_of_the_model(arch, settings, costs), end_exchanges(arch, settings, costs), strict=True)
     first, last = (arch.layers * sum(computed + exchanged) / each for computed, exchanged in ends)
     return settings.but(stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
@@ -256,14 +258,14 @@ def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Itera
         yield "experts", routed / mesh.expert, DeviceGroup(group.size * mesh.tensor // mesh.expert, mesh.expert)
 
 
-def _beside(compute: float, travel: float, settings: Settings, costs: CostModel) -> tuple[float, float]:
+def _beside(compute: float, transfer: float, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """By how much compute is slowed by what travels beside it, and what of that stays exposed."""
-    if travel == 0.0 or costs.ideal:
+    if transfer == 0.0 or costs.ideal:
         return 0.0, 0.0
     if not settings.software.data_overlap:
-        return 0.0, travel
+        return 0.0, transfer
     p = costs.parameters
-    return p.contention * min(compute, travel), max(0.0, travel - compute * p.hidden)
+    return p.contention * min(compute, transfer), max(0.0, transfer - compute * p.hidden)
 
 
 def _gradients(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> float:
@@ -272,7 +274,7 @@ def _gradients(arch: Architecture, settings: Settings, costs: CostModel, window:
     if settings.frozen or costs.ideal:
         return 0.0
     if is_exact(arch, settings):
-        return sum(one.exposed for one in once_a_step(arch, settings, costs, window))
+        return sum(transfer.exposed for transfer in once_a_step(arch, settings, costs, window))
     count = sum(local_parameters(arch, settings))
     if settings.zero >= 3 and mesh.pipeline == 1:
         group = DeviceGroup(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)

@@ -47,11 +47,11 @@ def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple
     runs = settings.microbatches
     entering = tokens * arch.dim * settings.stream_width * runs
     leaving = tokens * arch.dim * settings.shape.width * runs
-    here = worker_blocks(arch, settings, rank)
+    blocks = worker_blocks(arch, settings, rank)
     # computed again: both gathers, and what attention adds to the stream; what the feed-forward adds nobody needs
-    again = _recomputed(settings, here)
-    yield ("all_gather", "tensor"), 2 * here * (entering + leaving) + 2 * again * entering
-    yield ("reduce_scatter", "tensor"), 2 * here * (leaving + entering) + again * leaving
+    recomputed = _recomputed(settings, blocks)
+    yield ("all_gather", "tensor"), 2 * blocks * (entering + leaving) + 2 * recomputed * entering
+    yield ("reduce_scatter", "tensor"), 2 * blocks * (leaving + entering) + recomputed * leaving
     if rank == 0:
         yield ("reduce_scatter", "tensor"), entering
         yield ("all_gather", "tensor"), entering
@@ -62,10 +62,10 @@ def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple
     yield ("all_reduce", "tensor"), summed_bytes(arch, settings, rank)
 
 
-def _recomputed(settings: Settings, here: int) -> int:
+def _recomputed(settings: Settings, blocks: int) -> int:
     if settings.recompute == "none":
         return 0
-    return here if settings.recompute_blocks is None else min(here, settings.recompute_blocks)
+    return blocks if settings.recompute_blocks is None else min(blocks, settings.recompute_blocks)
 
 
 def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:

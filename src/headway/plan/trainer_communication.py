@@ -87,21 +87,21 @@ def once_a_step(arch: Architecture, settings: Settings, costs: CostModel, window
     inner = mesh.tensor * mesh.context
     shards, copies = DeviceGroup(mesh.shard, inner), DeviceGroup(mesh.replicate, inner * mesh.shard)
     hidden = costs.parameters.hidden * window
-    found: list[tuple[str, str, str, float, DeviceGroup, int, float]] = []
+    transfers: list[tuple[str, str, str, float, DeviceGroup, int, float]] = []
     if mesh.pipeline > 1:
-        found.append(("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden))
+        transfers.append(("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden))
         weights = count * settings.shape.width
-        found.append(("weights of the step", "all_gather", "shard", weights, shards, units, hidden / 2))
+        transfers.append(("weights of the step", "all_gather", "shard", weights, shards, units, hidden / 2))
     # copies add up what the shards have added up, and share the pass with them
-    left = hidden if mesh.shard == 1 else hidden / 2
+    hidden_copies = hidden if mesh.shard == 1 else hidden / 2
     reduced = count * F32 / mesh.shard
-    found.append(("gradients of copies", "all_reduce", "replicate", reduced, copies, units, left))
+    transfers.append(("gradients of copies", "all_reduce", "replicate", reduced, copies, units, hidden_copies))
     summed = summed_bytes(arch, settings, rank)
-    found.append(("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0))
+    transfers.append(("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0))
     ends = DeviceGroup(2, inner * mesh.data * max(1, mesh.pipeline - 1))
     tied = tied_bytes(arch, settings)
-    found.append(("gradients of the tied table", "all_reduce", "pipeline", tied, ends, 1, 0.0))
-    return [_moved(costs, settings, *one) for one in found if one[3] and one[4].size > 1]
+    transfers.append(("gradients of the tied table", "all_reduce", "pipeline", tied, ends, 1, 0.0))
+    return [_moved(costs, settings, *transfer) for transfer in transfers if transfer[3] and transfer[4].size > 1]
 
 
 def _moved(

@@ -59,9 +59,9 @@ def fit(
         errors = _errors(cases, point)
         slopes = np.empty((len(cases), len(NAMES)))
         for k in range(len(NAMES)):
-            moved = point.copy()
-            moved[k] += STEP
-            slopes[:, k] = (_errors(cases, moved) - errors) / STEP
+            shifted = point.copy()
+            shifted[k] += STEP
+            slopes[:, k] = (_errors(cases, shifted) - errors) / STEP
         # a run that is off by many times the noise tells of something else than these parameters
         trust = weight / NOISE**2 / (1 + (errors / (2.5 * NOISE)) ** 2)
         curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(spread**-2)
@@ -104,27 +104,27 @@ class Calibration:
     """Parameters, and what the runs they were fitted to were still off by."""
 
     parameters: Efficiencies
-    places: Array
+    features: Array
     weights: Array
 
     def predict(self, case: PublishedRun) -> float:
         """Tokens a second and device, corrected by what neighbours were off by."""
         plain = predict(case, self.parameters)
-        if not len(self.places):
+        if not len(self.features):
             return plain
-        return plain * math.exp(-float(_alike(_place(case)[None], self.places)[0] @ self.weights))
+        return plain * math.exp(-float(_similarity(_features(case)[None], self.features)[0] @ self.weights))
 
 
 def calibrate(cases: Sequence[PublishedRun], prior: Efficiencies) -> Calibration:
     """Refit the parameters to a few runs, and learn what they are still off by."""
     parameters = fit(cases, prior)
-    places = np.array([_place(case) for case in cases])
+    features = np.array([_features(case) for case in cases])
     errors = np.array([math.log(predict(case, parameters) / case.tokens_s) for case in cases])
-    kernel = _alike(places, places) + REPEATS**2 * np.eye(len(cases))
-    return Calibration(parameters, places, np.linalg.solve(kernel, errors))
+    kernel = _similarity(features, features) + REPEATS**2 * np.eye(len(cases))
+    return Calibration(parameters, features, np.linalg.solve(kernel, errors))
 
 
-def _place(case: PublishedRun) -> Array:
+def _features(case: PublishedRun) -> Array:
     """A run as a point: doublings of its sizes, each over how many of them still are alike."""
     settings, mesh = case.settings, case.settings.mesh
     sizes = {
@@ -137,19 +137,19 @@ def _place(case: PublishedRun) -> Array:
         3.0 * (settings.recompute != "none"),
         3.0 * (settings.precision in LOW),
         3.0 * (not case.dense),
-        hash_chip(case.chip),
+        _chip_feature(case.chip),
     ]
     return np.array(point + kind)
 
 
-def hash_chip(name: str) -> float:
+def _chip_feature(name: str) -> float:
     """A place for each chip, far from all others."""
     return 10.0 * sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
 
 
-def _alike(some: Array, others: Array) -> Array:
-    apart = ((some[:, None] - others[None]) ** 2).sum(-1)
-    return np.asarray(OFF_BY**2 * np.exp(-0.5 * apart))
+def _similarity(first: Array, second: Array) -> Array:
+    distances = ((first[:, None] - second[None]) ** 2).sum(-1)
+    return np.asarray(OFF_BY**2 * np.exp(-0.5 * distances))
 
 
 def as_json(parameters: Efficiencies) -> dict[str, float]:

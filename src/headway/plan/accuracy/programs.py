@@ -108,7 +108,7 @@ def program_of(line: Mapping[str, str]) -> Program:
     """The program of a line of a table, with what the line's own notes state."""
     source = line["source"]
     program = next((one for one in PROGRAMS if one.source.lower() in source.lower()), _UNKNOWN)
-    software = _stated(program.software, line)
+    software = _from_notes(program.software, line)
     if program.name == "llm-foundry" and "Large Scale" in source:
         # the later table: prefetch on, FlashAttention-2 but for the sizes that kept Triton's kernel
         triton = re.search(r"-(13|30)b", line.get("model", "").lower()) is not None
@@ -120,22 +120,22 @@ def program_of(line: Mapping[str, str]) -> Program:
     if "202412" in source:
         software = replace(software, loss="eager")  # the loss was not compiled yet
     if program.name == "megatron-bridge":
-        software = _released(software, source, line.get("gpu", "").lower())
+        software = _by_release(software, source, line.get("gpu", "").lower())
     return replace(program, software=software)
 
 
-def _released(software: Software, source: str, gpu: str) -> Software:
+def _by_release(software: Software, source: str, gpu: str) -> Software:
     """Megatron-Bridge's recipes for Blackwell: captured graphs from 26.02 on, and from 26.06 on experts' exchange
     beside compute."""
-    found = re.search(r"\[(\d\d)\.(\d\d)", source)
-    release = int(found[1]) * 100 + int(found[2]) if found else 0
+    match = re.search(r"\[(\d\d)\.(\d\d)", source)
+    release = int(match[1]) * 100 + int(match[2]) if match else 0
     racks = gpu.startswith("gb") or gpu.startswith("b300")
     if racks and release >= 2606:
         return replace(software, graphs=True, expert_overlap=0.8)
     return replace(software, graphs=True) if racks and release >= 2602 else software
 
 
-def _stated(software: Software, line: Mapping[str, str]) -> Software:
+def _from_notes(software: Software, line: Mapping[str, str]) -> Software:
     notes, dtype = line.get("notes", "").lower(), line.get("dtype", "").lower()
     if "async tp" in notes or "asynctp" in notes:
         software = replace(software, tensor_overlap=True)

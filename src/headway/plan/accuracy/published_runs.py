@@ -85,10 +85,10 @@ def read_case(row: int, line: Line) -> PublishedRun:
     cluster = _cluster(line)
     assumed: list[str] = []
     settings = _settings(line, program, arch, cluster, assumed)
-    tokens = _tokens(line, program, arch, settings, cluster)
-    held = _number(line, "mem_gb")
+    tokens = _tokens_s(line, program, arch, settings, cluster)
+    memory_gb = _number(line, "mem_gb")
     return PublishedRun(row, line["source"], program.name, cluster.chip.name, arch, settings, cluster, tokens,
-                held * GIB if held else None, program.reports_reserved, tuple(assumed))  # fmt: skip
+                memory_gb * GIB if memory_gb else None, program.reports_reserved, tuple(assumed))  # fmt: skip
 
 
 def read_iteration(row: int, line: Line) -> PublishedRun:
@@ -146,7 +146,7 @@ def _number(line: Line, column: str) -> float | None:
     return value
 
 
-def _whole(line: Line, column: str, default: int) -> int:
+def _integer(line: Line, column: str, default: int) -> int:
     value = _number(line, column)
     return default if value is None else max(1, round(value))
 
@@ -155,7 +155,7 @@ def _whole(line: Line, column: str, default: int) -> int:
 
 
 def _architecture(line: Line) -> Architecture:
-    layers, dim, heads = (_whole(line, column, 0) for column in ("layers", "hidden", "heads"))
+    layers, dim, heads = (_integer(line, column, 0) for column in ("layers", "hidden", "heads"))
     name, moe = line.get("model", "").lower(), line.get("moe", "")
     if "next" in name or "mamba" in name:
         raise UnmodelledRun("layers without attention")
@@ -164,15 +164,15 @@ def _architecture(line: Line) -> Architecture:
     qwen3 = "qwen3" in name
     base = Architecture(
         layers, dim, heads,
-        kv_heads=_whole(line, "kv_heads", heads),
+        kv_heads=_integer(line, "kv_heads", heads),
         head_dim=192 if latent else 128 if qwen3 else dim // heads,
-        hidden=_whole(line, "ffn", 4 * dim),
-        vocab=_whole(line, "vocab", _vocabulary(name, latent is not None)),
+        hidden=_integer(line, "ffn", 4 * dim),
+        vocab=_integer(line, "vocab", _vocabulary(name, latent is not None)),
         qk_norm=qwen3, latent=latent,
     )  # fmt: skip
     if experts is not None:
         return replace(base, tied=False, experts=replace(experts, shared=1 if latent else 0))
-    return _nearest(line, base)
+    return _closest_variant(line, base)
 
 
 def _vocabulary(name: str, latent: bool) -> int:
@@ -187,26 +187,26 @@ def _vocabulary(name: str, latent: bool) -> int:
 def _experts(text: str) -> ExpertShape | None:
     if not text:
         return None
-    found = re.match(r"(\d+)/(\d+) \(moe_ffn (\d+)(?:; (\d+) dense)?", text)
-    if not found:
+    match = re.match(r"(\d+)/(\d+) \(moe_ffn (\d+)(?:; (\d+) dense)?", text)
+    if not match:
         raise UnmodelledRun("column moe cannot be read")
-    count, top, hidden, dense = (int(part or 0) for part in found.groups())
+    count, top, hidden, dense = (int(part or 0) for part in match.groups())
     return ExpertShape(count, top, hidden, dense_layers=dense)
 
 
-def _nearest(line: Line, base: Architecture) -> Architecture:
+def _closest_variant(line: Line, base: Architecture) -> Architecture:
     """Llama's shape or GPT's, tied or not: what comes nearest to the published number of parameters."""
-    seq = _whole(line, "seq_len", 0)
+    seq = _integer(line, "seq_len", 0)
     gpt = replace(
         base, gated=False, rotary=False, positions=seq, layer_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True
     )
     if "mpt" in line.get("model", "").lower():
         return gpt
-    ways = [replace(way, tied=tied) for way in (base, gpt) for tied in (True, False)]
+    variants = [replace(variant, tied=tied) for variant in (base, gpt) for tied in (True, False)]
     published = _number(line, "params_b")
     if published is None:
-        return ways[2] if base.hidden == 4 * base.dim else ways[1]
-    return min(ways, key=lambda way: abs(parameters(way) / (published * 1e9) - 1))
+        return variants[2] if base.hidden == 4 * base.dim else variants[1]
+    return min(variants, key=lambda variant: abs(parameters(variant) / (published * 1e9) - 1))
 
 
 # -- the cluster
@@ -228,10 +228,10 @@ def _cluster(line: Line) -> Cluster:
     if bandwidth:
         chip = replace(chip, bandwidth_bytes_s=float(bandwidth[1]) * T)
     watts = re.search(r"(\d+)\s*w\b", text)
-    count = _whole(line, "n_gpus", 0)
+    count = _integer(line, "n_gpus", 0)
     per_node = min(4 if name.startswith("gb") else 8, count)
     cluster = default_cluster(chip, per_node, -(-count // per_node))
-    port = _port(notes, line["gpu"], per_node)
+    port = _port_bandwidth(notes, line["gpu"], per_node)
     if port is not None:
         levels = (
             level if level.name in ("nvlink", "xgmi", "pcie") else replace(level, bandwidth_bytes_s=port)
@@ -241,14 +241,14 @@ def _cluster(line: Line) -> Cluster:
     return replace(cluster, power_limit_w=float(watts[1]) if watts else None)
 
 
-def _port(notes: str, gpu: str, per_node: int) -> float | None:
+def _port_bandwidth(notes: str, gpu: str, per_node: int) -> float | None:
     """Bytes a second of a device's network port, where notes name it for the device or for the node."""
-    own = re.search(rf"{re.escape(gpu[:4])}: (\d+)\s*Gb(?:ps|/s)", notes)
-    found = own or re.search(r"(\d+)\s*Gb(?:ps|/s)(/GPU)?", notes)
-    if not found:
+    for_chip = re.search(rf"{re.escape(gpu[:4])}: (\d+)\s*Gb(?:ps|/s)", notes)
+    match = for_chip or re.search(r"(\d+)\s*Gb(?:ps|/s)(/GPU)?", notes)
+    if not match:
         return None
-    each = found is not own and found[2]
-    return float(found[1]) / 8 * G / (1 if each else per_node)
+    per_gpu = match is not for_chip and match[2]
+    return float(match[1]) / 8 * G / (1 if per_gpu else per_node)
 
 
 # -- how it ran
@@ -260,31 +260,31 @@ def _settings(line: Line, program: Program, arch: Architecture, cluster: Cluster
     precision = _precision(line.get("dtype", ""))
     zero, keeps = _zero(line.get("fsdp_zero_stage", ""), program)
     settings = Settings(
-        mesh, _whole(line, "seq_len", 0), micro, batch, zero=zero, keeps_weights=keeps, precision=precision,
+        mesh, _integer(line, "seq_len", 0), micro, batch, zero=zero, keeps_weights=keeps, precision=precision,
         software=program.software, frozen="LoRA" in f"{line.get('notes', '')} {line['source']}",
     )  # fmt: skip
     if not micro:
         settings = settings.but(microbatch=_microbatch(arch, settings.but(microbatch=1), cluster))
         assumed.append(f"micro_batch = {settings.microbatch}")
-    settings = _interleaved(line, program, arch, settings, assumed)
+    settings = _with_interleaving(line, program, arch, settings, assumed)
     if zero < 3 and _weights_and_gradients(arch, settings, cluster) > 0.8 * cluster.chip.memory_bytes:
         settings = settings.but(zero=3)
         assumed.append("data ranks share weights, which do not fit otherwise")
-    return _recomputed(line, program, arch, settings, cluster, assumed)
+    return _with_recompute(line, program, arch, settings, cluster, assumed)
 
 
 def _weights_and_gradients(arch: Architecture, settings: Settings, cluster: Cluster) -> float:
-    needed = memory(arch, settings, cluster)
-    return needed.weights + needed.gradients
+    peak = memory(arch, settings, cluster)
+    return peak.weights + peak.gradients
 
 
 def _mesh(line: Line, arch: Architecture) -> Mesh:
     if not line.get("tp") and not line.get("dp"):
         raise UnmodelledRun("columns tp and dp are missing")
-    count = _whole(line, "n_gpus", 0)
-    tensor, pipeline, context = (_whole(line, column, 1) for column in ("tp", "pp", "cp"))
-    data = _whole(line, "dp", max(1, count // (tensor * pipeline * context)))
-    expert = _whole(line, "ep", 1) if arch.experts else 1
+    count = _integer(line, "n_gpus", 0)
+    tensor, pipeline, context = (_integer(line, column, 1) for column in ("tp", "pp", "cp"))
+    data = _integer(line, "dp", max(1, count // (tensor * pipeline * context)))
+    expert = _integer(line, "ep", 1) if arch.experts else 1
     mesh = Mesh(shard=data, tensor=tensor, pipeline=pipeline, context=context, expert=expert)
     if mesh.devices != count:
         raise UnmodelledRun(f"dp {data} x tp {tensor} x pp {pipeline} x cp {context} is not n_gpus {count}")
@@ -294,11 +294,11 @@ def _mesh(line: Line, arch: Architecture) -> Mesh:
 def _batch(line: Line, mesh: Mesh) -> tuple[int, int]:
     """Sequences of a step, and of a microbatch; 0 where nothing says how many."""
     notes = line.get("notes", "")
-    batch, micro = _whole(line, "global_batch_seqs", 0), _whole(line, "micro_batch", 0)
+    batch, micro = _integer(line, "global_batch_seqs", 0), _integer(line, "micro_batch", 0)
     passes = re.search(r"(?:grad_accum|GA|GAS)[ =](\d+)", notes)
     tokens = re.search(r"total batch (\d+) tokens", notes)
     if not batch and tokens:
-        batch = int(tokens[1]) // _whole(line, "seq_len", 1)
+        batch = int(tokens[1]) // _integer(line, "seq_len", 1)
     if not batch and not micro:
         raise UnmodelledRun("columns micro_batch and global_batch_seqs are missing")
     if not micro and passes:
@@ -341,13 +341,15 @@ def _zero(text: str, program: Program) -> tuple[int, bool]:
         return 3, True
     if "fsdp" in text:
         return 3, False
-    found = re.search(r"zero-?(\d)", text)
-    if found:
-        return int(found[1]), False
+    match = re.search(r"zero-?(\d)", text)
+    if match:
+        return int(match[1]), False
     return (1 if "distributed optimizer" in text else program.zero), False
 
 
-def _interleaved(line: Line, program: Program, arch: Architecture, settings: Settings, assumed: list[str]) -> Settings:
+def _with_interleaving(
+    line: Line, program: Program, arch: Architecture, settings: Settings, assumed: list[str]
+) -> Settings:
     """The stated number of chunks; where none is, the most that leave two layers a chunk, or none where the program
     has none."""
     mesh, notes = settings.mesh, line.get("notes", "")
@@ -368,7 +370,7 @@ def _interleaved(line: Line, program: Program, arch: Architecture, settings: Set
     return settings.but(chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
 
 
-def _recomputed(
+def _with_recompute(
     line: Line, program: Program, arch: Architecture, settings: Settings, cluster: Cluster, assumed: list[str]
 ) -> Settings:
     """As stated; where nothing is, the least that fits."""
@@ -378,19 +380,19 @@ def _recomputed(
         if not line.get("activation_ckpt"):
             assumed.append(f"recomputation = {stated}, as documented")
         settings = settings.but(recompute=stated)
-        return _offloaded(arch, settings, costs) if program.offloads else settings
-    ways: tuple[Recompute, ...] = (
+        return _with_offload(arch, settings, costs) if program.offloads else settings
+    policies: tuple[Recompute, ...] = (
         ("none", "attention", "full") if settings.software.attention == "unfused" else ("none", "full")
     )
-    for way in ways:
-        trial = settings.but(recompute=way)
+    for policy in policies:
+        trial = settings.but(recompute=policy)
         if estimate(arch, trial, costs).memory.fits:
             break
-    assumed.append(f"recomputation = {way}")
+    assumed.append(f"recomputation = {policy}")
     return trial
 
 
-def _offloaded(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
+def _with_offload(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
     """As many activations in the host's memory as do not fit: tenths of them."""
     tenths = next((n for n in range(10) if estimate(arch, settings.but(offloaded=n / 10), costs).memory.fits), 0)
     return settings.but(offloaded=tenths / 10)
@@ -415,11 +417,11 @@ def _stated_recompute(line: Line, program: Program) -> Recompute | None:
 # -- what was measured
 
 
-def _tokens(line: Line, program: Program, arch: Architecture, settings: Settings, cluster: Cluster) -> float:
+def _tokens_s(line: Line, program: Program, arch: Architecture, settings: Settings, cluster: Cluster) -> float:
     """Tokens a second and device; from FLOP/s or MFU in the source's own convention where they are not given."""
-    given = _number(line, "tok_s_per_gpu")
-    if given:
-        return given
+    reported = _number(line, "tok_s_per_gpu")
+    if reported:
+        return reported
     per_token = (flops_per_token if program.half_attention else flops_per_token_full_attention)(arch, settings.seq)
     if program.counts_positions:
         per_token += 6 * arch.positions * arch.dim

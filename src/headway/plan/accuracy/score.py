@@ -93,14 +93,14 @@ def score_file(
     lines, iterations = _read(file)
     count = calibrated_on if calibrated_on is not None else (72 if iterations else 10)
     cases, skipped = _cases(lines, iterations)
-    tell = progress or _silent
+    report = progress or _silent
     unseen: dict[int, float] = {}
     for done, case in enumerate(cases):
         unseen[case.row] = predict(case, fitted_parameters(without=case.program))
-        tell("unseen", done + 1, len(cases))
-    calibrated, seen = _calibrated(cases, count, seed, tell)
-    all_of_them = {case.row: predict(case, fitted_parameters()) for case in cases}
-    predictions = {"unseen": unseen, "calibrated": calibrated, "fitted on all": all_of_them}
+        report("unseen", done + 1, len(cases))
+    calibrated, seen = _calibrated(cases, count, seed, report)
+    fitted = {case.row: predict(case, fitted_parameters()) for case in cases}
+    predictions = {"unseen": unseen, "calibrated": calibrated, "fitted on all": fitted}
     use = calibrated if calibrated_on is not None else {}
     rows = tuple(
         _row(number, line, cases_by.get(number), skipped.get(number), predictions, use, seen, iterations)
@@ -115,7 +115,7 @@ def read_cases(file: Path) -> tuple[list[PublishedRun], dict[int, str]]:
     return _cases(*_read(file))
 
 
-def _silent(what: str, done: int, of: int) -> None:
+def _silent(stage: str, done: int, total: int) -> None:
     """For callers that show no progress."""
 
 
@@ -128,8 +128,8 @@ def _read(file: Path) -> tuple[list[dict[str, str]], bool]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{file}: not a CSV file: {error}") from None
     columns = set(lines[0]) if lines else set()
-    for wanted, iterations in ((ITERATION_COLUMNS, True), (RUN_COLUMNS, False)):
-        if columns.issuperset(wanted):
+    for required, iterations in ((ITERATION_COLUMNS, True), (RUN_COLUMNS, False)):
+        if columns.issuperset(required):
             return [{key: value or "" for key, value in line.items() if key} for line in lines], iterations
     missing = ", ".join(name for name in RUN_COLUMNS if name not in columns)
     raise UsageError(
@@ -151,21 +151,21 @@ def _cases(lines: Sequence[Mapping[str, str]], iterations: bool) -> tuple[list[P
 
 
 def _calibrated(
-    cases: Sequence[PublishedRun], count: int, seed: int, tell: Callable[[str, int, int], None]
+    cases: Sequence[PublishedRun], count: int, seed: int, report: Callable[[str, int, int], None]
 ) -> tuple[dict[int, float], frozenset[int]]:
     """Predictions of each source that has twice as many lines as a calibration takes, and the lines that were taken."""
-    found: dict[int, float] = {}
+    predictions: dict[int, float] = {}
     seen: set[int] = set()
     sources = sorted({case.source for case in cases})
     for done, source in enumerate(sources):
-        own = [case for case in cases if case.source == source]
-        if count and len(own) >= 2 * count:
-            chosen = random.Random(f"{seed} {source}").sample(own, count)
-            calibration = calibrate(chosen, fitted_parameters(without=own[0].program))
-            found |= {case.row: calibration.predict(case) for case in own}
+        of_source = [case for case in cases if case.source == source]
+        if count and len(of_source) >= 2 * count:
+            chosen = random.Random(f"{seed} {source}").sample(of_source, count)
+            calibration = calibrate(chosen, fitted_parameters(without=of_source[0].program))
+            predictions |= {case.row: calibration.predict(case) for case in of_source}
             seen |= {case.row for case in chosen}
-        tell("calibrated", done + 1, len(sources))
-    return found, frozenset(seen)
+        report("calibrated", done + 1, len(sources))
+    return predictions, frozenset(seen)
 
 
 def _row(
@@ -174,7 +174,7 @@ def _row(
     case: PublishedRun | None,
     skipped: str | None,
     predictions: Mapping[str, Mapping[int, float]],
-    use: Mapping[int, float],
+    chosen: Mapping[int, float],
     seen: frozenset[int],
     iterations: bool,
 ) -> ScoredRun:
@@ -182,22 +182,22 @@ def _row(
     if case is None:
         return ScoredRun(number, source, line.get("gpu", ""), None, None, None, None, skipped)
 
-    def shown(tokens: float) -> float:
+    def in_unit(tokens: float) -> float:
         settings = case.settings
         return settings.batch * settings.seq / tokens / settings.mesh.devices * 1e3 if iterations else tokens
 
-    needed = estimate(case.architecture, case.settings, make_cost_model(case.cluster)).memory
-    tables = {name: shown(made[number]) for name, made in predictions.items() if number in made}
+    peak = estimate(case.architecture, case.settings, make_cost_model(case.cluster)).memory
+    tables = {name: in_unit(by_row[number]) for name, by_row in predictions.items() if number in by_row}
     return ScoredRun(
         row=number,
         source=case.source,
         chip=case.chip,
-        measured=shown(case.tokens_s),
-        predicted=shown(use[number]) if number in use else tables["unseen"],
+        measured=in_unit(case.tokens_s),
+        predicted=in_unit(chosen[number]) if number in chosen else tables["unseen"],
         memory_bytes=case.memory_bytes,
-        predicted_memory_bytes=needed.reserved if case.reserved else needed.allocated,
+        predicted_memory_bytes=peak.reserved if case.reserved else peak.allocated,
         skipped=None,
-        fits=needed.fits,
+        fits=peak.fits,
         case=case,
         by_table=tables,
         fitted=number in seen,
@@ -209,48 +209,48 @@ def _row(
 
 def score(pairs: Iterable[tuple[float, float]]) -> Scores | None:
     """Of measured and predicted values; None of none."""
-    kept = list(pairs)
-    if not kept:
+    points = list(pairs)
+    if not points:
         return None
-    errors = [made / true - 1 for true, made in kept]
-    sizes = sorted(abs(error) for error in errors)
+    errors = [predicted / measured - 1 for measured, predicted in points]
+    magnitudes = sorted(abs(error) for error in errors)
     return Scores(
-        count=len(kept),
-        mean=sum(sizes) / len(sizes),
-        median=_quantile(sizes, 0.5),
-        p90=_quantile(sizes, 0.9),
+        count=len(points),
+        mean=sum(magnitudes) / len(magnitudes),
+        median=_quantile(magnitudes, 0.5),
+        p90=_quantile(magnitudes, 0.9),
         bias=sum(errors) / len(errors),
-        spearman=_spearman(kept) if len(kept) >= 8 else None,
+        spearman=_spearman(points) if len(points) >= 8 else None,
     )
 
 
 def _quantile(rising: Sequence[float], share: float) -> float:
-    place = share * (len(rising) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(rising) - 1)
-    return rising[low] + (rising[high] - rising[low]) * (place - low)
+    position = share * (len(rising) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(rising) - 1)
+    return rising[below] + (rising[above] - rising[below]) * (position - below)
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Correlation of ranks, ties sharing theirs."""
-    one, two = _ranks([true for true, _ in pairs]), _ranks([made for _, made in pairs])
-    middle = (len(pairs) - 1) / 2
-    top = sum((a - middle) * (b - middle) for a, b in zip(one, two, strict=True))
-    bottom = math.sqrt(sum((a - middle) ** 2 for a in one) * sum((b - middle) ** 2 for b in two))
-    return top / bottom if bottom else 1.0
+    measured, predicted = _ranks([value for value, _ in pairs]), _ranks([prediction for _, prediction in pairs])
+    mean = (len(pairs) - 1) / 2
+    covariance = sum((a - mean) * (b - mean) for a, b in zip(measured, predicted, strict=True))
+    norm = math.sqrt(sum((a - mean) ** 2 for a in measured) * sum((b - mean) ** 2 for b in predicted))
+    return covariance / norm if norm else 1.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
-    at = 0
-    while at < len(order):
-        end = at
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[at]]:
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
-        for place in range(at, end + 1):
-            ranks[order[place]] = (at + end) / 2
-        at = end + 1
+        for position in range(start, end + 1):
+            ranks[order[position]] = (start + end) / 2
+        start = end + 1
     return ranks
 
 
@@ -258,17 +258,17 @@ def _tables(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, dict[s
     tables: dict[str, dict[str, Scores]] = {}
     modelled = [row for row in rows if row.case is not None]
     for name in ("unseen", "calibrated", "fitted on all"):
-        own = [
+        scored = [
             row
             for row in modelled
             if row.by_table and name in row.by_table and not (name == "calibrated" and row.row in seen)
         ]
-        keys = list(dict.fromkeys((row.source, row.chip) for row in own))
-        made = {
-            f"{source} | {chip}": _score_table([r for r in own if (r.source, r.chip) == (source, chip)], name)
+        keys = list(dict.fromkeys((row.source, row.chip) for row in scored))
+        by_key = {
+            f"{source} | {chip}": _score_table([r for r in scored if (r.source, r.chip) == (source, chip)], name)
             for source, chip in keys
         }
-        tables[name] = {key: scores for key, scores in made.items() if scores is not None}
+        tables[name] = {key: scores for key, scores in by_key.items() if scores is not None}
     tables["groups"] = _groups(modelled, seen)
     return tables
 
@@ -281,7 +281,7 @@ def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores
     """The sets that the goals are set for."""
     dense = [row for row in rows if row.case and row.case.dense and row.chip in CORE]
     others = [row for row in rows if row not in dense]
-    rest = [row for row in rows if row.by_table and "calibrated" in row.by_table and row.row not in seen]
+    held_out = [row for row in rows if row.by_table and "calibrated" in row.by_table and row.row not in seen]
     groups = {
         "unseen: dense, fully specified": _score_table(
             [row for row in dense if row.case and not row.case.assumed], "unseen"
@@ -291,7 +291,7 @@ def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores
         ),
         "unseen: dense, all modelled": _score_table(dense, "unseen"),
         "unseen: experts or other chips": _score_table(others, "unseen"),
-        "calibrated: the rest": _score_table(rest, "calibrated"),
+        "calibrated: the rest": _score_table(held_out, "calibrated"),
         "fitted on all: dense": _score_table(dense, "fitted on all"),
         "memory": score(
             (row.memory_bytes, row.predicted_memory_bytes)
@@ -302,7 +302,7 @@ def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores
     return {name: scores for name, scores in groups.items() if scores is not None}
 
 
-def as_json(found: AccuracyReport) -> dict[str, Any]:
+def as_json(report: AccuracyReport) -> dict[str, Any]:
     """What `--against --json` prints."""
     gb = 2**30
 
@@ -325,10 +325,10 @@ def as_json(found: AccuracyReport) -> dict[str, Any]:
             "predictions": dict(row.by_table or {}),
         }
 
-    tables = {name: {key: vars(scores) for key, scores in table.items()} for name, table in found.tables.items()}
+    tables = {name: {key: vars(scores) for key, scores in table.items()} for name, table in report.tables.items()}
     return {
-        "rows": [line(row) for row in found.rows],
+        "rows": [line(row) for row in report.rows],
         "tables": tables,
-        "calibrated_on": found.calibrated_on,
-        "seed": found.seed,
+        "calibrated_on": report.calibrated_on,
+        "seed": report.seed,
     }
