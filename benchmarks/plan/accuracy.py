@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def h200_steps() -> list[dict[str, Any]]:
         train = Train(batch=row["microbatch"] * row["accumulate"], dtype="bfloat16", compile=row["compile"])
         recipe = Recipe(model=Model(**row["model"]), data=Data(path="data", seq=row["seq"]), train=train)
         task = make_task(recipe, cluster)
-        settings = settings_of(task, Mesh(), 0, row["microbatch"]).but(
-            recompute="full" if row["checkpoint"] else "none"
+        settings = replace(
+            settings_of(task, Mesh(), 0, row["microbatch"]), recompute="full" if row["checkpoint"] else "none"
         )
         found = estimate(task.architecture, settings, make_cost_model(cluster, "measured"))
         measured = row.get("step_s", {}).get("median")
@@ -116,7 +117,7 @@ def search_times() -> dict[str, float]:
         found = plan(recipe, cluster)
         times[f"{name} on {on}"] = time.perf_counter() - start
         mesh = found.best.estimate.settings.mesh.describe()
-        print(f"  {name:<12} {on:<13} {times[f'{name} on {on}']:.2f} s, {found.found.tried} ways, {mesh}")
+        print(f"  {name:<12} {on:<13} {times[f'{name} on {on}']:.2f} s, {found.result.tried} ways, {mesh}")
     return times
 
 

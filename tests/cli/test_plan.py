@@ -16,7 +16,7 @@ from headway.cli.accuracy_view import short_source
 from headway.cli.plan_view import ERRORS
 from headway.errors import HeadwayError
 from headway.hardware import default_cluster, known_chip, load_cluster, parse_on
-from headway.plan.scaling import parse_sweep, resized
+from headway.plan.scaling import parse_sweep, resize_cluster
 from headway.plan.step import ACCOUNTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -234,7 +234,7 @@ def test_sweeps_are_read() -> None:
 
 def test_a_usual_cluster_stays_usual_in_any_size() -> None:
     for nodes in (1, 2, 64, 512):
-        assert resized(parse_on("h100x8x4"), nodes) == default_cluster(known_chip("h100"), 8, nodes)
+        assert resize_cluster(parse_on("h100x8x4"), nodes) == default_cluster(known_chip("h100"), 8, nodes)
 
 
 def test_a_clusters_own_network_grows_with_it(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_clusters_own_network_grows_with_it(tmp_path: Path) -> None:
     )
     cluster = load_cluster(file)
     for nodes, sizes in ((1, [8]), (2, [8, 16]), (16, [8, 128])):
-        made = resized(cluster, nodes)
+        made = resize_cluster(cluster, nodes)
         assert (made.devices, made.price_per_gpu_hour) == (8 * nodes, 3)
         assert [level.devices for level in made.levels] == sizes
         assert nodes == 1 or made.levels[-1].oversubscription == 2
@@ -358,7 +358,7 @@ def test_sources_are_shortened(source: str, short: str) -> None:
         ((LLAMA, "--on", "h1000x8x4"), "unknown chip", "h100"),
         ((LLAMA, "--on", "h100x8x4", "--cluster", "x.toml"), "both say where", "one of them"),
         ((LLAMA, "--on", "h100x8x4", "--fidelity", "best"), "--fidelity best", "limit, default, measured"),
-        ((LLAMA, "--on", "h100x8x4", "--fidelity", "measured"), "nothing was measured on h100", "--ceilings"),
+        ((LLAMA, "--on", "h100x8x4", "--fidelity", "measured"), "no measured ceilings for h100", "--ceilings"),
         ((LLAMA, "--on", "h100x8x4", "--rank", "beauty"), "--rank beauty", "time, cost"),
         ((LLAMA, "--on", "h100x8x4", "--precision", "fp3"), "--precision fp3", "bf16"),
         ((LLAMA, "--on", "h100x8x4", "--precision", "nvfp4"), "h100 has no nvfp4", "float8"),

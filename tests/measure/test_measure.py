@@ -18,7 +18,7 @@ from headway.hardware import Ceilings, read_ceilings
 from headway.hardware.ceilings import CollectiveCurve
 from headway.measure.collectives import collectives
 from headway.measure.device import CPU_QUICK, GPU, _sustained, main, measure
-from headway.measure.operations import LAYOUTS, OperandPool, layer_shapes, product
+from headway.measure.operations import LAYOUTS, OperandPool, gemm_work, layer_shapes
 from headway.measure.timer import DeviceTimer
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_what_is_printed(measured: tuple[Path, str, str]) -> None:
 def test_a_product_has_the_shape_and_the_values_it_says(layout: str, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     pool = OperandPool(CPU, "float32", 4096)
-    found = product(pool, "float32", layout, m, n, k)(1)
+    found = gemm_work(pool, "float32", layout, m, n, k)(1)
     assert isinstance(found, torch.Tensor)
     assert found.shape == (m, n)
     a = pool.cut(k, m, 1).T if layout == "weight" else pool.cut(m, k, 1)
@@ -122,7 +122,7 @@ def test_time_is_that_of_one_piece_of_work(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert DeviceTimer(CPU).seconds(work) == pytest.approx(3e-3)
     assert DeviceTimer(CPU).host_seconds(work) == pytest.approx(3e-3)
-    assert DeviceTimer(CPU).fixed(work, 7) == pytest.approx(3e-3)
+    assert DeviceTimer(CPU).repeated_seconds(work, 7) == pytest.approx(3e-3)
 
 
 def test_a_sustained_product_lasts_and_counts() -> None:

@@ -16,7 +16,7 @@ from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.plan.architecture import architecture_of
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from processes import run_ranks
@@ -110,7 +110,7 @@ def planned(recipe: Recipe, workers: int) -> Settings:
         keeps_weights=bool(parallel.keep_weights),
         reduces_each=bool(parallel.reduce_each),
         precision="float32",
-        software=own_software(compiled=False, autocasts=False, older=True),
+        software=headway_software(compiled=False, autocasts=False, older=True),
     )
 
 

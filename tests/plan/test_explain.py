@@ -1,6 +1,6 @@
 """Explanations against the plans they explain, against hand computation, and against published figures."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -8,13 +8,13 @@ import pytest
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture, ExpertShape
 from headway.plan.checks import valid
-from headway.plan.communication import exchanges
+from headway.plan.communication import communication_costs
 from headway.plan.costs import CostModel, make_cost_model
 from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.explain import ExplainTable, explain, parameter_meanings, roofline_points, step_terms
 from headway.plan.settings import Mesh, Settings, Software
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 
 LLAMA_8B = Architecture(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
 SPARSE = Architecture(8, 2048, 16, 4, 128, 5632, 32000, experts=ExpertShape(16, 2, 1408, shared=1, dense_layers=2))
@@ -23,8 +23,8 @@ DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
 
 def own(mesh: Mesh, microbatch: int, *, offloads: bool = False, **changes: Any) -> Settings:
     """A way of our own trainer's, in bfloat16."""
-    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh, passes=2)
-    return Settings(mesh, 8192, microbatch, 256, software=software).but(**changes)
+    software = headway_software(compiled=False, autocasts=True, older=False, offloads=offloads).on_mesh(mesh, passes=2)
+    return replace(Settings(mesh, 8192, microbatch, 256, software=software), **changes)
 
 
 WAYS = [
@@ -78,7 +78,7 @@ def test_explained_seconds_are_the_steps(arch: Architecture, settings: Settings,
 @pytest.mark.parametrize(("arch", "settings"), WAYS)
 def test_exposed_exchanges_are_the_steps(arch: Architecture, settings: Settings, fidelity: str) -> None:
     plan, costs = made(arch, settings, fidelity)
-    exposed = sum(one.exposed or 0.0 for one in exchanges(plan, costs))
+    exposed = sum(one.exposed or 0.0 for one in communication_costs(plan, costs))
     assert exposed == pytest.approx(plan.step.accounts["exposed communication"], rel=1e-9, abs=1e-12)
 
 
@@ -133,7 +133,7 @@ def test_roofline_points_are_all_that_a_device_computes() -> None:
 
 def test_full_recomputation_does_forward_work_twice() -> None:
     names = ("mlp.up", "attention.core")
-    plain, again = (made(LLAMA_8B, WAYS[0][1].but(recompute=policy)) for policy in ("none", "full"))
+    plain, again = (made(LLAMA_8B, replace(WAYS[0][1], recompute=policy)) for policy in ("none", "full"))
     once, twice = ({one.name: one.flops for one in roofline_points(*plan)} for plan in (plain, again))
     for name in names:
         assert twice[name] == pytest.approx(4 / 3 * once[name])

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.models import empty_decoder, init_weights
 from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
-from headway.plan.flops import seen_share
+from headway.plan.flops import attended_share
 from headway.recipe import Model
 from headway.recipe.architecture import Architecture
 from thinned import examples
@@ -98,9 +98,9 @@ def test_windows_see_what_they_see(window: int, seq: int) -> None:
     """Pairs counted one by one, in a model of which three layers of five look through a window."""
     pairs = sum(1 for i in range(seq) for j in range(seq) if 0 <= i - j < window)
     arch = Architecture(5, 32, 4, 2, 8, 64, 100, window=window, windowed_layers=3)
-    assert seen_share(arch, seq) == pytest.approx((2 + 3 * pairs / (seq * (seq + 1) / 2)) / 5)
+    assert attended_share(arch, seq) == pytest.approx((2 + 3 * pairs / (seq * (seq + 1) / 2)) / 5)
     plain = replace(arch, window=None, windowed_layers=0)
     share = (flops_per_token(arch, seq) - 6 * matmul_parameters(arch)) / (
         flops_per_token(plain, seq) - 6 * matmul_parameters(plain)
     )
-    assert share == pytest.approx(seen_share(arch, seq), rel=0.01)
+    assert share == pytest.approx(attended_share(arch, seq), rel=0.01)

@@ -6,6 +6,7 @@ the host of that machine was shared, and such steps differed by up to a quarter 
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def predicted(row: dict[str, Any]) -> Estimate:
     settings = settings_of(make_task(recipe, H200), Mesh(), 0, row["microbatch"])
     recompute = "full" if row["checkpoint"] else "none"
     return estimate(
-        make_task(recipe, H200).architecture, settings.but(recompute=recompute), make_cost_model(H200, "measured")
+        make_task(recipe, H200).architecture, replace(settings, recompute=recompute), make_cost_model(H200, "measured")
     )
 
 

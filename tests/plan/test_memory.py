@@ -12,7 +12,7 @@ from headway.plan.costs import make_cost_model
 from headway.plan.memory import activation_bytes, local_parameters, memory
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import step
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 
 GPT = Architecture(
     96, 12288, 96, 96, 128, 49152, 51200, gated=False, rotary=False, positions=2048, layer_norm=True, qkv_bias=True,
@@ -33,9 +33,9 @@ def test_activations_are_the_published_formula(tensor: int) -> None:
 
 def test_recomputing_attention_drops_its_term_and_full_recomputation_keeps_inputs() -> None:
     settings = Settings(Mesh(), seq=2048, microbatch=1, batch=1, software=MEGATRON)
-    _, selective = activation_bytes(GPT, False, settings.shape, settings.but(recompute="attention"))
+    _, selective = activation_bytes(GPT, False, settings.shape, replace(settings, recompute="attention"))
     assert selective == pytest.approx(34 * 2048 * 12288, rel=1e-3)
-    _, full = activation_bytes(GPT, False, settings.shape, settings.but(recompute="full"))
+    _, full = activation_bytes(GPT, False, settings.shape, replace(settings, recompute="full"))
     assert full == 2 * 2048 * 12288
 
 
@@ -71,7 +71,7 @@ def test_a_larger_axis_never_needs_more(axis: str) -> None:
 def test_recomputation_needs_less_than_none() -> None:
     settings = Settings(Mesh(shard=32), 8192, 2, 64, zero=3)
     none, selective, full = (
-        memory(LLAMA, settings.but(recompute=way), H100).total for way in ("none", "selective", "full")
+        memory(LLAMA, replace(settings, recompute=way), H100).total for way in ("none", "selective", "full")
     )
     assert none > selective > full
 
@@ -96,9 +96,9 @@ def test_the_parts_are_the_whole() -> None:
 
 
 def own(mesh: Mesh, microbatch: int, batch: int, *, offloads: bool = False, **changes: Any) -> Settings:
-    software = own_software(compiled=False, autocasts=True, older=False, offloads=offloads).on(mesh, passes=2)
+    software = headway_software(compiled=False, autocasts=True, older=False, offloads=offloads).on_mesh(mesh, passes=2)
     settings = Settings(mesh, 2048, microbatch, batch, 3 if mesh.shard > 1 else 0, software=software)
-    return settings.but(**changes)
+    return replace(settings, **changes)
 
 
 PARAMETERS = 8_030_261_248
@@ -128,7 +128,7 @@ def test_moments_in_the_hosts_memory_take_none_of_the_devices_and_time_for_the_w
 def test_gradients_that_are_used_in_the_backward_pass_are_those_of_one_block() -> None:
     """And of what is outside of blocks: embedding, head and last norm."""
     usual = own(Mesh(), 1, 1, recompute="full")
-    early = usual.but(software=replace(usual.software, updates_early=True))
+    early = replace(usual, software=replace(usual.software, updates_in_backward=True))
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert memory(LLAMA, usual, H100).gradients == 4 * PARAMETERS
     made = memory(LLAMA, early, H100)
@@ -142,7 +142,7 @@ def test_gradients_that_are_used_in_the_backward_pass_are_those_of_one_block() -
 def test_what_a_tensor_axis_gathered_is_kept_whole() -> None:
     """Of each layer the inputs of attention and feed-forward: two bytes an element, on every device of the axis."""
     settings = own(Mesh(shard=4, tensor=8), 1, 16)
-    again = settings.but(software=replace(settings.software, regathers=True))
+    again = replace(settings, software=replace(settings.software, regathers=True))
     kept, _ = activation_bytes(LLAMA, False, settings.shape, settings)
     shared, _ = activation_bytes(LLAMA, False, again.shape, again)
     assert kept - shared == pytest.approx(2 * 2 * 2048 * 4096 * (1 - 1 / 8))
@@ -173,7 +173,7 @@ def test_of_a_pipelines_ranks_the_one_that_needs_most_counts() -> None:
     """The second of four has more blocks than the first: it holds three microbatches of them, the first four of its."""
     settings = own(Mesh(pipeline=4), 1, 16, stages=(2, 14, 8, 8))
     assert memory(LLAMA, settings, parse_on("h100x4")).rank == 1
-    assert memory(LLAMA, settings.but(stages=(14, 2, 8, 8)), parse_on("h100x4")).rank == 0
+    assert memory(LLAMA, replace(settings, stages=(14, 2, 8, 8)), parse_on("h100x4")).rank == 0
 
 
 def test_a_copy_keeps_its_weights_rounded() -> None:
@@ -183,9 +183,9 @@ def test_a_copy_keeps_its_weights_rounded() -> None:
 
 def test_gradients_that_are_reduced_in_each_microbatch_are_held_sharded() -> None:
     """Llama 3 8B over eight devices: 8.03e9 float32 gradients wait whole, or an eighth of them does."""
-    software = own_software(compiled=False, autocasts=True, older=False)
+    software = headway_software(compiled=False, autocasts=True, older=False)
     held = Settings(Mesh(shard=8), 8192, 1, 64, software=software)
     cluster = parse_on("h100x8")
-    whole, sharded = (memory(LLAMA, held.but(reduces_each=each), cluster).gradients for each in (False, True))
+    whole, sharded = (memory(LLAMA, replace(held, reduces_each=each), cluster).gradients for each in (False, True))
     assert whole == pytest.approx(4 * 8.030e9, rel=1e-3)
     assert sharded == pytest.approx(whole / 8)

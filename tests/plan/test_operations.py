@@ -82,7 +82,7 @@ def test_fusion_moves_fewer_bytes() -> None:
         part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048), software)
         return sum(op.bytes for op in part if op.kind == "memory")
 
-    eager = Software(fusion="eager", rotary_passes=24, separate_products=True)
+    eager = Software(fusion="eager", rotary_passes=24, separate_projections=True)
     assert moved(Software(fusion="compiled")) < moved(Software(fusion="fused")) < moved(eager)
 
 

@@ -19,7 +19,7 @@ from headway.plan.search import lower_bound
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import ACCOUNTS, step
 from headway.plan.task import TrainingTask
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 from thinned import thinned
 
 GPT = Architecture(24, 1536, 16, 16, 96, 6144, 50304, gated=False, rotary=False, positions=4096, layer_norm=True)
@@ -195,14 +195,14 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
             fusion=random.choice(("eager", "fused", "compiled")), attention=random.choice(("flash2", "cudnn")),
             loss=random.choice(("eager", "fused", "chunked")), prefetch=random.random() < 0.7,
             data_overlap=random.random() < 0.8, sequence_parallel=random.random() < 0.8,
-            tensor_overlap=random.random() < 0.3, waits=random.random() < 0.5, graphs=random.random() < 0.3,
+            tensor_overlap=random.random() < 0.3, waits_each_step=random.random() < 0.5, cuda_graphs=random.random() < 0.3,
         )  # fmt: skip
         zero = random.choice((0, 1, 3))
         if random.random() < 0.4:
-            software = own_software(
+            software = headway_software(
                 compiled=random.random() < 0.5, autocasts=random.random() < 0.8, older=False,
                 offloads=random.random() < 0.3,
-            ).on(mesh, passes=2)  # fmt: skip
+            ).on_mesh(mesh, passes=2)  # fmt: skip
             zero = 3 if mesh.shard * mesh.context > 1 else 0
         settings = Settings(
             mesh, random.choice((2048, 4096, 16384)), random.choice((1, 2, 4)), BATCH, zero,

@@ -1,6 +1,7 @@
 """Cuts of a pipeline against all there are."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -12,7 +13,7 @@ from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.stages import blocks_of_ranks, layers_of_stages, recomputed_share, stages_by_cost
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 
 LLAMA = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
 
@@ -82,23 +83,23 @@ def test_ends_that_cost_nothing_leave_even_stages() -> None:
 def test_the_step_of_our_own_trainer_is_cut_so_and_no_other_cut_is_faster_by_much(schedule, chunks) -> None:
     """A vocabulary of 128,256 costs as much as several of these layers; a cut by cost is near the best of all."""
     costs = make_cost_model(parse_on("h100x4"))
-    software = own_software(compiled=False, autocasts=True, older=False)
+    software = headway_software(compiled=False, autocasts=True, older=False)
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0, schedule=schedule, chunks=chunks, software=software)
     made = estimate(LLAMA, settings, costs)
     assert made.settings.stages is not None
     assert made.settings.stages[-1] < max(made.settings.stages)
     ranks = [counts for counts in product(range(1, 9), repeat=4) if sum(counts) == 16]
-    ways = [settings.but(stages=counts) for counts in ranks] if chunks == 1 else []
+    ways = [replace(settings, stages=counts) for counts in ranks] if chunks == 1 else []
     for way in ways:
         assert estimate(LLAMA, way, costs).step.seconds >= 0.97 * made.step.seconds
-    even = estimate(LLAMA, settings.but(stages=tuple(layers_of_stages(16, 4 * chunks))), costs)
+    even = estimate(LLAMA, replace(settings, stages=tuple(layers_of_stages(16, 4 * chunks))), costs)
     assert made.step.seconds < even.step.seconds
 
 
 def test_published_programs_stages_stay_even() -> None:
     costs = make_cost_model(parse_on("h100x4"))
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0)
-    made, even = (estimate(LLAMA, one, costs) for one in (settings, settings.but(stages=(4, 4, 4, 4))))
+    made, even = (estimate(LLAMA, one, costs) for one in (settings, replace(settings, stages=(4, 4, 4, 4))))
     assert made.settings.stages is None
     assert made.step.seconds == even.step.seconds
 
@@ -107,4 +108,4 @@ def test_recomputed_layers_are_the_first_of_each_rank() -> None:
     settings = Settings(Mesh(pipeline=2), 128, 1, 8, software=Software(), stages=(1, 5), recompute="full")
     assert blocks_of_ranks(6, settings) == (1, 5)
     for blocks, share in ((None, 1.0), (0, 0.0), (1, 2 / 6), (3, 4 / 6), (9, 1.0)):
-        assert recomputed_share(6, settings.but(recompute_blocks=blocks)) == pytest.approx(share)
+        assert recomputed_share(6, replace(settings, recompute_blocks=blocks)) == pytest.approx(share)

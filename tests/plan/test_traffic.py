@@ -9,13 +9,13 @@ import pytest
 
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture, architecture_of
-from headway.plan.communication import exchanges
+from headway.plan.communication import communication_costs
 from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
 from headway.plan.rank_share import block_parameters, rest_parameters, summed_parameters
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 from headway.recipe import Model
 
 SMALL = Model(layers=6, dim=64, heads=4, kv_heads=2, head_dim=16, hidden=192, vocab_size=515)
@@ -29,9 +29,9 @@ BLOCK = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
 
 def way(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
     """Eight sequences of 32 tokens for each data rank, two at once."""
-    software = own_software(compiled=False, autocasts=precision == "bf16", older=True).on(mesh, passes=2)
+    software = headway_software(compiled=False, autocasts=precision == "bf16", older=True).on_mesh(mesh, passes=2)
     settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.shard > 1 else 0, precision=precision, software=software)
-    return settings.but(**changes)
+    return replace(settings, **changes)
 
 
 def bytes_of(model: Model, settings: Settings, rank: int = 0) -> dict[tuple[str, str], float]:
@@ -184,7 +184,7 @@ def test_timed_exchanges_move_as_much(mesh: Mesh, precision: str, recompute: Any
     settings = replace(way(mesh, precision=precision), seq=2048, batch=64 * mesh.data, recompute=recompute)
     made = estimate(LLAMA, settings, costs)
     timed: dict[tuple[str, str], float] = defaultdict(float)
-    for one in exchanges(made, costs):
+    for one in communication_costs(made, costs):
         timed[one.operation, one.axis] += one.bytes * one.times
     ranks = [traffic(LLAMA, made.settings, rank) for rank in range(mesh.pipeline)]
     assert set(timed) == {kind for found in ranks for kind in found}

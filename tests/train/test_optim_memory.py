@@ -10,7 +10,7 @@ from headway.hardware import default_cluster, known_chip
 from headway.models import empty_decoder
 from headway.parallel import make_mesh, parallelize_model
 from headway.plan.memory import memory
-from headway.plan.optimizer import kept_bytes
+from headway.plan.optimizer import optimizer_state_bytes
 from headway.plan.plan import make_task
 from headway.plan.settings import Mesh, Settings
 from headway.recipe import Data, Model, Recipe, Train
@@ -54,7 +54,7 @@ def held_bytes(model: nn.Module, recipe: Recipe, optimizer: torch.optim.Optimize
 def planned(recipe: Recipe, mesh: Mesh) -> tuple[float, float]:
     cluster = default_cluster(known_chip("cpu"), mesh.devices)
     task = make_task(recipe, cluster)
-    settings = Settings(mesh, task.seq, 1, task.batch, zero=3, software=task.software.on(mesh, passes=task.batch))
+    settings = Settings(mesh, task.seq, 1, task.batch, zero=3, software=task.software.on_mesh(mesh, passes=task.batch))
     needed = memory(task.architecture, settings, cluster)
     return needed.weights, needed.optimizer
 
@@ -77,7 +77,7 @@ def test_the_plan_knows_every_family_s_matrices(family: str) -> None:
     for optimizer in ("muon", "adamw-8bit", "adafactor"):
         recipe = Recipe(data=Data(path="d"), model=made, train=Train(optimizer=optimizer))
         _, states = held_bytes(model, recipe, build_optimizer(model, recipe.train))
-        assert states == sum(kept_bytes(name, shape, recipe.train) for name, shape in made.tensors().items())
+        assert states == sum(optimizer_state_bytes(name, shape, recipe.train) for name, shape in made.tensors().items())
 
 
 def story(rank: int, workers: int) -> dict[str, torch.Tensor]:

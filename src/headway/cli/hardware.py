@@ -36,7 +36,7 @@ def show_command(
         else:
             _print_table(CHIPS)
         return
-    shown = load_cluster(cluster) if cluster is not None else parse_on(chip or "", usual_node=True)
+    shown = load_cluster(cluster) if cluster is not None else parse_on(chip or "", default_node=True)
     ceilings = find_ceilings(shown.chip)
     if json:
         measured = _measured(ceilings) if ceilings else None

@@ -315,7 +315,7 @@ def _plan(asked: _Asked, explain: bool, roofline: Path | None, json: bool) -> No
     from headway.plan.explain import explain as explained
 
     made = asked.plan(asked.cluster)
-    runs = {place: run_of(made, one) for place, one in enumerate(made.found.plans)}
+    runs = {place: run_of(made, one) for place, one in enumerate(made.result.plans)}
     sections = explained(made.best.estimate, asked.costs()) if explain else []
     drawn = _roofline(made, asked.costs(), roofline) if roofline is not None else ""
     if json:
@@ -358,7 +358,7 @@ def _document(made: "Plan", costs: "CostModel", runs: "dict[int, RunForecast]") 
     from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention, parameters
 
     arch, able = made.architecture, made.runnable
-    plans = [_plan_document(one, runs[place]) for place, one in enumerate(made.found.plans)]
+    plans = [_plan_document(one, runs[place]) for place, one in enumerate(made.result.plans)]
     return {
         "recipe": made.name,
         "model": {
@@ -378,9 +378,9 @@ def _document(made: "Plan", costs: "CostModel", runs: "dict[int, RunForecast]") 
         "runnable": None if able is None else _plan_document(able, run_of(made, able)),
         "run": plans[0]["run"],
         "search": {
-            "tried": made.found.tried,
-            "pruned_by_memory": made.found.pruned_by_memory,
-            "estimated": made.found.estimated,
+            "tried": made.result.tried,
+            "pruned_by_memory": made.result.pruned_by_memory,
+            "estimated": made.result.estimated,
         },
     }
 

@@ -177,7 +177,7 @@ def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
     widths = [8, 10, 6, 8, 7, 9][: len(heads)]
     room = WIDTH - 2 - sum(widths)
     yield f"  {'plan':<{room}}" + cells_of(heads, widths)
-    for place, one in enumerate(plan.found.plans):
+    for place, one in enumerate(plan.result.plans):
         if place >= SHOWN and not (one.runnable and one is plan.runnable):
             continue
         made, run = one.estimate, runs[place]
@@ -188,7 +188,7 @@ def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
             yield f"{mark} {name}"
             name, mark = "", " "
         yield f"{mark} {name:<{room}}" + cells_of([*cells, _money(run.cost)][: len(heads)], widths)
-        reason = "" if place == 0 and len(plan.found.plans) == 1 else f"; {one.reason}"
+        reason = "" if place == 0 and len(plan.result.plans) == 1 else f"; {one.reason}"
         able = "; what this version's trainer runs" if place >= SHOWN else ""
         yield from wrapped(f"    {_details(made.settings)}{reason}{able}", 4)
 
@@ -308,7 +308,7 @@ def _trainer(plan: Plan) -> str:
         return f"this version does not train in {best.estimate.settings.precision}"
     *others, last = RUNNABLE.axes
     axes = f"{', '.join(others)} and {last} axes"
-    if able is None and len(plan.found.plans) == 1:
+    if able is None and len(plan.result.plans) == 1:
         return f"this version does not run such a plan: it runs {axes}, weights sharded over all of a shard axis"
     if able is None:
         return f"this version runs {axes}, and none of their plans fits here"

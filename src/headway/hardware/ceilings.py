@@ -27,7 +27,7 @@ __all__ = [
     "Backend",
     "Ceilings",
     "CollectiveCurve",
-    "Copy",
+    "CopyCurve",
     "GemmGrid",
     "GemmShape",
     "HostOverhead",
@@ -127,7 +127,7 @@ class MemoryCurve(_OverSizes):
     operation: str
 
 
-class Copy(_OverSizes):
+class CopyCurve(_OverSizes):
     """Copies between host and device."""
 
     direction: Literal["to_device", "to_host"]
@@ -185,7 +185,7 @@ class Ceilings(_Part):
     gemm_shapes: tuple[GemmShape, ...] = ()
     attention: tuple[AttentionCurve, ...] = ()
     memory: tuple[MemoryCurve, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[CopyCurve, ...] = ()
     host: tuple[HostOverhead, ...] = ()
     launch_microseconds: Positive | None = None
     """Host time of the smallest operation."""

@@ -21,8 +21,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headway.errors import UsageError, what_is_wrong
-from headway.hardware.chips import GIB, Chip, G, Link, known_chip
-from headway.hardware.chips import find_chip as _find
+from headway.hardware.chips import GIB, Chip, G, Link, find_chip, known_chip
 
 __all__ = [
     "GPU_HOURS_BETWEEN_FAILURES",
@@ -120,7 +119,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class _Usual:
+class _NodeDefaults:
     """How nodes of a chip are usually built and joined."""
 
     per_node: int
@@ -132,20 +131,20 @@ class _Usual:
 
 
 _SUPERPOD = "NVIDIA DGX SuperPOD reference architecture"
-_CARDS = _Usual(8, 50, 16, "assumed: one 400 Gb/s port for a node of eight cards")
-_USUAL: Mapping[str, _Usual] = MappingProxyType(
+_CARD_DEFAULTS = _NodeDefaults(8, 50, 16, "assumed: one 400 Gb/s port for a node of eight cards")
+_NODE_DEFAULTS: Mapping[str, _NodeDefaults] = MappingProxyType(
     {
-        "a100-40": _Usual(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
-        "a100": _Usual(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
-        "h100": _Usual(8, 400, 32, f"{_SUPERPOD} (H100): eight 400 Gb/s ports a node, 32 nodes a unit"),
-        "h200": _Usual(8, 400, 32, f"{_SUPERPOD} (H200): eight 400 Gb/s ports a node, 32 nodes a unit"),
-        "b200": _Usual(8, 400, 32, f"{_SUPERPOD} (B200): eight 400 Gb/s ports a node, 32 nodes a unit"),
-        "b300": _Usual(8, 800, 64, f"{_SUPERPOD} (B300): eight 800 Gb/s ports a node, 64 nodes a unit"),
-        "gb200": _Usual(4, 400, 144, f"{_SUPERPOD} (GB200): a 400 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
-        "gb300": _Usual(4, 800, 144, f"{_SUPERPOD} (GB300): an 800 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
-        "mi300x": _Usual(8, 400, 32, "AMD Instinct MI300X cluster reference: eight 400 Gb/s ports a node"),
-        "rtx4090": _Usual(8, 12.5, 16, "assumed: one 100 Gb/s port for a node of eight cards"),
-        "cpu": _Usual(1, 25, 32, "assumed: one 25 Gb/s port a node"),
+        "a100-40": _NodeDefaults(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
+        "a100": _NodeDefaults(8, 200, 20, f"{_SUPERPOD} (A100): eight 200 Gb/s ports a node, 20 nodes a unit"),
+        "h100": _NodeDefaults(8, 400, 32, f"{_SUPERPOD} (H100): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "h200": _NodeDefaults(8, 400, 32, f"{_SUPERPOD} (H200): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "b200": _NodeDefaults(8, 400, 32, f"{_SUPERPOD} (B200): eight 400 Gb/s ports a node, 32 nodes a unit"),
+        "b300": _NodeDefaults(8, 800, 64, f"{_SUPERPOD} (B300): eight 800 Gb/s ports a node, 64 nodes a unit"),
+        "gb200": _NodeDefaults(4, 400, 144, f"{_SUPERPOD} (GB200): a 400 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
+        "gb300": _NodeDefaults(4, 800, 144, f"{_SUPERPOD} (GB300): an 800 Gb/s port a GPU, 8 racks of 18 nodes a unit"),
+        "mi300x": _NodeDefaults(8, 400, 32, "AMD Instinct MI300X cluster reference: eight 400 Gb/s ports a node"),
+        "rtx4090": _NodeDefaults(8, 12.5, 16, "assumed: one 100 Gb/s port for a node of eight cards"),
+        "cpu": _NodeDefaults(1, 25, 32, "assumed: one 25 Gb/s port a node"),
     }
 )
 # One hop of a message: between what NCCL's own cost table gives its low-latency and its bandwidth protocols.
@@ -155,25 +154,25 @@ _SPINE_HOPS_S = 1.5e-6
 
 def default_cluster(chip: Chip, per_node: int | None = None, nodes: int = 1, name: str | None = None) -> Cluster:
     """A cluster wired as such nodes usually are."""
-    usual = _USUAL.get(chip.name, _CARDS)
-    per_node = per_node or usual.per_node
-    whole = per_node * nodes
-    levels = [_in_node(chip, link, per_node, whole) for link in chip.links]
-    unit = usual.unit * per_node
-    port = usual.network_gbit_s / 8 * G
+    default = _NODE_DEFAULTS.get(chip.name, _CARD_DEFAULTS)
+    per_node = per_node or default.per_node
+    devices = per_node * nodes
+    levels = [_in_node(chip, link, per_node, devices) for link in chip.links]
+    unit = default.unit * per_node
+    port = default.network_gbit_s / 8 * G
     latency = _LATENCY_S["network"]
-    levels.append(Level("rail", min(unit, whole), port, latency, source=usual.source))
-    levels.append(Level("spine", whole, port, latency + _SPINE_HOPS_S, source=f"{usual.source}; non-blocking"))
+    levels.append(Level("rail", min(unit, devices), port, latency, source=default.source))
+    levels.append(Level("spine", devices, port, latency + _SPINE_HOPS_S, source=f"{default.source}; non-blocking"))
     return Cluster(
         name=name or f"{chip.name}x{per_node}x{nodes}", chip=chip, per_node=per_node, nodes=nodes,
         levels=_needed(levels),
     )  # fmt: skip
 
 
-def _in_node(chip: Chip, link: Link, per_node: int, whole: int) -> Level:
+def _in_node(chip: Chip, link: Link, per_node: int, devices: int) -> Level:
     """A chip's own link as a level: it ends with the node, but for the domains of a rack."""
     if link.devices > 8:
-        joined = min(link.devices // per_node * per_node, whole) if per_node <= link.devices else per_node
+        joined = min(link.devices // per_node * per_node, devices) if per_node <= link.devices else per_node
     else:
         joined = min(link.devices, per_node) if link is not chip.links[-1] else per_node
     kind = next(kind for kind in ("nvlink", "xgmi", "pcie", "memory") if link.kind.startswith(kind))
@@ -192,12 +191,12 @@ def _needed(levels: list[Level]) -> tuple[Level, ...]:
 # -- from the command line
 
 
-def parse_on(text: str, usual_node: bool = False) -> Cluster:
+def parse_on(text: str, default_node: bool = False) -> Cluster:
     """`--on CHIPxPERNODExNODES`; without NODES one node, and a chip alone is one device, or its usual node."""
     name, *numbers = _split(text.strip().lower())
     known = known_chip(name)
     if not numbers:
-        return default_cluster(known, None if usual_node else 1)
+        return default_cluster(known, None if default_node else 1)
     per_node, nodes = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 1
     if per_node < 1 or nodes < 1:
         raise UsageError(f"--on {text}: there must be a node, and a device in it", hint=f"the form is {FORM}")
@@ -210,10 +209,10 @@ def _split(text: str) -> list[str]:
     """A chip's name and up to two numbers; names may hold an x themselves (rtx4090, mi300x)."""
     splits = [[text], text.rsplit("x", 1), text.rsplit("x", 2)]
     splits = [split for split in splits if split[0] and all(part.isdecimal() for part in split[1:])]
-    known = [split for split in splits if _find(split[0]) is not None]
+    known = [split for split in splits if find_chip(split[0]) is not None]
     if known:
         return known[0]
-    if len(splits) == 1 and "x" in text and _find(text.split("x")[0]) is not None:
+    if len(splits) == 1 and "x" in text and find_chip(text.split("x")[0]) is not None:
         raise UsageError(f"--on {text}: not of the form {FORM.split(',')[0]}", hint=f"for example {FORM.split()[-1]}")
     return splits[-1] if splits else [text]
 
@@ -297,25 +296,25 @@ def load_cluster(file: Path) -> Cluster:
 
 
 def _build(parsed: _ClusterFile, file: Path) -> Cluster:
-    chip = _changed(known_chip(parsed.chip), parsed, file)
+    chip = _with_overrides(known_chip(parsed.chip), parsed, file)
     name = parsed.name or file.stem
-    usual = default_cluster(chip, parsed.per_node, parsed.nodes, name)
-    if usual.devices > MOST_DEVICES:
-        raise UsageError(f"more than {MOST_DEVICES:,} devices", hint=f"{usual.nodes:,} nodes of {usual.per_node:,}")
-    levels = usual.levels
+    default = default_cluster(chip, parsed.per_node, parsed.nodes, name)
+    if default.devices > MOST_DEVICES:
+        raise UsageError(f"more than {MOST_DEVICES:,} devices", hint=f"{default.nodes:,} nodes of {default.per_node:,}")
+    levels = default.levels
     if parsed.level:
-        levels = tuple(level.level(usual.devices, str(file)) for level in parsed.level)
-        _check_levels(levels, usual)
+        levels = tuple(level.level(default.devices, str(file)) for level in parsed.level)
+        _check_levels(levels, default)
     return replace(
-        usual,
-        levels=levels if parsed.level else usual.levels,
+        default,
+        levels=levels if parsed.level else default.levels,
         price_per_gpu_hour=parsed.price_per_gpu_hour,
         gpu_hours_between_failures=parsed.gpu_hours_between_failures,
         power_limit_w=parsed.power_limit_w,
     )
 
 
-def _changed(chip: Chip, parsed: _ClusterFile, file: Path) -> Chip:
+def _with_overrides(chip: Chip, parsed: _ClusterFile, file: Path) -> Chip:
     """The chip with what the file says is different about it."""
     changes: dict[str, Any] = {}
     if parsed.memory_gib is not None:

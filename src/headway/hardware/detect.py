@@ -43,11 +43,13 @@ def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
 
 def this_cpu(workers: int = 1) -> Chip:
     """What one of so many workers has of this machine's CPU: its share of memory and cores; speeds stay assumed."""
-    usual = known_chip("cpu")
+    catalogue = known_chip("cpu")
     share = len(os.sched_getaffinity(0)) / ASSUMED_CORES / workers if hasattr(os, "sched_getaffinity") else 1 / workers
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
-    peaks = MappingProxyType({name: peak * share for name, peak in usual.peaks.items()})
-    return replace(usual, memory_bytes=memory, peaks=peaks, bandwidth_bytes_s=usual.bandwidth_bytes_s * min(1.0, share))
+    peaks = MappingProxyType({name: peak * share for name, peak in catalogue.peaks.items()})
+    return replace(
+        catalogue, memory_bytes=memory, peaks=peaks, bandwidth_bytes_s=catalogue.bandwidth_bytes_s * min(1.0, share)
+    )
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:

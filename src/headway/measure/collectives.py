@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headway.errors import RunError
 from headway.hardware.ceilings import CollectiveCurve
-from headway.measure.operations import rounded
+from headway.measure.operations import to_microseconds
 from headway.measure.timer import DeviceTimer
 
 __all__ = ["collectives"]
@@ -77,9 +77,9 @@ def measure_together(
         times = []
         for size in sizes:
             work = make(rank, ranks, max(1, size // (4 * ranks)), timer.device)
-            seconds = torch.tensor([_alike(work, timer)])
+            seconds = torch.tensor([_fixed_repeats(work, timer)])
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times.append(rounded(float(seconds)))
+            times.append(to_microseconds(float(seconds)))
         sizes_moved = tuple(max(1, size // (4 * ranks)) * 4 * ranks for size in sizes)
         curves.append(
             CollectiveCurve(
@@ -89,11 +89,11 @@ def measure_together(
     return curves
 
 
-def _alike(work: Callable[[], object], timer: DeviceTimer, repeats: int = 5, groups: int = 5) -> float:
+def _fixed_repeats(work: Callable[[], object], timer: DeviceTimer, repeats: int = 5, groups: int = 5) -> float:
     """Seconds of one call; the same number of calls on every rank, or they would wait for ever."""
     for _ in range(2):
         work()
-    taken = sorted(timer.fixed(lambda _: work(), repeats) for _ in range(groups))
+    taken = sorted(timer.repeated_seconds(lambda _: work(), repeats) for _ in range(groups))
     return taken[groups // 2]
 
 

@@ -26,7 +26,7 @@ from headway.measure.timer import DeviceTimer
 
 __all__ = ["BenchmarkGrid", "measure"]
 
-Tell = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 
 MIB = 2**20
 OCTAVES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -122,21 +122,21 @@ CPU_QUICK = BenchmarkGrid(
 )
 
 
-def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, tell: Tell) -> Ceilings:
+def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, progress: Progress) -> Ceilings:
     """Everything the grid asks for, in turn; what a device cannot do is named in `skipped`."""
     timer = DeviceTimer(device, **grid.timer)  # type: ignore[arg-type]
     results: dict[str, list[Any]] = {}
     skipped: dict[str, str] = {}
-    for what, section, measured in _sections(timer, grid, ranks):
-        tell(what, 0.0)
+    for title, section, measured in _sections(timer, grid, ranks):
+        progress(title, 0.0)
         try:
-            _collect(what, measured(), results.setdefault(section, []), tell)
+            _collect(title, measured(), results.setdefault(section, []), progress)
         except torch.OutOfMemoryError:
             raise  # half a grid would pass for a whole one
         except (RuntimeError, NotImplementedError) as error:  # one kernel that is missing must not cost the rest
-            skipped[what] = str(error).strip().splitlines()[0][:200]
+            skipped[title] = str(error).strip().splitlines()[0][:200]
     torch.set_float32_matmul_precision("highest")
-    launch, kernel = operations.small(timer)
+    launch, kernel = operations.smallest_operation(timer)
     facts = {"timer": timer.kind, "launch_microseconds": launch, "kernel_microseconds": kernel, "skipped": skipped}
     return Ceilings.model_validate({**_identity(device, results["gemm"]), **facts, **results})
 
@@ -146,7 +146,7 @@ def _sections(
 ) -> Iterator[tuple[str, str, Callable[[], Iterable[Any]]]]:
     """What is measured, where it belongs, and how, in this order."""
     dtype = torch.bfloat16 if timer.device.type == "cuda" else torch.float32
-    for precision, sizes in _possible(grid.gemm, timer.device).items():
+    for precision, sizes in _supported(grid.gemm, timer.device).items():
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         pool = OperandPool(timer.device, precision, grid.pool_elements)
         large = max(sizes[-1] // 2, sizes[0])
@@ -167,16 +167,16 @@ def _sections(
         yield "collectives", "collectives", partial(collectives, timer.device.type, ranks, grid.collectives)
 
 
-def _collect(what: str, measured: Iterable[Any], results: list[Any], tell: Tell) -> None:
+def _collect(title: str, measured: Iterable[Any], results: list[Any], progress: Progress) -> None:
     """Keep what was measured; shares that come in between are passed on."""
     for item in measured:
         if isinstance(item, float):
-            tell(what, item)
+            progress(title, item)
         else:
             results.append(item)
 
 
-def _possible(gemm: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, tuple[int, ...]]:
+def _supported(gemm: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, tuple[int, ...]]:
     """The precisions that a device has products for: float8 came with compute capability 8.9."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return {name: sizes for name, sizes in gemm.items() if name != "float8"}
@@ -187,7 +187,7 @@ def _sustained(
     timer: DeviceTimer, pool: OperandPool, precision: str, size: int, seconds: float
 ) -> Iterator[SustainedGemm]:
     """A large product for seconds on end; power and clocks are read near the end, while it runs."""
-    work = operations.product(pool, precision, "forward", size, size, size)
+    work = operations.gemm_work(pool, precision, "forward", size, size, size)
     once = timer.seconds(work)
     count, settled = max(2, round(seconds / once)), dict[str, float]()
     timer.wait()
@@ -243,7 +243,7 @@ def _rates(grid: GemmGrid) -> Iterator[float]:
     return (2.0 * m * n * k / (time_us / 1e6) for (m, n, k), time_us in zip(points, grid.microseconds, strict=True))
 
 
-def _serve(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _serve(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
     quick = bool(request["quick"])
     if request["device"] == "cuda":
         if not torch.cuda.is_available():
@@ -251,7 +251,7 @@ def _serve(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         grid, device = GPU_QUICK if quick else GPU, torch.device("cuda", 0)
     else:
         grid, device = CPU_QUICK if quick else CPU, torch.device("cpu")
-    return measure(device, grid, int(request["ranks"]), tell).model_dump(mode="json")
+    return measure(device, grid, int(request["ranks"]), progress).model_dump(mode="json")
 
 
 def main() -> int:
@@ -259,14 +259,14 @@ def main() -> int:
     request = json.load(sys.stdin)
     last_report = [0.0]
 
-    def tell(what: str, share: float) -> None:
+    def progress(what: str, share: float) -> None:
         now = time.monotonic()
         if share == 0.0 or now - last_report[0] > 0.5:
             last_report[0] = now
             print(json.dumps({"progress": what, "share": round(share, 3)}), flush=True)
 
     try:
-        answer: dict[str, Any] = {"ceilings": _serve(request, tell)}
+        answer: dict[str, Any] = {"ceilings": _serve(request, progress)}
     except HeadwayError as error:
         answer = {"error": error.message, "hint": error.hint}
     except torch.OutOfMemoryError:

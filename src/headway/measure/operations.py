@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headway.hardware.ceilings import AttentionCurve, Backend, Copy, GemmGrid, GemmShape, HostOverhead, MemoryCurve
+from headway.hardware.ceilings import AttentionCurve, Backend, CopyCurve, GemmGrid, GemmShape, HostOverhead, MemoryCurve
 from headway.measure.timer import DeviceTimer
 from headway.models import empty_decoder
 from headway.models.rotary import rotary_table, rotate
@@ -28,11 +28,11 @@ __all__ = [
     "copies",
     "gemm",
     "gemm_shapes",
+    "gemm_work",
     "host",
     "layer_shapes",
     "memory",
-    "product",
-    "small",
+    "smallest_operation",
 ]
 
 DTYPES = {
@@ -52,7 +52,7 @@ Case = tuple[Backend, int, bool, int, int]
 Work = Callable[[int], object]
 
 
-def rounded(seconds: float) -> float:
+def to_microseconds(seconds: float) -> float:
     """Microseconds to four digits: no time here repeats better than that."""
     return float(f"{seconds * 1e6:.4g}")
 
@@ -75,7 +75,7 @@ class OperandPool:
         return self._values[first : first + rows * columns].view(rows, columns)
 
 
-def product(pool: OperandPool, precision: str, layout: str, m: int, n: int, k: int) -> Work:
+def gemm_work(pool: OperandPool, precision: str, layout: str, m: int, n: int, k: int) -> Work:
     """A product [m, k] x [k, n] with operands lying as a linear layer's do in one of its three products."""
     if precision == "float8":
         scale = torch.ones((), device=pool.cut(1, 1, 0).device)
@@ -106,7 +106,7 @@ def gemm(timer: DeviceTimer, pool: OperandPool, precision: str, sizes: Sequence[
     random.Random(0).shuffle(order)
     times = [0.0] * len(points)
     for done, at in enumerate(order):
-        times[at] = rounded(timer.seconds(product(pool, precision, "forward", *points[at])))
+        times[at] = to_microseconds(timer.seconds(gemm_work(pool, precision, "forward", *points[at])))
         yield done / len(points)
     axis = tuple(sizes)
     yield GemmGrid(precision=precision, m=axis, n=axis, k=axis, microseconds=tuple(times))
@@ -127,13 +127,13 @@ def gemm_shapes(
     layouts: tuple[Layout, ...] = LAYOUTS[:1] if precision == "float8" else LAYOUTS
     for done, (tokens, outputs, inputs) in enumerate(shapes):
         for layout in layouts:
-            m, n, k = _turned(layout, tokens, outputs, inputs)
-            seconds = timer.seconds(product(pool, precision, layout, m, n, k))
-            yield GemmShape(precision=precision, layout=layout, m=m, n=n, k=k, microseconds=rounded(seconds))
+            m, n, k = _gemm_sizes(layout, tokens, outputs, inputs)
+            seconds = timer.seconds(gemm_work(pool, precision, layout, m, n, k))
+            yield GemmShape(precision=precision, layout=layout, m=m, n=n, k=k, microseconds=to_microseconds(seconds))
         yield done / len(shapes)
 
 
-def _turned(layout: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+def _gemm_sizes(layout: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
     sizes = {
         "forward": (tokens, outputs, inputs),
         "input": (tokens, inputs, outputs),
@@ -201,7 +201,7 @@ def _attention_times(
             ):
                 return None
             raise
-    return rounded(forward_s), rounded(backward_s)
+    return to_microseconds(forward_s), to_microseconds(backward_s)
 
 
 def memory(timer: DeviceTimer, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[float | MemoryCurve]:
@@ -211,47 +211,47 @@ def memory(timer: DeviceTimer, dtype: torch.dtype, sizes: Sequence[int]) -> Iter
         for size in sizes:
             rows = max(1, size // (ROW * dtype.itemsize))
             work, moved = make(rows, dtype, timer.device)
-            measured[moved] = rounded(timer.seconds(work))
+            measured[moved] = to_microseconds(timer.seconds(work))
         yield MemoryCurve(operation=name, bytes=tuple(measured), microseconds=tuple(measured.values()))
         yield done / len(OPERATIONS)
 
 
 ROW = 4096
-Made = tuple[Work, int]
+TimedWork = tuple[Work, int]
 
 
 def _draw(rows: int, dtype: torch.dtype, device: torch.device, count: int) -> list[Tensor]:
     return [torch.empty(rows, ROW, device=device, dtype=dtype).normal_() for _ in range(count)]
 
 
-def _copy(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _copy(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, out = _draw(rows, dtype, device, 2)
     return lambda _: out.copy_(a), 2 * a.nbytes
 
 
-def _add(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _add(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, b, out = _draw(rows, dtype, device, 3)
     return lambda _: torch.add(a, b, out=out), 3 * a.nbytes
 
 
-def _silu_mul(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _silu_mul(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, b = _draw(rows, dtype, device, 2)
     return lambda _: nn.functional.silu(a) * b, 3 * a.nbytes
 
 
-def _silu_mul_backward(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _silu_mul_backward(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, b, slope = _draw(rows, dtype, device, 3)
     inputs = (a.requires_grad_(), b.requires_grad_())
     output = nn.functional.silu(a) * b
     return lambda _: torch.autograd.grad(output, inputs, slope, retain_graph=True), 5 * a.nbytes
 
 
-def _rms_norm(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _rms_norm(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, w = _draw(rows, dtype, device, 1)[0], torch.ones(ROW, dtype=dtype, device=device)
     return lambda _: nn.functional.rms_norm(a, (ROW,), w, 1e-5), 2 * a.nbytes
 
 
-def _rms_norm_backward(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _rms_norm_backward(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a, slope = _draw(rows, dtype, device, 2)
     w = torch.ones(ROW, dtype=dtype, device=device, requires_grad=True)
     inputs = (a.requires_grad_(), w)
@@ -259,41 +259,41 @@ def _rms_norm_backward(rows: int, dtype: torch.dtype, device: torch.device) -> M
     return lambda _: torch.autograd.grad(output, inputs, slope, retain_graph=True), 3 * a.nbytes
 
 
-def _rotary(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _rotary(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a = _draw(rows, dtype, device, 1)[0].view(1, rows, ROW // 128, 128)
     table = rotary_table(0, rows, 128, 10_000.0, device)
     return lambda _: rotate(a, table), 2 * a.nbytes
 
 
-def _log_softmax(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _log_softmax(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a = _draw(rows, dtype, device, 1)[0]
     return lambda _: torch.log_softmax(a, dim=-1, dtype=torch.float32), a.nbytes + 4 * a.numel()
 
 
-def _cast(rows: int, _: torch.dtype, device: torch.device) -> Made:
+def _cast(rows: int, _: torch.dtype, device: torch.device) -> TimedWork:
     a = _draw(rows, torch.float32, device, 1)[0]
     return lambda _: a.to(torch.bfloat16), a.nbytes + 2 * a.numel()
 
 
-def _quantize(rows: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _quantize(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     """To float8 with one scale for all: its own maximum first, as products in float8 ask for."""
     a = _draw(rows, dtype, device, 1)[0]
     return lambda _: (a * (448.0 / a.abs().amax())).to(torch.float8_e4m3fn), a.nbytes + a.numel()
 
 
-def _norm(rows: int, _: torch.dtype, device: torch.device) -> Made:
+def _norm(rows: int, _: torch.dtype, device: torch.device) -> TimedWork:
     a = _draw(rows, torch.float32, device, 1)[0]
     return lambda _: torch.linalg.vector_norm(a), a.nbytes
 
 
-def _adamw(rows: int, _: torch.dtype, device: torch.device) -> Made:
+def _adamw(rows: int, _: torch.dtype, device: torch.device) -> TimedWork:
     a, slope = _draw(rows, torch.float32, device, 2)
     a.requires_grad_().grad = slope
     optimizer = torch.optim.AdamW([a], lr=1e-4, fused=True)
     return lambda _: optimizer.step(), 7 * a.nbytes
 
 
-OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.device], Made]] = {
+OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.device], TimedWork]] = {
     "copy": _copy,
     "add": _add,
     "silu_mul": _silu_mul,
@@ -309,7 +309,7 @@ OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.device], Made]] = {
 }
 
 
-def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | Copy]:
+def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | CopyCurve]:
     """Copies between host and device, through pinned memory and without."""
     for done, (direction, pinned) in enumerate([(d, p) for d in DIRECTIONS for p in (True, False)]):
         times = []
@@ -318,12 +318,12 @@ def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | Copy]:
             on_device = torch.empty(size, dtype=torch.uint8, device=timer.device)
             on_device.copy_(on_host)
             source, target = (on_host, on_device) if direction == "to_device" else (on_device, on_host)
-            times.append(rounded(timer.seconds(partial(_copied, source, target))))
-        yield Copy(direction=direction, pinned=pinned, bytes=tuple(sizes), microseconds=tuple(times))
+            times.append(to_microseconds(timer.seconds(partial(_copy_once, source, target))))
+        yield CopyCurve(direction=direction, pinned=pinned, bytes=tuple(sizes), microseconds=tuple(times))
         yield done / 4
 
 
-def _copied(source: Tensor, target: Tensor, _: int) -> Tensor:
+def _copy_once(source: Tensor, target: Tensor, _: int) -> Tensor:
     return target.copy_(source, non_blocking=True)
 
 
@@ -366,8 +366,8 @@ def host(timer: DeviceTimer, mode: Mode) -> Iterator[HostOverhead]:
     )
     yield HostOverhead(
         mode=mode,
-        forward_microseconds=rounded(forward_s / LAYERS),
-        backward_microseconds=rounded(max(backward_s, 1e-7) / LAYERS),
+        forward_microseconds=to_microseconds(forward_s / LAYERS),
+        backward_microseconds=to_microseconds(max(backward_s, 1e-7) / LAYERS),
     )
 
 
@@ -378,7 +378,7 @@ def _both(
     return timer.host_seconds(lambda _: torch.autograd.grad(forward(0), [x, *weights], slope))
 
 
-def small(timer: DeviceTimer) -> tuple[float, float]:
+def smallest_operation(timer: DeviceTimer) -> tuple[float, float]:
     """Host and device microseconds of the smallest operation."""
     x = torch.empty(16, device=timer.device).normal_()
 
@@ -386,4 +386,4 @@ def small(timer: DeviceTimer) -> tuple[float, float]:
         return x.add_(1.0)
 
     host_s = timer.host_seconds(lambda _: [work(i) for i in range(20)]) / 20
-    return rounded(host_s), rounded(timer.seconds(work))
+    return to_microseconds(host_s), to_microseconds(timer.seconds(work))

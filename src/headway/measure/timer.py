@@ -42,7 +42,7 @@ class DeviceTimer:
         groups = max(3, min(self.groups, round(self.budget_s / (once * repeats))))
         return median(self._group(work, repeats, host) for _ in range(groups))
 
-    def fixed(self, work: Work, repeats: int) -> float:
+    def repeated_seconds(self, work: Work, repeats: int) -> float:
         """Seconds of one piece of work in a group of so many: for work that others must do as often."""
         return self._group(work, repeats, host=1e-4)
 

@@ -1,4 +1,4 @@
-"""Every way to run a task on a cluster that is worth a look."""
+"""Enumerates the meshes and settings that a search tries."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,22 +13,22 @@ from headway.plan.task import SearchSpace, TrainingTask
 __all__ = ["LONG", "candidates", "held_microbatches", "settings_of"]
 
 LONG = 16 * 1024
-"""Tokens of a sequence from which it is worth sharing one among devices."""
+"""Sequence length from which context parallelism is worth trying."""
 LEAST_SHARE = 2048
-"""Tokens of a sequence that a device keeps at least when it is shared."""
+"""Fewest tokens of a sequence per device under context parallelism."""
 MOST_TOKENS = 2**18
-"""Of a microbatch on a device. Products are at their best from a tenth of that on; the rest is for weights that are
-gathered for each microbatch over slow links: at 2**18 tokens an H100 computes for longer than 25 Gbit/s gather."""
+"""Per microbatch and device. GEMMs are efficient from a tenth of that on; more amortizes weights gathered for each
+microbatch over slow links: at 2**18 tokens an H100 computes for longer than a gather at 25 Gbit/s takes."""
 MOST_TOKENS_IN_PIPELINE = 2**16
-"""The same where weights stay, and larger microbatches lengthen the bubble."""
+"""The same in a pipeline, where weights stay gathered and larger microbatches lengthen the bubble."""
 MOST_CHUNKS = 8
 
 
 def candidates(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context: bool = False) -> Iterator[Settings]:
-    """Every valid way to run that the choices leave, sequences shared only with `context`.
+    """Every valid candidate of the search space, with context parallelism only if `context`.
 
-    Meshes that can win nothing are left out. Copies of the whole exist without sharding (`zero` 0), and with sharded
-    weights and no pipeline, where they keep gathers near; otherwise what is sharded is sharded over all data ranks.
+    Meshes that cannot win are left out: replicas exist without sharding (`zero` 0) and, to keep gathers local, with
+    sharded weights and no pipeline; otherwise sharding covers all data ranks.
     """
     for mesh, zero in _meshes(task, cluster, choices, context):
         if choices.limits is not None and not choices.limits.allows_mesh(mesh, zero):
@@ -38,8 +38,8 @@ def candidates(task: TrainingTask, cluster: Cluster, choices: SearchSpace, conte
 
 
 def settings_of(task: TrainingTask, mesh: Mesh, zero: int, microbatch: int = 1) -> Settings:
-    """The plainest way to run a task on a mesh."""
-    software = task.software.on(mesh, task.batch // (mesh.data * microbatch))
+    """The simplest settings of a task on a mesh."""
+    software = task.software.on_mesh(mesh, task.batch // (mesh.data * microbatch))
     return Settings(
         mesh, task.seq, microbatch, task.batch, zero, precision=task.precision, software=software,
         keeps_weights=task.keeps_weights, frozen=task.frozen, imbalance=task.imbalance,
@@ -47,7 +47,7 @@ def settings_of(task: TrainingTask, mesh: Mesh, zero: int, microbatch: int = 1) 
 
 
 def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: Mesh, zero: int) -> Iterator[Settings]:
-    """One mesh with every microbatch, schedule, recomputation and precision."""
+    """A mesh with every microbatch, schedule, recomputation and precision."""
     arch, limits = task.architecture, choices.limits
     microbatches = choices.microbatches or _microbatch_sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
@@ -58,11 +58,11 @@ def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: 
         reduce_choices or (False,),
     ))  # fmt: skip
     for microbatch, (schedule, chunks) in product(microbatches, list(_schedules(arch, choices, mesh.pipeline))):
-        software = task.software.on(mesh, task.batch // (mesh.data * microbatch))
+        software = task.software.on_mesh(mesh, task.batch // (mesh.data * microbatch))
         for i, (recompute, precision, moment_bytes, keep_weights, reduce_each) in enumerate(variants):
             variant_software = replace(software, moment_bytes=moment_bytes)
             if reduce_each and microbatch == task.batch // mesh.data:
-                continue  # there is one microbatch, and its gradients travel anyway
+                continue  # with a single microbatch the two are the same
             settings = Settings(
                 mesh, task.seq, microbatch, task.batch, zero, recompute, schedule, chunks, precision, variant_software,
                 reduces_each=reduce_each, keeps_weights=keep_weights, frozen=task.frozen, imbalance=task.imbalance,
@@ -76,13 +76,13 @@ def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: 
 
 
 def _microbatch_sizes(task: TrainingTask, mesh: Mesh) -> tuple[int, ...]:
-    """Microbatches that divide a data rank's share, up to where larger ones bring no more."""
+    """Microbatch sizes that divide a data rank's share of the batch."""
     limit = MOST_TOKENS_IN_PIPELINE if mesh.pipeline > 1 else MOST_TOKENS
     return divisors(task.batch // mesh.data, max(1, limit * mesh.context // task.seq))
 
 
 def _schedules(arch: Architecture, choices: SearchSpace, pipeline: int) -> Iterator[tuple[Schedule, int]]:
-    """Schedules with their chunks; without a pipeline there is one."""
+    """Schedules with their number of chunks; a single one without a pipeline."""
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -95,7 +95,7 @@ def _schedules(arch: Architecture, choices: SearchSpace, pipeline: int) -> Itera
 
 
 def _even_chunks(layers: int, pipeline: int) -> tuple[int, ...]:
-    """Chunks that give each stage as many layers, the ends of the model counted as one or not."""
+    """Numbers of chunks that give stages equal layers, with embedding and head counted as layers or not."""
     fit = [n for n in range(2, MOST_CHUNKS + 1) if n * pipeline <= layers]
     return tuple(n for n in fit if layers % (n * pipeline) == 0 or (layers + 2) % (n * pipeline) == 0) or tuple(fit[:1])
 
@@ -120,7 +120,7 @@ def _meshes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context:
 
 
 def _split_data_axis(arch: Architecture, base: Mesh, zeros: tuple[int, ...]) -> Iterator[tuple[Mesh, int]]:
-    """A mesh's data axis as copies and shards, and its experts, by what is sharded."""
+    """The data axis split into replicas and shards, and the expert axis, per ZeRO stage."""
     data = base.data
     for zero in _zero_stages(arch, base, data, zeros):
         shards = divisors(data) if zero == 3 and base.pipeline == 1 else (data,)
@@ -133,13 +133,13 @@ def _split_data_axis(arch: Architecture, base: Mesh, zeros: tuple[int, ...]) -> 
 
 
 def _zero_stages(arch: Architecture, mesh: Mesh, shard: int, zeros: tuple[int, ...]) -> tuple[int, ...]:
-    """What may be sharded: all the same where nobody shares. Experts are not split: the tensor axis shares them."""
+    """ZeRO stages to try: they are equivalent on one rank. The tensor axis shares experts and does not split them."""
     sharers = shard * mesh.context * (mesh.tensor if arch.experts else 1)
     return (min(zeros),) if sharers == 1 else zeros
 
 
 def held_microbatches(settings: Settings) -> float:
-    """Microbatches whose activations the first pipeline stage holds at most, all its chunks together."""
+    """Most microbatches whose activations the first pipeline stage holds, over all its chunks."""
     ranks, chunks, count = settings.mesh.pipeline, settings.chunks, settings.microbatches
     if ranks == 1:
         return 1.0

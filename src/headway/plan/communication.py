@@ -14,9 +14,9 @@ from headway.plan.settings import LOW
 from headway.plan.stages import recomputed_share
 from headway.plan.step import layer_pieces
 from headway.plan.traffic import STATISTICS_BYTES
-from headway.plan.trainer_communication import NEVER_HIDDEN, once_a_step, rest_bytes
+from headway.plan.trainer_communication import NEVER_HIDDEN, rest_bytes, step_transfers
 
-__all__ = ["CommCost", "exchanges"]
+__all__ = ["CommCost", "communication_costs"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CommCost:
     """Of the mesh, where it goes over one alone."""
 
 
-def exchanges(estimate: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
+def communication_costs(estimate: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
     """Every kind of exchange of a step; the exposed seconds sum up to the step's."""
     collector = _Collector(estimate, costs)
     parts = (
@@ -135,7 +135,7 @@ class _Collector:
                     f"stream, {direction} a part", operation, tokens * width, group, pairs * times, "tensor"
                 )
 
-    def again(self) -> Iterator[CommCost]:
+    def recompute(self) -> Iterator[CommCost]:
         """Where layers are computed again; those seconds count as recomputation."""
         settings, tokens = self.settings, self.shape.tokens * self.arch.dim
         if self.mesh.tensor == 1 or self.software.regathers or settings.recompute not in ("selective", "full"):
@@ -153,7 +153,7 @@ class _Collector:
         """Of a vocabulary that is shared out over the tensor axis: embedding, head and loss."""
         if self.mesh.tensor == 1 or not self.exact:
             return
-        yield from self.again()
+        yield from self.recompute()
         times, group = self.settings.microbatches / self.mesh.pipeline, DeviceGroup(self.mesh.tensor)
         stream = self.shape.tokens * self.arch.dim * self.settings.stream_width
         for operation in ("all_gather", "reduce_scatter"):
@@ -195,11 +195,11 @@ class _Collector:
         group = DeviceGroup(mesh.shard * mesh.context, mesh.tensor)
         if self.settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
             return
-        width = 1 if self.settings.precision in LOW and software.gathers_low else self.shape.width
+        width = 1 if self.settings.precision in LOW and software.gathers_low_precision else self.shape.width
         gathers, scatters = [], []
         for experts, count in layer_kinds(self.arch):
             times = count * self.settings.microbatches
-            sums = count if software.own and not self.settings.reduces_each else times
+            sums = count if software.is_headway and not self.settings.reduces_each else times
             for name, number, members in layer_pieces(self.arch, experts, self.settings):
                 cost = self.make(f"{name}, forward", "all_gather", number * width, members, times, 0.0, axis="shard")
                 gathers.append(cost)
@@ -208,7 +208,7 @@ class _Collector:
         regathers = [replace(cost, name=cost.name.replace("forward", "backward")) for cost in gathers]
         regathers = [] if self.settings.keeps_weights else regathers
         scatters = [] if self.settings.frozen else scatters
-        yield from self.exposed(gathers, "whole_forward")
+        yield from self.exposed(gathers, "total_forward")
         if software.prefetch:
             yield from self.exposed([*regathers, *scatters], "backward")
         else:
@@ -286,7 +286,7 @@ class _Collector:
 
     def own_step(self) -> Iterator[CommCost]:
         """The same of our own trainer."""
-        for transfer in once_a_step(self.arch, self.settings, self.costs, self.window):
+        for transfer in step_transfers(self.arch, self.settings, self.costs, self.window):
             cost = self.make(
                 transfer.name,
                 transfer.operation,

@@ -1,9 +1,9 @@
-"""What a cost model leans on, by how much it knows: the fidelities.
+"""The cost model at four fidelities.
 
-limit        the speed of light: vendors' peaks, full bandwidth, everything overlapped
+limit        roofline: vendor peaks, full bandwidth, everything overlapped
 default      a model of kernels and links, with parameters fitted to published runs
-measured     the ceilings that `headway hardware measure` found on the device
-calibrated   default or measured, with parameters refitted to a few runs of your own
+measured     ceilings that `headway hardware measure` measured on the device
+calibrated   default or measured, with parameters refitted to a few of your own runs
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster, find_ceilings
 from headway.plan.collective_times import NetworkModel
 from headway.plan.efficiencies import IDEAL, Efficiencies, fitted_parameters
-from headway.plan.rates import LimitRates, MeasuredRates, ModelRates, Rates, family
+from headway.plan.rates import LimitRates, MeasuredRates, ModelRates, Rates, generation
 
 __all__ = ["CostModel", "Fidelity", "make_cost_model"]
 
@@ -22,23 +22,23 @@ Fidelity = Literal["limit", "default", "measured", "calibrated"]
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """A cluster, and how fast its devices and links are taken to be."""
+    """A cluster with the modelled speed of its devices and links."""
 
     cluster: Cluster
     rates: Rates
     parameters: Efficiencies = field(default_factory=Efficiencies)
     demand: float = 1.0
-    """Power that products would draw at full clock, over the chip's own limit."""
+    """Power that GEMMs would draw at full clock, relative to the chip's limit."""
     fidelity: Fidelity = "default"
 
     @property
     def ideal(self) -> bool:
-        """Whether this is the speed of light."""
+        """Whether nothing is lost: fidelity `limit`."""
         return self.fidelity == "limit"
 
     @property
     def network(self) -> NetworkModel:
-        """Links as collectives reach them."""
+        """Links at the bandwidth that collectives reach."""
         p = self.parameters
         return NetworkModel(self.cluster, p.near, p.far, latency=p.latency)
 
@@ -49,7 +49,7 @@ def make_cost_model(
     parameters: Efficiencies | None = None,
     ceilings: Ceilings | None = None,
 ) -> CostModel:
-    """Costs at a fidelity; `measured` takes the ceilings given, or those that Headway ships for the chip."""
+    """The cost model at a fidelity; `measured` uses the given ceilings or those that Headway ships for the chip."""
     chip = cluster.chip
     if fidelity == "limit":
         return CostModel(cluster, LimitRates(chip), IDEAL, fidelity=fidelity)
@@ -57,10 +57,10 @@ def make_cost_model(
     ceilings = ceilings or (find_ceilings(chip) if fidelity == "measured" else None)
     if ceilings is None and fidelity == "measured":
         raise UsageError(
-            f"nothing was measured on {chip.name}",
-            hint="headway hardware measure writes such a file; --ceilings FILE names it",
+            f"no measured ceilings for {chip.name}",
+            hint="run headway hardware measure there, and pass its file with --ceilings",
         )
     if ceilings is None:
-        return CostModel(cluster, ModelRates(chip), parameters, family(chip).demand, fidelity)
+        return CostModel(cluster, ModelRates(chip), parameters, generation(chip).demand, fidelity)
     share = ceilings.sustained_share("bf16") if ceilings.sustained else 1.0
     return CostModel(cluster, MeasuredRates(chip, ceilings), parameters.measured(), share**-2, fidelity)

@@ -1,7 +1,7 @@
-"""The few numbers that the cost model cannot know from data sheets; each has a physical meaning and a range.
+"""The parameters of the cost model that no data sheet states, each with a physical meaning and a prior.
 
-Defaults come from microbenchmarks and from runs that were published; `--against` says how far they carry. A
-calibration moves them as little as the runs it saw ask for.
+Defaults come from microbenchmarks and published runs; `--against` shows how well they predict. A calibration moves
+them only as far as its runs demand.
 """
 
 import json
@@ -15,38 +15,37 @@ __all__ = ["IDEAL", "SPREAD", "Efficiencies", "fitted_parameters"]
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Multipliers are near 1: what training gets of a kernel's or a link's modelled speed."""
+    """Mostly multipliers near 1: the share of a modelled speed that training reaches."""
 
     ampere: float = 0.92
-    """Speed of matrix products in a training step over the kernel model's, on A100s."""
+    """GEMM speed in a training step over the kernel model's, on A100s."""
     hopper: float = 0.95
     """The same on H100s and H200s."""
     blackwell: float = 0.9
-    """The same on B200s, GB200s and their kin."""
+    """The same on B200, GB200 and other Blackwell chips."""
     low: float = 1.0
-    """The same for eight- and four-bit products, on top."""
+    """The same for 8-bit and 4-bit GEMMs, on top."""
     attention: float = 1.0
     """Speed of attention over the kernel model's."""
     memory: float = 1.0
     """Speed of memory-bound kernels over the memory model's."""
     host_s: float = 0.45e-3
-    """Host seconds to hand over one eager layer's forward pass; its backward pass takes 1.75 times that."""
+    """Host seconds to launch an eager layer's forward pass; its backward pass takes 1.75 times that."""
     near: float = 0.8
     """Share of an in-node link's bandwidth that collectives reach."""
     far: float = 0.9
     """Share of a network port's bandwidth that collectives reach."""
     latency: float = 1.0
-    """Collectives' latency over the levels' own."""
+    """Latency of collectives over that of the network levels."""
     contention: float = 0.12
-    """How much slower compute runs while a collective runs beside it."""
+    """How much slower compute runs while a collective overlaps with it."""
     hidden: float = 0.9
-    """Share of a collective that an overlap hides where there is compute enough."""
+    """Share of a collective that overlap hides if there is enough compute."""
     loop_s: float = 0.01
-    """Seconds of each step in which the device waits for the loop: data, norm, logging."""
+    """Seconds per step in which the device waits for the host loop: data, norm, logging."""
 
     def measured(self) -> "Efficiencies":
-        """For measured ceilings: kernels' speeds are known, so that what was fitted to the kernel model is not
-        applied."""
+        """For measured ceilings: without the factors that correct the kernel model."""
         return replace(self, ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0)
 
 
@@ -54,7 +53,7 @@ IDEAL = Efficiencies(
     ampere=1.0, hopper=1.0, blackwell=1.0, low=1.0, attention=1.0, memory=1.0, host_s=0.0, near=1.0, far=1.0,
     latency=0.0, contention=0.0, hidden=1.0, loop_s=0.0,
 )  # fmt: skip
-"""Nothing is lost."""
+"""No losses."""
 
 SPREAD = MappingProxyType(
     {
@@ -62,7 +61,7 @@ SPREAD = MappingProxyType(
         "near": 0.15, "far": 0.25, "latency": 0.6, "contention": 0.8, "hidden": 0.1, "loop_s": 0.8,
     }
 )  # fmt: skip
-"""How far each may reasonably lie from its default: the standard deviation of its logarithm."""
+"""Prior of each parameter: the standard deviation of its logarithm."""
 
 
 @cache
@@ -73,9 +72,6 @@ def _fitted() -> dict[str, dict[str, float]]:
 
 
 def fitted_parameters(without: str | None = None) -> Efficiencies:
-    """Parameters fitted to all published runs, or to those of all programs but one.
-
-    A program that none of the runs is of was seen by neither.
-    """
+    """Parameters fitted to all published runs, or to those of all programs but `without`."""
     fits = _fitted()
     return Efficiencies(**fits.get(without or "all", fits["all"]))

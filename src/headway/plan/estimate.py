@@ -1,4 +1,4 @@
-"""One way to run, estimated: how fast it is, and whether it fits."""
+"""Estimates settings: step time, memory, throughput and MFU."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,28 +15,28 @@ __all__ = ["Estimate", "estimate"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one way to run costs."""
+    """Time and memory of one set of settings."""
 
     architecture: Architecture
     settings: Settings
     step: Step
     memory: PeakMemory
     peak_flops_s: float
-    """Of one device, at the precision of the products."""
+    """Per device, at the precision of the GEMMs."""
 
     @cached_property
     def tokens_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices."""
         return self.settings.batch * self.settings.seq / self.step.seconds
 
     @property
     def tokens_s_per_device(self) -> float:
-        """Of one device."""
+        """Tokens per second and device."""
         return self.tokens_s / self.settings.mesh.devices
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the vendor's dense peak; causal attention counts half."""
+        """Model FLOPs utilization against the vendor's dense peak; causal attention counts half."""
         return self.tokens_s_per_device * flops_per_token(self.architecture, self.settings.seq) / self.peak_flops_s
 
     @property
@@ -47,7 +47,7 @@ class Estimate:
 
 
 def estimate(arch: Architecture, settings: Settings, costs: CostModel) -> Estimate:
-    """Time and memory of one way to run; stages that are left to the software are cut."""
+    """Time and memory of settings; pipeline stages are cut if they are left to the trainer."""
     settings = cut_stages(arch, settings, costs)
     step_time = step(arch, settings, costs)
     peak = memory(arch, settings, costs.cluster, step_time.in_flight)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 from headway.plan.architecture import layer_kinds
-from headway.plan.communication import CommCost, exchanges
+from headway.plan.communication import CommCost, communication_costs
 from headway.plan.costs import CostModel
 from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate
@@ -21,10 +21,10 @@ from headway.plan.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     activation_bytes,
-    gradients_wait,
-    kept_of_each,
+    holds_full_gradients,
     local_parameters,
-    outside_parameters,
+    non_layer_parameters,
+    optimizer_bytes_each,
 )
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
 from headway.plan.pipeline import in_flight
@@ -32,7 +32,7 @@ from headway.plan.rates import power_share
 from headway.plan.roofline import RooflinePoint
 from headway.plan.settings import Settings
 from headway.plan.stages import blocks_of_ranks, recomputed_share, stage_counts
-from headway.plan.trainer_communication import end_exchanges
+from headway.plan.trainer_communication import end_comm_seconds
 
 __all__ = ["Cell", "ExplainTable", "explain", "parameter_meanings", "roofline_points", "step_terms"]
 
@@ -93,14 +93,14 @@ def _sustained_speed(estimate: Estimate, costs: CostModel, part: Part, inside: b
     settings, mix = estimate.settings, _work(estimate, costs, part)
     if inside:
         return speed(costs, settings.precision, mix, settings.software.scaling)
-    return speed(costs, settings.shape.other, mix)
+    return speed(costs, settings.shape.high_precision, mix)
 
 
 def _rows(estimate: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
     sustained = _sustained_speed(estimate, costs, part, inside)
     for operation in part:
         seconds = sustained.seconds(_work(estimate, costs, (operation,)))
-        sizes = (operation.m, operation.n, operation.k) if operation.kind == "product" else (None, None, None)
+        sizes = (operation.m, operation.n, operation.k) if operation.kind == "gemm" else (None, None, None)
         yield (
             operation.name,
             PASSES[operation.phase],
@@ -163,10 +163,10 @@ def _add(
 ) -> None:
     inside = part[0].name != "embedding" and not any(operation.name == "head" for operation in part)
     settings = estimate.settings
-    kept = settings.recompute == "selective" and settings.software.keeps_products
+    kept = settings.recompute == "selective" and settings.software.keeps_gemm_outputs
     shares = (0.0, 0.0, 1.0) if kept else AGAIN[settings.recompute]
     part_of = recomputed_share(estimate.architecture.layers, settings)
-    again = dict(zip(("product", "attention", "memory"), (part_of * share for share in shares), strict=True))
+    again = dict(zip(("gemm", "attention", "memory"), (part_of * share for share in shares), strict=True))
     for operation in part:
         runs = times * (1 + (again[operation.kind] if inside and operation.phase == "forward" else 0.0))
         old = points.get(operation.name, RooflinePoint(operation.name, 0.0, 0.0, 0.0))
@@ -194,17 +194,17 @@ def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable
         ("forward", "kernels", time.forward),
         ("input gradient", "kernels", time.input_grad),
         ("weight gradient", "kernels", time.weight_grad),
-        ("recomputation", f"policy: {policy}", time.again),
-        ("exchanges forward", "exposed, of the tensor, context and expert axes", time.exchange_forward),
-        ("exchanges backward", "exposed", time.exchange_backward),
+        ("recomputation", f"policy: {policy}", time.recompute),
+        ("exchanges forward", "exposed, of the tensor, context and expert axes", time.comm_forward),
+        ("exchanges backward", "exposed", time.comm_backward),
         (
             "waiting for the host",
             f"host {time.host_forward * 1e3:.3g} + {time.host_backward * 1e3:.3g} ms, "
             f"device {time.device_forward * 1e3:.3g} + {time.device_backward * 1e3:.3g} ms",
-            time.waits_for_host,
+            time.host_wait,
         ),
     ]
-    total = time.whole_forward + time.backward
+    total = time.total_forward + time.backward
     title = "one layer with experts, both passes" if experts else "one layer, both passes"
     return ExplainTable(title, ("term", "formula", "seconds"), tuple(rows), f"together {total * 1e3:.4g} ms")
 
@@ -215,7 +215,7 @@ class _Mean:
 
     forward: float
     backward: float
-    waits: float
+    host_wait: float
 
 
 def _mean(estimate: Estimate, costs: CostModel) -> _Mean:
@@ -225,7 +225,7 @@ def _mean(estimate: Estimate, costs: CostModel) -> _Mean:
     def over(get: str) -> float:
         return sum(float(getattr(time, get)) * share for time, share in kinds)
 
-    return _Mean(over("whole_forward"), over("backward"), over("waits_for_host"))
+    return _Mean(over("total_forward"), over("backward"), over("host_wait"))
 
 
 def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, float], ...]:
@@ -234,9 +234,9 @@ def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, fl
     settings, step, arch = estimate.settings, estimate.step, estimate.architecture
     mean, ends = _mean(estimate, costs), _end_seconds(estimate, costs)
     runs, stages = settings.microbatches, settings.mesh.pipeline
-    between = sum(sum(pair) for pair in end_exchanges(arch, settings, costs))
+    between = sum(sum(pair) for pair in end_comm_seconds(arch, settings, costs))
     layers, share = arch.layers / stages, f" / {stages} stages" if stages > 1 else ""
-    loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.waits
+    loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.host_wait
     each = f"{layers:.4g} layers x {runs} microbatches x"
     terms = [
         ("layers, forward", f"{each} {mean.forward * 1e3:.4g} ms", layers * runs * mean.forward),
@@ -326,7 +326,7 @@ def _update(estimate: Estimate, costs: CostModel) -> str:
 
 def _communication(estimate: Estimate, costs: CostModel) -> ExplainTable:
     columns = ("exchange", "operation", "bytes", "group", "over", "seconds", "times", "exposed")
-    rows = tuple(_communication_row(cost) for cost in exchanges(estimate, costs))
+    rows = tuple(_communication_row(cost) for cost in communication_costs(estimate, costs))
     exposed = estimate.step.accounts["exposed communication"]
     note = f"{exposed:.4g} s of a step are exposed" if rows else "one device exchanges nothing"
     return ExplainTable("what travels in a step", columns, rows, note)
@@ -392,10 +392,10 @@ def _gradients(estimate: Estimate) -> tuple[str, float]:
     if not estimate.memory.gradients:
         return "none at the peak, which is the end of the forward pass", 0.0
     _, trained = _optimizer_bytes(estimate)
-    if settings.zero >= 3 and gradients_wait(settings):
+    if settings.zero >= 3 and holds_full_gradients(settings):
         text, size = _held(estimate, software.reduce_bytes * trained, shared=False)
         return f"{text}: they travel once a step", size
-    if software.updates_early:
+    if software.updates_in_backward:
         return "of one block and of what is outside of blocks: the others are gone by then", estimate.memory.gradients
     return _held(estimate, software.gradient_bytes * trained, settings.zero >= 2)
 
@@ -404,7 +404,7 @@ def _optimizer_bytes(estimate: Estimate) -> tuple[float, float]:
     """Bytes of the optimizer for each parameter of the device that needs most, and the share that is trained."""
     arch, settings, rank = estimate.architecture, estimate.settings, estimate.memory.rank
     count = sum(local_parameters(arch, settings, rank))
-    return kept_of_each(settings, count, outside_parameters(arch, settings, rank))
+    return optimizer_bytes_each(settings, count, non_layer_parameters(arch, settings, rank))
 
 
 def _activations(estimate: Estimate) -> tuple[str, float]:
@@ -412,7 +412,9 @@ def _activations(estimate: Estimate) -> tuple[str, float]:
     settings, arch = estimate.settings, estimate.architecture
     ranks = settings.mesh.pipeline
     here = (
-        blocks_of_ranks(arch.layers, settings)[estimate.memory.rank] if settings.software.own else arch.layers / ranks
+        blocks_of_ranks(arch.layers, settings)[estimate.memory.rank]
+        if settings.software.is_headway
+        else arch.layers / ranks
     )
     again = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / here)
     each = [(n, *activation_bytes(arch, experts, settings.shape, settings)) for experts, n in layer_kinds(arch)]
@@ -439,7 +441,7 @@ def _held_microbatches(estimate: Estimate) -> float:
     settings, ranks = estimate.settings, estimate.settings.mesh.pipeline
     if ranks == 1:
         return 1.0
-    if not settings.software.own:
+    if not settings.software.is_headway:
         return max(1.0, estimate.step.in_flight)
     held = in_flight(settings.schedule, ranks, settings.chunks, settings.microbatches)
     return max(1.0, held[estimate.memory.rank] / settings.chunks)
@@ -465,9 +467,9 @@ def _clock(estimate: Estimate, costs: CostModel) -> ExplainTable:
         mix, sustained = _work(estimate, costs, part), _sustained_speed(estimate, costs, part)
         clock = 1.0
         if not costs.ideal:
-            clock = power_share(chip, limit, mix.product, mix.attention, mix.memory, costs.demand)
+            clock = power_share(chip, limit, mix.gemm, mix.attention, mix.memory, costs.demand)
         rows.append(
-            ("with experts" if experts else "dense", clock, sustained.product, sustained.attention, sustained.memory)
+            ("with experts" if experts else "dense", clock, sustained.gemm, sustained.attention, sustained.memory)
         )
     columns = ("layers", "share of clock", "products", "attention", "memory-bound")
     note = (

@@ -10,13 +10,13 @@ from headway.plan.architecture import Architecture, layer_kinds, layer_matrices
 
 __all__ = [
     "active_parameters",
+    "attended_share",
     "flops_per_token",
     "flops_per_token_full_attention",
     "layer_parameters",
     "matmul_parameters",
     "parameters",
     "routed_parameters",
-    "seen_share",
 ]
 
 
@@ -109,10 +109,10 @@ def flops_per_token_full_attention(arch: Architecture, seq: int) -> int:
 
 def _attention_products(arch: Architecture, seq: int) -> int:
     total = arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * seq
-    return total if not arch.windowed_layers else round(total * seen_share(arch, seq))
+    return total if not arch.windowed_layers else round(total * attended_share(arch, seq))
 
 
-def seen_share(arch: Architecture, seq: int) -> float:
+def attended_share(arch: Architecture, seq: int) -> float:
     """Pairs of tokens that see each other, of those that would without windows; the mean of all layers."""
     if arch.window is None or arch.window >= seq:
         return 1.0

@@ -1,45 +1,43 @@
-"""One layer on one microbatch: seconds of each phase on the device, of the exchanges inside, and of the host."""
+"""Predicts one layer on one microbatch: seconds of kernels, collectives and host, by phase."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.operations import Part, layer_operations
-from headway.plan.rates import Rates, family_name, power_share
+from headway.plan.rates import Rates, generation_name, power_share
 from headway.plan.settings import LOW, MicrobatchShape, Settings, Software
 from headway.plan.stages import recomputed_share
 
 __all__ = ["HIDDEN_TENSOR", "LayerTime", "Speed", "Work", "layer", "layer_mix", "phases", "speed"]
 
 HIDDEN_TENSOR = 0.6
-"""What an overlapped tensor axis hides of its exchanges: async tensor parallelism and user buffers split them into
-pieces."""
+"""Share of collectives that an overlapped tensor axis hides: async tensor parallelism and user buffers split them."""
 NEVER_HIDDEN = 0.1
-"""Of an exchange that runs beside the weights' gradient: its first piece has nothing to run beside."""
+"""Share of a collective that the weight gradient cannot hide: its first piece."""
 EXPERTS_HOST = 7.0
-"""Host seconds of a layer with experts over a dense one's: routing, permutations, casts for each expert; Megatron's
-take some 9 ms a layer and microbatch where no graph is captured."""
+"""Host time of a layer with experts over a dense one: routing, permutations, casts per expert. Megatron's takes about
+9 ms per layer and microbatch without CUDA graphs."""
 TENSOR_HOST = 1.08
-"""Host seconds of a layer that is split over a tensor axis over a whole one's."""
+"""Host time of a layer under tensor parallelism over one without."""
 ROW_SCALED = 0.5
-"""Eight-bit products with a scale for each row over those with one for the tensor: other kernels, slower than
-bfloat16's in torchtitan's tables."""
+"""Speed of 8-bit GEMMs with row-wise scales over tensor-wise ones: slower than bfloat16 in torchtitan's tables."""
 BACKWARD_HOST = 1.75
-"""Host seconds of a backward pass over a forward one's: measured on an H200's host, 1.90 over 1.07 ms."""
+"""Host time of a backward pass over a forward pass: measured on an H200 host, 1.90 over 1.07 ms."""
 
 
 @dataclass(frozen=True)
 class Work:
     """Device seconds at full clock, by what bounds them."""
 
-    product: float = 0.0
+    gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.product + other.product, self.attention + other.attention, self.memory + other.memory)
+        return Work(self.gemm + other.gemm, self.attention + other.attention, self.memory + other.memory)
 
 
 @dataclass(frozen=True)
@@ -49,24 +47,24 @@ class LayerTime:
     forward: float
     input_grad: float
     weight_grad: float
-    again: float
-    """Recomputed before the backward pass, exchanges included."""
-    exchange_forward: float
-    """Exposed exchanges of the tensor, context and expert axes."""
-    exchange_backward: float
+    recompute: float
+    """Recomputation before the backward pass, collectives included."""
+    comm_forward: float
+    """Exposed collectives of the tensor, context and expert axes."""
+    comm_backward: float
     host_forward: float
-    """What the host needs to hand it all over."""
+    """Host time to launch the pass."""
     host_backward: float
 
     @property
     def device_forward(self) -> float:
         """Device seconds of the forward pass."""
-        return self.forward + self.exchange_forward
+        return self.forward + self.comm_forward
 
     @property
     def device_backward(self) -> float:
         """Device seconds of the backward pass, recomputation included."""
-        return self.again + self.input_grad + self.weight_grad + self.exchange_backward
+        return self.recompute + self.input_grad + self.weight_grad + self.comm_backward
 
     @property
     def backward(self) -> float:
@@ -74,23 +72,23 @@ class LayerTime:
         return max(self.device_backward, self.host_backward)
 
     @property
-    def whole_forward(self) -> float:
+    def total_forward(self) -> float:
         """Seconds of the forward pass: the larger of host and device."""
         return max(self.device_forward, self.host_forward)
 
     @property
-    def waits_for_host(self) -> float:
-        """Seconds of both passes in which the device waits for the host."""
-        return self.whole_forward - self.device_forward + self.backward - self.device_backward
+    def host_wait(self) -> float:
+        """Seconds in both passes in which the device waits for the host."""
+        return self.total_forward - self.device_forward + self.backward - self.device_backward
 
 
 def phases(rates: Rates, part: Part, kernel: str) -> tuple[Work, Work, Work]:
-    """Forward, input gradient and weight gradient of some operations."""
+    """Device time of operations: forward, input gradient and weight gradient."""
     sums = {"forward": [0.0, 0.0, 0.0], "input_grad": [0.0, 0.0, 0.0], "weight_grad": [0.0, 0.0, 0.0]}
     for operation in part:
         into = sums[operation.phase]
-        if operation.kind == "product":
-            into[0] += rates.product(operation)
+        if operation.kind == "gemm":
+            into[0] += rates.gemm(operation)
         elif operation.kind == "attention":
             into[1] += rates.attention(operation, kernel)
         else:
@@ -107,31 +105,31 @@ def _layer_phases(
 
 @dataclass(frozen=True)
 class Speed:
-    """Over kernels' modelled speed at full clock: what training sustains."""
+    """Sustained speed over the kernel model's at full clock."""
 
-    product: float
+    gemm: float
     attention: float
     memory: float
 
     def seconds(self, work: Work) -> float:
-        """Of some work."""
-        return work.product / self.product + work.attention / self.attention + work.memory / self.memory
+        """Sustained seconds of the work."""
+        return work.gemm / self.gemm + work.attention / self.attention + work.memory / self.memory
 
 
 def speed(costs: CostModel, precision: str, mix: Work, scaling: str = "tensor") -> Speed:
-    """What power and the parameters leave of each kind of kernel's speed, where kernels come in such a mix."""
+    """Sustained speed of each kind of kernel under the power limit, for a mix of kernels."""
     if costs.ideal:
         return Speed(1.0, 1.0, 1.0)
     p = costs.parameters
-    clock = power_share(costs.cluster.chip, costs.cluster.power_w, mix.product, mix.attention, mix.memory, costs.demand)
-    product = getattr(p, family_name(costs.cluster.chip), 1.0)
+    clock = power_share(costs.cluster.chip, costs.cluster.power_w, mix.gemm, mix.attention, mix.memory, costs.demand)
+    gemm = getattr(p, generation_name(costs.cluster.chip), 1.0)
     if precision in LOW:
-        product *= p.low * (ROW_SCALED if scaling == "row" else 1.0)
-    return Speed(product * clock, p.attention * clock, p.memory)
+        gemm *= p.low * (ROW_SCALED if scaling == "row" else 1.0)
+    return Speed(gemm * clock, p.attention * clock, p.memory)
 
 
 def layer(arch: Architecture, experts: bool, settings: Settings, costs: CostModel) -> LayerTime:
-    """One layer of a kind on one microbatch."""
+    """Predict a dense or expert layer on one microbatch."""
     shape = settings.shape
     forward, inputs, weights = _layer_phases(costs.rates, arch, experts, shape, settings.software)
     if settings.frozen:
@@ -149,10 +147,10 @@ def layer(arch: Architecture, experts: bool, settings: Settings, costs: CostMode
 
 
 def layer_mix(arch: Architecture, settings: Settings, costs: CostModel) -> list[tuple[bool, float, LayerTime]]:
-    """Every kind of layer with how many there are: with experts or not, computed again or not."""
+    """Every kind of layer (with experts or not, recomputed or not) and how many there are."""
     recomputed = recomputed_share(arch.layers, settings)
     mix = []
-    for share, variant in ((recomputed, settings), (1 - recomputed, settings.but(recompute="none"))):
+    for share, variant in ((recomputed, settings), (1 - recomputed, replace(settings, recompute="none"))):
         if share > 0:
             mix += [(kind, share * count, layer(arch, kind, variant, costs)) for kind, count in layer_kinds(arch)]
     return mix
@@ -161,10 +159,10 @@ def layer_mix(arch: Architecture, settings: Settings, costs: CostModel) -> list[
 def _recomputed(forward: Work, settings: Settings) -> Work:
     if settings.recompute == "full":
         return forward
-    if settings.recompute == "selective" and settings.software.keeps_products:
+    if settings.recompute == "selective" and settings.software.keeps_gemm_outputs:
         return Work(0.0, 0.0, forward.memory)
     if settings.recompute == "selective":
-        return Work(0.5 * forward.product, 0.0, forward.memory)  # every other product is kept, and attention
+        return Work(0.5 * forward.gemm, 0.0, forward.memory)  # every other GEMM output is kept, and attention
     if settings.recompute == "attention":
         return Work(0.0, forward.attention, 0.0)
     return Work()
@@ -172,16 +170,15 @@ def _recomputed(forward: Work, settings: Settings) -> Work:
 
 def _host(experts: bool, settings: Settings, costs: CostModel) -> tuple[float, float]:
     software = settings.software
-    if software.graphs or costs.ideal:
+    if software.cuda_graphs or costs.ideal:
         return 0.0, 0.0
     forward, backward = costs.rates.host(software) or (costs.parameters.host_s, BACKWARD_HOST * costs.parameters.host_s)
     if costs.rates.host(software) is None and software.fusion == "compiled":
         forward, backward = 0.6 * forward, 0.6 * backward
     factor = (TENSOR_HOST if settings.mesh.tensor > 1 else 1.0) * (EXPERTS_HOST if experts else 1.0)
-    hooked = settings.recompute == "selective" and software.keeps_products
+    hooked = settings.recompute == "selective" and software.keeps_gemm_outputs
     if settings.recompute == "full" or hooked:
-        # Saving and restoring what recomputation needs costs the host about as much as the pass itself where it hooks
-        # into autograd.
+        # Autograd hooks that save and restore state cost the host about as much as the pass itself.
         backward += forward * software.recompute_host
         forward *= 0.5 + 0.5 * software.recompute_host
     return forward * factor, backward * factor
@@ -190,8 +187,7 @@ def _host(experts: bool, settings: Settings, costs: CostModel) -> tuple[float, f
 def _communication(
     arch: Architecture, experts: bool, settings: Settings, costs: CostModel, times: tuple[float, float, float]
 ) -> tuple[float, float, float]:
-    """Exposed seconds of what a layer's devices exchange: forward, backward, and once more where the layer is computed
-    again."""
+    """Exposed seconds of a layer's collectives: forward, backward and during recomputation."""
     mesh = settings.mesh
     forward = backward = again = 0.0
     if mesh.tensor > 1:
@@ -199,8 +195,7 @@ def _communication(
     forward_other = 0.0
     if mesh.context > 1:
         forward_s, backward_s = _ring(arch, settings, costs)
-        # keys and values of the next block travel while attention works on this one; the first hop has nothing to
-        # hide behind
+        # the next block of keys and values is sent during attention on this one; nothing hides the first hop
         unhidden = 0.0 if costs.ideal else 1 / mesh.context
         forward_other += max(forward_s * unhidden, forward_s - 0.5 * times[0])
         backward += max(backward_s * unhidden, backward_s - 0.5 * times[1])
@@ -213,11 +208,11 @@ def _communication(
 def _tensor(
     arch: Architecture, experts: bool, settings: Settings, costs: CostModel, weight_grad_s: float
 ) -> tuple[float, float, float]:
-    """Two pairs of gather and scatter a pass, or two all-reduces; experts are not split, so that one pair remains.
+    """Two pairs of all-gather and reduce-scatter per pass, or two all-reduces; with experts, which are not split, one.
 
-    Backward, the gathered input is needed again for the weights' gradient, unless it was kept; half of that gather
-    hides behind the input's gradient. Where the program lets it, what is known of an input's gradient travels beside
-    the weights' one. A pass that is repeated exchanges all again, but for the last sum where nothing is gathered twice.
+    The backward pass gathers the input again for the weight gradient unless it was kept; the input gradient hides half
+    of that. Some programs overlap the reduction of the input gradient with the weight gradient. Recomputation repeats
+    all collectives, but for the last reduction if the gathered input is kept.
     """
     software, group = settings.software, DeviceGroup(settings.mesh.tensor)
     leaving = settings.shape.tokens * arch.dim * settings.shape.width
@@ -249,7 +244,7 @@ def _tensor(
 
 
 def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
-    """Keys and values once around the ring; backward also their gradients."""
+    """Ring attention: keys and values once around the ring; backward also their gradients."""
     mesh = settings.mesh
     heads = max(1.0, arch.kv_heads / mesh.tensor)
     size = heads * (arch.head_dim + arch.value_dim) * settings.shape.tokens * settings.shape.width
@@ -259,7 +254,7 @@ def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[flo
 
 
 def _expert_all_to_all(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
-    """Tokens to their experts and back, each way; backward the same for their gradients."""
+    """All-to-alls that dispatch and combine tokens; backward the same for their gradients."""
     assert arch.experts is not None, "a layer with experts belongs to a model with experts"
     mesh = settings.mesh
     routed = settings.shape.tokens / mesh.tensor * arch.experts.top_k * arch.dim * settings.imbalance

@@ -18,11 +18,11 @@ from headway.plan.stages import blocks_of_ranks
 __all__ = [
     "PeakMemory",
     "activation_bytes",
-    "gradients_wait",
-    "kept_of_each",
+    "holds_full_gradients",
     "local_parameters",
     "memory",
-    "outside_parameters",
+    "non_layer_parameters",
+    "optimizer_bytes_each",
 ]
 
 CONTEXT_BYTES = 0.5 * 2**30
@@ -112,7 +112,7 @@ def activation_bytes(
     whole = tokens * kept * (shape.width / 2)
     if settings.recompute == "full":
         return whole, tokens * arch.dim * stream / streams * (shape.width / 2)
-    if settings.recompute == "selective" and software.keeps_products:
+    if settings.recompute == "selective" and software.keeps_gemm_outputs:
         # what enters the layer, attention's result, and those of all products, before they are added up
         inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0
         chosen = arch.dim * (stream / streams + 4) + 2 * (width + keys) + inner_kept
@@ -153,7 +153,7 @@ def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: 
     ranks = settings.mesh.pipeline
     if ranks == 1:
         return _stage(arch, settings, cluster, _Rank(0, arch.layers, 1.0, last=True))
-    if settings.software.own:
+    if settings.software.is_headway:
         candidates = _candidate_ranks(arch, settings)
     else:
         layers = arch.layers / ranks
@@ -218,18 +218,18 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
     held = sharded if settings.zero >= 3 else count
     if settings.frozen:
         return held * 2, 0.0, 0.0
-    outside = outside_parameters(arch, settings, rank)
-    state_bytes, trained = kept_of_each(settings, count, outside)
+    outside = non_layer_parameters(arch, settings, rank)
+    state_bytes, trained = optimizer_bytes_each(settings, count, outside)
     states = (sharded if settings.zero >= 1 else count) * state_bytes
     gradients = (sharded if settings.zero >= 2 else count) * software.gradient_bytes
-    if software.updates_early:
+    if software.updates_in_backward:
         gradients = (outside + (count - outside) / arch.layers) * software.gradient_bytes
-    if gradients_wait(settings):
+    if holds_full_gradients(settings):
         gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
     return held * software.weight_bytes, gradients * trained, states
 
 
-def outside_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> float:
+def non_layer_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> float:
     """Of the parameters of a pipeline's rank, before data sharding, those outside of blocks."""
     mesh = settings.mesh
     if is_exact(arch, settings):
@@ -242,7 +242,7 @@ def outside_parameters(arch: Architecture, settings: Settings, rank: int = 0) ->
     return tables + arch.positions * arch.dim
 
 
-def kept_of_each(settings: Settings, count: float, outside: float) -> tuple[float, float]:
+def optimizer_bytes_each(settings: Settings, count: float, outside: float) -> tuple[float, float]:
     """Bytes that the optimizer keeps for each of so many parameters, on the average, and the share that is trained."""
     software = settings.software
     if software.states is None:
@@ -254,9 +254,9 @@ def kept_of_each(settings: Settings, count: float, outside: float) -> tuple[floa
     )
 
 
-def gradients_wait(settings: Settings) -> bool:
+def holds_full_gradients(settings: Settings) -> bool:
     """Whether gradients that end up sharded travel once a step, and wait in full until then."""
-    several = settings.software.own and settings.microbatches > 1 and not settings.reduces_each
+    several = settings.software.is_headway and settings.microbatches > 1 and not settings.reduces_each
     return settings.zero >= 2 and (settings.mesh.pipeline > 1 or several)
 
 
@@ -274,10 +274,10 @@ def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
     count = sum(local_parameters(arch, settings, rank))
     if software.casts_weights:
         return 2 * count
-    width = settings.shape.width if software.own else 2
+    width = settings.shape.width if software.is_headway else 2
     if settings.zero < 3 or mesh.shard * mesh.context == 1:
         # copies of the whole round their own weights for products, and keep that for both passes
-        return width * count if software.own and mesh.data > 1 else 0.0
+        return width * count if software.is_headway and mesh.data > 1 else 0.0
     if settings.keeps_weights or mesh.pipeline > 1:
         return width * count
     layer = max(_layer_weights(arch, experts, settings) for experts, _ in layer_kinds(arch))

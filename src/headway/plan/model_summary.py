@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention
-from headway.plan.optimizer import kept_bytes
+from headway.plan.optimizer import optimizer_state_bytes
 from headway.recipe import Model, Train
 from headway.recipe.patterns import first_match
 
@@ -132,7 +132,7 @@ def training_of(shapes: Mapping[str, Shape], train: Train) -> TrainingBytes:
     width = 4 if train.weights == "float32" else 2
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     trained = sum(size for name, size in sizes.items() if first_match([train.freeze], name) is None)
-    states = sum(kept_bytes(name, shape, train) for name, shape in shapes.items())
+    states = sum(optimizer_state_bytes(name, shape, train) for name, shape in shapes.items())
     return TrainingBytes(train.optimizer, sum(sizes.values()) * width, trained * GRADIENT_BYTES, round(states))
 
 

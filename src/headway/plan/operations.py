@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import Literal
 
 from headway.plan.architecture import Architecture, Matrix, layer_matrices
-from headway.plan.flops import seen_share
+from headway.plan.flops import attended_share
 from headway.plan.settings import LOW, MicrobatchShape, Software
 
 __all__ = ["Operation", "Part", "head_operations", "layer_operations", "optimizer_bytes"]
 
 Phase = Literal["forward", "input_grad", "weight_grad"]
-Kind = Literal["product", "attention", "memory"]
+Kind = Literal["gemm", "attention", "memory"]
 
 BF16 = 2
 F32 = 4
@@ -56,11 +56,11 @@ _PASSES: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input_grad", 2))
 """Of attention: the backward pass counts as two forward ones."""
 
 
-def product(name: str, phase: Phase, m: float, n: float, k: float, count: float, precision: str) -> Operation:
+def gemm(name: str, phase: Phase, m: float, n: float, k: float, count: float, precision: str) -> Operation:
     """A matrix product [m, k] x [k, n]."""
     size, out = {"fp8": (1, 2), "mxfp8": (1, 2), "nvfp4": (0.5625, 2), "float32": (4, 4)}.get(precision, (2, 2))
     moved = count * (size * (m * k + k * n) + out * m * n)
-    return Operation(name, "product", phase, 2.0 * count * m * n * k, moved, m, n, k, count, precision)
+    return Operation(name, "gemm", phase, 2.0 * count * m * n * k, moved, m, n, k, count, precision)
 
 
 @lru_cache(maxsize=65536)
@@ -68,7 +68,7 @@ def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchSh
     """One layer, forward and backward."""
     operations: list[Operation] = []
     for matrix in layer_matrices(arch, with_experts):
-        operations += _products(matrix, shape)
+        operations += _gemms(matrix, shape)
         if shape.precision in LOW:
             operations += _quantize(matrix, shape, software)
         if software.casts_weights:
@@ -96,12 +96,12 @@ def _split(matrix: Matrix, shape: MicrobatchShape) -> tuple[float, float, float,
     return tokens, matrix.inputs, matrix.outputs, local
 
 
-def _products(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
+def _gemms(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
     tokens, inputs, outputs, count = _split(matrix, shape)
-    precision = shape.other if matrix.name == "router" else shape.precision
-    yield product(matrix.name, "forward", tokens, outputs, inputs, count, precision)
-    yield product(matrix.name, "input_grad", tokens, inputs, outputs, count, precision)
-    yield product(matrix.name, "weight_grad", outputs, inputs, tokens, count, precision)
+    precision = shape.high_precision if matrix.name == "router" else shape.precision
+    yield gemm(matrix.name, "forward", tokens, outputs, inputs, count, precision)
+    yield gemm(matrix.name, "input_grad", tokens, inputs, outputs, count, precision)
+    yield gemm(matrix.name, "weight_grad", outputs, inputs, tokens, count, precision)
 
 
 def _quantize(matrix: Matrix, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
@@ -136,10 +136,10 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
     keys = shape.tokens * max(1.0, arch.kv_heads / shape.tensor) * (arch.head_dim + arch.value_dim)
     moved = BF16 * (queries + keys * shape.context)
     if software.attention != "unfused":
-        flops *= seen_share(arch, shape.seq) / 2
+        flops *= attended_share(arch, shape.seq) / 2
         for phase, times in _PASSES:
             yield Operation(
-                "attention.core", "attention", phase, times * flops, times * moved, precision=shape.other,
+                "attention.core", "attention", phase, times * flops, times * moved, precision=shape.high_precision,
                 seq=shape.seq // shape.context, head_dim=arch.head_dim,
             )  # fmt: skip
         return
@@ -147,8 +147,8 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
     tokens = shape.seq / shape.context
     for phase, times in _PASSES:
         for name, width in (("scores", arch.head_dim), ("mix", arch.value_dim)):
-            gemm = product(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.other)
-            yield replace(gemm, flops=times * gemm.flops, bytes=times * gemm.bytes, count=times * batch)
+            operation = gemm(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.high_precision)
+            yield replace(operation, flops=times * operation.flops, bytes=times * operation.bytes, count=times * batch)
         # softmax reads and writes the scores; dropout reads, writes and keeps a mask
         passes = (2 + 2.5 * software.dropout) if phase == "forward" else (3 + 2.5 * software.dropout)
         yield Operation("attention.softmax", "memory", phase, bytes=BF16 * pairs * passes, kernels=2)
@@ -199,7 +199,7 @@ def _stream_bytes(arch: Architecture, software: Software) -> tuple[float, float]
         return 5 * wide + 8, 6 * wide + 16
     if software.fusion == "fused":
         return 8 * wide + 4, 14 * wide
-    readers = (3 if software.separate_products else 1) + (2 if software.separate_products and arch.gated else 1)
+    readers = (3 if software.separate_projections else 1) + (2 if software.separate_projections and arch.gated else 1)
     casts = 6 if software.casts_weights else 0
     forward = 8 * wide + 4 + casts * readers
     backward = 10 * wide + 3 * wide * readers + casts * (readers + 2)
@@ -231,7 +231,7 @@ def head_operations(arch: Architecture, shape: MicrobatchShape, software: Softwa
     vocab = arch.vocab / shape.tensor
     head = [*_memory("final norm", stream * 2, stream * 3, software, 1)]
     logits = Matrix("head", arch.dim, arch.vocab, "outputs")
-    head += list(_products(logits, replace(shape, precision=shape.other)))
+    head += list(_gemms(logits, replace(shape, precision=shape.high_precision)))
     if software.casts_weights:
         head += list(_cast(logits, shape))
     scores = shape.tokens * vocab

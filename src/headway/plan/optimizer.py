@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headway.recipe import Model, Train
 from headway.recipe.patterns import first_match
 
-__all__ = ["OptimizerFootprint", "kept_bytes", "states_of", "update_flops"]
+__all__ = ["OptimizerFootprint", "optimizer_footprint", "optimizer_state_bytes", "update_flops"]
 
 BLOCKS = "layers."
 EIGHTBIT_BLOCK = 256
@@ -35,7 +35,7 @@ class OptimizerFootprint:
     """Of an update, for each parameter in blocks."""
 
 
-def states_of(model: Model, train: Train) -> OptimizerFootprint | None:
+def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None:
     """What a recipe's optimizer keeps; None for AdamW on all parameters, of which `Software` says enough."""
     if train.optimizer == "adamw" and not train.freeze and train.ema is None:
         return None
@@ -49,15 +49,15 @@ def states_of(model: Model, train: Train) -> OptimizerFootprint | None:
         return sum(values) / max(1, sum(math.prod(shape) for _, shape in parts))
 
     return OptimizerFootprint(
-        mean(inside, (kept_bytes(name, shape, train) for name, shape in inside)),
-        mean(outside, (kept_bytes(name, shape, train) for name, shape in outside)),
+        mean(inside, (optimizer_state_bytes(name, shape, train) for name, shape in inside)),
+        mean(outside, (optimizer_state_bytes(name, shape, train) for name, shape in outside)),
         mean(inside, (math.prod(shape) * _trained(name, train) for name, shape in inside)),
         mean(outside, (math.prod(shape) * _trained(name, train) for name, shape in outside)),
         mean(inside, (update_flops(name, shape, train) for name, shape in inside)),
     )
 
 
-def kept_bytes(name: str, shape: Shape, train: Train) -> float:
+def optimizer_state_bytes(name: str, shape: Shape, train: Train) -> float:
     """Beside one parameter's weight."""
     if not _trained(name, train):
         return 0

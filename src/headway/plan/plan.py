@@ -1,5 +1,4 @@
-"""`plan(recipe, cluster) -> Plan`: how a recipe should run, how fast it will be, whether it fits, and what it will
-cost."""
+"""`plan(recipe, cluster) -> Plan`: the best mesh and settings for a recipe, its speed, memory, duration and cost."""
 
 from dataclasses import dataclass, replace
 
@@ -18,45 +17,45 @@ from headway.plan.task import SearchSpace, TrainingTask
 from headway.plan.trainer import stated_mesh, trainer_precision, trainer_software
 from headway.recipe import Recipe
 
-__all__ = ["Plan", "RunForecast", "capped", "fixed", "make_task", "plan"]
+__all__ = ["Plan", "RunForecast", "cap_memory", "make_task", "narrow_space", "plan"]
 
 MOST_SEQUENCES = 10**8
-"""In a batch, and tokens in a sequence, that somebody means."""
+"""Largest plausible batch, and sequence length."""
 RESTART_S = 120.0
-"""Assumed from a failure to the first step after it: detection, new processes, reading the state."""
+"""Assumed seconds from a failure to the next step: detection, new processes, restore."""
 SECONDS_PER_DAY = 86400.0
 ROOM = 0.05
-"""Share of a device's memory that stays free where layers are recomputed one by one until the rest fits: the largest
-error of predicted peaks on an H200 is 6 %, the mean 1 %. A stated memory_gb is taken at its word."""
+"""Share of device memory that stays free when only some layers are recomputed: predicted peaks on an H200 are off by
+up to 6 %, 1 % on average. A stated memory_gb is used as is."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class RunForecast:
-    """The whole recipe at one plan's speed, failures and checkpoints included."""
+    """The full run at a plan's speed, with failures and checkpoints."""
 
     steps: int
     tokens: int
     seconds: float
-    """Of wall time."""
+    """Wall time."""
     device_hours: float
     price_per_device_hour: float | None
     goodput: Goodput
 
     @property
     def days(self) -> float:
-        """Of wall time."""
+        """Days of wall time."""
         return self.seconds / SECONDS_PER_DAY
 
     @property
     def cost(self) -> float | None:
-        """At the price, where there is one."""
+        """Cost of the run; None without a price."""
         return None if self.price_per_device_hour is None else self.device_hours * self.price_per_device_hour
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a recipe runs on a cluster."""
+    """A planned recipe on a cluster."""
 
     name: str
     architecture: Architecture
@@ -64,30 +63,30 @@ class Plan:
     fidelity: Fidelity
     seq: int
     batch: int
-    found: SearchResult
-    """The best plan and its runner-ups."""
+    result: SearchResult
+    """The best plan and its runners-up."""
     run: RunForecast
     """The recipe at the best plan's speed."""
 
     @property
     def best(self) -> RankedPlan:
-        """The plan that won."""
-        return self.found.plans[0]
+        """The best plan."""
+        return self.result.plans[0]
 
     @property
     def runnable(self) -> RankedPlan | None:
-        """The best that this version's trainer runs; None where none fits."""
-        return self.found.runnable
+        """The best plan that this version's trainer runs; None if none fits."""
+        return self.result.runnable
 
 
 def make_task(
     recipe: Recipe, cluster: Cluster, arch: Architecture | None = None, imbalance: float = 1.0
 ) -> TrainingTask:
-    """What the recipe asks to train, as Headway's trainer would; another architecture may stand in for its model."""
+    """The training task of a recipe under Headway's trainer; `arch` replaces the recipe's model."""
     if arch is None and recipe.model.class_ is not None:
         raise UsageError(
-            f"model.class is {recipe.model.class_}: what a class of your own costs is not known",
-            hint="it trains without a plan, on the mesh that [parallel] states",
+            f"model.class = {recipe.model.class_}: the cost of a custom class is unknown",
+            hint="train it without a plan, on the mesh in [parallel]",
         )
     return TrainingTask(
         architecture=arch or architecture_of(recipe.model),
@@ -113,13 +112,13 @@ def plan(
     price: float | None = None,
     keep: int = 6,
 ) -> Plan:
-    """The best way to run a recipe, its runner-ups, and what the whole run takes."""
+    """Find the best settings for a recipe and its runners-up, and forecast the full run."""
     if max(recipe.train.batches) > MOST_SEQUENCES or recipe.data.seq > MOST_SEQUENCES:
-        raise UsageError(f"a batch of {recipe.train.batch:,} sequences of {recipe.data.seq:,} tokens is no plan's size")
-    cluster = capped(cluster, recipe)
+        raise UsageError(f"a batch of {recipe.train.batch:,} sequences of {recipe.data.seq:,} tokens is too large")
+    cluster = cap_memory(cluster, recipe)
     costs = make_cost_model(cluster, fidelity, parameters, ceilings)
     task = make_task(recipe, cluster, arch, imbalance)
-    space = fixed(recipe, cluster, choices or SearchSpace())
+    space = narrow_space(recipe, cluster, choices or SearchSpace())
     result = search(task, costs, space, rank=rank, keep=keep)
     if not result.plans:
         raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, space))
@@ -130,21 +129,21 @@ def plan(
         fidelity=fidelity,
         seq=task.seq,
         batch=task.batch,
-        found=result,
+        result=result,
         run=_run(recipe, cluster, result.plans[0].estimate, price),
     )
 
 
-def capped(cluster: Cluster, recipe: Recipe) -> Cluster:
-    """The cluster with as much memory a device as the recipe lets a worker use."""
+def cap_memory(cluster: Cluster, recipe: Recipe) -> Cluster:
+    """The cluster with device memory capped at the recipe's train.memory_gb."""
     limit_gb = recipe.train.memory_gb
     if limit_gb is None or limit_gb * GIB >= cluster.chip.memory_bytes:
         return cluster
     return replace(cluster, chip=replace(cluster.chip, memory_bytes=int(limit_gb * GIB)))
 
 
-def fixed(recipe: Recipe, cluster: Cluster, choices: SearchSpace) -> SearchSpace:
-    """What the recipe itself settles is not searched; of what the trainer can do, what it leaves open is."""
+def narrow_space(recipe: Recipe, cluster: Cluster, choices: SearchSpace) -> SearchSpace:
+    """The search space without what the recipe states, and with what it leaves open to the trainer."""
     train, parallel = recipe.train, recipe.parallel
     if train.microbatch is not None and choices.microbatches is None:
         choices = replace(choices, microbatches=(train.microbatch,))

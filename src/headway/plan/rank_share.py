@@ -14,7 +14,7 @@ __all__ = ["block_parameters", "is_exact", "rest_parameters", "summed_parameters
 
 def is_exact(arch: Architecture, settings: Settings) -> bool:
     """Whether workers' shares are known to the parameter: of our own trainer, and of models that it trains."""
-    return settings.software.own and arch.experts is None and arch.latent is None
+    return settings.software.is_headway and arch.experts is None and arch.latent is None
 
 
 def worker_blocks(arch: Architecture, settings: Settings, rank: int) -> int:

@@ -16,14 +16,14 @@ from headway.plan.operations import Operation
 from headway.plan.settings import Software
 
 __all__ = [
-    "FAMILIES",
+    "GENERATIONS",
     "ChipGeneration",
     "LimitRates",
     "MeasuredRates",
     "ModelRates",
     "Rates",
-    "family",
-    "family_name",
+    "generation",
+    "generation_name",
     "power_share",
 ]
 
@@ -34,7 +34,7 @@ class ChipGeneration:
 
     processors: int
     """Streaming multiprocessors or compute units: how many tiles run at once."""
-    product: Mapping[str, float]
+    gemm: Mapping[str, float]
     """Best share that a product reaches, by precision."""
     ramp: Mapping[str, float]
     """Depth (in k) that filling and draining a tile costs, by precision."""
@@ -65,7 +65,7 @@ def _by(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float
     return MappingProxyType({name: value for name, value in shares.items() if value})
 
 
-FAMILIES: Mapping[str, ChipGeneration] = MappingProxyType(
+GENERATIONS: Mapping[str, ChipGeneration] = MappingProxyType(
     {
         "ampere": ChipGeneration(
             108, _by(0.89), _by(96),
@@ -107,20 +107,20 @@ FAMILIES: Mapping[str, ChipGeneration] = MappingProxyType(
     }
 )  # fmt: skip
 
-_FAMILY_OF = {
+_GENERATION_OF = {
     "a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell", "b300": "blackwell",
     "gb200": "blackwell", "gb300": "blackwell", "mi300x": "cdna3", "l40s": "ada", "rtx4090": "ada", "cpu": "cpu",
 }  # fmt: skip
 
 
-def family_name(chip: Chip) -> str:
+def generation_name(chip: Chip) -> str:
     """What the generation of a chip is called."""
-    return _FAMILY_OF[chip.name.split("-")[0]]
+    return _GENERATION_OF[chip.name.split("-")[0]]
 
 
-def family(chip: Chip) -> ChipGeneration:
+def generation(chip: Chip) -> ChipGeneration:
     """The generation a chip belongs to."""
-    return FAMILIES[_FAMILY_OF[chip.name.split("-")[0]]]
+    return GENERATIONS[_GENERATION_OF[chip.name.split("-")[0]]]
 
 
 class Rates(ABC):
@@ -129,7 +129,7 @@ class Rates(ABC):
     chip: Chip
 
     @abstractmethod
-    def product(self, operation: Operation) -> float:
+    def gemm(self, operation: Operation) -> float:
         """Of a matrix product, or several equal ones."""
 
     @abstractmethod
@@ -155,13 +155,13 @@ class LimitRates(Rates):
 
     chip: Chip
 
-    def product(self, operation: Operation) -> float:
+    def gemm(self, operation: Operation) -> float:
         """At the peak, or at the memory's bandwidth."""
         return max(operation.flops / self.peak(operation.precision), operation.bytes / self.chip.bandwidth_bytes_s)
 
     def attention(self, operation: Operation, kernel: str) -> float:  # noqa: ARG002
         """At the peak, or at the memory's bandwidth."""
-        return self.product(operation)
+        return self.gemm(operation)
 
     def memory(self, operation: Operation) -> float:
         """At full bandwidth."""
@@ -177,13 +177,13 @@ class ModelRates(Rates):
 
     chip: Chip
 
-    def product(self, operation: Operation) -> float:
+    def gemm(self, operation: Operation) -> float:
         """The best tiling's waves, or the memory's time where that is longer."""
         busy_flops = _tiled(
             self.chip.name, operation.precision, math.ceil(operation.m), math.ceil(operation.n), math.ceil(operation.k),
             round(operation.count * 16),
         )  # fmt: skip
-        kernels = family(self.chip)
+        kernels = generation(self.chip)
         if operation.name.startswith("attention.") and operation.count > 1:
             busy_flops /= _BATCHED
         moved = operation.bytes / (self.chip.bandwidth_bytes_s * kernels.memory)
@@ -191,7 +191,7 @@ class ModelRates(Rates):
 
     def attention(self, operation: Operation, kernel: str) -> float:
         """The kernel's best share, less for short sequences."""
-        kernels = family(self.chip)
+        kernels = generation(self.chip)
         wide, narrow, gain, half = kernels.attention.get(kernel) or kernels.attention["flash2"]
         share = narrow + (wide - narrow) * min(1.0, max(0.0, (operation.head_dim - 64) / 64))
         share *= operation.seq / (operation.seq + half)
@@ -201,7 +201,7 @@ class ModelRates(Rates):
 
     def memory(self, operation: Operation) -> float:
         """At the best share of the bandwidth, and each kernel's start."""
-        kernels = family(self.chip)
+        kernels = generation(self.chip)
         rate = self.chip.bandwidth_bytes_s * kernels.memory * (PLAIN if operation.plain else 1.0)
         return operation.bytes / rate + operation.kernels * kernels.kernel_s
 
@@ -229,9 +229,9 @@ baseline."""
 @lru_cache(maxsize=262144)
 def _tiled(chip: str, precision: str, m: int, n: int, k: int, sixteenths: int) -> float:
     """FLOPs that a product keeps the whole chip busy for, waves and all: at least its own."""
-    kernels = FAMILIES[_FAMILY_OF[chip.split("-")[0]]]
+    kernels = GENERATIONS[_GENERATION_OF[chip.split("-")[0]]]
     best = math.inf
-    best_share, ramp, count = kernels.product.get(precision, 0.5), kernels.ramp.get(precision, 64), sixteenths / 16
+    best_share, ramp, count = kernels.gemm.get(precision, 0.5), kernels.ramp.get(precision, 64), sixteenths / 16
     for rows, columns, share in _TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * count
         for parts in (1, 2, 4, 8):
@@ -250,7 +250,7 @@ class MeasuredRates(Rates):
     chip: Chip
     ceilings: Ceilings
 
-    def product(self, operation: Operation) -> float:
+    def gemm(self, operation: Operation) -> float:
         """From the grid of measured products."""
         m, n, k = (max(1, round(size)) for size in (operation.m, operation.n, operation.k))
         return operation.count * self.ceilings.gemm_seconds(m, n, k, operation.precision)
@@ -281,13 +281,13 @@ MEMORY_DEMAND = 0.65
 steps, whose clock fell to 1485 MHz where products took most of the time and to 1830 where attention did."""
 
 
-def power_share(chip: Chip, limit_w: float, product: float, attention: float, memory: float, demand: float) -> float:
+def power_share(chip: Chip, limit_w: float, gemm: float, attention: float, memory: float, demand: float) -> float:
     """Share of full clock that the power limit leaves for kernels that take such times, products drawing `demand`.
 
     Power falls with about the square of the clock near the top, so speed falls with the root of what is missing.
     """
-    total = product + attention + memory
+    total = gemm + attention + memory
     if total == 0:
         return 1.0
-    drawn = (product * demand + attention * min(demand, ATTENTION_DEMAND) + memory * MEMORY_DEMAND) / total
+    drawn = (gemm * demand + attention * min(demand, ATTENTION_DEMAND) + memory * MEMORY_DEMAND) / total
     return min(1.0, math.sqrt(limit_w / (drawn * chip.power_w)))

@@ -7,7 +7,7 @@ from headway.errors import UsageError
 from headway.hardware import Cluster, default_cluster
 from headway.plan.plan import Plan
 
-__all__ = ["ScalingPoint", "efficiency", "parse_sweep", "resized", "sweep"]
+__all__ = ["ScalingPoint", "efficiency", "parse_sweep", "resize_cluster", "sweep"]
 
 FORM = "nodes=8..512 doubles from 8 to 512; nodes=8,12,16 takes these"
 MOST_NODES = 2**20
@@ -50,24 +50,24 @@ def _doubling(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def resized(cluster: Cluster, nodes: int) -> Cluster:
+def resize_cluster(cluster: Cluster, nodes: int) -> Cluster:
     """The same kind of cluster with another number of nodes.
 
     One that is wired as such nodes usually are stays so; otherwise the last level, which joins all devices, grows or
     shrinks, and levels that are then too large go.
     """
-    usual = default_cluster(cluster.chip, cluster.per_node, cluster.nodes)
-    resized_cluster = default_cluster(cluster.chip, cluster.per_node, nodes)
-    levels = resized_cluster.levels
-    if cluster.levels != usual.levels:
-        if resized_cluster.devices > cluster.per_node and cluster.levels[-1].devices <= cluster.per_node:
+    default = default_cluster(cluster.chip, cluster.per_node, cluster.nodes)
+    resized = default_cluster(cluster.chip, cluster.per_node, nodes)
+    levels = resized.levels
+    if cluster.levels != default.levels:
+        if resized.devices > cluster.per_node and cluster.levels[-1].devices <= cluster.per_node:
             raise UsageError(
                 f"{cluster.name} has one node, and says nothing of links between nodes",
                 hint="add a [[level]] that joins nodes to the cluster file, or sweep from --on",
             )
-        below = tuple(level for level in cluster.levels[:-1] if level.devices < resized_cluster.devices)
-        levels = (*below, replace(cluster.levels[-1], devices=resized_cluster.devices))
-    name = resized_cluster.name if cluster.name == usual.name else f"{cluster.name} with {nodes} nodes"
+        below = tuple(level for level in cluster.levels[:-1] if level.devices < resized.devices)
+        levels = (*below, replace(cluster.levels[-1], devices=resized.devices))
+    name = resized.name if cluster.name == default.name else f"{cluster.name} with {nodes} nodes"
     return replace(cluster, name=name, nodes=nodes, levels=levels)
 
 
@@ -82,7 +82,7 @@ def sweep(
     for done, count in enumerate(nodes):
         if progress is not None:
             progress(done, len(nodes))
-        points.append(_point(resized(cluster, count), make))
+        points.append(_point(resize_cluster(cluster, count), make))
     return tuple(points)
 
 

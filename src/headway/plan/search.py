@@ -1,11 +1,11 @@
-"""The fastest way to run that fits, and why the others lost.
+"""Branch-and-bound search for the fastest settings that fit, and why the others lost.
 
-Every candidate has a bound: what its passes take when nothing travels between data ranks. The search goes through them
-from the smallest bound on, drops what does not fit, estimates the rest, and is done when no bound is left below the
-last plan that is kept. It finds what estimating all of them would find.
+Every candidate has a lower bound: its passes with no communication between data ranks. The search takes candidates in
+order of their bound, drops those that do not fit, estimates the rest, and stops when no bound is below the worst plan
+it keeps. The result equals that of estimating every candidate.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -21,17 +21,17 @@ from headway.plan.layer import layer_mix
 from headway.plan.memory import memory
 from headway.plan.settings import Mesh, Settings
 from headway.plan.stages import blocks_of_ranks, stage_counts
-from headway.plan.step import cut_stages, ends_of_the_model
+from headway.plan.step import cut_stages, end_times
 from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
 
-__all__ = ["NodeCountPlan", "Rank", "RankedPlan", "SearchResult", "lower_bound", "search", "search_devices"]
+__all__ = ["Rank", "RankedPlan", "SearchResult", "lower_bound", "search"]
 
 Rank = Literal["time", "cost"]
 RECOMPUTED = ("none", "attention", "selective", "full")
-"""Ways to recompute, from the least on."""
+"""Recomputation policies, least first."""
 GIB = 2**30
 ROUNDING = 1e-9
-"""By how much a bound may lie above its estimate: the two add up the same seconds in another order."""
+"""Relative error of a bound against its estimate: the two sum the same seconds in a different order."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class RankedPlan:
 
     estimate: Estimate
     reason: str
-    """Why it lost against the best one, with numbers; of the best, that it is."""
+    """Why it lost to the best plan, with numbers."""
     runnable: bool
     """Whether this version's trainer runs it."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """Ranked plans, and how many candidates it took."""
 
     plans: tuple[RankedPlan, ...]
-    """The best of each kind of mesh, best first; none where nothing fits."""
+    """The best of each kind of mesh, best first; empty if nothing fits."""
     tried: int
-    """Ways to run that there were."""
+    """Candidates in the search space."""
     pruned_by_memory: int
-    """Of those that came up, the ones that did not fit; the others came too late to win."""
+    """Candidates that did not fit; those with too high a bound were never checked."""
     estimated: int
-    """Of those that fit, the ones whose step was gone through."""
+    """Candidates that fit and whose step was estimated."""
 
     @property
     def best(self) -> RankedPlan | None:
@@ -70,24 +70,14 @@ class SearchResult:
         return min(runnable_plans, key=lambda plan: plan.estimate.step.seconds, default=None)
 
 
-@dataclass(frozen=True)
-class NodeCountPlan:
-    """The best plan for one number of nodes."""
-
-    nodes: int
-    plan: RankedPlan | None
-    reason: str
-    """How it compares with the best number of nodes, or why there is no plan."""
-
-
 def search(
     task: TrainingTask, costs: CostModel, choices: SearchSpace | None = None, rank: Rank = "time", keep: int = 8
 ) -> SearchResult:
-    """The best plan and its runners-up, each the best of its kind of mesh: eight variants of one would teach nothing.
+    """The best plan and its runners-up, each the best of its kind of mesh.
 
-    A kind is the sizes of the tensor, pipeline, context and expert axes; how the rest is split into copies and shards,
-    and all else, is settled within it. The best plan that this version's trainer runs comes last where it is not among
-    them anyway. UsageError where nothing can run, memory aside; where nothing fits, no plans.
+    A kind is the sizes of the tensor, pipeline, context and expert axes; everything else is optimized within it. The
+    best plan that this version's trainer runs comes last unless it already ranks. Raise UsageError if no candidate is
+    valid; return no plans if none fits.
     """
     choices = choices or SearchSpace()
     context = choices.context if choices.context is not None else task.seq >= LONG
@@ -101,54 +91,27 @@ def search(
 
 
 def _wider(costs: CostModel, choices: SearchSpace, context: bool) -> Iterator[SearchSpace]:
-    """What is tried where nothing fits: shared sequences, then tensor axes that cross the fastest links' border too."""
+    """Wider search spaces for when nothing fits: context parallelism, then tensor axes across nodes."""
     if choices.context is None and not context:
         yield replace(choices, context=True)
     if choices.max_tensor is None:
         yield replace(choices, context=choices.context is not False, max_tensor=costs.cluster.devices)
 
 
-def search_devices(
-    task: TrainingTask,
-    costs_for: Callable[[int], CostModel],
-    nodes: Sequence[int],
-    choices: SearchSpace | None = None,
-    rank: Rank = "time",
-) -> tuple[NodeCountPlan, ...]:
-    """The best plan for each number of nodes, in their order, compared by time of a step or device time of a token."""
-    found = [(count, _best_or_why(task, costs_for(count), choices, rank)) for count in nodes]
-    plans = [plan.estimate for _, plan in found if isinstance(plan, RankedPlan)]
-    best = min(plans, key=lambda plan: _price(plan, rank), default=None)
-    points = []
-    for count, plan in found:
-        if isinstance(plan, str):
-            points.append(NodeCountPlan(count, None, plan))
-        else:
-            assert best is not None, "where there is a plan there is a best one"
-            points.append(NodeCountPlan(count, plan, _against(plan.estimate, best, rank)))
-    return tuple(points)
-
-
-def _best_or_why(task: TrainingTask, costs: CostModel, choices: SearchSpace | None, rank: Rank) -> RankedPlan | str:
-    try:
-        result = search(task, costs, choices, rank, keep=1)
-    except UsageError as error:
-        return error.message
-    return result.best or "does not fit"
-
-
 def _nothing(task: TrainingTask, costs: CostModel, choices: SearchSpace) -> UsageError:
-    """Why nothing can run: the first clash of the mesh that was asked for, or of the plainest one."""
+    """Why no candidate is valid: the first conflict of the requested mesh, or of the simplest one."""
     mesh = choices.mesh or Mesh(shard=costs.cluster.devices)
     sizes = choices.microbatches or (1,)
     try:
         check(task.architecture, settings_of(task, mesh, max(choices.zero), sizes[0]), costs.cluster)
     except UsageError as error:
         return error
-    return UsageError("the choices leave no way to run", hint="allow more schedules, microbatches, or another mesh")
+    return UsageError(
+        "no valid settings in the search space", hint="allow more schedules, microbatches or another mesh"
+    )
 
 
-# -- going through the candidates
+# -- the search
 
 
 def _search(
@@ -157,11 +120,11 @@ def _search(
     bounds = _Bounds(task, costs)
     least = choices.least_blocks
     cut = map(bounds.cut, candidates(task, costs.cluster, choices, context))
-    ordered = [(bounds.of(settings.but(recompute="none") if least else settings), settings) for settings in cut]
+    ordered = [(bounds.of(replace(settings, recompute="none") if least else settings), settings) for settings in cut]
     ordered.sort(key=lambda pair: pair[0])
     best, unfit, estimated = _estimate_best(task, costs, ordered, rank, keep, choices)
     if best and not RUNNABLE.allows(best[0].settings):
-        # the best of a kind may hide another of the same kind that runs
+        # the best of a kind may hide a runnable plan of the same kind
         runnable = [pair for pair in ordered if RUNNABLE.allows(pair[1])]
         more_plans, _, more_estimated = _estimate_best(task, costs, runnable, rank, 1, choices)
         best += [plan for plan in more_plans if all(plan.settings != other.settings for other in best)]
@@ -180,7 +143,7 @@ def _estimate_best(
     keep: int,
     choices: SearchSpace,
 ) -> tuple[list[Estimate], int, int]:
-    """The best of each of the best kinds of mesh, how many ways did not fit, and how many were estimated."""
+    """The best plan of each of the best kinds of mesh, and how many candidates did not fit and were estimated."""
     best: dict[tuple[int, ...], Estimate] = {}
     last = float("inf")
     unfit = estimated = 0
@@ -205,11 +168,10 @@ def _estimate_best(
 
 
 def fitting(arch: Architecture, settings: Settings, cluster: Cluster, choices: SearchSpace) -> Settings | None:
-    """The way to run if it fits; where that is left open, with as few layers recomputed as do. None where it does
-    not."""
+    """The settings if they fit, with as few layers recomputed as possible where that is open; else None."""
 
     def fits(blocks: int | None, room: float = 0.0) -> bool:
-        trial = settings.but(recompute_blocks=blocks)
+        trial = replace(settings, recompute_blocks=blocks)
         need = memory(arch, trial, cluster, held_microbatches(trial))
         return need.total <= need.capacity * (1 - room)
 
@@ -217,13 +179,13 @@ def fitting(arch: Architecture, settings: Settings, cluster: Cluster, choices: S
         return settings if fits(settings.recompute_blocks) else None
     if not fits(None):
         return None
-    # that nothing is recomputed at all is a way of its own where it is among the choices
+    # no recomputation at all is a candidate of its own where the space has it
     fewest, every = 1 if "none" in choices.recompute else 0, max(blocks_of_ranks(arch.layers, settings))
     upper = every
     while fewest < upper:
         middle = (fewest + upper) // 2
         fewest, upper = (fewest, middle) if fits(middle, choices.room) else (middle + 1, upper)
-    return settings.but(recompute_blocks=None if fewest == every else fewest)
+    return replace(settings, recompute_blocks=None if fewest == every else fewest)
 
 
 def _kind(mesh: Mesh) -> tuple[int, ...]:
@@ -231,16 +193,17 @@ def _kind(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _price(plan: Estimate, rank: Rank) -> float:
-    """What plans are compared by: seconds of a step, or device seconds of a token."""
+    """What plans are ranked by: seconds per step, or device-seconds per token."""
     return plan.step.seconds if rank == "time" else 1 / plan.tokens_s_per_device
 
 
 def _order(plan: Estimate, rank: Rank) -> tuple[object, ...]:
-    """By price; where that is the same, by what is recomputed for nothing, by memory, and then in some fixed order."""
+    """Sort key: price, then less recomputation, less memory, and a fixed order."""
     settings = plan.settings
     return (
-        _price(plan, rank), RECOMPUTED.index(settings.recompute), plan.memory.total, _kind(settings.mesh), settings.mesh.replicate,
-        settings.microbatch, settings.zero, settings.schedule, settings.chunks, settings.precision, settings.software.moment_bytes,
+        _price(plan, rank), RECOMPUTED.index(settings.recompute), plan.memory.total, _kind(settings.mesh),
+        settings.mesh.replicate, settings.microbatch, settings.zero, settings.schedule, settings.chunks,
+        settings.precision, settings.software.moment_bytes,
     )  # fmt: skip
 
 
@@ -248,7 +211,7 @@ def _order(plan: Estimate, rank: Rank) -> tuple[object, ...]:
 
 
 class _Bounds:
-    """Seconds that a step takes at least, computed once for what candidates share."""
+    """Lower bounds of step times, cached over what candidates share."""
 
     def __init__(self, task: TrainingTask, costs: CostModel) -> None:
         self._task, self._costs = task, costs
@@ -258,16 +221,16 @@ class _Bounds:
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     def cut(self, settings: Settings) -> Settings:
-        """With the stages of its pipeline as the software cuts them."""
-        if settings.mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
+        """The settings with the pipeline stages that the trainer would choose."""
+        if settings.mesh.pipeline == 1 or settings.stages is not None or not settings.software.is_headway:
             return settings
         key = (*_shape(settings), settings.mesh.pipeline, settings.chunks)
         if key not in self._cuts:
             self._cuts[key] = cut_stages(self._task.architecture, settings, self._costs).stages
-        return settings.but(stages=self._cuts[key])
+        return replace(settings, stages=self._cuts[key])
 
     def of(self, settings: Settings) -> float:
-        """Of one way to run: its passes and the loop around them; gradients, weights and the optimizer come on top."""
+        """Lower bound of a step: passes and host loop, without data-parallel communication and the optimizer."""
         settings = self.cut(settings)
         shape = _shape(settings)
         key = (
@@ -294,39 +257,39 @@ class _Bounds:
             self._passes[key] = _passes_at_least(
                 self._task.architecture.layers, settings, self._layers[layers], self._ends[end]
             )
-        return self._passes[key] + (self._costs.parameters.loop_s if settings.software.waits else 0.0)
+        return self._passes[key] + (self._costs.parameters.loop_s if settings.software.waits_each_step else 0.0)
 
     def _layer(self, settings: Settings) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of a layer, on average."""
         arch = self._task.architecture
         kinds = [(time, count / arch.layers) for _, count, time in layer_mix(arch, settings, self._costs)]
-        forward = sum(time.whole_forward * share for time, share in kinds)
+        forward = sum(time.total_forward * share for time, share in kinds)
         backward = sum(time.backward * share for time, share in kinds)
         weight = sum(time.weight_grad * share for time, share in kinds)
         return forward, backward - weight, weight
 
     def _end(self, settings: Settings) -> tuple[float, float, float, float]:
         """Forward and backward of the embedding; of the last norm, head and loss."""
-        first, last = ends_of_the_model(self._task.architecture, settings, self._costs)
+        first, last = end_times(self._task.architecture, settings, self._costs)
         return *first, *last
 
 
 def _shape(settings: Settings) -> tuple[object, ...]:
-    """What a layer's time hangs on."""
+    """What the time of a layer depends on."""
     mesh, casts = settings.mesh, settings.software.casts_weights
     sizes = (mesh.tensor, mesh.context, mesh.expert, settings.microbatch)
     return *sizes, settings.recompute, settings.recompute_blocks, settings.precision, casts
 
 
 def lower_bound(task: TrainingTask, settings: Settings, costs: CostModel) -> float:
-    """Seconds that a step takes at least."""
+    """Lower bound of the step time."""
     return _Bounds(task, costs).of(settings)
 
 
 def _passes_at_least(
     layers: int, settings: Settings, layer: tuple[float, float, float], ends: tuple[float, float, float, float]
 ) -> float:
-    """What all microbatches' passes take at least, in the schedule's order."""
+    """Lower bound of the passes of all microbatches under the schedule."""
     ranks, count = settings.mesh.pipeline, settings.microbatches
     if ranks == 1:
         return count * (layers * sum(layer) + sum(ends))
@@ -337,10 +300,10 @@ def _passes_at_least(
     total = [sum(parts) for parts in zip(forward, inputs, weight, strict=True)]
     busy = [count * sum(total[rank::ranks]) for rank in range(ranks)]
     if settings.schedule != "zero-bubble":
-        # a rank starts when those before it passed a microbatch on, and after its last backward pass they do theirs
+        # a rank starts once the ranks before it have sent a microbatch, and they finish after its last backward pass
         around = accumulate([0.0, *total[: ranks - 1]])
         return max(rank_busy + wait for rank_busy, wait in zip(busy, around, strict=True))
-    # weight gradients that are put off may fill the end, but no more of them than a rank has kept back
+    # deferred weight gradients may fill the end, but no more of them than a rank has deferred
     starts = accumulate([0.0, *forward[:-1]])
     around = accumulate([0.0, *(a + b for a, b in zip(forward[:-1], inputs[:-1], strict=True))])
     bound = 0.0
@@ -356,37 +319,32 @@ def _passes_at_least(
 def _reason(plan: Estimate, best: Estimate, rank: Rank, costs: CostModel) -> str:
     if plan is best:
         return "fastest" if rank == "time" else "cheapest"
-    sentence = _against(plan, best, rank)
+    sentence = _comparison(plan, best, rank)
     if plan.step.accounts["recomputation"] > best.step.accounts["recomputation"] and "recomputation" in sentence:
-        without = plan.settings.but(recompute="none")
+        without = replace(plan.settings, recompute="none")
         need = memory(plan.architecture, without, costs.cluster, held_microbatches(without))
         if not need.fits:
             sentence += f", without which it needs {need.total / GIB:.1f} of {need.capacity / GIB:.0f} GB"
     return sentence
 
 
-def _against(plan: Estimate, best: Estimate, rank: Rank) -> str:
-    """By how much a plan is worse, and where most of that lies: "9 % slower: 61 ms more exposed gradients a step"."""
-    if plan is best:
-        return "fastest" if rank == "time" else "cheapest"
+def _comparison(plan: Estimate, best: Estimate, rank: Rank) -> str:
+    """How much worse a plan is and mostly why: "9 % slower: 61 ms more exposed gradients per step"."""
     worse = _price(plan, rank) / _price(best, rank) - 1
     if worse < 0.0005:
         extra = plan.memory.total - best.memory.total
         return f"as fast, with {extra / GIB:.1f} GB more memory" if extra > 0.05 * GIB else "as fast"
-    # another number of devices shares the work differently: compare device seconds
-    scale = plan.settings.mesh.devices / best.settings.mesh.devices if rank == "cost" else 1.0
-    account, seconds = max(_losses(plan, best, scale), key=lambda loss: loss[1])
-    word = "slower" if rank == "time" else "dearer"
-    return f"{_percent(worse)} {word}: {_seconds(seconds)} more {account} a step"
+    account, seconds = max(_losses(plan, best), key=lambda loss: loss[1])
+    word = "slower" if rank == "time" else "more expensive"
+    return f"{_percent(worse)} {word}: {_seconds(seconds)} more {account} per step"
 
 
-def _losses(plan: Estimate, best: Estimate, scale: float) -> list[tuple[str, float]]:
-    """Seconds of a step more than the best one has, by where they go."""
-    own, reference = plan.step, best.step
-    accounts = {name: seconds - reference.accounts[name] / scale for name, seconds in own.accounts.items()}
-    exposed = {name: own.exposed[name] - reference.exposed[name] / scale for name in own.exposed}
-    parts = {**accounts, **exposed}
-    return [(_NAMES.get(name, name), parts[name]) for name in parts if name != "exposed communication"]
+def _losses(plan: Estimate, best: Estimate) -> list[tuple[str, float]]:
+    """Seconds per step beyond the best plan's, by account."""
+    slower = {**plan.step.accounts, **plan.step.exposed}
+    faster = {**best.step.accounts, **best.step.exposed}
+    names = [name for name in slower if name != "exposed communication"]
+    return [(_NAMES.get(name, name), slower[name] - faster[name]) for name in names]
 
 
 _NAMES = {
@@ -395,7 +353,7 @@ _NAMES = {
     "slowed by overlap": "in kernels slowed by overlap",
     "host": "waiting for the host",
     "optimizer": "in the optimizer",
-    "inside layers": "exposed exchanges inside layers",
+    "inside layers": "exposed collectives inside layers",
     "weights and gradients of layers": "exposed weights and gradients of layers",
     "gradients of the step": "exposed gradients",
 }

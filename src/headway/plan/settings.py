@@ -1,8 +1,8 @@
-"""How a model is run: the mesh, the batch, what is recomputed, and what the software does well or not."""
+"""Settings of a training step: mesh, batch, recomputation, schedule, precision, and what the software does."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Literal
 
 from headway.errors import UsageError
 from headway.plan.optimizer import OptimizerFootprint
@@ -10,40 +10,40 @@ from headway.plan.optimizer import OptimizerFootprint
 __all__ = ["AXES", "LOW", "Mesh", "MicrobatchShape", "Recompute", "Schedule", "Settings", "Software", "parse_mesh"]
 
 LOW = ("fp8", "mxfp8", "nvfp4")
-"""Precisions below bfloat16: of the layers' linear products only, between casts."""
+"""Precisions below bfloat16, used for the GEMMs of linear layers only."""
 Recompute = Literal["none", "attention", "selective", "full"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices as a grid: the product of the axes but the expert one, which lies across the others."""
+    """The device mesh: the product of all axes but expert, which lies across the others."""
 
     replicate: int = 1
-    """Copies of the whole, which exchange gradients."""
+    """Replicas, which all-reduce gradients."""
     shard: int = 1
-    """Devices that data is spread over and that share weights, gradients or optimizer states."""
+    """Data-parallel devices that shard weights, gradients or optimizer states (ZeRO, FSDP)."""
     tensor: int = 1
-    """Devices that share each matrix of a layer."""
+    """Devices that split each matrix of a layer."""
     pipeline: int = 1
-    """Stages that layers are spread over."""
+    """Pipeline ranks that layers are spread over."""
     context: int = 1
-    """Devices that share each sequence."""
+    """Devices that split each sequence."""
     expert: int = 1
-    """Devices that share a layer's experts: taken from the data, context and tensor axes."""
+    """Devices that split a layer's experts, taken from the data, context and tensor axes."""
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.replicate * self.shard * self.tensor * self.pipeline * self.context
 
     @property
     def data(self) -> int:
-        """Devices that see different sequences."""
+        """Data-parallel size: devices that see different sequences."""
         return self.replicate * self.shard
 
     def describe(self) -> str:
-        """The axes that are not 1: "shard 16 tensor 2"."""
+        """The axes larger than 1: "shard 16 tensor 2"."""
         parts = [f"{name} {size}" for name, size in asdict(self).items() if size > 1]
         return " ".join(parts) or "one device"
 
@@ -52,7 +52,7 @@ AXES = tuple(item.name for item in fields(Mesh))
 
 
 def parse_mesh(text: str) -> Mesh:
-    """`shard=4,tensor=2`; axes that are left out are 1."""
+    """Parse `shard=4,tensor=2`; missing axes are 1."""
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -60,188 +60,180 @@ def parse_mesh(text: str) -> Mesh:
             near = get_close_matches(name, AXES, n=1) if name not in AXES else []
             meant = f"did you mean {near[0]}?  " if near else ""
             raise UsageError(
-                f"--mesh {text}: {part!r} is no axis and size",
-                hint=f"{meant}axes are {', '.join(AXES)}: shard=4,tensor=2",
+                f"--mesh {text}: expected AXIS=SIZE, got {part!r}",
+                hint=f"{meant}axes: {', '.join(AXES)}; for example shard=4,tensor=2",
             )
         if name in sizes:
-            raise UsageError(f"--mesh {text}: {name} is given twice")
+            raise UsageError(f"--mesh {text}: duplicate axis {name}")
         sizes[name] = int(size)
     return Mesh(**sizes)
 
 
 @dataclass(frozen=True)
 class Software:
-    """What the program that trains does; facts that its documentation states."""
+    """What a training program does, as documented."""
 
     fusion: Literal["eager", "fused", "compiled"] = "compiled"
-    """Whether memory-bound operations are one kernel each, fused by hand, or by a compiler."""
+    """Whether memory-bound operations are one kernel each, fused by hand, or fused by a compiler."""
     attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn"] = "cudnn"
     loss: Literal["stepwise", "eager", "sharded", "fused", "chunked"] = "fused"
-    """Stepwise: the vocabulary-parallel loss in float32, one small operation after the other."""
+    """`stepwise` is a vocabulary-parallel loss in float32, one small operation after the other."""
     rotary_passes: float = 2.0
-    """Passes over queries and keys that rotary positions take."""
+    """Passes over queries and keys that RoPE takes."""
     dropout: bool = False
-    separate_products: bool = False
-    """Queries, keys and values, and a feed-forward's two inner matrices, are products of their own."""
+    separate_projections: bool = False
+    """Queries, keys and values, and the gate and up projections, are separate GEMMs."""
     casts_weights: bool = False
-    """Autocast: weights are rounded at each use, and the stream stays in float32."""
+    """Autocast: weights are cast at each use, and the residual stream stays in float32."""
     autocasts: bool = False
-    """It trains so where nobody shares the data: see `on`."""
+    """Uses autocast on a single data rank: see `on_mesh`."""
     sequence_parallel: bool = True
-    """Between a tensor axis's products the stream is split over it."""
+    """The tensor axis splits the residual stream between its GEMMs."""
     regathers: bool = True
-    """What products read is gathered over the tensor axis once more for the weights' gradients; otherwise it is kept
-    as it was gathered."""
+    """GEMM inputs are gathered over the tensor axis again for the weight gradients; otherwise kept gathered."""
     tensor_overlap: bool = False
-    """The tensor axis's exchanges run beside its products."""
+    """Collectives of the tensor axis overlap with its GEMMs."""
     weight_overlap: bool = False
-    """In the backward pass, what the tensor axis exchanges of an input's gradient runs beside the weights' gradient."""
+    """In the backward pass, collectives of the input gradient overlap with the weight gradient."""
     data_overlap: bool = True
-    """Gradients and weights travel beside compute."""
+    """Communication of gradients and weights overlaps with compute."""
     prefetch: bool = True
-    """Weights of the layer before are gathered while this one's backward pass runs; otherwise after it."""
+    """Weights of the next layer are gathered during the backward pass of this one; otherwise after it."""
     bucket_bytes: float = 160e6
-    """Gradients that travel once a step go in pieces of this size."""
-    graphs: bool = False
-    """The host replays captured graphs: its own time vanishes."""
+    """Bucket size of gradients that are reduced once per step."""
+    cuda_graphs: bool = False
+    """The host replays CUDA graphs, at no host time."""
     recompute_host: float = 1.0
-    """Host time of running a layer again over its first pass: hooks into autograd cost more than a plain second
-    pass."""
-    keeps_products: bool = False
-    """Selective recomputation keeps the results of all products; otherwise of every other one."""
-    waits: bool = True
-    """The host waits for each step's result before it hands over the next."""
+    """Host time of recomputing a layer over its first pass: autograd hooks cost more than a plain second pass."""
+    keeps_gemm_outputs: bool = False
+    """Selective recomputation keeps the outputs of all GEMMs; otherwise of every other one."""
+    waits_each_step: bool = True
+    """The host waits for the result of each step before it launches the next."""
     expert_overlap: float = 0.0
-    """Share of the exchange with experts that runs beside compute."""
-    gathers_low: bool = False
-    """Eight-bit weights travel as such."""
+    """Share of the expert all-to-all that overlaps with compute."""
+    gathers_low_precision: bool = False
+    """Low-precision weights are gathered in that precision."""
     scaling: Literal["tensor", "block", "delayed", "row"] = "tensor"
-    """How eight-bit products are scaled."""
+    """Scaling of 8-bit GEMMs."""
     weight_cast_reuse: int = 1
-    """Microbatches that one cast of the weights serves."""
+    """Microbatches per cast of the weights."""
     stream_bytes: int = 2
-    """Of each element of the residual stream."""
+    """Per element of the residual stream."""
     weight_bytes: int = 2
-    """Of each weight as products see it, kept beside the master copy; 4 where the master is the only one."""
+    """Per weight as GEMMs read it, beside the master copy; 4 if there is only the master."""
     master_bytes: int = 4
-    """Of each weight's master copy; 0 where weights are their own."""
+    """Per weight for a master copy; 0 without one."""
     moment_bytes: float = 4
-    """Of each of Adam's two moments."""
+    """Per element of each of Adam's two moments."""
     states: OptimizerFootprint | None = None
-    """What the optimizer keeps of each parameter, where that is more or less than a master copy and two moments of
-    all."""
+    """Optimizer state per parameter, unless it is a master copy and two moments of each."""
     gradient_bytes: int = 4
-    """Of each gradient as it is kept."""
+    """Per stored gradient."""
     gradient_buffers: bool = False
-    """Gradients have buffers of their own that are never given back; otherwise they come with the backward pass."""
+    """Gradients live in persistent buffers; otherwise the backward pass allocates them."""
     reduce_bytes: int = 2
-    """Of each gradient as it travels."""
+    """Per reduced gradient."""
     optimizer_passes: float = 1.0
-    """1 for a fused optimizer; an unfused one moves its states several times."""
+    """1 for a fused optimizer; an unfused one moves its state several times."""
     offloads_moments: bool = False
-    """Adam's moments live in the host's memory, and visit the device for each step."""
-    updates_early: bool = False
-    """Blocks are updated in the backward pass, one by one: only one block's gradients are there at once."""
+    """Adam's moments are offloaded to host memory."""
+    updates_in_backward: bool = False
+    """Blocks are updated during the backward pass: gradients of only one block exist at a time."""
     loop_s: float | None = None
-    """Host seconds of each step beside the layers, where they are known: data, norm, optimizer, logging."""
-    own: bool = False
-    """Headway's own trainer, of which more is known than of others: a pipeline's stages are cut by cost, gradients wait
-    whole for a step's last microbatch, and what the model's ends hold and exchange is counted."""
+    """Host seconds per step beside the layers, if known: data, norm, optimizer, logging."""
+    is_headway: bool = False
+    """Headway's own trainer, modelled in more detail: pipeline stages cut by cost, gradients reduced after the last
+    microbatch, memory and communication of embedding and head."""
 
-    def on(self, mesh: Mesh, passes: int) -> "Software":
-        """What it does on a mesh, with so many passes a step: autocast only where FSDP's policy, which rounds shards,
-        has none to round."""
+    def on_mesh(self, mesh: Mesh, passes: int) -> "Software":
+        """What it does on a mesh, with `passes` per step: autocast only where FSDP's mixed precision does not apply."""
         if not self.autocasts:
             return self
-        alone = mesh.data * mesh.context == 1
-        casts = alone and self.weight_bytes > 2
-        # gradients of bfloat16 weights are summed in float32 over passes, and FSDP rounds the sum
-        summed = alone and (passes > 1 or mesh.pipeline > 1)
+        single = mesh.data * mesh.context == 1
+        casts = single and self.weight_bytes > 2
+        # over several passes gradients of bfloat16 weights are summed in float32; FSDP rounds the sum
+        summed = single and (passes > 1 or mesh.pipeline > 1)
         gradient_bytes = 2 if self.weight_bytes == 2 and not summed else self.gradient_bytes
         return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
 
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """What one device sees of one microbatch."""
+    """One microbatch as one device sees it."""
 
     sequences: int
     seq: int
-    """Tokens of a whole sequence."""
+    """Tokens per full sequence."""
     tensor: int = 1
     context: int = 1
     expert: int = 1
     precision: str = "bf16"
-    """Of the layers' linear products; where it is low, everything else runs in bfloat16."""
+    """Of the GEMMs of linear layers; if it is low, everything else runs in bfloat16."""
     imbalance: float = 1.0
     """Tokens of the busiest expert's device over the mean."""
 
     @property
     def width(self) -> int:
-        """Bytes of an activation."""
+        """Bytes per activation."""
         return 4 if self.precision == "float32" else 2
 
     @property
-    def other(self) -> str:
-        """Precision of products that are never low: attention, head, router."""
+    def high_precision(self) -> str:
+        """Precision of GEMMs that are never low: attention, head, router."""
         return "float32" if self.precision == "float32" else "bf16"
 
     @property
     def tokens(self) -> float:
-        """Tokens of the microbatch on this device, before tensor parallelism splits anything."""
+        """Tokens per device, before tensor parallelism."""
         return self.sequences * self.seq / self.context
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One way to run a training step."""
+    """Everything that determines how a training step runs."""
 
     mesh: Mesh
     seq: int
     microbatch: int
-    """Sequences in one forward and backward pass of one data rank."""
+    """Sequences per forward and backward pass of a data rank."""
     batch: int
-    """Sequences in one step, over all data ranks."""
+    """Sequences per step, over all data ranks."""
     zero: int = 3
-    """What the shard axis spreads: 1 optimizer states, 2 gradients too, 3 weights too; 0 nothing."""
+    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights; 0 nothing."""
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
-    """Chunks of layers a pipeline stage holds: the interleaving."""
+    """Chunks of layers per pipeline rank (interleaving)."""
     precision: str = "bf16"
     software: Software = field(default_factory=Software)
     reduces_each: bool = False
-    """Of our own trainer, without a pipeline: gradients are scattered in every microbatch; otherwise in the last."""
+    """Headway's trainer without a pipeline: reduce-scatter gradients in every microbatch, not only the last."""
     keeps_weights: bool = False
-    """Gathered weights stay until the backward pass (ZeRO 2 of FSDP)."""
+    """Gathered weights stay until the backward pass (FSDP's SHARD_GRAD_OP)."""
     offloaded: float = 0.0
-    """Share of the activations that wait in the host's memory."""
+    """Share of activations offloaded to host memory."""
     frozen: bool = False
-    """Weights stay as they are but for a few small ones beside them: no weight gradients, nothing to update."""
+    """LoRA-like: no weight gradients and no update, adapters aside."""
     imbalance: float = 1.0
     """Tokens of the busiest expert's device over the mean."""
     recompute_blocks: int | None = None
-    """How many of a device's layers are recomputed, from the first on; None is all."""
+    """Recomputed layers per device, from the first on; None means all."""
     stages: tuple[int, ...] | None = None
-    """Layers of each of a pipeline's stages; None leaves them to the software."""
+    """Layers per pipeline stage; None leaves the cut to the trainer."""
 
     @property
     def microbatches(self) -> int:
-        """Forward and backward passes of one data rank in a step."""
+        """Microbatches per data rank and step."""
         return max(1, round(self.batch / (self.mesh.data * self.microbatch)))
 
     @property
     def shape(self) -> MicrobatchShape:
-        """What one device sees of one microbatch."""
+        """One microbatch as one device sees it."""
         mesh = self.mesh
         sizes = (self.microbatch, self.seq, mesh.tensor, mesh.context, mesh.expert)
         return MicrobatchShape(*sizes, self.precision, self.imbalance)
 
     @property
     def stream_width(self) -> int:
-        """Bytes of an element of the stream as it travels between a layer's parts and between stages."""
+        """Bytes per element of the residual stream as it is sent between layer parts and stages."""
         return 4 if self.software.casts_weights else self.shape.width
-
-    def but(self, **changes: Any) -> "Settings":
-        """The same with some fields changed."""
-        return replace(self, **changes)

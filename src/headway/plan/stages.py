@@ -1,5 +1,4 @@
-"""Which blocks of a model are on which stage of a pipeline: as even as can be, or by what they and the model's ends
-cost."""
+"""Assigns layers to pipeline stages: evenly, or balanced by the cost of layers, embedding and head."""
 
 from collections.abc import Sequence
 from math import floor
@@ -9,22 +8,22 @@ from headway.plan.settings import Settings
 __all__ = ["blocks_of_ranks", "layers_of_stages", "recomputed_share", "stage_counts", "stages_by_cost"]
 
 SLACK = 1e-9
-"""Of one block: what rounding may add to a sum of costs."""
+"""Tolerance for rounding, in blocks."""
 
 
 def stages_by_cost(layers: int, first: float, last: float, stages: int, chunks: int = 1) -> tuple[int, ...]:
-    """Blocks of each stage such that the busiest rank has as little to do as can be.
+    """Blocks per stage that minimize the load of the busiest rank.
 
-    The embedding, on the first stage, costs `first` blocks, and head and loss, on the last, cost `last`. Every stage
-    has at least one block where there are enough; of equally good cuts, the most even one. With `chunks`, rank r has
-    stages r, r + stages, and so on, and shares its blocks out among them in the same way.
+    The embedding, on the first stage, costs `first` blocks; head and loss, on the last, cost `last`. Every stage has a
+    block if there are enough; of equally good cuts, the most even one wins. With `chunks`, rank r has stages r,
+    r + stages and so on, and splits its blocks among them in the same way.
     """
     ranks = _level(layers, _ends(first, last, stages), least=chunks if layers >= stages * chunks else 0)
     counts = [0] * (stages * chunks)
     for rank, blocks in enumerate(ranks):
-        own = [first if rank + i * stages == 0 else 0.0 for i in range(chunks)]
-        own[-1] += last if rank == stages - 1 else 0.0
-        counts[rank::stages] = _level(blocks, own, least=1 if blocks >= chunks else 0)
+        loads = [first if rank + i * stages == 0 else 0.0 for i in range(chunks)]
+        loads[-1] += last if rank == stages - 1 else 0.0
+        counts[rank::stages] = _level(blocks, loads, least=1 if blocks >= chunks else 0)
     return tuple(counts)
 
 
@@ -37,25 +36,25 @@ def _ends(first: float, last: float, places: int) -> list[float]:
 
 
 def _level(blocks: int, loads: Sequence[float], least: int) -> list[int]:
-    """Blocks shared out over places with some load each: the busiest place first, then evenness."""
+    """Blocks per bin, given each bin's load: minimize the largest load, then even out the counts."""
     counts = [least] * len(loads)
     for _ in range(blocks - sum(counts)):
         place = min(range(len(loads)), key=lambda i: loads[i] + counts[i])
         counts[place] += 1
     busiest = max(load + count for load, count in zip(loads, counts, strict=True))
-    # the same again, one block at a time to who has fewest, as far as that makes nobody busier
+    # again, one block at a time to the bin with fewest, as long as the largest load does not grow
     rooms = [floor(busiest - load + SLACK) for load in loads]
     counts = [least] * len(loads)
     for _ in range(blocks - sum(counts)):
         open_places = [i for i in range(len(loads)) if counts[i] < rooms[i]]
-        # of those with as many, the least busy one, and then the later one, which holds fewer activations
+        # of equal ones the least loaded, then the later one, which holds fewer activations
         place = min(open_places, key=lambda i: (counts[i], loads[i], -i))
         counts[place] += 1
     return counts
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Layers of each stage: as even as can be, the first and last getting fewer since they hold the model's ends."""
+    """Layers per stage, as even as possible; the first and last get fewer since they hold embedding and head."""
     if layers % stages == 0:
         return [layers // stages] * stages
     if stages > 1 and (layers + 2) % stages == 0:
@@ -67,18 +66,18 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 def stage_counts(layers: int, settings: Settings) -> tuple[int, ...]:
-    """Layers of each stage: as the settings say, or as even as can be."""
+    """Layers per stage: as stated, or as even as possible."""
     return settings.stages or tuple(layers_of_stages(layers, settings.mesh.pipeline * settings.chunks))
 
 
 def blocks_of_ranks(layers: int, settings: Settings) -> tuple[int, ...]:
-    """Layers of each rank of a pipeline, over all its stages."""
+    """Layers per pipeline rank, over all its stages."""
     ranks, counts = settings.mesh.pipeline, stage_counts(layers, settings)
     return tuple(sum(counts[rank::ranks]) for rank in range(ranks))
 
 
 def recomputed_share(layers: int, settings: Settings) -> float:
-    """Of all layers, those that are computed again where something is: the first few of each rank's, or all."""
+    """Share of layers that recomputation covers: the first `recompute_blocks` of each rank, or all."""
     if settings.recompute_blocks is None:
         return 1.0
     return sum(min(settings.recompute_blocks, here) for here in blocks_of_ranks(layers, settings)) / layers

@@ -1,28 +1,28 @@
-"""The time of one training step, and where it goes.
+"""Predicts the time of a training step, by account.
 
-A step is its microbatches' forward and backward passes, in a pipeline's order where there is one; then what is left
-of the gradients' exchange, and the optimizer. Each layer costs the larger of host and device time, and what travels
-beside it slows it down; only what does not fit beside it is exposed.
+A step is the passes of its microbatches, in pipeline order if there is one, then the exposed rest of the gradient
+reduction, and the optimizer. Each layer takes the larger of its host and device time; overlapped communication slows
+it down, and only what does not fit beside it is exposed.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
 from headway.plan.layer import LayerTime, Work, layer_mix, phases, speed
-from headway.plan.memory import local_parameters, outside_parameters
+from headway.plan.memory import local_parameters, non_layer_parameters
 from headway.plan.operations import head_operations, optimizer_bytes
 from headway.plan.pipeline import StageTime, Timeline, simulate
 from headway.plan.rank_share import block_parameters, is_exact
-from headway.plan.rates import family
+from headway.plan.rates import generation
 from headway.plan.settings import LOW, Settings
 from headway.plan.stages import stage_counts, stages_by_cost
-from headway.plan.trainer_communication import NEVER_HIDDEN, end_exchanges, of_the_rest, once_a_step
+from headway.plan.trainer_communication import NEVER_HIDDEN, end_comm_seconds, end_weight_seconds, step_transfers
 
-__all__ = ["ACCOUNTS", "Step", "cut_stages", "ends_of_the_model", "layer_pieces", "step"]
+__all__ = ["ACCOUNTS", "Step", "cut_stages", "end_times", "layer_pieces", "step"]
 
 ACCOUNTS = (
     "useful",
@@ -34,15 +34,14 @@ ACCOUNTS = (
     "host",
     "optimizer",
 )
-"""Where the seconds of a step go, in the order in which they are shown."""
+"""Where the seconds of a step go, in display order."""
 
 UPDATE = 0.82
-"""What an optimizer's kernels reach of the memory's best bandwidth: measured on an H200, 3.4 of 4.2 TB/s."""
+"""Share of the best memory bandwidth that optimizer kernels reach: measured on an H200, 3.4 of 4.2 TB/s."""
 UPDATE_PRODUCTS = 0.5
-"""What the products of Muon's update are taken to reach of the peak; its two exchanges are not counted."""
+"""Assumed share of the peak that the GEMMs of Muon's update reach; its two collectives are not counted."""
 HOST_LINK_BYTES_S = 55e9
-"""Between a device and pinned memory of its host: measured on an H200's host, over PCIe 5.0 x16, whose own rate is
-64e9."""
+"""Between a device and pinned host memory: measured on an H200 host over PCIe 5.0 x16, which peaks at 64e9."""
 HOST_LINK_PEAK_BYTES_S = 64e9
 
 
@@ -52,47 +51,47 @@ class Step:
 
     seconds: float
     accounts: dict[str, float]
-    """Seconds by account, in the order of ACCOUNTS, on average over a pipeline's stages; they sum up to the step."""
+    """Seconds by account, in the order of ACCOUNTS, averaged over pipeline stages; they sum to the step."""
     exposed: dict[str, float]
-    """Exposed communication by what travels."""
+    """Exposed communication by what is sent."""
     in_flight: float
-    """Microbatches whose activations the first pipeline stage holds at most."""
+    """Most microbatches whose activations the first pipeline stage holds."""
     bubble_share: float
-    """Of the step's passes, on the busiest stage."""
+    """Share of the passes, on the busiest stage."""
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of one microbatch's passes, averaged over layers, and of the ends of the model."""
+    """Seconds of one microbatch: an average layer, and the ends of the model (embedding; head and loss)."""
 
     forward: float
     backward: float
     weight_share: float
-    """Of the backward pass: what only the weights' gradients take, and a schedule may put off."""
+    """Share of the backward pass spent on weight gradients, which a schedule may defer."""
     first: tuple[float, float]
     """Embedding, forward and backward."""
     last: tuple[float, float]
-    """Last norm, head and loss, forward and backward."""
+    """Final norm, head and loss, forward and backward."""
 
 
 def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
-    """Seconds of one step and where they go."""
+    """Predict the seconds of a step, by account."""
     layers = [(time, count / arch.layers) for _, count, time in layer_mix(arch, settings, costs)]
 
     def mean(get: Callable[[LayerTime], float]) -> float:
         return sum(get(time) * share for time, share in layers)
 
-    forward, backward = mean(lambda time: time.whole_forward), mean(lambda time: time.backward)
+    forward, backward = mean(lambda time: time.total_forward), mean(lambda time: time.backward)
 
-    # weights that are gathered for each layer and microbatch, and gradients that are scattered
+    # weights gathered and gradients scattered per layer and microbatch
     sharded = _sharded(arch, settings, costs)
     slow_f, wait_f = _beside(forward, sharded[0], settings, costs)
     slow_b, wait_b = _beside(backward, sharded[1], settings, costs)
     wait_b += sharded[2]
 
-    # all microbatches, in the schedule's order
-    first, last = ends_of_the_model(arch, settings, costs)
-    at_first, at_last = end_exchanges(arch, settings, costs)
+    # all microbatches, in schedule order
+    first, last = end_times(arch, settings, costs)
+    at_first, at_last = end_comm_seconds(arch, settings, costs)
     weight_share = mean(lambda time: time.weight_grad) / backward if backward else 0.0
     passes = _Passes(
         forward + slow_f + wait_f, backward + slow_b + wait_b, weight_share,
@@ -100,27 +99,27 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
     )  # fmt: skip
     timeline = _schedule(arch, settings, costs, passes)
 
-    # once a step
+    # once per step
     window = backward * arch.layers / settings.mesh.pipeline
     gradients = _gradients(arch, settings, costs, window)
-    end_weights = of_the_rest(arch, settings, costs)
+    end_weights = end_weight_seconds(arch, settings, costs)
     update = _update(arch, settings, costs)
     passes_s = timeline.seconds
     loop = settings.software.loop_s if settings.software.loop_s is not None else costs.parameters.loop_s
     loop = 0.0 if costs.ideal else loop
-    if not settings.software.waits:
-        # the host runs ahead: its loop shows only where the device waits for it anyway
+    if not settings.software.waits_each_step:
+        # the host runs ahead: its loop counts only if the device waits for the host anyway
         host_total = _host_total(arch, settings, layers) + loop
         loop = max(0.0, host_total - passes_s - end_weights - gradients - update)
     total = passes_s + end_weights + gradients + update + loop
 
-    # a device's share of the layers and ends, on average; what some stages have more is others' bubble
+    # average share of layers and ends per device; imbalance between stages counts as bubble
     per = arch.layers / settings.mesh.pipeline * settings.microbatches
     ends = sum(first + last) * settings.microbatches / settings.mesh.pipeline
     busy = sum(timeline.busy) / len(timeline.busy)
     useful = useful_seconds(arch, settings, costs)
     exposed = {
-        "inside layers": per * mean(lambda time: time.exchange_forward + time.exchange_backward)
+        "inside layers": per * mean(lambda time: time.comm_forward + time.comm_backward)
         + sum(at_first + at_last) * settings.microbatches / settings.mesh.pipeline,
         "weights and gradients of layers": per * (wait_f + wait_b) + end_weights,
         "gradients of the step": gradients,
@@ -130,11 +129,11 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
         "kernels below peak": per * mean(lambda time: time.forward + time.input_grad + time.weight_grad)
         + ends
         - useful,
-        "recomputation": per * mean(lambda time: time.again),
+        "recomputation": per * mean(lambda time: time.recompute),
         "exposed communication": sum(exposed.values()),
         "slowed by overlap": per * (slow_f + slow_b),
         "pipeline bubble": passes_s - busy,
-        "host": per * mean(lambda time: time.waits_for_host) + loop,
+        "host": per * mean(lambda time: time.host_wait) + loop,
         "optimizer": update,
     }
     return Step(
@@ -147,7 +146,7 @@ def step(arch: Architecture, settings: Settings, costs: CostModel) -> Step:
 
 
 def useful_seconds(arch: Architecture, settings: Settings, costs: CostModel) -> float:
-    """What the step's model FLOPs take at the chip's peak."""
+    """Seconds of the model FLOPs of a step at the chip's peak."""
     flops = flops_per_token(arch, settings.seq) * settings.batch * settings.seq
     return flops / (settings.mesh.devices * costs.rates.peak(settings.precision))
 
@@ -160,20 +159,20 @@ def _host_total(arch: Architecture, settings: Settings, layers: list[tuple[Layer
 Ends = tuple[tuple[float, float], tuple[float, float]]
 
 
-def ends_of_the_model(arch: Architecture, settings: Settings, costs: CostModel) -> Ends:
-    """Forward and backward seconds of the embedding, and of the last norm, head and loss."""
+def end_times(arch: Architecture, settings: Settings, costs: CostModel) -> Ends:
+    """Forward and backward seconds of the embedding, and of final norm, head and loss."""
     parts = head_operations(arch, settings.shape, settings.software)
     times = []
     for part in parts:
         forward, inputs, weights = phases(costs.rates, part, settings.software.attention)
         if settings.frozen:
             weights = Work()
-        sustained = speed(costs, settings.shape.other, forward + inputs + weights)
+        sustained = speed(costs, settings.shape.high_precision, forward + inputs + weights)
         times.append((sustained.seconds(forward), sustained.seconds(inputs + weights)))
     return times[0], times[1]
 
 
-# -- the order of microbatches
+# -- the pipeline schedule
 
 
 def _schedule(arch: Architecture, settings: Settings, costs: CostModel, passes: _Passes) -> Timeline:
@@ -202,36 +201,36 @@ def _stages(layers: int, settings: Settings, passes: _Passes) -> tuple[StageTime
 
 
 def cut_stages(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
-    """The settings with a pipeline's stages cut by cost, where the software does so and nobody has said how."""
+    """The settings with pipeline stages cut by cost, if the trainer does so and none are stated."""
     mesh = settings.mesh
-    if mesh.pipeline == 1 or settings.stages is not None or not settings.software.own:
+    if mesh.pipeline == 1 or settings.stages is not None or not settings.software.is_headway:
         return settings
-    each = sum(count * (time.whole_forward + time.backward) for _, count, time in layer_mix(arch, settings, costs))
-    ends = zip(ends_of_the_model(arch, settings, costs), end_exchanges(arch, settings, costs), strict=True)
+    each = sum(count * (time.total_forward + time.backward) for _, count, time in layer_mix(arch, settings, costs))
+    ends = zip(end_times(arch, settings, costs), end_comm_seconds(arch, settings, costs), strict=True)
     first, last = (arch.layers * sum(computed + exchanged) / each for computed, exchanged in ends)
-    return settings.but(stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
+    return replace(settings, stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
 
 
 def _transfer(arch: Architecture, settings: Settings, costs: CostModel) -> float:
-    """What a stage waits for its neighbour's activations beyond their making."""
+    """Seconds to send activations to the next stage."""
     mesh, software = settings.mesh, settings.software
     size = settings.shape.tokens * arch.dim * settings.stream_width / (mesh.tensor if software.sequence_parallel else 1)
     group = DeviceGroup(2, mesh.tensor * mesh.context * mesh.data)
     return collective_seconds(costs.network, "send", size, group)
 
 
-# -- what travels between data ranks
+# -- communication between data ranks
 
 
 def _sharded(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float, float]:
-    """ZeRO 3, a layer and microbatch: seconds of weights gathered forward, of weights and gradients backward, and of
-    weights that nothing hides. In a pipeline weights stay gathered for the step, and travel once."""
+    """ZeRO 3, per layer and microbatch: seconds of gathering weights forward, of weights and gradients backward, and of
+    weights that nothing hides. In a pipeline, weights are gathered once per step."""
     mesh, software = settings.mesh, settings.software
     group = DeviceGroup(mesh.shard * mesh.context, mesh.tensor)
     if settings.zero < 3 or group.size == 1 or mesh.pipeline > 1:
         return 0.0, 0.0, 0.0
     gather = scatter = 0.0
-    size = 1 if settings.precision in LOW and software.gathers_low else settings.shape.width
+    size = 1 if settings.precision in LOW and software.gathers_low_precision else settings.shape.width
     for experts, count in layer_kinds(arch):
         for _, number, members in layer_pieces(arch, experts, settings):
             share = count / arch.layers
@@ -239,14 +238,14 @@ def _sharded(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[
             if not settings.frozen:
                 moved = number * software.reduce_bytes
                 scatter += share * collective_seconds(costs.network, "reduce_scatter", moved, members)
-    if software.own and not settings.reduces_each:
+    if software.is_headway and not settings.reduces_each:
         scatter /= settings.microbatches
     again = 0.0 if settings.keeps_weights else gather
     return (gather, again + scatter, 0.0) if software.prefetch else (gather, scatter, again)
 
 
 def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Iterator[tuple[str, float, DeviceGroup]]:
-    """Parameters of a layer that travel together, and among whom."""
+    """Parameters of a layer that are sent together, and their group of devices."""
     mesh = settings.mesh
     group = DeviceGroup(mesh.shard * mesh.context, mesh.tensor)
     if is_exact(arch, settings):
@@ -259,7 +258,7 @@ def layer_pieces(arch: Architecture, experts: bool, settings: Settings) -> Itera
 
 
 def _beside(compute: float, transfer: float, settings: Settings, costs: CostModel) -> tuple[float, float]:
-    """By how much compute is slowed by what travels beside it, and what of that stays exposed."""
+    """Seconds by which overlapped communication slows compute, and its exposed seconds."""
     if transfer == 0.0 or costs.ideal:
         return 0.0, 0.0
     if not settings.software.data_overlap:
@@ -269,12 +268,12 @@ def _beside(compute: float, transfer: float, settings: Settings, costs: CostMode
 
 
 def _gradients(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> float:
-    """Exposed seconds of gradients that travel once a step beside a backward pass, and of weights that come back."""
+    """Exposed seconds of the gradient reduction once per step, and of gathering updated weights."""
     mesh, software, p = settings.mesh, settings.software, costs.parameters
     if settings.frozen or costs.ideal:
         return 0.0
     if is_exact(arch, settings):
-        return sum(transfer.exposed for transfer in once_a_step(arch, settings, costs, window))
+        return sum(transfer.exposed for transfer in step_transfers(arch, settings, costs, window))
     count = sum(local_parameters(arch, settings))
     if settings.zero >= 3 and mesh.pipeline == 1:
         group = DeviceGroup(mesh.replicate, mesh.tensor * mesh.context * mesh.shard)
@@ -294,27 +293,27 @@ def _gradients(arch: Architecture, settings: Settings, costs: CostModel, window:
 
 
 def _in_pieces(costs: CostModel, operation: str, size: float, group: DeviceGroup, settings: Settings) -> float:
-    """A collective that goes in buckets, one after the other."""
+    """Seconds of a collective in sequential buckets."""
     pieces = max(1, round(size / settings.software.bucket_bytes))
     return pieces * collective_seconds(costs.network, operation, size / pieces, group)
 
 
 def _update(arch: Architecture, settings: Settings, costs: CostModel) -> float:
-    """The optimizer's own kernels: memory bounds them."""
+    """Seconds of the optimizer's memory-bound kernels."""
     mesh, chip = settings.mesh, costs.cluster.chip
     if settings.frozen:
         return 0.0
     routed, dense = local_parameters(arch, settings)
-    inside = 1 - outside_parameters(arch, settings) / max(1.0, routed + dense)
+    inside = 1 - non_layer_parameters(arch, settings) / max(1.0, routed + dense)
     if settings.zero >= 1:
         owners = mesh.shard * mesh.context
         routed, dense = routed / max(1.0, owners * mesh.tensor / mesh.expert), dense / owners
     rate = chip.bandwidth_bytes_s
     if not costs.ideal:
-        rate *= family(chip).memory * UPDATE * costs.parameters.memory
+        rate *= generation(chip).memory * UPDATE * costs.parameters.memory
     seconds = (routed + dense) * optimizer_bytes(settings.software) / rate
     if settings.software.offloads_moments:
-        # there and back, one after the other
+        # to the device and back, one after the other
         link = HOST_LINK_PEAK_BYTES_S if costs.ideal else HOST_LINK_BYTES_S
         seconds += 2 * (routed + dense) * 2 * settings.software.moment_bytes / link
     states = settings.software.states

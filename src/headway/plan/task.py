@@ -1,4 +1,4 @@
-"""What is to be trained, what a trainer can run, and what a search may vary."""
+"""Inputs of a search: the training task, the limits of a trainer, and the search space."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from headway.hardware import precision
 from headway.plan.architecture import Architecture
 from headway.plan.settings import AXES, Mesh, Recompute, Schedule, Settings, Software
 
-__all__ = ["RUNNABLE", "SearchSpace", "TrainerLimits", "TrainingTask", "pipeline_clash"]
+__all__ = ["RUNNABLE", "SearchSpace", "TrainerLimits", "TrainingTask", "schedule_conflict"]
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What is to be trained, whatever the way."""
+    """What to train, independent of the mesh."""
 
     architecture: Architecture
     seq: int
@@ -28,49 +28,49 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class TrainerLimits:
-    """What a trainer can run."""
+    """The settings that a trainer supports."""
 
     axes: tuple[str, ...] = AXES
-    """Of the mesh, that may be larger than 1."""
+    """Mesh axes that may be larger than 1."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    """Where there is no shard axis there is nothing to spread, and any is right."""
+    """Without a shard axis every stage is the same."""
     recompute: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     precisions: tuple[str, ...] | None = None
-    """By any of their names; None is all."""
+    """By any of their names; None means all."""
     moment_bytes: tuple[float, ...] | None = None
-    """Of each of Adam's two moments; None is any."""
-    orders: Callable[[Settings], str | None] = lambda _: None
-    """What its pipeline schedules ask for beyond what all do: a sentence of the settings that lack it."""
+    """Of each of Adam's two moments; None means any."""
+    conflict: Callable[[Settings], str | None] = lambda _: None
+    """Why its pipeline schedules cannot run the settings; None if they can."""
 
     def allows(self, settings: Settings) -> bool:
-        """Whether the trainer runs it."""
+        """Whether the trainer can run the settings."""
         return (
             settings.recompute in self.recompute
             and settings.schedule in self.schedules
             and self.allows_mesh(settings.mesh, settings.zero)
             and (self.precisions is None or precision(settings.precision) in map(precision, self.precisions))
             and (self.moment_bytes is None or settings.software.moment_bytes in self.moment_bytes)
-            and (settings.mesh.pipeline == 1 or self.orders(settings) is None)
+            and (settings.mesh.pipeline == 1 or self.conflict(settings) is None)
         )
 
     def allows_mesh(self, mesh: Mesh, zero: int) -> bool:
-        """Whether it runs on such a mesh."""
+        """Whether the trainer can run on the mesh."""
         return (mesh.shard * mesh.context == 1 or zero in self.zero) and all(
             getattr(mesh, axis) == 1 or axis in self.axes for axis in AXES
         )
 
 
-def pipeline_clash(settings: Settings) -> str | None:
-    """What PyTorch's schedules, which this version's trainer uses, miss in a pipeline's settings; None for nothing."""
+def schedule_conflict(settings: Settings) -> str | None:
+    """Why PyTorch's pipeline schedules, which the trainer uses, cannot run the settings; None if they can."""
     ranks, count = settings.mesh.pipeline, settings.microbatches
     if settings.schedule == "1f1b" and count < ranks:
-        return f"1f1b over {ranks} stages takes {ranks} microbatches at least, and there are {count}"
+        return f"1f1b over {ranks} stages needs at least {ranks} microbatches, got {count}"
     if settings.schedule == "zero-bubble" and count % max(1, count // ranks):
         rounds = count // ranks
-        return f"zero-bubble takes microbatches in {rounds} equal rounds over {ranks} stages, and there are {count}"
+        return f"zero-bubble needs microbatches in {rounds} equal rounds over {ranks} stages, got {count}"
     if settings.schedule == "zero-bubble" and settings.software.fusion == "compiled":
-        return "zero-bubble splits backward passes, which compiled blocks do not allow"
+        return "zero-bubble splits backward passes, and compiled blocks cannot be split"
     return None
 
 
@@ -80,43 +80,43 @@ RUNNABLE = TrainerLimits(
     recompute=("none", "selective", "full"),
     precisions=("bf16", "fp32"),
     moment_bytes=(2, 4),
-    orders=pipeline_clash,
+    conflict=schedule_conflict,
 )
-"""What this version's trainer runs: the one place that says so."""
+"""What this version's trainer supports; the single source of truth."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search may vary; None leaves it to the search, which then tries all that is sensible."""
+    """What a search may vary; None means every sensible value."""
 
     mesh: Mesh | None = None
-    """The one to use; otherwise all whose sizes divide what they share."""
+    """Fixed mesh; otherwise all whose sizes divide what they split."""
     microbatches: tuple[int, ...] | None = None
-    """Sequences in one pass; otherwise all that divide a data rank's share of the batch, up to MOST_TOKENS."""
+    """Sequences per pass; otherwise all that divide a data rank's share of the batch, up to MOST_TOKENS."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     chunks: tuple[int, ...] | None = None
-    """Of an interleaved pipeline; otherwise 2 to 8 that give all stages as many layers, or 2."""
+    """Of an interleaved pipeline; otherwise 2 to 8 that give stages equal layers, or 2."""
     precisions: tuple[str, ...] | None = None
-    """Otherwise the task's: another one trains another model."""
+    """Otherwise the task's, since precision changes the model."""
     moment_bytes: tuple[float, ...] | None = None
-    """Otherwise the software's, for the same reason."""
+    """Otherwise the trainer's, for the same reason."""
     zero: tuple[int, ...] = (0, 1, 3)
     keeps_weights: tuple[bool, ...] | None = None
-    """Of sharded weights without a pipeline; otherwise the task's."""
+    """With sharded weights and no pipeline; otherwise the task's."""
     reduces_each: tuple[bool, ...] | None = None
-    """Of the same; otherwise gradients travel once a step."""
+    """Likewise; otherwise gradients are reduced once per step."""
     blocks: int | None = None
-    """Layers of a device that are recomputed, where anything is; otherwise all."""
+    """Recomputed layers per device; otherwise all."""
     least_blocks: bool = False
-    """Recompute as few of a device's layers as memory allows; otherwise `blocks`."""
+    """Recompute as few layers as memory allows; otherwise `blocks`."""
     room: float = 0.0
-    """Share of the memory that this leaves free, since predictions err; where all layers must be recomputed, none."""
+    """Share of memory that `least_blocks` leaves free for prediction errors; 0 if all layers are recomputed."""
     stages: tuple[int, ...] | None = None
-    """Layers of each of a pipeline's stages; otherwise as the software cuts them."""
+    """Layers per pipeline stage; otherwise as the trainer cuts them."""
     max_tensor: int | None = None
-    """Otherwise as many devices as the fastest links join."""
+    """Otherwise the devices of the fastest network level."""
     context: bool | None = None
-    """Whether to share sequences among devices; otherwise long ones, and any where nothing else fits."""
+    """Whether to try context parallelism; otherwise for long sequences, or if nothing else fits."""
     limits: TrainerLimits | None = None
-    """What the trainer can run, where only that counts."""
+    """Restricts the search to what a trainer supports."""

@@ -1,13 +1,13 @@
-"""Headway's own trainer as the planner sees it: what its step does, for a recipe on some devices.
+"""Headway's trainer as the planner models it: the software of a recipe's step, its mesh and microbatch.
 
-Facts of this version, to be changed with `train/` and `parallel/`:
-- axes replicate, shard, tensor, pipeline (`task.RUNNABLE`): FSDP2 over the data axes, sharded weights gathered block by
-  block in the products' precision, gradients added up in float32, once a step;
-- float32 weights and moments, or what the recipe says; bfloat16 by FSDP's policy, and by autocast where nobody shares
-  the data;
-- a tensor axis with sequence parallelism that keeps what it gathered, vocabulary-parallel embedding, head and loss;
-- a pipeline's stages cut by cost, its weights gathered once a step;
-- a loss made in chunks, the host never waiting for a step.
+Keep in sync with `train/` and `parallel/`:
+- axes replicate, shard, tensor, pipeline (`task.RUNNABLE`): FSDP2 over the data axes, weights gathered per block in the
+  GEMMs' precision, gradients reduced in float32 once per step;
+- float32 weights and moments unless the recipe says otherwise; bfloat16 by FSDP's mixed precision, or by autocast on a
+  single data rank;
+- tensor parallelism with sequence parallelism that keeps gathered inputs, and vocabulary-parallel embedding and loss;
+- pipeline stages cut by cost, weights gathered once per step;
+- a chunked loss; the host never waits for a step.
 """
 
 from dataclasses import replace
@@ -15,27 +15,33 @@ from math import prod
 
 from headway.hardware import Chip
 from headway.plan.checks import divisors
-from headway.plan.optimizer import states_of
+from headway.plan.optimizer import optimizer_footprint
 from headway.plan.settings import Mesh, Settings, Software
-from headway.plan.task import pipeline_clash
+from headway.plan.task import schedule_conflict
 from headway.recipe import Parallel, Recipe
 
-__all__ = ["default_microbatch", "other_axes", "own_software", "stated_mesh", "trainer_precision", "trainer_software"]
+__all__ = [
+    "default_microbatch",
+    "headway_software",
+    "other_axes",
+    "stated_mesh",
+    "trainer_precision",
+    "trainer_software",
+]
 
 LOOP_S = 0.012
-"""Host seconds of a step beside its layers, embedding and loss to optimizer: measured on an H200's host."""
+"""Host seconds per step beside the layers, measured on an H200 host."""
 ROTARY_PASSES = {False: 24.0, True: 2.0}
-"""Passes over queries and keys of the rotary embedding, as it stands and compiled: it is written out in float32."""
+"""Passes over queries and keys that RoPE takes, eager and compiled: it runs in float32."""
 
 
 def other_axes(parallel: Parallel) -> int:
-    """Workers that a mesh takes for each place of its shard axis."""
+    """Size of the mesh without its shard axis."""
     return prod((parallel.replicate, parallel.tensor, parallel.pipeline, parallel.context))
 
 
 def stated_mesh(parallel: Parallel | None, workers: int) -> Mesh:
-    """A recipe's mesh: all shards where it states none; its shard axis takes what the others leave where that is
-    open."""
+    """A recipe's mesh: all shard if it states none; an open shard axis takes what the other axes leave."""
     if parallel is None:
         return Mesh(shard=workers)
     shard = parallel.shard or max(1, workers // other_axes(parallel))
@@ -43,10 +49,9 @@ def stated_mesh(parallel: Parallel | None, workers: int) -> Mesh:
 
 
 def default_microbatch(recipe: Recipe, mesh: Mesh) -> int:
-    """Sequences at once where nobody has planned: what the recipe states, or a data rank's whole share.
+    """The microbatch without a plan: as stated, or a data rank's full share.
 
-    That would leave a pipeline empty most of the time: there, the largest that gives it twice as many microbatches as
-    stages, in numbers that its schedule takes; failing that, one.
+    For a pipeline, the largest that its schedule supports with at least twice as many microbatches as stages, else 1.
     """
     share = max(1, recipe.train.batch // mesh.data)
     if recipe.train.microbatch is not None or mesh.pipeline == 1:
@@ -56,21 +61,21 @@ def default_microbatch(recipe: Recipe, mesh: Mesh) -> int:
         count = share // size
         fills = order != "interleaved" or count % mesh.pipeline == 0
         trial = Settings(mesh, recipe.data.seq, size, recipe.train.batch, schedule=order, software=Software("eager"))
-        if count >= 2 * mesh.pipeline and fills and pipeline_clash(trial) is None:
+        if count >= 2 * mesh.pipeline and fills and schedule_conflict(trial) is None:
             return size
     return 1
 
 
 def trainer_precision(recipe: Recipe) -> str:
-    """Of the matrix products."""
+    """Precision of the GEMMs."""
     return "bf16" if recipe.train.dtype == "bfloat16" else "float32"
 
 
 def trainer_software(recipe: Recipe, chip: Chip) -> Software:
-    """What the trainer's step does with a recipe on devices of a kind; on a mesh, `Software.on` says the rest."""
+    """The trainer's software for a recipe on a chip; `Software.on_mesh` adds what depends on the mesh."""
     train = recipe.train
     older = chip.name.startswith(("a100", "l40s", "rtx", "cpu"))
-    software = own_software(
+    software = headway_software(
         compiled=recipe.compiles("cpu" if chip.name == "cpu" else "cuda"),
         autocasts=train.dtype == "bfloat16",
         older=older,
@@ -78,22 +83,22 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     )
     return replace(
         software,
-        updates_early=train.update_in_backward,
+        updates_in_backward=train.update_in_backward,
         weight_bytes=4 if train.weights == "float32" else 2,
         master_bytes=4 if train.master else 0,
         moment_bytes=4 if train.moments == "float32" else 2,
-        states=None if recipe.model.class_ is not None else states_of(recipe.model, train),
+        states=None if recipe.model.class_ is not None else optimizer_footprint(recipe.model, train),
     )
 
 
-def own_software(*, compiled: bool, autocasts: bool, older: bool, offloads: bool = False) -> Software:
-    """What the trainer's step does: compiled or not, in bfloat16 or not, on a chip before Hopper or not."""
+def headway_software(*, compiled: bool, autocasts: bool, older: bool, offloads: bool = False) -> Software:
+    """The trainer's software: compiled or not, in bfloat16 or not, on a chip before Hopper or not."""
     return Software(
         fusion="compiled" if compiled else "eager",
         attention="flash2" if older else "cudnn",
         loss="chunked",
         rotary_passes=ROTARY_PASSES[compiled],
-        separate_products=True,
+        separate_projections=True,
         autocasts=autocasts,
         regathers=False,
         weight_bytes=4,
@@ -102,9 +107,9 @@ def own_software(*, compiled: bool, autocasts: bool, older: bool, offloads: bool
         gradient_bytes=4,
         reduce_bytes=4,
         recompute_host=2.5,
-        keeps_products=True,
+        keeps_gemm_outputs=True,
         offloads_moments=offloads,
-        waits=False,
+        waits_each_step=False,
         loop_s=LOOP_S,
-        own=True,
+        is_headway=True,
     )

@@ -13,7 +13,15 @@ from headway.plan.rank_share import block_parameters, is_exact, rest_parameters,
 from headway.plan.settings import Settings
 from headway.plan.traffic import STATISTICS_BYTES, summed_bytes, tied_bytes
 
-__all__ = ["NEVER_HIDDEN", "StepTransfer", "busiest_rank", "end_exchanges", "of_the_rest", "once_a_step", "rest_bytes"]
+__all__ = [
+    "NEVER_HIDDEN",
+    "StepTransfer",
+    "busiest_rank",
+    "end_comm_seconds",
+    "end_weight_seconds",
+    "rest_bytes",
+    "step_transfers",
+]
 
 NEVER_HIDDEN = 0.1
 """Of gradients that travel once a step: the last piece has nothing left to hide behind."""
@@ -33,7 +41,7 @@ class StepTransfer:
     exposed: float
 
 
-def end_exchanges(
+def end_comm_seconds(
     arch: Architecture, settings: Settings, costs: CostModel
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of what a microbatch exchanges over the tensor axis at the embedding, and at head and loss; forward and
@@ -57,7 +65,7 @@ def rest_bytes(arch: Architecture, settings: Settings) -> tuple[float, float]:
     return count * settings.shape.width, count * F32
 
 
-def of_the_rest(arch: Architecture, settings: Settings, costs: CostModel) -> float:
+def end_weight_seconds(arch: Architecture, settings: Settings, costs: CostModel) -> float:
     """Seconds of a step: a microbatch's first layer waits for those weights, and a step's end for their gradients."""
     weights, gradients = rest_bytes(arch, settings)
     if not weights or costs.ideal:
@@ -78,7 +86,7 @@ def _count(arch: Architecture, settings: Settings, rank: int) -> int:
     return blocks + rest_parameters(arch, settings, rank)
 
 
-def once_a_step(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> list[StepTransfer]:
+def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> list[StepTransfer]:
     """Gradients that travel once a step, beside a backward pass that takes `window` seconds, and a pipeline's weights;
     then the sums that passes leave open."""
     mesh, rank = settings.mesh, busiest_rank(arch, settings)

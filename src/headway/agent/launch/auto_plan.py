@@ -17,7 +17,7 @@ from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.flops import layer_parameters
 from headway.plan.memory import memory
-from headway.plan.plan import capped, fixed, make_task, plan
+from headway.plan.plan import cap_memory, make_task, narrow_space, plan
 from headway.plan.settings import AXES, Mesh, Settings
 from headway.plan.stages import stages_by_cost
 from headway.plan.task import RUNNABLE, SearchSpace
@@ -97,7 +97,7 @@ def _cluster(recipe: Recipe, devices: Devices, workers: int) -> Cluster:
     chip = this_cpu(workers) if devices.kind == "cpu" else find_chip(devices.name)
     if chip is None:
         raise UsageError(f"unknown GPU {devices.name}")
-    return capped(default_cluster(chip, workers), recipe)
+    return cap_memory(default_cluster(chip, workers), recipe)
 
 
 def _fidelity(cluster: Cluster) -> Fidelity:
@@ -113,13 +113,15 @@ def settings_as_written(recipe: Recipe, cluster: Cluster) -> Settings:
     microbatches to fill it) and no recomputation."""
     mesh, parallel, recompute = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
     task = make_task(recipe, cluster)
-    settings = settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)).but(
-        recompute=recompute or "none", recompute_blocks=recipe.train.recompute_blocks if recompute else None
+    settings = replace(
+        settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)),
+        recompute=recompute or "none",
+        recompute_blocks=recipe.train.recompute_blocks if recompute else None,
     )
     if parallel is None:
         return settings
-    settings = settings.but(keeps_weights=bool(parallel.keep_weights), reduces_each=bool(parallel.reduce_each))
-    return settings.but(schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
+    settings = replace(settings, keeps_weights=bool(parallel.keep_weights), reduces_each=bool(parallel.reduce_each))
+    return replace(settings, schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
 
 
 def _as_written(recipe: Recipe, cluster: Cluster) -> Estimate:
@@ -161,7 +163,7 @@ def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
 
 def _smallest(recipe: Recipe, baseline: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     """Return the settings that need least memory; the prediction may be off by what is missing."""
-    choices = fixed(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe.model)))
+    choices = narrow_space(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe.model)))
     if recipe.train.recompute is None:
         choices = replace(choices, recompute=("full",))
     arch, all_settings = baseline.architecture, candidates(make_task(recipe, cluster), cluster, choices)

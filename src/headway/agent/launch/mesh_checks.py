@@ -1,5 +1,7 @@
 """How many workers a recipe's mesh needs, and whether it can run; the error says why not, with the numbers."""
 
+from dataclasses import replace
+
 from headway.agent.launch.auto_plan import settings_as_written
 from headway.agent.launch.trainer_support import outdated_torch
 from headway.errors import HeadwayError, RecipeError, RunError, UsageError
@@ -8,7 +10,7 @@ from headway.plan.architecture import architecture_of
 from headway.plan.checks import check, divisors
 from headway.plan.pipeline import check_schedule
 from headway.plan.settings import AXES, Mesh, Settings
-from headway.plan.task import RUNNABLE, pipeline_clash
+from headway.plan.task import RUNNABLE, schedule_conflict
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import ModelLayout, Parallel, Recipe
 from headway.recipe.patterns import matched
@@ -61,7 +63,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     cluster = default_cluster(known_chip("cpu"), workers)
     settings = settings_as_written(recipe, cluster)
     if settings.mesh.pipeline == 1:
-        settings = settings.but(microbatch=1)  # only a pipeline's microbatches must be equal
+        settings = replace(settings, microbatch=1)  # only a pipeline's microbatches must be equal
     try:
         check(architecture_of(recipe.model), settings, cluster)
     except UsageError as error:
@@ -107,14 +109,14 @@ def check_stated_layout(recipe: Recipe, workers: int) -> None:
             hint=f"give {count} numbers, or none",
         )
     settings = Settings(mesh, recipe.data.seq, default_microbatch(recipe, mesh), recipe.train.batch)
-    settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
+    settings = replace(settings, schedule=parallel.schedule, chunks=parallel.chunks)
     software = trainer_software(recipe, known_chip("cpu"))
     check_microbatch(settings)
     try:
         check_schedule(settings.schedule, mesh.pipeline, settings.chunks, settings.microbatches, count)
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
-    check_trainer_schedule(settings.but(software=software))
+    check_trainer_schedule(replace(settings, software=software))
 
 
 def check_microbatch(settings: Settings) -> None:
@@ -135,10 +137,10 @@ def check_trainer_schedule(settings: Settings) -> None:
             f"parallel.schedule is {settings.schedule}, which needs a newer PyTorch than {outdated_torch()}",
             hint="use --set parallel.schedule=1f1b or interleaved, or a newer PyTorch",
         )
-    clash = pipeline_clash(settings) if settings.mesh.pipeline > 1 else None
+    clash = schedule_conflict(settings) if settings.mesh.pipeline > 1 else None
     if clash is not None:
         share, ranks = settings.batch // settings.mesh.data, settings.mesh.pipeline
-        sizes = [n for n in divisors(share) if pipeline_clash(settings.but(microbatch=n)) is None]
+        sizes = [n for n in divisors(share) if schedule_conflict(replace(settings, microbatch=n)) is None]
         hint = f"train.microbatch may be {', '.join(map(str, sizes))}" if sizes else "use --set parallel.schedule=1f1b"
         if not sizes and settings.schedule == "1f1b":
             hint = f"use a batch of {ranks * settings.mesh.data} sequences or more, or fewer stages"
@@ -220,6 +222,6 @@ def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:
     software = trainer_software(recipe, known_chip("cpu"))
     for batch in recipe.train.batches:
         settings = Settings(mesh, recipe.data.seq, size, batch, software=software)
-        settings = settings.but(schedule=parallel.schedule, chunks=parallel.chunks)
+        settings = replace(settings, schedule=parallel.schedule, chunks=parallel.chunks)
         check_microbatch(settings)
         check_trainer_schedule(settings)

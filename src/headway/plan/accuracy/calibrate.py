@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headway.plan.accuracy.published_runs import PublishedRun
 from headway.plan.costs import CostModel
 from headway.plan.efficiencies import SPREAD, Efficiencies
-from headway.plan.rates import ModelRates, family
+from headway.plan.rates import ModelRates, generation
 from headway.plan.settings import LOW
 from headway.plan.step import step
 
@@ -38,7 +38,7 @@ def _costs(case: PublishedRun, parameters: Efficiencies) -> CostModel:
     """Costs of a case; kernels' modelled times are shared by all cases on a chip, whatever the parameters."""
     chip = case.cluster.chip
     key = (chip.name, chip.memory_bytes, chip.bandwidth_bytes_s)
-    return CostModel(case.cluster, _RATES.setdefault(key, ModelRates(chip)), parameters, family(chip).demand)
+    return CostModel(case.cluster, _RATES.setdefault(key, ModelRates(chip)), parameters, generation(chip).demand)
 
 
 def predict(case: PublishedRun, parameters: Efficiencies) -> float:

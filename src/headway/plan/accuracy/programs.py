@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headway.plan.settings import Mesh, Recompute, Software
-from headway.plan.trainer import own_software
+from headway.plan.trainer import headway_software
 
 __all__ = ["PROGRAMS", "Program", "program_of"]
 
@@ -62,7 +62,9 @@ _FOUNDRY = Software(
     reduce_bytes=4,
     optimizer_passes=1.2,
 )
-_BRIDGE = replace(TUNED, tensor_overlap=True, reduce_bytes=2, gradient_bytes=2, gathers_low=True, weight_cast_reuse=8)
+_BRIDGE = replace(
+    TUNED, tensor_overlap=True, reduce_bytes=2, gradient_bytes=2, gathers_low_precision=True, weight_cast_reuse=8
+)
 _NANOTRON = Software(
     fusion="eager", attention="flash2", loss="sharded", rotary_passes=3, reduce_bytes=4, gradient_bytes=6,
     gradient_buffers=True, bucket_bytes=25e6, tensor_overlap=True,
@@ -72,7 +74,7 @@ _HERD = replace(TUNED, attention="flash2", tensor_overlap=True)
 
 PROGRAMS = (
     # this trainer: what a line says of compilation and devices is filled in below
-    Program("headway", "headway", own_software(compiled=False, autocasts=True, older=False), zero=3, interleaves=False),
+    Program("headway", "headway", headway_software(compiled=False, autocasts=True, older=False), zero=3, interleaves=False),
     # FSDP1 without forward prefetch, gathers after a backward pass; Triton's FlashAttention-1; biases; not compiled
     Program("llm-foundry", "llm-foundry", _FOUNDRY, zero=3, half_attention=False, counts_positions=True),
     # Megatron-DeepSpeed: no flash attention, dropout, one blocking all-reduce of gradients at the end
@@ -115,8 +117,8 @@ def program_of(line: Mapping[str, str]) -> Program:
         software = replace(software, prefetch=True, attention="triton1" if triton else "flash2")
     if program.name == "headway":
         compiled, gpu = "compile" in line.get("notes", ""), line.get("gpu", "").lower()
-        software = own_software(compiled=compiled, autocasts=True, older="a100" in gpu)
-        software = software.on(Mesh(), passes=2) if line.get("n_gpus") == "1" else software
+        software = headway_software(compiled=compiled, autocasts=True, older="a100" in gpu)
+        software = software.on_mesh(Mesh(), passes=2) if line.get("n_gpus") == "1" else software
     if "202412" in source:
         software = replace(software, loss="eager")  # the loss was not compiled yet
     if program.name == "megatron-bridge":
@@ -131,8 +133,8 @@ def _by_release(software: Software, source: str, gpu: str) -> Software:
     release = int(match[1]) * 100 + int(match[2]) if match else 0
     racks = gpu.startswith("gb") or gpu.startswith("b300")
     if racks and release >= 2606:
-        return replace(software, graphs=True, expert_overlap=0.8)
-    return replace(software, graphs=True) if racks and release >= 2602 else software
+        return replace(software, cuda_graphs=True, expert_overlap=0.8)
+    return replace(software, cuda_graphs=True) if racks and release >= 2602 else software
 
 
 def _from_notes(software: Software, line: Mapping[str, str]) -> Software:
@@ -144,7 +146,7 @@ def _from_notes(software: Software, line: Mapping[str, str]) -> Software:
     if "sequence parallel" in line.get("activation_ckpt", ""):
         software = replace(software, sequence_parallel=True)
     if "fp8 all-gather" in dtype:
-        software = replace(software, gathers_low=True)
+        software = replace(software, gathers_low_precision=True)
     if re.search(r"fa-?3|flashattention-?3", notes):
         software = replace(software, attention="flash3")
     if "row" in dtype:

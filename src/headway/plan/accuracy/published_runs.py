@@ -264,11 +264,11 @@ def _settings(line: Line, program: Program, arch: Architecture, cluster: Cluster
         software=program.software, frozen="LoRA" in f"{line.get('notes', '')} {line['source']}",
     )  # fmt: skip
     if not micro:
-        settings = settings.but(microbatch=_microbatch(arch, settings.but(microbatch=1), cluster))
+        settings = replace(settings, microbatch=_microbatch(arch, replace(settings, microbatch=1), cluster))
         assumed.append(f"micro_batch = {settings.microbatch}")
     settings = _with_interleaving(line, program, arch, settings, assumed)
     if zero < 3 and _weights_and_gradients(arch, settings, cluster) > 0.8 * cluster.chip.memory_bytes:
-        settings = settings.but(zero=3)
+        settings = replace(settings, zero=3)
         assumed.append("data ranks share weights, which do not fit otherwise")
     return _with_recompute(line, program, arch, settings, cluster, assumed)
 
@@ -315,7 +315,7 @@ def _microbatch(arch: Architecture, settings: Settings, cluster: Cluster) -> int
     """
     share, held = settings.batch // settings.mesh.data, 1.5 * settings.mesh.pipeline
     for size in (4, 2):
-        trial = settings.but(microbatch=size)
+        trial = replace(settings, microbatch=size)
         enough = share // size >= (2 * settings.mesh.pipeline if settings.mesh.pipeline > 1 else 1)
         if (
             share % size == 0
@@ -367,7 +367,7 @@ def _with_interleaving(
         assumed.append(f"interleaving = {chunks}")
     if settings.microbatches % mesh.pipeline or mesh.pipeline * chunks > arch.layers + 2:
         chunks = 1
-    return settings.but(chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
+    return replace(settings, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
 
 
 def _with_recompute(
@@ -379,13 +379,13 @@ def _with_recompute(
     if stated is not None:
         if not line.get("activation_ckpt"):
             assumed.append(f"recomputation = {stated}, as documented")
-        settings = settings.but(recompute=stated)
+        settings = replace(settings, recompute=stated)
         return _with_offload(arch, settings, costs) if program.offloads else settings
     policies: tuple[Recompute, ...] = (
         ("none", "attention", "full") if settings.software.attention == "unfused" else ("none", "full")
     )
     for policy in policies:
-        trial = settings.but(recompute=policy)
+        trial = replace(settings, recompute=policy)
         if estimate(arch, trial, costs).memory.fits:
             break
     assumed.append(f"recomputation = {policy}")
@@ -394,8 +394,8 @@ def _with_recompute(
 
 def _with_offload(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
     """As many activations in the host's memory as do not fit: tenths of them."""
-    tenths = next((n for n in range(10) if estimate(arch, settings.but(offloaded=n / 10), costs).memory.fits), 0)
-    return settings.but(offloaded=tenths / 10)
+    tenths = next((n for n in range(10) if estimate(arch, replace(settings, offloaded=n / 10), costs).memory.fits), 0)
+    return replace(settings, offloaded=tenths / 10)
 
 
 def _stated_recompute(line: Line, program: Program) -> Recompute | None:
