@@ -171,7 +171,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(desk) -> None:
     [
         (["r.toml"], 2, "nothing to check: the recipe has no [parallel], and no mesh is given"),
         (["none.toml", "--mesh", "shard=2"], 2, "no such recipe"),
-        (["r.toml", "--mesh", "shrad=2"], 2, "'shrad=2' is no axis and size"),
+        (["r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),
         (["r.toml", "--mesh", "shard=2,shard=2"], 2, "shard is given twice"),
         (["r.toml", "--mesh", "replicate=3"], 2, "replicate 3: train.batch is 8 sequences, which 3 workers cannot"),
         (["r.toml", "--mesh", "shard=2", "--mesh", "tensor=3"], 2, "tensor 3: "),

@@ -57,7 +57,7 @@ def test_programs_get_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (("--network", "--with", "a:1", "--listen", "b:1"), "one side listens"),
         (("--network", "--listen", "0.0.0.0:0"), "must know a token"),
         (("--network", "--with", "a:1", "--token-env", "NO_SUCH_VARIABLE"), "no variable NO_SUCH_VARIABLE"),
-        (("--storage", "none"), "none is no folder"),
+        (("--storage", "none"), "none is not a folder"),
     ],
 )
 def test_what_makes_no_sense_is_told(

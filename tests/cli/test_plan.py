@@ -364,7 +364,7 @@ def test_sources_are_shortened(source: str, short: str) -> None:
         ((LLAMA, "--on", "h100x8x4", "--precision", "nvfp4"), "h100 has no nvfp4", "float8"),
         ((LLAMA, "--on", "h100x8x4", "--price", "-1"), "not a price", "device-hour"),
         ((LLAMA, "--on", "h100x8x4", "--mesh", "shard=4,tensor=2"), "takes 8 devices, h100x8x4 has 32", "shard=16"),
-        ((LLAMA, "--on", "h100x8x4", "--mesh", "tensr=2"), "is no axis and size", "tensor"),
+        ((LLAMA, "--on", "h100x8x4", "--mesh", "tensr=2"), "expected AXIS=SIZE", "tensor"),
         ((LLAMA, "--on", "h100x8x4", "--ceilings", "none.json"), "none.json: cannot be read", "measure"),
         ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=a..b"), "not numbers of nodes", "8..512"),
         ((LLAMA, "--on", "h100x8x4", "--sweep", "nodes=0..4"), "not numbers of nodes", "8..512"),

@@ -231,7 +231,7 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "r.toml", "--mesh", "shard=2,tensor=2", "--workers", "3"], 2, "4 workers, but 3 were asked for"),
         (["train", "r.toml", "--mesh", "row=2"], 2, "'row=2' is no axis"),
         (["train", "r.toml", "--mesh", "shard=2", "--workers", "4"], 2, "parallel.shard is 2, but 4 workers were"),
-        (["train", "r.toml", "--mesh", "shrad=2"], 2, "'shrad=2' is no axis and size"),
+        (["train", "r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),
         (["train", "r.toml", "--set", "parallel.pipeline=3"], 2, "layers cannot fill 3 pipeline stages"),
         (["train", "r.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
         (["train", "r.toml", "--set", "data.version=0123456789"], 1, "version"),

@@ -118,7 +118,7 @@ def test_a_node_has_what_the_doctor_says(
     assert variables == dict(transport(find_network(tmp_path), host=host).variables)
     assert (variables["NCCL_IB_HCA"], variables["NCCL_SOCKET_IFNAME"]) == ("=mlx5_0", "mine")
     told = capsys.readouterr().err
-    assert told.startswith("n7: between machines InfiniBand (mlx5_0: 400 Gb/s in all; ")
+    assert told.startswith("n7: between machines InfiniBand (mlx5_0: 400 Gb/s in total; ")
     assert told.endswith("set before: NCCL_SOCKET_IFNAME\n")
 
 
@@ -161,7 +161,7 @@ def test_who_does_not_know_the_token_gets_nothing(listener: Callable[[str | None
     address, told = listener("right", 4)
     host, _, port = address.rpartition(":")
     for token in ("wrong", None):
-        with pytest.raises(EngineError, match="the token is another one, or missing"):
+        with pytest.raises(EngineError, match="wrong or missing token"):
             measure(address, token, 0.1)
     with socket.create_connection((host, int(port)), timeout=10) as talk:
         talk.sendall(b"GET / HTTP/1.1\r\n")
@@ -177,7 +177,7 @@ def test_beyond_loopback_a_token_is_needed() -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x", "127.0.0.1:70000"])
 def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(UsageError, match="is no HOST:PORT"):
+    with pytest.raises(UsageError, match="expected HOST:PORT"):
         measure(address, None)
 
 

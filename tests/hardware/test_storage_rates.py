@@ -75,7 +75,7 @@ def test_a_checkpoint_takes_its_bytes_over_the_rate() -> None:
 
 
 def test_places_that_cannot_be_measured_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         measure_storage(tmp_path / "none")
-    with pytest.raises(UsageError, match="too few to measure"):
+    with pytest.raises(UsageError, match="too little to measure"):
         measure_storage("/proc")

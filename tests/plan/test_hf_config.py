@@ -51,7 +51,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         read_architecture(tmp_path / "none.json")
     with pytest.raises(UsageError, match="hidden_size is missing"):
         read_architecture(write(tmp_path, {"vocab_size": 3}))
-    with pytest.raises(UsageError, match="vocab_size = 'many' is no size"):
+    with pytest.raises(UsageError, match="vocab_size: expected an integer of at least 1, got 'many'"):
         read_architecture(write(tmp_path, {**MIXTRAL, "vocab_size": "many"}))
     with pytest.raises(UsageError, match="not a model"):
         read_architecture(write(tmp_path, [1]))

@@ -5,10 +5,10 @@ import pytest
 from headway.plan import parameters
 from headway.plan.model_summary import describe, part_of
 from headway.recipe import Model
-from headway.recipe.families import GENERATIONS
+from headway.recipe.families import FAMILIES
 
 
-@pytest.mark.parametrize("family", GENERATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts_add_up_to_what_the_plan_counts(family: str) -> None:
     model = Model(family=family, vocab_size=512)
     found = describe(model, 128)

@@ -70,11 +70,11 @@ def test_a_product_s_three_phases_by_hand() -> None:
 
 def test_eight_bits_are_for_the_layers_linear_products_and_cost_casts() -> None:
     part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048, precision="fp8"), FUSED)
-    assert {op.precision for op in part if op.kind == "product"} == {"fp8"}
+    assert {op.precision for op in part if op.kind == "gemm"} == {"fp8"}
     assert {op.precision for op in part if op.kind == "attention"} == {"bf16"}
     assert sum(op.bytes for op in part if "quantize" in op.name) > 0
     _, head = head_operations(LLAMA, MicrobatchShape(1, 2048, precision="fp8"), FUSED)
-    assert {op.precision for op in head if op.kind == "product"} == {"bf16"}
+    assert {op.precision for op in head if op.kind == "gemm"} == {"bf16"}
 
 
 def test_fusion_moves_fewer_bytes() -> None:
@@ -89,7 +89,7 @@ def test_fusion_moves_fewer_bytes() -> None:
 def test_float32_moves_twice_the_bytes_of_bfloat16() -> None:
     def moved(precision: str) -> float:
         part = layer_operations(LLAMA, False, MicrobatchShape(1, 512, precision=precision), FUSED)
-        return sum(op.bytes for op in part if op.kind in ("memory", "product"))
+        return sum(op.bytes for op in part if op.kind in ("memory", "gemm"))
 
     assert moved("float32") == pytest.approx(2 * moved("bf16"))
 

@@ -91,7 +91,7 @@ def test_missing_columns_are_named_and_rules_told() -> None:
     with pytest.raises(UnmodelledRun, match="no number above 0"):
         case(0, tok_s_per_gpu="fast")
     for damage in ("0", "-3", "nan", "inf", "1e30"):
-        with pytest.raises(UnmodelledRun, match="layers is no number above 0"):
+        with pytest.raises(UnmodelledRun, match="column layers: expected a positive number"):
             case(0, layers=damage)
     with pytest.raises(UnmodelledRun, match="tok_s_per_gpu"):
         case(0, tok_s_per_gpu="", tflops_per_gpu="", mfu="")

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from headway.hardware import find_ceilings, known_chip
-from headway.plan.operations import Operation, product
+from headway.plan.operations import Operation, gemm
 from headway.plan.rates import LimitRates, MeasuredRates, ModelRates, generation, power_share
 
 H200 = known_chip("h200")
@@ -22,7 +22,7 @@ def test_tiles_and_waves_describe_the_measured_products(precision: str, name: st
     rates, errors = ModelRates(H200), []
     for (m, n, k), microseconds in zip(sizes, grid.microseconds, strict=True):
         if min(m, n, k) >= 1024:
-            made = rates.gemm(product("x", "forward", m, n, k, 1, precision))
+            made = rates.gemm(gemm("x", "forward", m, n, k, 1, precision))
             errors.append(abs(math.log(made / (microseconds / 1e6))))
     assert len(errors) > 500
     assert statistics.median(errors) < most
@@ -63,13 +63,13 @@ def test_attention_s_curves_are_the_published_ones(
 )
 def test_the_best_product_reaches_what_others_found(chip: str, precision: str, best: float) -> None:
     rates = ModelRates(known_chip(chip))
-    made = product("x", "forward", 8192, 8192, 8192, 1, precision)
+    made = gemm("x", "forward", 8192, 8192, 8192, 1, precision)
     assert made.flops / rates.gemm(made) == pytest.approx(best, rel=0.08)
 
 
 @pytest.mark.parametrize("size", [(128, 4096, 4096), (4096, 11008, 4096), (16384, 16384, 1024)])
 def test_nothing_beats_the_limit(size: tuple[int, int, int]) -> None:
-    made = product("x", "forward", *size, 1, "bf16")
+    made = gemm("x", "forward", *size, 1, "bf16")
     limit = LimitRates(H200).gemm(made)
     assert limit <= MeasuredRates(H200, CEILINGS).gemm(made)
     assert limit <= ModelRates(H200).gemm(made)
@@ -79,7 +79,7 @@ def test_waves_cost_what_they_do() -> None:
     """Eleven by twelve tiles fill all 132 processors once; a row more needs a second wave, or smaller tiles."""
     assert generation(H200).processors == 132
     full, more = (
-        ModelRates(H200).gemm(product("x", "forward", m, 12 * 256, 1024, 1, "bf16")) for m in (11 * 128, 11 * 128 + 1)
+        ModelRates(H200).gemm(gemm("x", "forward", m, 12 * 256, 1024, 1, "bf16")) for m in (11 * 128, 11 * 128 + 1)
     )
     assert more / full > 1.3
 

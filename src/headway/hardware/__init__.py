@@ -1,4 +1,4 @@
-"""Hardware: chips, nodes and networks by their data sheets, what was measured, and this machine's devices."""
+"""Hardware: chips, clusters and networks from data sheets, measured ceilings, and this machine's devices."""
 
 from headway.hardware.ceilings import Ceilings, find_ceilings, read_ceilings, write_ceilings
 from headway.hardware.chips import CHIPS, Chip, Link, find_chip, known_chip, precision

@@ -1,10 +1,8 @@
-"""Measured ceilings: what a device of a kind reached, and what lies between the points that were measured.
+"""Measured ceilings of a device, interpolated between measured points.
 
-`headway hardware measure` writes one small JSON file; the planner asks it for rates. Between measured points
-everything is interpolated geometrically: the logarithm of a rate is linear in the logarithm of each size. That is
-exact where a rate follows a power of the size (memory-bound products do), passes through every measured point and
-never leaves the range of the points around it. Above the largest measured size a rate stays what it is there. Below
-the smallest the time stays what it is there: less work does not finish sooner than the smallest that was tried.
+`headway hardware measure` writes a JSON file; the planner reads rates from it. Interpolation is log-log: exact for
+power laws such as memory-bound GEMMs, through every measured point, and never outside the range of its neighbours.
+Above the largest measured size the rate is constant; below the smallest the time is.
 """
 
 import math
@@ -51,29 +49,29 @@ class _Part(BaseModel):
 
 
 class GemmGrid(_Part):
-    """Products [m, k] x [k, n] over a full grid at one precision."""
+    """GEMMs [m, k] x [k, n] over a full grid at one precision."""
 
     precision: str
     m: Sizes
     n: Sizes
     k: Sizes
     microseconds: Times
-    """Device time at each point, k running fastest, then n."""
+    """Device time per point, k varies fastest, then n."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_axes(self.m, self.n, self.k)
         if len(self.microseconds) != len(self.m) * len(self.n) * len(self.k):
-            raise ValueError("a time for every point of the grid is needed")
+            raise ValueError("needs a time for every point of the grid")
         return self
 
 
 class GemmShape(_Part):
-    """One product of a real model, off the grid: says how well the grid predicts."""
+    """A GEMM of a real model, off the grid, to validate the interpolation."""
 
     precision: str
     layout: Literal["forward", "input", "weight"]
-    """How the operands lie: as in a forward pass, or in the gradient of the input or of the weight."""
+    """Operand layout: forward pass, input gradient or weight gradient."""
     m: Size
     n: Size
     k: Size
@@ -81,7 +79,7 @@ class GemmShape(_Part):
 
 
 class AttentionCurve(_Part):
-    """Attention over several lengths at one head size."""
+    """Attention over several sequence lengths at one head size."""
 
     backend: Backend
     head_dim: Size
@@ -89,7 +87,7 @@ class AttentionCurve(_Part):
     heads: Size
     kv_heads: Size
     tokens: Size
-    """Tokens of all sequences together; a longer sequence is alone."""
+    """Tokens per batch; a longer sequence is a batch of one."""
     seq: Sizes
     forward_microseconds: Times
     backward_microseconds: Times
@@ -98,11 +96,11 @@ class AttentionCurve(_Part):
     def _check(self) -> Self:
         _check_axes(self.seq)
         if not len(self.seq) == len(self.forward_microseconds) == len(self.backward_microseconds):
-            raise ValueError("a forward and a backward time for every length is needed")
+            raise ValueError("needs a forward and a backward time for every length")
         return self
 
     def flops(self, seq: int) -> float:
-        """Operations of one measured forward pass; a causal one counts half."""
+        """FLOPs of a measured forward pass; causal attention counts half."""
         batch = max(1, self.tokens // seq)
         return 4.0 * batch * self.heads * seq * seq * self.head_dim * (0.5 if self.causal else 1.0)
 
@@ -117,12 +115,12 @@ class _OverSizes(_Part):
     def _check(self) -> Self:
         _check_axes(self.bytes)
         if len(self.bytes) != len(self.microseconds):
-            raise ValueError("a time for every size is needed")
+            raise ValueError("needs a time for every size")
         return self
 
 
 class MemoryCurve(_OverSizes):
-    """An operation that memory bounds. Bytes are what must move at least: inputs read once, outputs written once."""
+    """A memory-bound operation. Bytes are the minimum: inputs read once, outputs written once."""
 
     operation: str
 
@@ -135,10 +133,10 @@ class CopyCurve(_OverSizes):
 
 
 class HostOverhead(_Part):
-    """What the host needs to hand work over, whatever the device does with it."""
+    """Host time to launch work, independent of the device."""
 
     mode: Literal["autocast", "plain", "compiled"]
-    """Float32 weights under autocast, weights in the compute precision, or the former compiled."""
+    """Float32 weights under autocast, weights in compute precision, or autocast compiled."""
     forward_microseconds: Positive
     """One decoder layer, forward."""
     backward_microseconds: Positive
@@ -146,7 +144,7 @@ class HostOverhead(_Part):
 
 
 class CollectiveCurve(_OverSizes):
-    """A collective. Bytes are the whole tensor: what all ranks hold together after a gather, or before a scatter."""
+    """A collective. Bytes are of the full tensor: what all ranks hold after a gather or before a scatter."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     ranks: Size
@@ -154,7 +152,7 @@ class CollectiveCurve(_OverSizes):
 
 
 class SustainedGemm(_Part):
-    """A large product over seconds, when power and heat have settled."""
+    """A large GEMM over seconds, at settled power and temperature."""
 
     precision: str
     size: Size
@@ -166,7 +164,7 @@ class SustainedGemm(_Part):
 
 
 class Ceilings(_Part):
-    """All that was measured on one device."""
+    """All measurements of a device."""
 
     format: Literal[1] = 1
     device: str
@@ -178,9 +176,9 @@ class Ceilings(_Part):
     memory_bytes: int | None = None
     torch: str
     timer: str
-    """What times were read from."""
+    """Source of the times."""
     peaks: dict[str, Positive]
-    """FLOP/s that efficiencies are relative to: the vendor's dense peak, or for want of one the best measured."""
+    """FLOP/s that efficiencies are relative to: the vendor's dense peak, or else the best measured."""
     gemm: tuple[GemmGrid, ...] = ()
     gemm_shapes: tuple[GemmShape, ...] = ()
     attention: tuple[AttentionCurve, ...] = ()
@@ -197,28 +195,28 @@ class Ceilings(_Part):
     """What could not be measured here, and why."""
 
     def precisions(self) -> tuple[str, ...]:
-        """Precisions whose products were measured."""
+        """Precisions with measured GEMMs."""
         return tuple(self._grids)
 
     def gemm_efficiency(self, m: int, n: int, k: int, precision_name: str) -> float:
-        """Share of the vendor's dense peak that a product [m, k] x [k, n] reaches, at most 1."""
+        """Share of the vendor's dense peak that a GEMM [m, k] x [k, n] reaches, at most 1."""
         return self._grid(precision_name).rate(m, n, k)
 
     def gemm_seconds(self, m: int, n: int, k: int, precision_name: str) -> float:
-        """Device seconds of a product [m, k] x [k, n]."""
+        """Device seconds of a GEMM [m, k] x [k, n]."""
         rate = self.gemm_efficiency(m, n, k, precision_name) * self.peaks[precision(precision_name)]
         return 2.0 * m * n * k / rate
 
     def sustained_share(self, precision_name: str) -> float:
-        """Share of its momentary rate that a large product keeps over seconds, at most 1: what the power limit leaves.
+        """Share of its burst rate that a large GEMM sustains under the power limit, at most 1.
 
-        Grids are measured in bursts, between pauses; an H200 that multiplies without a pause falls from 797 to 663
-        TFLOP/s: at its 700 W the clock falls to 1455 MHz.
+        Grids are measured in bursts. Without pauses an H200 drops from 797 to 663 TFLOP/s: at 700 W its clock falls
+        to 1455 MHz.
         """
         name = precision(precision_name)
         sustained = next((run for run in self.sustained if run.precision == name), None)
         if sustained is None:
-            raise _absent(self, f"sustained product in {precision_name}", [run.precision for run in self.sustained])
+            raise _absent(self, f"sustained GEMM in {precision_name}", [run.precision for run in self.sustained])
         burst = self.gemm_efficiency(sustained.size, sustained.size, sustained.size, name) * self.peaks[name]
         return min(1.0, sustained.flops_s / burst)
 
@@ -231,42 +229,38 @@ class Ceilings(_Part):
         backend: Backend = "default",
         grouped: bool = False,
     ) -> float:
-        """FLOP/s of attention at a length and head size.
+        """FLOP/s of attention at a sequence length and head size.
 
-        A forward pass counts 4 * seq**2 * head_dim a head, the backward pass twice that, causal ones half;
-        recomputation inside the backward kernel is not counted. `grouped` asks for measurements with fewer key
-        than query heads where there are any. Between head sizes the nearest smaller and larger are mixed.
+        A forward pass counts 4 * seq**2 * head_dim per head, the backward pass twice that, causal ones half, without
+        recomputation inside the backward kernel. `grouped` prefers measurements with fewer key than query heads.
         """
         curves = self._attention(backend, causal, grouped, backward)
         sizes = sorted(curves)
         return _between(sizes, [curves[size].rate(seq) for size in sizes], head_dim, hold_time=False)
 
     def memory_bytes_s(self, size: float, operation: str = "copy") -> float:
-        """Bytes a second of a memory-bound operation that must move `size` bytes.
-
-        What fits in the chip's cache may move faster than its memory.
-        """
+        """Bytes per second of a memory-bound operation on `size` bytes; small sizes may run from cache."""
         curve = next((curve for curve in self.memory if curve.operation == operation), None)
         if curve is None:
             raise _absent(self, f"operation {operation!r}", [curve.operation for curve in self.memory])
         return _curve_rate(curve.bytes, curve.microseconds, size)
 
     def copy_bytes_s(self, size: float, direction: Literal["to_device", "to_host"], pinned: bool = True) -> float:
-        """Bytes a second between host and device."""
+        """Bytes per second between host and device."""
         for curve in self.copies:
             if (curve.direction, curve.pinned) == (direction, pinned):
                 return _curve_rate(curve.bytes, curve.microseconds, size)
         raise _absent(self, f"copy {direction}", sorted({curve.direction for curve in self.copies}))
 
     def layer_host_seconds(self, mode: str = "autocast", backward: bool = False) -> float:
-        """Seconds the host needs to hand over one decoder layer's forward or backward pass."""
+        """Host seconds to launch a decoder layer's forward or backward pass."""
         for host in self.host:
             if host.mode == mode:
                 return (host.backward_microseconds if backward else host.forward_microseconds) / 1e6
         raise _absent(self, f"layer {mode!r}", [host.mode for host in self.host])
 
     def collective_seconds(self, operation: str, size: float, ranks: int) -> float:
-        """Seconds of a collective over `size` bytes of the whole tensor among as many ranks as were measured."""
+        """Seconds of a collective over a full tensor of `size` bytes among a measured number of ranks."""
         for curve in self.collectives:
             if (curve.operation, curve.ranks) == (operation, ranks):
                 return size / _curve_rate(curve.bytes, curve.microseconds, size)
@@ -276,7 +270,7 @@ class Ceilings(_Part):
     def _grid(self, precision_name: str) -> "_Grid":
         grid = self._grids.get(precision(precision_name))
         if grid is None:
-            raise _absent(self, f"product in {precision_name}", list(self._grids))
+            raise _absent(self, f"GEMM in {precision_name}", list(self._grids))
         return grid
 
     @cached_property
@@ -295,7 +289,7 @@ class Ceilings(_Part):
 
 
 class _Curve:
-    """FLOP/s of attention by length."""
+    """FLOP/s of attention by sequence length."""
 
     def __init__(self, curve: AttentionCurve, backward: bool) -> None:
         times = curve.backward_microseconds if backward else curve.forward_microseconds
@@ -308,7 +302,7 @@ class _Curve:
 
 
 class _Grid:
-    """Efficiency of products by size, from the measured times."""
+    """GEMM efficiency by size, from the measured times."""
 
     def __init__(self, gemm: GemmGrid, peak: float) -> None:
         self._axes = (gemm.m, gemm.n, gemm.k)
@@ -332,13 +326,13 @@ class _Grid:
             for dj, wy in ((0, 1.0 - y), (1, y)):
                 for dk, wz in ((0, 1.0 - z), (1, z)):
                     weight = wx * wy * wz
-                    if weight:  # a weight of nothing may belong to a point beyond the grid
+                    if weight:  # a point with weight 0 may be outside of the grid
                         total += weight * self._logarithms[((i + di) * count_n + j + dj) * count_k + k + dk]
         return math.exp(total + below)
 
 
 def _position(axis: Sequence[int], logs: Sequence[float], size: int, log: float) -> tuple[int, float]:
-    """The measured size at or below one, and how far towards the next it lies; ends are held."""
+    """Index of the measured size at or below `size`, and the fraction towards the next; clamped."""
     if size <= axis[0]:
         return 0, 0.0
     if size >= axis[-1]:
@@ -348,7 +342,7 @@ def _position(axis: Sequence[int], logs: Sequence[float], size: int, log: float)
 
 
 def _between(axis: Sequence[int], rates: Sequence[float], size: float, *, hold_time: bool) -> float:
-    """A rate between measured ones; below the smallest size the rate falls with it where the time is held."""
+    """Interpolated rate; below the smallest size `hold_time` keeps the time constant, else the rate."""
     if size <= axis[0]:
         return rates[0] * (size / axis[0] if hold_time else 1.0)
     if size >= axis[-1]:
@@ -365,16 +359,16 @@ def _curve_rate(sizes: Sequence[int], times: Sequence[float], size: float) -> fl
 
 def _check_axes(*axes: Sequence[int]) -> None:
     if any(list(axis) != sorted(set(axis)) for axis in axes):
-        raise ValueError("sizes must rise")
+        raise ValueError("sizes must be ascending")
 
 
 def _absent(ceilings: Ceilings, what: str, known: Sequence[str]) -> UsageError:
-    names = ", ".join(dict.fromkeys(known)) or "nothing of the kind"
+    names = ", ".join(dict.fromkeys(known)) or "none"
     return UsageError(f"no {what} was measured on {ceilings.device}", hint=f"measured: {names}")
 
 
 def read_ceilings(file: Path) -> Ceilings:
-    """A file that `headway hardware measure` wrote."""
+    """Read a file that `headway hardware measure` wrote."""
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -384,7 +378,7 @@ def read_ceilings(file: Path) -> Ceilings:
 
 
 def write_ceilings(file: Path, ceilings: Ceilings) -> None:
-    """Write the file so that a reader sees the old one or the new one, never half of one."""
+    """Write the file atomically."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(_render(ceilings))
@@ -395,7 +389,7 @@ def write_ceilings(file: Path, ceilings: Ceilings) -> None:
 
 
 def find_ceilings(chip: Chip | str) -> Ceilings | None:
-    """What Headway's own measurement of a chip found; None for chips that were not measured."""
+    """The ceilings that Headway ships for a chip; None if it was not measured."""
     name = chip if isinstance(chip, str) else chip.name
     file = resources.files("headway.hardware") / "measured" / f"{name}.json"
     return _parse(file.read_bytes(), file.name) if file.is_file() else None
@@ -415,7 +409,7 @@ def _parse(text: bytes, origin: str) -> Ceilings:
 
 
 def _render(ceilings: Ceilings) -> bytes:
-    """JSON with one line for each list of numbers: small, and readable as a difference."""
+    """JSON with one line per list of numbers: small, with readable diffs."""
     import json
 
     def lines(value: object, indent: str = "") -> str:

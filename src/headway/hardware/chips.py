@@ -1,9 +1,8 @@
-"""Chips and what the vendor says they can do: dense peaks, memory, links, power.
+"""Catalogue of chips by their data sheets: dense peaks, memory, links, power.
 
-Data sheets print the sparse figure first, twice the dense one; here is the dense one. Tensor-core products
-are counted with float32 accumulation, and "float32" means the plain units, without TF32. Memory is in the
-vendor's "GB", which are 2**30 bytes within half a percent on all of these (an "80 GB" A100 reports 81,920
-MiB, a "141 GB" H200 143,771). Links are given per direction; data sheets print the sum of both.
+Peaks are dense; data sheets print the sparse figure, twice that, first. Tensor-core peaks are with float32
+accumulation, and "float32" is without TF32. Memory is in the vendor's "GB", 2**30 bytes within half a percent (an "80 GB" A100
+reports 81,920 MiB, a "141 GB" H200 143,771). Links are per direction; data sheets print the sum of both.
 """
 
 import difflib
@@ -36,37 +35,37 @@ PRECISIONS: Mapping[str, str] = MappingProxyType(
         "fp4": "nvfp4",
     }
 )
-"""Names people write for a precision, and the one that tables are kept under."""
+"""Aliases of a precision, and its canonical name."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How devices of a node, or of a rack, reach each other."""
+    """An interconnect of the devices of a node or rack."""
 
     kind: str
     """nvlink3, nvlink4, nvlink5, xgmi, pcie4, pcie5, pcie6 or memory."""
     bandwidth_bytes_s: float
-    """Per device and direction, to all peers together."""
+    """Per device and direction, to all peers combined."""
     devices: int
-    """How many devices are joined."""
+    """Number of connected devices."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What one device of a kind can do at most."""
+    """The specification of a chip."""
 
     name: str
-    """What people call it, and type on the command line."""
+    """Common name, as typed on the command line."""
     match: tuple[str, ...]
-    """Words that are all in the name the driver reports."""
+    """Words that the driver's device name must contain."""
     peaks: Mapping[str, float]
     """Dense FLOP/s by precision."""
     memory_bytes: int
     """Device memory."""
     bandwidth_bytes_s: float
-    """Between the chip and its memory."""
+    """Memory bandwidth."""
     links: tuple[Link, ...]
-    """Fastest first, each joining more devices than the one before."""
+    """Fastest first, each connecting more devices than the previous."""
     host_bytes_s: float
     """Between a device and its host, per direction: PCIe, or NVLink-C2C to a Grace CPU."""
     power_w: float
@@ -74,36 +73,36 @@ class Chip:
     source: str
     """Where the figures come from."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Figures that come from elsewhere or need a word, by field."""
+    """Other sources and remarks, by field."""
     aliases: tuple[str, ...] = ()
-    """Other names people type."""
+    """Other names on the command line."""
 
     def peak(self, name: str) -> float:
-        """Dense FLOP/s at a precision by any of its names."""
+        """Dense FLOP/s at a precision, by any of its names."""
         peak = self.peaks.get(precision(name))
         if peak is None:
             raise UsageError(
-                f"{self.name} has no {name} products", hint=f"{self.name} has {', '.join(sorted(self.peaks))}"
+                f"{self.name} does not support {name}", hint=f"{self.name} supports {', '.join(sorted(self.peaks))}"
             )
         return peak
 
     def source_of(self, figure: str) -> str:
-        """Where one figure comes from, by the name of its field."""
+        """The source of a figure, by field name."""
         return self.notes.get(figure, self.source)
 
 
 def precision(name: str) -> str:
-    """The name that tables use for a precision: "bf16" is "bfloat16"."""
+    """The canonical name of a precision: "bf16" is "bfloat16"."""
     canonical = PRECISIONS.get(name.strip().lower())
     if canonical is None:
-        raise UsageError(f"unknown precision {name!r}", hint=f"known are {', '.join(sorted(PRECISIONS))}")
+        raise UsageError(f"unknown precision {name!r}", hint=f"precisions: {', '.join(sorted(PRECISIONS))}")
     return canonical
 
 
 def _peaks(
     *, bf16: float, tf32: float, fp32: float, fp8: float = 0, mxfp8: float = 0, nvfp4: float = 0
 ) -> dict[str, float]:
-    """Dense peaks from TFLOP/s; float16 runs at bfloat16's speed on every chip here."""
+    """Dense peaks from TFLOP/s; float16 is as fast as bfloat16 on every chip here."""
     tflops = {"bfloat16": bf16, "float16": bf16, "tf32": tf32, "float32": fp32}
     tflops |= {"float8": fp8, "mxfp8": mxfp8, "nvfp4": nvfp4}
     return {name: float(value * T) for name, value in tflops.items() if value}
@@ -143,12 +142,12 @@ def _chip(
 
 
 def _is_card(links: tuple[Link, ...]) -> bool:
-    """Whether a node's devices meet over PCIe: cards do, but for those that a bridge joins."""
+    """Whether the devices of a node connect over PCIe: cards, bridges aside."""
     return all(link.devices < 8 for link in links)
 
 
 PCIE: Mapping[str, float] = MappingProxyType({"pcie4": 32.0 * G, "pcie5": 64.0 * G, "pcie6": 128.0 * G})
-"""Sixteen lanes, per direction, as data sheets round it."""
+"""x16 per direction, rounded as in data sheets."""
 
 _NVLINK3 = (Link("nvlink3", 300.0 * G, 8),)
 _NVLINK4 = (Link("nvlink4", 450.0 * G, 8),)
@@ -222,7 +221,7 @@ CHIPS: tuple[Chip, ...] = (
           pcie="pcie4", watts=450, source=_ADA, aliases="4090"),
     Chip(
         name="cpu",
-        match=(),  # a CPU is found by what people type: the names it reports are countless
+        match=(),  # CPUs report countless names: matched by the common name only
         peaks=MappingProxyType({"float32": 3.0 * T, "bfloat16": 1.5 * T, "float16": 1.5 * T}),
         memory_bytes=128 * GIB,
         bandwidth_bytes_s=0.3 * T,
@@ -233,14 +232,14 @@ CHIPS: tuple[Chip, ...] = (
     ),
 )  # fmt: skip
 
-# A slice of a chip, and chips that share a name with a larger one (the 4090 D, the 4090 Laptop GPU).
+# MIG slices, and chips that share a name with a larger one (4090 D, 4090 Laptop GPU).
 OTHERS = frozenset({"mig", "d", "laptop"})
 
 
 def find_chip(device_name: str) -> Chip | None:
-    """The chip by the name a driver reports ("NVIDIA H100 80GB HBM3") or people type ("h100"), else None.
+    """Find a chip by its driver name ("NVIDIA H100 80GB HBM3") or common name ("h100"); None if unknown.
 
-    Whole words decide, the most of them: a "GH200" is no H200, and an "H200 NVL" is slower than one.
+    The most matching whole words win: a "GH200" is not an H200, and an "H200 NVL" is a chip of its own.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if words & OTHERS:
@@ -252,11 +251,11 @@ def find_chip(device_name: str) -> Chip | None:
 
 
 def known_chip(name: str) -> Chip:
-    """The chip by name; an unknown one is an error that lists the known."""
+    """Find a chip by name; raise UsageError with the known names if there is none."""
     chip = find_chip(name)
     if chip is None:
         names = [chip.name for chip in CHIPS]
         near = difflib.get_close_matches(name.strip().lower(), names, n=2, cutoff=0.75)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UsageError(f"unknown chip {name!r}", hint=f"{meant}known are {', '.join(names)}")
+        raise UsageError(f"unknown chip {name!r}", hint=f"{meant}chips: {', '.join(names)}")
     return chip

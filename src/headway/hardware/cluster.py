@@ -1,11 +1,10 @@
-"""Clusters: so many nodes of so many devices, and the levels of links and switches between them.
+"""Clusters: nodes of devices, and the network levels between them.
 
-    --on h100x8x16            sixteen nodes of eight, wired as such nodes usually are
-    --cluster cluster.toml    the same with the network, prices and failures as they are where you are
+    --on h100x8x16            sixteen nodes of eight with the default network
+    --cluster cluster.toml    with your own network, prices and failure rate
 
-A level joins groups of devices: eight in an NVLink domain, 256 under the leaf switches of a rail-optimized unit, all of
-them through the spine. Bandwidth is per device and direction; what a level's switches cannot carry for all
-devices at once is its oversubscription.
+A level connects groups of devices: eight in an NVLink domain, 256 under the leaf switches of a rail-optimized unit, all
+through the spine. Bandwidth is per device and direction, before oversubscription.
 """
 
 import difflib
@@ -36,26 +35,26 @@ GPU_HOURS_BETWEEN_FAILURES = 50_700.0
 """The Llama 3 Herd of Models (2024), table 5: 419 unexpected interruptions of 16,384 H100 in 54 days."""
 
 MOST_DEVICES = 10_000_000
-"""Of a cluster that somebody means."""
+"""Largest plausible cluster."""
 FORM = "CHIPxPERNODExNODES, for example h100x8x16"
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the network: how devices reach those that no lower level joins them with."""
+    """A network level: how devices reach those that no lower level connects."""
 
     name: str
-    """nvlink, pcie, rail, leaf, spine or whatever a cluster's people call it."""
+    """nvlink, pcie, rail, leaf, spine or any other name."""
     devices: int
-    """Devices that the level joins into one group; the last level joins all."""
+    """Devices per group; the last level connects all."""
     bandwidth_bytes_s: float
     """Per device and direction, before oversubscription."""
     latency_s: float
-    """Of one hop of one message, software included."""
+    """Per hop of a message, software included."""
     oversubscription: float = 1.0
-    """Devices' bandwidth over what the level's switches carry at once; 1 is non-blocking."""
+    """Total device bandwidth over the switches' capacity; 1 is non-blocking."""
     source: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
 
     @property
     def effective_bytes_s(self) -> float:
@@ -63,7 +62,7 @@ class Level:
         return self.bandwidth_bytes_s / self.oversubscription
 
     def describe(self) -> str:
-        """The level in a line."""
+        """One line of text."""
         over = f", {self.oversubscription:g}:1 oversubscribed" if self.oversubscription > 1 else ""
         rate = f"{self.bandwidth_bytes_s / G:>6.4g} GB/s"
         return f"{self.name:<8}{self.devices:>7} devices  {rate}  {self.latency_s * 1e6:.3g} us{over}"
@@ -71,35 +70,35 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices there are."""
+    """Nodes of one chip, and the network between them."""
 
     name: str
     chip: Chip
     per_node: int
     nodes: int
     levels: tuple[Level, ...]
-    """From the fastest and smallest to the one that joins all devices; none for a single device."""
+    """From the smallest and fastest to the one that connects all devices; none for a single device."""
     price_per_gpu_hour: float | None = None
     gpu_hours_between_failures: float | None = None
-    """Mean, per device; None where nobody has counted."""
+    """Mean per device; None if unknown."""
     power_limit_w: float | None = None
-    """What devices are capped at; None leaves them at the chip's own power."""
+    """Power cap per device; None for the chip's own limit."""
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return self.per_node * self.nodes
 
     @property
     def power_w(self) -> float:
-        """What one device may draw."""
+        """Power limit per device."""
         return min(self.chip.power_w, self.power_limit_w or math.inf)
 
     def level(self, extent: int) -> Level:
-        """The level that groups of neighbouring devices talk over: `extent` is from a group's first to its last.
+        """The level that connects a group of devices; `extent` is the distance from its first to its last.
 
-        A group of 4 whose members are 8 apart has an extent of 32. Groups that do not fit evenly into a level's
-        cross its border somewhere, so that the next level counts.
+        A group of 4 with stride 8 has an extent of 32. Groups that do not divide a level's groups cross a boundary
+        somewhere and use the next level.
         """
         if not 1 < extent <= self.devices:
             raise UsageError(f"{self.name} has no group of {extent} devices", hint=f"it has {self.devices}")
@@ -110,17 +109,17 @@ class Cluster:
         return self.levels[-1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, the chip by its name."""
+        """Plain values, with the chip by name."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         return {**fields, "chip": self.chip.name, "levels": [asdict(level) for level in self.levels]}
 
 
-# -- what nodes and networks usually are
+# -- default nodes and networks
 
 
 @dataclass(frozen=True)
 class _NodeDefaults:
-    """How nodes of a chip are usually built and joined."""
+    """Default node and network of a chip."""
 
     per_node: int
     network_gbit_s: float
@@ -147,13 +146,13 @@ _NODE_DEFAULTS: Mapping[str, _NodeDefaults] = MappingProxyType(
         "cpu": _NodeDefaults(1, 25, 32, "assumed: one 25 Gb/s port a node"),
     }
 )
-# One hop of a message: between what NCCL's own cost table gives its low-latency and its bandwidth protocols.
+# Per hop of a message: between the low-latency and bandwidth protocols in NCCL's tuning tables.
 _LATENCY_S = MappingProxyType({"nvlink": 2e-6, "xgmi": 3e-6, "pcie": 4e-6, "memory": 2e-6, "network": 6e-6})
 _SPINE_HOPS_S = 1.5e-6
 
 
 def default_cluster(chip: Chip, per_node: int | None = None, nodes: int = 1, name: str | None = None) -> Cluster:
-    """A cluster wired as such nodes usually are."""
+    """A cluster with the default network of its chip."""
     default = _NODE_DEFAULTS.get(chip.name, _CARD_DEFAULTS)
     per_node = per_node or default.per_node
     devices = per_node * nodes
@@ -170,7 +169,7 @@ def default_cluster(chip: Chip, per_node: int | None = None, nodes: int = 1, nam
 
 
 def _in_node(chip: Chip, link: Link, per_node: int, devices: int) -> Level:
-    """A chip's own link as a level: it ends with the node, but for the domains of a rack."""
+    """A chip's link as a level; it ends at the node, except in rack-scale NVLink domains."""
     if link.devices > 8:
         joined = min(link.devices // per_node * per_node, devices) if per_node <= link.devices else per_node
     else:
@@ -180,7 +179,7 @@ def _in_node(chip: Chip, link: Link, per_node: int, devices: int) -> Level:
 
 
 def _needed(levels: list[Level]) -> tuple[Level, ...]:
-    """Without levels that join no more devices than the one below."""
+    """Levels that connect more devices than the one below."""
     needed: list[Level] = []
     for level in levels:
         if level.devices > (needed[-1].devices if needed else 1):
@@ -192,28 +191,28 @@ def _needed(levels: list[Level]) -> tuple[Level, ...]:
 
 
 def parse_on(text: str, default_node: bool = False) -> Cluster:
-    """`--on CHIPxPERNODExNODES`; without NODES one node, and a chip alone is one device, or its usual node."""
+    """Parse `--on CHIPxPERNODExNODES`; NODES defaults to 1, a chip alone is one device or its default node."""
     name, *numbers = _split(text.strip().lower())
     known = known_chip(name)
     if not numbers:
         return default_cluster(known, None if default_node else 1)
     per_node, nodes = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 1
     if per_node < 1 or nodes < 1:
-        raise UsageError(f"--on {text}: there must be a node, and a device in it", hint=f"the form is {FORM}")
+        raise UsageError(f"--on {text}: needs at least one node and one device", hint=f"the form is {FORM}")
     if per_node * nodes > MOST_DEVICES:
         raise UsageError(f"--on {text}: more than {MOST_DEVICES:,} devices", hint=f"the form is {FORM}")
     return default_cluster(known, per_node, nodes)
 
 
 def _split(text: str) -> list[str]:
-    """A chip's name and up to two numbers; names may hold an x themselves (rtx4090, mi300x)."""
+    """Split into a chip's name and up to two numbers; names may contain an x (rtx4090, mi300x)."""
     splits = [[text], text.rsplit("x", 1), text.rsplit("x", 2)]
     splits = [split for split in splits if split[0] and all(part.isdecimal() for part in split[1:])]
     known = [split for split in splits if find_chip(split[0]) is not None]
     if known:
         return known[0]
     if len(splits) == 1 and "x" in text and find_chip(text.split("x")[0]) is not None:
-        raise UsageError(f"--on {text}: not of the form {FORM.split(',')[0]}", hint=f"for example {FORM.split()[-1]}")
+        raise UsageError(f"--on {text}: expected {FORM.split(',')[0]}", hint=f"for example {FORM.split()[-1]}")
     return splits[-1] if splits else [text]
 
 
@@ -229,7 +228,7 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class _LevelFile(_Section):
-    """One [[level]] of cluster.toml."""
+    """A [[level]] of cluster.toml."""
 
     name: str
     devices: Count | None = None
@@ -241,7 +240,7 @@ class _LevelFile(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.gigabytes_s is None) == (self.gigabits_s is None):
-            raise ValueError("needs gigabytes_s or gigabits_s, and not both")
+            raise ValueError("needs either gigabytes_s or gigabits_s")
         return self
 
     def level(self, whole: int, origin: str) -> Level:
@@ -261,27 +260,27 @@ class _ClusterFile(_Section):
     per_node: Count | None = None
     nodes: Count = 1
     memory_gib: Positive | None = None
-    """Device memory where it is not the catalogue's."""
+    """Overrides the device memory of the catalogue."""
     bandwidth_gigabytes_s: Positive | None = None
-    """Memory bandwidth where it is not the catalogue's."""
+    """Overrides the memory bandwidth of the catalogue."""
     power_limit_w: Positive | None = None
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
     gpu_hours_between_failures: Positive | None = None
     topology: str | None = None
-    """A file of the hosts and how the network joins them, beside this one: for schedulers."""
+    """A file with the hosts and their network, next to this one; for schedulers."""
     away: str | None = None
-    """A file of the nodes that will be away, and when: for schedulers."""
+    """A file with node maintenance windows; for schedulers."""
     tenant: tuple[dict[str, Any], ...] = ()
-    """Who shares it: for schedulers, which check it."""
+    """Tenants; schedulers validate them."""
     level: tuple[_LevelFile, ...] = ()
 
 
 def load_cluster(file: Path) -> Cluster:
-    """Read a cluster.toml; keys that are left out are what such a cluster usually has."""
+    """Read a cluster.toml; missing keys have the defaults of the chip."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = "recipes/clusters/ holds examples; --on h100x8x16 needs no file"
+        hint = "see recipes/clusters/ for examples; --on h100x8x16 needs no file"
         raise UsageError(f"{file}: cannot be read: {error.strerror or error}", hint=hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: not valid TOML: {error}") from None
@@ -315,7 +314,7 @@ def _build(parsed: _ClusterFile, file: Path) -> Cluster:
 
 
 def _with_overrides(chip: Chip, parsed: _ClusterFile, file: Path) -> Chip:
-    """The chip with what the file says is different about it."""
+    """The chip with the overrides of the file."""
     changes: dict[str, Any] = {}
     if parsed.memory_gib is not None:
         changes["memory_bytes"] = int(parsed.memory_gib * GIB)
@@ -329,34 +328,33 @@ def _check_levels(levels: tuple[Level, ...], cluster: Cluster) -> None:
     for lower, upper in pairwise(levels):
         if upper.devices <= lower.devices:
             raise UsageError(
-                f"level {upper.name} joins {upper.devices} devices, {lower.name} below it {lower.devices} already",
-                hint="give levels from the smallest to the largest; the last needs no devices key",
+                f"level {upper.name} connects {upper.devices} devices, but {lower.name} below connects {lower.devices}",
+                hint="order levels from the smallest to the largest; the last needs no devices key",
             )
         if upper.devices % lower.devices and upper is not levels[-1]:
             raise UsageError(
-                f"level {upper.name} joins {upper.devices} devices, no multiple of {lower.name}'s {lower.devices}"
+                f"level {upper.name} connects {upper.devices} devices, not a multiple of {lower.name}'s {lower.devices}"
             )
     if levels[-1].devices < cluster.devices:
         raise UsageError(
-            f"no level joins all {cluster.devices} devices: {levels[-1].name} joins {levels[-1].devices}",
-            hint="leave devices out of the last level, or add one above it",
+            f"no level connects all {cluster.devices} devices: {levels[-1].name} connects {levels[-1].devices}",
+            hint="remove devices from the last level, or add a level above it",
         )
 
 
 def _explain(error: ValidationError, file: Path) -> UsageError:
-    """The first mistake as one sentence, with the nearest names or the range that is allowed."""
-    mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
-    first = mistakes[0]
+    """The first validation error as a sentence, with a hint."""
+    first = min(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *place, name = first["loc"]
         section: type[BaseModel] = _LevelFile if place else _ClusterFile
         known = list(section.model_fields)
         near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-        return UsageError(f'{file}: {"a level" if place else "a cluster"} has no key "{name}"', hint=hint)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"keys: {', '.join(known)}"
+        return UsageError(f'{file}: unknown {"level" if place else "cluster"} key "{name}"', hint=hint)
     if first["type"] == "missing":
-        return UsageError(f"{file}: {key} is missing", hint='for example chip = "h100"' if key == "chip" else None)
+        return UsageError(f"{file}: missing key {key}", hint='for example chip = "h100"' if key == "chip" else None)
     if first["type"] == "value_error":
         return UsageError(f"{file}: {key}: {what_is_wrong(first)}")
     return UsageError(f"{file}: {key} = {first['input']!r}: {what_is_wrong(first)}")

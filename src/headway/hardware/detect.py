@@ -1,4 +1,4 @@
-"""The devices this machine has for a run, found without torch: GPUs through NVML, else the CPU."""
+"""Detects this machine's devices without torch: GPUs through NVML, else the CPU."""
 
 import os
 import platform
@@ -14,12 +14,12 @@ from headway.hardware.chips import Chip, known_chip
 __all__ = ["Devices", "devices", "this_cpu", "visible"]
 
 ASSUMED_CORES = 16
-"""Of the CPU in the catalogue."""
+"""Cores of the CPU in the catalogue."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What there is to run on: one worker a GPU; on the CPU `count` is the cores this process may use."""
+    """Devices for workers: one per GPU; on the CPU `count` is the cores this process may use."""
 
     kind: Literal["cpu", "cuda"]
     count: int
@@ -37,12 +37,12 @@ def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
         return _cpu()
     hint = "set train.device to auto or cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        hint += f", or look at CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
-    raise RunError("no NVIDIA GPU can be used on this machine", hint=hint)
+        hint += f", or check CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
+    raise RunError("no usable NVIDIA GPU on this machine", hint=hint)
 
 
 def this_cpu(workers: int = 1) -> Chip:
-    """What one of so many workers has of this machine's CPU: its share of memory and cores; speeds stay assumed."""
+    """One worker's share of this machine's CPU memory and cores; speeds stay assumed."""
     catalogue = known_chip("cpu")
     share = len(os.sched_getaffinity(0)) / ASSUMED_CORES / workers if hasattr(os, "sched_getaffinity") else 1 / workers
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // workers
@@ -53,10 +53,10 @@ def this_cpu(workers: int = 1) -> Chip:
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
-    """The UUIDs that CUDA_VISIBLE_DEVICES leaves, by CUDA's own rules.
+    """The UUIDs that CUDA_VISIBLE_DEVICES selects, by CUDA's rules.
 
-    Entries are indices, or UUIDs that may be cut short; the first one that names no device ends the list, and
-    a device named twice leaves none. A slice of a GPU (MIG-...) stands for itself: NVML lists whole ones.
+    Entries are indices or UUID prefixes; the first invalid entry ends the list, and a duplicate empties it. MIG slices
+    (MIG-...) stand for themselves: NVML lists only full GPUs.
     """
     if setting is None:
         return list(uuids)
@@ -75,12 +75,12 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
 
 
 def _gpu_names(setting: str | None) -> list[str]:
-    """Names of the visible GPUs in order; none without NVML, which comes with the driver."""
+    """Names of the visible GPUs in order; none without NVML."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, or one that does not answer: in each case there is no GPU to use
+    except Exception:  # no package, no driver, or an unresponsive one: no GPU to use
         return []
     try:
         every = range(pynvml.nvmlDeviceGetCount())
@@ -94,7 +94,7 @@ def _gpu_names(setting: str | None) -> list[str]:
 
 
 def _text(value: str | bytes) -> str:
-    """NVML's bindings gave bytes before version 11.5, and give str since."""
+    """NVML's bindings return bytes before version 11.5, str since."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -109,7 +109,7 @@ def _cores() -> int:
 
 
 def _cpu_name(cpuinfo: Path) -> str:
-    """The processor's model as Linux tells it, else what the platform calls it."""
+    """The processor's model from cpuinfo, or the platform's name for it."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

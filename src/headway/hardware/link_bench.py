@@ -1,8 +1,7 @@
-"""How fast bytes go to another machine over TCP: one side listens, the other asks, and both directions are measured.
+"""Measures TCP latency and bandwidth in both directions between two machines, a listener and a client.
 
-Who asks proves that it knows the token that the listener was started with, by an HMAC of a number drawn each time: the
-token itself never travels. Without a token only loopback is listened on. Nothing is stored, and nothing but numbers is
-read from the other side.
+The client proves that it knows the listener's token by an HMAC of a random nonce; the token itself is never sent.
+Without a token the listener accepts only loopback. Nothing is stored, and only numbers are read from the peer.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ LONGEST_S = 30.0
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What was measured."""
+    """Measured rates of a link."""
 
     there_bytes_s: float
     back_bytes_s: float
     round_trip_s: float
-    """The median."""
+    """Median."""
 
 
 def listen(
@@ -44,18 +43,18 @@ def listen(
     report: Callable[[str], None] = lambda _sentence: None,
     times: int | None = None,
 ) -> None:
-    """Serve measurements at HOST:PORT, one after the other; for ever, or so many times."""
+    """Serve measurements at HOST:PORT sequentially, forever or `times` times."""
     host, port = _parse(address)
     if token is None and not _is_loopback(host):
         raise UsageError(
-            f"{address} can be reached from elsewhere: whoever measures must know a token",
-            hint="--token-env NAME names a variable that holds it, on both sides",
+            f"{address} is reachable from other machines and needs a token",
+            hint="pass --token-env NAME with the variable that holds it, on both sides",
         )
     try:
         server = socket.create_server((host, port))
     except OSError as error:
         raise UsageError(
-            f"cannot listen on {address}: {error.strerror or error}", hint="another port, or host"
+            f"cannot listen on {address}: {error.strerror or error}", hint="use another port or host"
         ) from None
     with server:
         ready("{}:{}".format(*server.getsockname()[:2]))
@@ -68,14 +67,14 @@ def listen(
 
 
 def _serve(connection: socket.socket, token: str | None) -> str:
-    """One measurement; how it went."""
+    """Serve one measurement; return how it went."""
     try:
         nonce = secrets.token_hex(32)
         _send(connection, {"number": nonce})
         request = _receive(connection)
         if not hmac.compare_digest(_proof(token, nonce), str(request.get("proof", ""))):
-            _send(connection, {"error": "the token is another one, or missing"})
-            return "refused: it does not know the token"
+            _send(connection, {"error": "wrong or missing token"})
+            return "refused: wrong token"
         seconds = min(LONGEST_S, max(0.1, float(request.get("seconds", 1.0))))
         _send(connection, {"seconds": seconds})
         for _ in range(PINGS):
@@ -83,20 +82,20 @@ def _serve(connection: socket.socket, token: str | None) -> str:
         _send(connection, {"bytes": _drain(connection)})
         _flood(connection, seconds)
     except (OSError, ValueError) as error:
-        return f"broken off: {error}"
+        return f"aborted: {error}"
     return "measured"
 
 
 def measure(address: str, token: str | None, seconds: float = 2.0) -> LinkRates:
-    """Ask the listener at HOST:PORT; each direction for so long."""
+    """Measure the link to the listener at HOST:PORT, each direction for `seconds`."""
     host, port = _parse(address)
     try:
         with socket.create_connection((host, port), timeout=TALK_S) as connection:
             return _ask(connection, token, seconds)
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"nothing could be measured with {address}: {error}",
-            hint=f"there: headway doctor --network --listen {address}",
+            f"cannot measure the link to {address}: {error}",
+            hint=f"run there: headway doctor --network --listen {address}",
         ) from None
 
 
@@ -122,7 +121,7 @@ def _ask(connection: socket.socket, token: str | None, seconds: float) -> LinkRa
     return LinkRates(there, back, sorted(times)[len(times) // 2])
 
 
-# Bytes go in chunks; the last one is followed by nothing but its mark, which no other has.
+# Each chunk is preceded by _MORE; _LAST ends the stream.
 _MORE, _LAST = b"\1", b"\0"
 
 
@@ -141,7 +140,7 @@ def _drain(connection: socket.socket) -> int:
         while left:
             count = connection.recv_into(left)
             if not count:
-                raise ConnectionError("the other side is gone")
+                raise ConnectionError("the peer closed the connection")
             received, left = received + count, left[count:]
     return received
 
@@ -151,22 +150,22 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """One line of JSON; no longer than one of ours would be."""
+    """Receive one line of JSON, of limited length."""
     line = b""
     while not line.endswith(b"\n"):
         line += _exactly(connection, 1)
         if len(line) > 4096:
-            raise ValueError("the other side does not speak as headway does")
+            raise ValueError("the peer does not speak this protocol")
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("the other side does not speak as headway does")
+        raise ValueError("the peer does not speak this protocol")
     return message
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
     data = connection.recv(count)
     if not data:
-        raise ConnectionError("the other side is gone")
+        raise ConnectionError("the peer closed the connection")
     return data
 
 
@@ -177,7 +176,7 @@ def _proof(token: str | None, nonce: str) -> str:
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise UsageError(f"{address!r} is no HOST:PORT", hint="127.0.0.1:20500, for instance")
+        raise UsageError(f"expected HOST:PORT, got {address!r}", hint="for example 127.0.0.1:20500")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

@@ -1,7 +1,7 @@
-"""How machines reach each other: interfaces, RDMA devices, what NCCL would use and why, and the variables that say so.
+"""Detects network interfaces and RDMA devices, and chooses the transport and variables for NCCL and gloo.
 
-What is found is data; `transport` is a pure function of it. Nothing here was tried on InfiniBand, RoCE or EFA: the
-rules are those that NCCL documents, and every variable that is set already stays as it is.
+`transport` is a pure function of what was detected. Untested on InfiniBand, RoCE and EFA: the rules are those that NCCL
+documents, and variables that are already set win.
 """
 
 import ctypes.util
@@ -19,7 +19,7 @@ import psutil
 __all__ = ["HostNetwork", "NetworkInterface", "RdmaDevice", "Transport", "find_network", "main_address", "transport"]
 
 VIRTUAL = re.compile(r"(docker|br-|veth|virbr|cni|flannel|cali|lxc|tun|tap|wg|kube)")
-"""Interfaces of this machine's own containers and tunnels: no way to another machine's GPUs."""
+"""Interfaces of containers and tunnels, which do not reach other machines' GPUs."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class NetworkInterface:
     name: str
     up: bool
     gigabits_s: float
-    """As the driver says; 0 where it does not."""
+    """As the driver reports; 0 if unknown."""
     addresses: tuple[str, ...] = ()
     mtu: int = 0
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads nowhere else."""
-        return bool(self.addresses) and all(_is_loopback(one) for one in self.addresses)
+        """Whether all addresses are loopback."""
+        return bool(self.addresses) and all(_is_loopback(address) for address in self.addresses)
 
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """A device that writes into another machine's memory."""
+    """An RDMA device."""
 
     name: str
     kind: Literal["InfiniBand", "RoCE", "EFA"]
@@ -52,7 +52,7 @@ class RdmaDevice:
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """What this machine has."""
+    """The network hardware of this machine."""
 
     interfaces: tuple[NetworkInterface, ...]
     rdma: tuple[RdmaDevice, ...] = ()
@@ -69,16 +69,16 @@ class Transport:
     name: Literal["InfiniBand", "RoCE", "EFA", "TCP", "none"]
     why: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What says so to NCCL and gloo."""
+    """Environment variables for NCCL and gloo."""
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Of those, what is set already, and stays."""
+    """Those that were already set."""
 
 
 _Choice = tuple[Literal["InfiniBand", "RoCE", "EFA", "TCP", "none"], str, dict[str, str]]
 
 
 def find_network(sys: Path = Path("/sys")) -> HostNetwork:
-    """What the kernel says."""
+    """Detect this machine's network."""
     return HostNetwork(
         interfaces=_interfaces(),
         rdma=tuple(_rdma(path) for path in sorted((sys / "class/infiniband").glob("*"))),
@@ -92,13 +92,13 @@ def _interfaces() -> tuple[NetworkInterface, ...]:
     interfaces = []
     for name, stats in sorted(psutil.net_if_stats().items()):
         own = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
-        speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers say -1 for "not known"
+        speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers report -1 for unknown
         interfaces.append(NetworkInterface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(own), stats.mtu))
     return tuple(interfaces)
 
 
 def _rdma(path: Path) -> RdmaDevice:
-    """A folder of /sys/class/infiniband."""
+    """Read a folder of /sys/class/infiniband."""
     ports = sorted((path / "ports").glob("*"))
     states = [_text(port / "state") for port in ports]
     layers = {_text(port / "link_layer") for port in ports}
@@ -119,10 +119,10 @@ def _text(path: Path) -> str:
 
 
 def transport(network: HostNetwork, environment: Mapping[str, str] | None = None, host: str | None = None) -> Transport:
-    """What would be used between machines, and the variables that see to it; those set already win.
+    """Choose the transport between machines and its variables; those already set win.
 
-    `host` is the address of this machine that others reach it at: sockets are opened on its interface, which is known
-    to lead somewhere, and without one on the fastest. Where it is loopback, all nodes of a run are this machine.
+    `host` is this machine's address as others reach it: sockets use its interface, or the fastest one without it. If it
+    is loopback, all nodes of a run are this machine.
     """
     environment = os.environ if environment is None else environment
     interface = next((one for one in network.interfaces if host in one.addresses), None) or _fastest_interface(
@@ -139,10 +139,10 @@ def transport(network: HostNetwork, environment: Mapping[str, str] | None = None
 
 
 def main_address() -> str:
-    """The address that others reach this machine at: that of the interface a packet to elsewhere would leave by."""
+    """This machine's address as others reach it: that of the interface of the default route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for examples: nothing is sent
+            probe.connect(("192.0.2.1", 9))  # a documentation address; nothing is sent
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
@@ -154,31 +154,29 @@ def _single_machine() -> _Choice:
 
 def _choose(network: HostNetwork, interface: NetworkInterface | None) -> _Choice:
     active = [device for device in network.rdma if device.active]
-    direct = (
-        "GPUs' memory is read by the cards" if network.gpudirect else "through the host's memory: no nvidia_peermem"
-    )
+    direct = "GPUDirect RDMA" if network.gpudirect else "through host memory: no nvidia_peermem"
     if interface is None:
-        return "none", "no interface leads to another machine", {}
+        return "none", "no interface to other machines", {}
     efa = [device for device in active if device.kind == "EFA"]
     if efa and network.efa_plugin:
-        return "EFA", f"{_devices(efa)}, and NCCL's plugin for it is there", {"FI_PROVIDER": "efa"}
+        return "EFA", f"{_devices(efa)}, with NCCL's plugin", {"FI_PROVIDER": "efa"}
     for kind in ("InfiniBand", "RoCE"):
         cards = [device for device in active if device.kind == kind]
         if cards:
-            # "=" has NCCL take these names as they are, and not as the beginnings of others.
+            # With "=" NCCL matches names exactly, not by prefix.
             names = "=" + ",".join(device.name for device in cards)
             return kind, f"{_devices(cards)}; {direct}", {"NCCL_IB_HCA": names}
     if efa:
-        why = f"{_devices(efa)}, but NCCL's plugin for it (libnccl-net, of aws-ofi-nccl) is not found"
+        why = f"{_devices(efa)}, but NCCL's plugin (libnccl-net of aws-ofi-nccl) is not installed"
     elif network.rdma:
         why = f"no port of {', '.join(device.name for device in network.rdma)} is active"
     else:
-        why = "there is no RDMA device"
+        why = "no RDMA device"
     return "TCP", why, {"NCCL_IB_DISABLE": "1"}
 
 
 def _fastest_interface(interfaces: Sequence[NetworkInterface]) -> NetworkInterface | None:
-    """The interface by which others are reached: the fastest that is up and has an address of the fourth version."""
+    """The fastest interface that is up, not virtual, and has an IPv4 address."""
     usable = [
         interface
         for interface in interfaces
@@ -190,7 +188,7 @@ def _fastest_interface(interfaces: Sequence[NetworkInterface]) -> NetworkInterfa
 
 def _devices(cards: Sequence[RdmaDevice]) -> str:
     rate = sum(card.gigabits_s for card in cards)
-    return f"{', '.join(card.name for card in cards)}: {rate:g} Gb/s in all"
+    return f"{', '.join(card.name for card in cards)}: {rate:g} Gb/s in total"
 
 
 def _is_address(text: str) -> bool:

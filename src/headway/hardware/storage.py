@@ -1,8 +1,7 @@
-"""What a place on disk can do: rates of writing, reading, small durable writes and metadata, and what to use it for.
+"""Benchmarks a folder's storage: write, read, durable small writes, metadata; and what it is suitable for.
 
-Everything is measured in a folder of its own in that place, which is removed at the end. Writing ends with fsync;
-reading goes around the page cache where the file system allows it (O_DIRECT), else after having it dropped, which not
-all do.
+Measures in a temporary subfolder. Writes end with fsync; reads bypass the page cache with O_DIRECT if the file system
+supports it, else follow a request to drop it, which not all file systems honour.
 """
 
 import contextlib
@@ -26,38 +25,38 @@ MOST_BYTES = 8 << 30
 SHARE_OF_FREE = 0.1
 SMALL = 4096
 STAGES = {"write": 0.35, "read": 0.3, "append": 0.1, "metadata": 0.25}
-"""How the time is shared out."""
+"""Share of the time per stage."""
 MEMORY = ("tmpfs", "ramfs")
 CHECKPOINT_BYTES_S, DATA_BYTES_S, FLUSHES_S, FILES_S = 200e6, 50e6, 20.0, 100.0
 BYTES_OF_7B = 7e9 * 14
-"""A checkpoint of a model with seven billion parameters: weights in two bytes, AdamW's three copies in four."""
+"""Checkpoint of a 7B model: weights in two bytes, AdamW's three copies in four."""
 
 
 @dataclass(frozen=True)
 class StorageRates:
-    """What was measured."""
+    """Measured rates of a folder."""
 
     path: str
     file_system: str
     free_bytes: int
     write_bytes_s: float
-    """fsync included."""
+    """Including fsync."""
     read_bytes_s: float
     cold: bool
-    """Whether the page cache was surely left out."""
+    """Whether reads certainly bypassed the page cache."""
     flushes_s: float
-    """Small writes to the end of a file, each made durable before the next."""
+    """Small appends, each with fsync."""
     creates_s: float
     stats_s: float
     renames_s: float
     unlinks_s: float
     locks: bool
-    """Whether two processes can keep each other out with flock."""
+    """Whether flock excludes a second process."""
 
 
 @dataclass(frozen=True)
 class StorageUse:
-    """Whether a place is good for something, and why."""
+    """Whether storage is suitable for a purpose, and why."""
 
     what: str
     good: bool
@@ -67,19 +66,21 @@ class StorageUse:
 def measure_storage(
     path: str | Path, seconds: float = 5.0, progress: Callable[[str, float], None] = lambda _stage, _share: None
 ) -> StorageRates:
-    """Measure a folder for about so long; `progress` is told the stage, and the share of all that is done."""
+    """Measure a folder for about `seconds`; `progress` receives the stage and the share done."""
     folder_path = Path(path)
     if not folder_path.is_dir():
-        raise UsageError(f"{path} is no folder", hint="name a folder on the disk to measure")
+        raise UsageError(f"{path} is not a folder", hint="pass a folder on the disk to measure")
     free = shutil.disk_usage(folder_path).free
     limit = int(min(MOST_BYTES, free * SHARE_OF_FREE)) // BLOCK * BLOCK
     if limit < 4 * BLOCK:
-        raise UsageError(f"{path} has {free / 1e6:.0f} MB free, too few to measure", hint="free some, or name another")
+        raise UsageError(
+            f"{path} has {free / 1e6:.0f} MB free, too little to measure", hint="free some, or pass another folder"
+        )
     with _folder_in(folder_path) as folder:
         done = 0.0
 
         def stage(name: str) -> Callable[[float], None]:
-            """Tells how far one is, with what came before it."""
+            """Progress within a stage, as a share of the total."""
             before = done
             return lambda share: progress(name, before + STAGES[name] * min(1.0, share))
 
@@ -103,7 +104,7 @@ def _folder_in(folder_path: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=".headway-doctor-", dir=folder_path))
     except OSError as error:
         raise UsageError(
-            f"{folder_path} cannot be written: {error.strerror}", hint="name a folder that is yours"
+            f"{folder_path} is not writable: {error.strerror}", hint="pass a folder you can write to"
         ) from None
     try:
         yield folder
@@ -112,13 +113,13 @@ def _folder_in(folder_path: Path) -> Iterator[Path]:
 
 
 def _write(path: Path, seconds: float, limit: int, report: Callable[[float], None]) -> tuple[int, float]:
-    """Write for so long, and have it durable; how many bytes, and how many a second."""
-    block, written = os.urandom(BLOCK), 0  # random, so that nothing can be compressed away
+    """Write for `seconds` with fsync; return bytes and bytes per second."""
+    block, written = os.urandom(BLOCK), 0  # random, so that it does not compress
     with path.open("wb", buffering=0) as file:
         begin = time.perf_counter()
         while written < limit and (spent := time.perf_counter() - begin) < seconds:
             written += file.write(block)
-            # Now and then durable, or memory would take it all and the last fsync last for minutes.
+            # Periodic syncs, or the page cache would absorb it all and the last fsync take minutes.
             if written % (64 * BLOCK) == 0:
                 os.fdatasync(file.fileno())
             report(max(spent / seconds, written / limit))
@@ -127,10 +128,10 @@ def _write(path: Path, seconds: float, limit: int, report: Callable[[float], Non
 
 
 def _read(path: Path, size: int, seconds: float, report: Callable[[float], None]) -> tuple[float, bool]:
-    """Read it again; bytes a second, and whether around the cache."""
+    """Read it back; return bytes per second, and whether the cache was bypassed."""
     descriptor, cold = _open_cold(path)
     try:
-        with mmap.mmap(-1, BLOCK) as block:  # O_DIRECT wants memory that begins with a page
+        with mmap.mmap(-1, BLOCK) as block:  # O_DIRECT needs page-aligned memory
             begin, read = time.perf_counter(), 0
             while (spent := time.perf_counter() - begin) < seconds and read < size:
                 read += os.preadv(descriptor, [block], read)
@@ -158,7 +159,7 @@ def _open_cold(path: Path) -> tuple[int, bool]:
 
 
 def _append(path: Path, seconds: float, report: Callable[[float], None]) -> float:
-    """Small durable writes a second."""
+    """Durable small writes per second."""
     begin, count = time.perf_counter(), 0
     with path.open("ab", buffering=0) as file:
         while (spent := time.perf_counter() - begin) < seconds or not count:
@@ -170,7 +171,7 @@ def _append(path: Path, seconds: float, report: Callable[[float], None]) -> floa
 
 
 def _metadata(folder: Path, seconds: float, report: Callable[[float], None]) -> tuple[float, float, float, float]:
-    """Files made, looked at, renamed and removed a second."""
+    """Files created, statted, renamed and removed per second."""
     folder.mkdir()
     begin, paths = time.perf_counter(), list[str]()
     while (spent := time.perf_counter() - begin) < seconds / 2 or not paths:
@@ -194,7 +195,7 @@ def _rate(act: Callable[..., object], *columns: list[str]) -> float:
 
 
 def _locks(path: Path) -> bool:
-    """Whether a second descriptor is refused what the first has locked: some network file systems pretend only."""
+    """Whether flock works: some network file systems accept it without effect."""
     with path.open("wb") as first, path.open("rb") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +206,7 @@ def _locks(path: Path) -> bool:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The kind of file system a path is on, as the kernel calls it; empty where it does not say."""
+    """The kernel's name for a path's file system; empty if unknown."""
     target, best, kind = str(path.resolve()), "", ""
     try:
         lines = mounts.read_text().splitlines()
@@ -215,19 +216,19 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
         before, _, after = line.partition(" - ")
         point = before.split()[4].replace("\\040", " ")
         inside = point == "/" or target == point or target.startswith(f"{point}/")
-        if inside and len(point) >= len(best):  # the last one mounted at a place hides the others
+        if inside and len(point) >= len(best):  # the last mount at a path hides the others
             best, kind = point, after.split()[0]
     return kind
 
 
 def uses(rates: StorageRates) -> list[StorageUse]:
-    """What a place is good for, by what was measured."""
+    """What the storage is suitable for, by its rates."""
     return [_checkpoints(rates), _data(rates), _runs(rates)]
 
 
 def _checkpoints(rates: StorageRates) -> StorageUse:
     if rates.file_system in MEMORY:
-        return StorageUse("checkpoints", False, "it is memory, and gone with the machine")
+        return StorageUse("checkpoints", False, "it is in memory, and lost with the machine")
     takes = f"one of a 7B model (98 GB) takes {_time(BYTES_OF_7B / rates.write_bytes_s)}"
     takes += f", and {rates.free_bytes / 1e9:,.0f} GB are free"
     slow = rates.write_bytes_s < CHECKPOINT_BYTES_S
@@ -242,11 +243,11 @@ def _data(rates: StorageRates) -> StorageUse:
 
 def _runs(rates: StorageRates) -> StorageUse:
     if not rates.locks:
-        return StorageUse("runs, logs", False, "flock does not keep a second agent out")
+        return StorageUse("runs, logs", False, "flock does not exclude a second agent")
     if rates.file_system in MEMORY:
-        return StorageUse("runs, logs", False, "it is memory, and gone with the machine")
+        return StorageUse("runs, logs", False, "it is in memory, and lost with the machine")
     slow = rates.flushes_s < FLUSHES_S or rates.creates_s < FILES_S
-    why = f"{rates.flushes_s:,.0f} durable lines and {rates.creates_s:,.0f} new files a second"
+    why = f"{rates.flushes_s:,.0f} durable lines/s and {rates.creates_s:,.0f} new files/s"
     return StorageUse("runs, logs", not slow, why)
 
 

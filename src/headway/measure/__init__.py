@@ -1,3 +1,3 @@
-"""Profile: what a device does in fact. Run as processes; `headway.measure.device` takes its ceilings."""
+"""Measures a device's ceilings; runs as separate processes (`python -m headway.measure.device`)."""
 
 __all__: list[str] = []

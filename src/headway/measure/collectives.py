@@ -1,7 +1,7 @@
-"""Collectives between the devices of this machine; run as processes, one a device.
+"""Benchmarks collectives between the devices of this machine, with one process per device.
 
 `python -m headway.measure.collectives` reads one JSON object on standard input, {"rank", "ranks", "device",
-"rendezvous", "sizes"}; the first rank writes one line, {"collectives": [...]}. `collectives` starts them all.
+"rendezvous", "sizes"}; rank 0 writes one line, {"collectives": [...]}. `collectives` starts all ranks.
 """
 
 import datetime
@@ -28,7 +28,7 @@ TIMEOUT_S = 120.0
 
 
 def collectives(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveCurve]:
-    """Start a process a device, and have them measure together."""
+    """Start a process per device, and measure."""
     with tempfile.TemporaryDirectory() as folder:
         requests = [
             {"rank": rank, "ranks": ranks, "device": kind, "rendezvous": f"{folder}/store", "sizes": list(sizes)}
@@ -46,7 +46,7 @@ def collectives(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveC
                 worker.wait()
         if failed:
             log = (Path(folder) / f"log-{failed[0]}").read_text(errors="replace").strip().splitlines()
-            reason = log[-1] if log else "it did not answer"
+            reason = log[-1] if log else "no answer"
             raise RunError(f"measuring collectives failed on device {failed[0]}: {reason}")
     return [CollectiveCurve.model_validate(curve) for curve in json.loads(answer)["collectives"]]
 
@@ -71,7 +71,7 @@ def _start(request: dict[str, Any], folder: Path) -> "subprocess.Popen[str]":
 def measure_together(
     rank: int, ranks: int, timer: DeviceTimer, backend: str, sizes: Sequence[int]
 ) -> list[CollectiveCurve]:
-    """What one rank does: every operation at every size, beside the others."""
+    """Measure every operation at every size, on one rank."""
     curves = []
     for operation, make in OPERATIONS.items():
         times = []
@@ -90,7 +90,7 @@ def measure_together(
 
 
 def _fixed_repeats(work: Callable[[], object], timer: DeviceTimer, repeats: int = 5, groups: int = 5) -> float:
-    """Seconds of one call; the same number of calls on every rank, or they would wait for ever."""
+    """Seconds per call; every rank makes the same number of calls, or they would deadlock."""
     for _ in range(2):
         work()
     taken = sorted(timer.repeated_seconds(lambda _: work(), repeats) for _ in range(groups))
@@ -103,7 +103,7 @@ def _draw(count: int, device: torch.device) -> Tensor:
 
 def _all_reduce(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
     whole = _draw(share * ranks, device)
-    return lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)  # a sum repeated would grow without end
+    return lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)  # repeated sums would overflow
 
 
 def _all_gather(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
@@ -124,7 +124,7 @@ def _all_to_all(_: int, ranks: int, share: int, device: torch.device) -> Callabl
 
 
 def _send(rank: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    """Each rank to the next, all at once: what a pipeline or a ring does."""
+    """Each rank to the next at once, as in a pipeline or ring."""
     given, taken = _draw(share * ranks, device), _draw(share * ranks, device)
 
     def work() -> None:

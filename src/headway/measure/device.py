@@ -1,8 +1,8 @@
-"""The ceilings of this machine's devices; run as a process: `python -m headway.measure.device`.
+"""Measures the ceilings of this machine's devices; runs as `python -m headway.measure.device`.
 
-Reads one JSON object on standard input, {"device": "cpu" or "cuda", "quick": bool, "ranks": devices that take part in
-collectives}, and writes JSON lines: {"progress": what, "share": 0..1} along the way, then {"ceilings": {...}}, or
-{"error", "hint"} with exit status 1.
+Reads one JSON object on standard input, {"device": "cpu" or "cuda", "quick": bool, "ranks": devices in collectives},
+and writes JSON lines: {"progress": title, "share": 0..1}, then {"ceilings": {...}}, or {"error", "hint"} with exit
+status 1.
 """
 
 import json
@@ -37,10 +37,10 @@ WIDTHS = ((2048, 512, 8192), (4096, 1024, 14336), (5120, 1024, 27648), (8192, 10
 
 @dataclass(frozen=True)
 class BenchmarkGrid:
-    """What to measure."""
+    """The points to measure."""
 
     gemm: dict[str, tuple[int, ...]]
-    """Sizes of products along each side, by precision."""
+    """Sizes of m, n and k of GEMMs, by precision."""
     pool_elements: int
     shapes: tuple[tuple[int, int, int], ...]
     """Tokens, outputs and inputs of linear layers, off the grid."""
@@ -123,7 +123,7 @@ CPU_QUICK = BenchmarkGrid(
 
 
 def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, progress: Progress) -> Ceilings:
-    """Everything the grid asks for, in turn; what a device cannot do is named in `skipped`."""
+    """Measure everything in the grid; `skipped` names what the device cannot do."""
     timer = DeviceTimer(device, **grid.timer)  # type: ignore[arg-type]
     results: dict[str, list[Any]] = {}
     skipped: dict[str, str] = {}
@@ -132,8 +132,8 @@ def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, progress: Pro
         try:
             _collect(title, measured(), results.setdefault(section, []), progress)
         except torch.OutOfMemoryError:
-            raise  # half a grid would pass for a whole one
-        except (RuntimeError, NotImplementedError) as error:  # one kernel that is missing must not cost the rest
+            raise  # an incomplete grid would pass for a complete one
+        except (RuntimeError, NotImplementedError) as error:  # a missing kernel must not stop the rest
             skipped[title] = str(error).strip().splitlines()[0][:200]
     torch.set_float32_matmul_precision("highest")
     launch, kernel = operations.smallest_operation(timer)
@@ -144,18 +144,18 @@ def measure(device: torch.device, grid: BenchmarkGrid, ranks: int, progress: Pro
 def _sections(
     timer: DeviceTimer, grid: BenchmarkGrid, ranks: int
 ) -> Iterator[tuple[str, str, Callable[[], Iterable[Any]]]]:
-    """What is measured, where it belongs, and how, in this order."""
+    """Yield (title, field of Ceilings, measurement), in order."""
     dtype = torch.bfloat16 if timer.device.type == "cuda" else torch.float32
     for precision, sizes in _supported(grid.gemm, timer.device).items():
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         pool = OperandPool(timer.device, precision, grid.pool_elements)
         large = max(sizes[-1] // 2, sizes[0])
-        yield f"products in {precision}", "gemm", partial(operations.gemm, timer, pool, precision, sizes)
+        yield f"GEMMs in {precision}", "gemm", partial(operations.gemm, timer, pool, precision, sizes)
         if precision not in ("tf32", "float32") or timer.device.type == "cpu":
             shapes = partial(operations.gemm_shapes, timer, pool, precision, grid.shapes)
             yield f"linear layers in {precision}", "gemm_shapes", shapes
         sustained = partial(_sustained, timer, pool, precision, large, grid.sustained_s)
-        yield f"sustained product in {precision}", "sustained", sustained
+        yield f"sustained GEMM in {precision}", "sustained", sustained
     attention = partial(operations.attention, timer, dtype, grid.seq, grid.attention, grid.tokens)
     yield "attention", "attention", attention
     yield "memory", "memory", partial(operations.memory, timer, dtype, grid.memory)
@@ -168,7 +168,7 @@ def _sections(
 
 
 def _collect(title: str, measured: Iterable[Any], results: list[Any], progress: Progress) -> None:
-    """Keep what was measured; shares that come in between are passed on."""
+    """Collect results; report the floats in between as progress."""
     for item in measured:
         if isinstance(item, float):
             progress(title, item)
@@ -177,7 +177,7 @@ def _collect(title: str, measured: Iterable[Any], results: list[Any], progress: 
 
 
 def _supported(gemm: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, tuple[int, ...]]:
-    """The precisions that a device has products for: float8 came with compute capability 8.9."""
+    """The precisions that the device supports: float8 needs compute capability 8.9."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return {name: sizes for name, sizes in gemm.items() if name != "float8"}
     return gemm
@@ -186,7 +186,7 @@ def _supported(gemm: dict[str, tuple[int, ...]], device: torch.device) -> dict[s
 def _sustained(
     timer: DeviceTimer, pool: OperandPool, precision: str, size: int, seconds: float
 ) -> Iterator[SustainedGemm]:
-    """A large product for seconds on end; power and clocks are read near the end, while it runs."""
+    """A large GEMM for seconds; power and clocks are read near the end, while it runs."""
     work = operations.gemm_work(pool, precision, "forward", size, size, size)
     once = timer.seconds(work)
     count, settled = max(2, round(seconds / once)), dict[str, float]()
@@ -195,7 +195,7 @@ def _sustained(
     for i in range(count):
         work(i)
         if i % 100 == 99 or i == count - 1:
-            # Waiting every hundred keeps the queue short without letting the device idle for long.
+            # Waiting every hundred keeps the queue short with little idle time.
             settled = _state(timer.device) if last - started > seconds / 2 else settled
             timer.wait()
             last = time.perf_counter()
@@ -206,7 +206,7 @@ def _sustained(
 
 
 def _state(device: torch.device) -> dict[str, float]:
-    """Clock, power and heat as the driver tells them; nothing where it does not."""
+    """Clock, power and temperature as the driver reports them, if it does."""
     if device.type != "cuda":
         return {}
     try:
@@ -215,12 +215,12 @@ def _state(device: torch.device) -> dict[str, float]:
             "power_w": torch.cuda.power_draw(device) / 1e3,
             "temperature_c": float(torch.cuda.temperature(device)),
         }
-    except Exception:  # the binding may be missing or refused; what was measured is worth having without it
+    except Exception:  # the binding may be missing or refused; the measurement is useful without it
         return {}
 
 
 def _identity(device: torch.device, grids: list[GemmGrid]) -> dict[str, Any]:
-    """Whose ceilings these are, and the peaks that efficiencies are relative to."""
+    """Device, chip, and the peaks that efficiencies are relative to."""
     best = {grid.precision: max(_rates(grid)) for grid in grids}
     about: dict[str, Any] = {"kind": device.type, "torch": torch.__version__}
     if device.type == "cpu":
@@ -270,7 +270,7 @@ def main() -> int:
     except HeadwayError as error:
         answer = {"error": error.message, "hint": error.hint}
     except torch.OutOfMemoryError:
-        answer = {"error": "the device ran out of memory", "hint": "end what else runs on it, or try --quick"}
+        answer = {"error": "the device ran out of memory", "hint": "stop other processes on it, or try --quick"}
     print(json.dumps(answer))
     return 1 if "error" in answer else 0
 

@@ -1,8 +1,7 @@
-"""What is measured on one device: products, attention, memory-bound operations, copies, the host's share.
+"""Benchmarks of one device: GEMMs, attention, memory-bound operations, copies and host overhead.
 
-Inputs are random, never zeros, which multiply faster; repetitions take turns among several sets of inputs, so that
-what fits in the cache does not come from there each time. Every function yields what it measured, one piece at a
-time, and leaves no tensor behind.
+Inputs are random, since zeros multiply faster, and repetitions rotate over several sets of inputs to avoid cache hits.
+Every function yields its results one at a time and leaves no tensor behind.
 """
 
 import random
@@ -53,12 +52,12 @@ Work = Callable[[int], object]
 
 
 def to_microseconds(seconds: float) -> float:
-    """Microseconds to four digits: no time here repeats better than that."""
+    """Microseconds, rounded to the four digits that are repeatable."""
     return float(f"{seconds * 1e6:.4g}")
 
 
 class OperandPool:
-    """Random numbers on a device, from which operands of any shape are cut."""
+    """Random numbers on a device, sliced into operands of any shape."""
 
     def __init__(self, device: torch.device, precision: str, elements: int) -> None:
         values = torch.empty(
@@ -68,7 +67,7 @@ class OperandPool:
         self._values = values.to(DTYPES[precision])
 
     def cut(self, rows: int, columns: int, turn: int) -> Tensor:
-        """A matrix; another one at each turn, eight of them."""
+        """A matrix, one of eight that rotate by `turn`."""
         room = self._values.numel() - rows * columns
         assert room >= 0, "the pool is smaller than an operand"
         first = room * (turn % 8) // 8 // 256 * 256
@@ -76,7 +75,7 @@ class OperandPool:
 
 
 def gemm_work(pool: OperandPool, precision: str, layout: str, m: int, n: int, k: int) -> Work:
-    """A product [m, k] x [k, n] with operands lying as a linear layer's do in one of its three products."""
+    """A GEMM [m, k] x [k, n] with the operand layout of one of a linear layer's three GEMMs."""
     if precision == "float8":
         scale = torch.ones((), device=pool.cut(1, 1, 0).device)
 
@@ -97,9 +96,9 @@ def gemm_work(pool: OperandPool, precision: str, layout: str, m: int, n: int, k:
 
 
 def gemm(timer: DeviceTimer, pool: OperandPool, precision: str, sizes: Sequence[int]) -> Iterator[float | GemmGrid]:
-    """Products over the whole grid; yields the share that is done, and at last the grid.
+    """GEMMs over the full grid; yields the share done, and finally the grid.
 
-    Points are taken in a shuffled order, so that neither heat nor clocks follow the size.
+    Points are shuffled, so that temperature and clocks do not correlate with size.
     """
     points = [(m, n, k) for m in sizes for n in sizes for k in sizes]
     order = list(range(len(points)))
@@ -123,7 +122,7 @@ def layer_shapes(widths: Sequence[tuple[int, int, int]], tokens: Sequence[int]) 
 def gemm_shapes(
     timer: DeviceTimer, pool: OperandPool, precision: str, shapes: Sequence[tuple[int, int, int]]
 ) -> Iterator[float | GemmShape]:
-    """The three products of real linear layers; in float8 there is one layout only."""
+    """The three GEMMs of real linear layers; float8 has a single layout."""
     layouts: tuple[Layout, ...] = LAYOUTS[:1] if precision == "float8" else LAYOUTS
     for done, (tokens, outputs, inputs) in enumerate(shapes):
         for layout in layouts:
@@ -145,7 +144,7 @@ def _gemm_sizes(layout: str, tokens: int, outputs: int, inputs: int) -> tuple[in
 def attention(
     timer: DeviceTimer, dtype: torch.dtype, seqs: Sequence[int], cases: Sequence[Case], tokens: int
 ) -> Iterator[float | AttentionCurve]:
-    """Attention by (backend, head size, causal, heads, key heads); what a backend cannot do is left out."""
+    """Attention by (backend, head size, causal, heads, key heads), without unsupported combinations."""
     for done, (backend, head_dim, causal, heads, kv_heads) in enumerate(cases):
         points: list[tuple[int, float, float]] = []
         for seq in seqs:
@@ -175,7 +174,7 @@ def _attention_times(
     batch: int,
 ) -> tuple[float, float] | None:
     def draw(count: int) -> Tensor:
-        # As projections leave them: heads beside each other, and transposed.
+        # As projections leave them: heads side by side, transposed.
         x_BLNH = torch.empty(batch, seq, count, head_dim, device=timer.device, dtype=dtype).normal_()
         return x_BLNH.requires_grad_().transpose(1, 2)
 
@@ -186,7 +185,7 @@ def _attention_times(
 
     choice = sdpa_kernel([BACKENDS[backend]]) if backend in BACKENDS else nullcontext()
     with choice, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # backends say at length why they decline
+        warnings.simplefilter("ignore")  # backends explain at length why they decline
         try:
             with torch.no_grad():
                 forward_s = timer.seconds(forward)
@@ -205,7 +204,7 @@ def _attention_times(
 
 
 def memory(timer: DeviceTimer, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[float | MemoryCurve]:
-    """Memory-bound operations by the bytes of one operand; each is counted with the fewest bytes it must move."""
+    """Memory-bound operations by the size of one operand; each counts the minimum bytes it must move."""
     for done, (name, make) in enumerate(OPERATIONS.items()):
         measured: dict[int, float] = {}
         for size in sizes:
@@ -276,7 +275,7 @@ def _cast(rows: int, _: torch.dtype, device: torch.device) -> TimedWork:
 
 
 def _quantize(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
-    """To float8 with one scale for all: its own maximum first, as products in float8 ask for."""
+    """To float8 with one scale from the maximum, as float8 GEMMs need."""
     a = _draw(rows, dtype, device, 1)[0]
     return lambda _: (a * (448.0 / a.abs().amax())).to(torch.float8_e4m3fn), a.nbytes + a.numel()
 
@@ -310,7 +309,7 @@ OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.device], TimedWork]] = {
 
 
 def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | CopyCurve]:
-    """Copies between host and device, through pinned memory and without."""
+    """Copies between host and device, pinned and pageable."""
     for done, (direction, pinned) in enumerate([(d, p) for d in DIRECTIONS for p in (True, False)]):
         times = []
         for size in sizes:
@@ -328,11 +327,11 @@ def _copy_once(source: Tensor, target: Tensor, _: int) -> Tensor:
 
 
 LAYERS = 4
-"""Layers the host is timed over: one alone would be mostly the cost of starting a backward pass."""
+"""Layers per measurement: with one, starting the backward pass would dominate."""
 
 
 def host(timer: DeviceTimer, mode: Mode) -> Iterator[HostOverhead]:
-    """Host time of a decoder layer, on tensors so small that the device never holds the host up."""
+    """Host time of a decoder layer, on tensors so small that the device never blocks the host."""
     model = Model(vocab_size=64, layers=LAYERS, dim=128, heads=2, kv_heads=1)
     device = timer.device
     plain = torch.bfloat16 if mode == "plain" and device.type == "cuda" else torch.float32
@@ -358,7 +357,7 @@ def host(timer: DeviceTimer, mode: Mode) -> Iterator[HostOverhead]:
     forward_s = timer.host_seconds(forward)
     output = forward(0)
     slope = torch.empty_like(output).normal_()
-    retain = mode != "compiled"  # a compiled graph gives its buffers back
+    retain = mode != "compiled"  # a compiled graph frees its buffers
     backward_s = (
         timer.host_seconds(lambda _: torch.autograd.grad(output, [x, *weights], slope, retain_graph=True))
         if retain
@@ -374,7 +373,7 @@ def host(timer: DeviceTimer, mode: Mode) -> Iterator[HostOverhead]:
 def _both(
     timer: DeviceTimer, forward: Callable[[int], Tensor], x: Tensor, weights: list[Tensor], slope: Tensor
 ) -> float:
-    """Host time of a forward and a backward pass together."""
+    """Host time of a forward and a backward pass."""
     return timer.host_seconds(lambda _: torch.autograd.grad(forward(0), [x, *weights], slope))
 
 

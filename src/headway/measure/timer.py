@@ -1,4 +1,4 @@
-"""How long work takes: on a GPU by its own events with the host kept ahead, on a CPU by the host's clock."""
+"""Times work on a device: by CUDA events with the host kept ahead, or by the host clock on a CPU."""
 
 import time
 from collections.abc import Callable
@@ -10,31 +10,31 @@ import torch
 __all__ = ["DeviceTimer"]
 
 Work = Callable[[int], object]
-"""Does the work once; the number says which of several sets of inputs to take."""
+"""Runs the work once on one of several sets of inputs."""
 
 SPIN_HZ = 2.0e9
-"""Cycles a second to count on for a spinning device: no chip here clocks higher, so spins are never too short."""
+"""Assumed clock of a spinning device: an upper bound, so that spins are never too short."""
 
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """Times work on one device; medians over groups of repetitions."""
+    """Times work on a device: medians over groups of repetitions."""
 
     device: torch.device
     groups: int = 5
-    """Groups a median is taken over."""
+    """Groups per median."""
     group_s: float = 2e-3
-    """Time a group should fill; long work fills it with two repetitions at least."""
+    """Target time per group; at least two repetitions."""
     budget_s: float = 0.5
-    """Time all groups may take; very long work gets fewer groups, three at least."""
+    """Time for all groups; long work gets fewer, at least three."""
 
     @property
     def kind(self) -> str:
-        """What the times are read from."""
+        """Source of the times."""
         return "device events" if self.device.type == "cuda" else "host clock"
 
     def seconds(self, work: Work) -> float:
-        """Device seconds of one piece of work, the median over groups of back-to-back repetitions."""
+        """Device seconds per call: median over groups of back-to-back repetitions."""
         for i in range(2):
             work(i)
         host, once = self._estimate(work)
@@ -43,11 +43,11 @@ class DeviceTimer:
         return median(self._group(work, repeats, host) for _ in range(groups))
 
     def repeated_seconds(self, work: Work, repeats: int) -> float:
-        """Seconds of one piece of work in a group of so many: for work that others must do as often."""
+        """Seconds per call in one group of `repeats`, for work that all ranks must repeat equally often."""
         return self._group(work, repeats, host=1e-4)
 
     def host_seconds(self, work: Work, repeats: int = 30) -> float:
-        """Seconds the host needs to hand the work over, whatever the device does with it."""
+        """Host seconds to launch the work."""
         taken = []
         for i in range(repeats + 3):
             self.wait()
@@ -58,12 +58,12 @@ class DeviceTimer:
         return median(taken[3:])
 
     def wait(self) -> None:
-        """Return when the device has nothing left to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _estimate(self, work: Work) -> tuple[float, float]:
-        """Host seconds and whole seconds of one piece of work, roughly."""
+        """Rough host and total seconds of one call."""
         self.wait()
         started = time.perf_counter()
         work(2)
@@ -77,8 +77,8 @@ class DeviceTimer:
             for i in range(repeats):
                 work(i)
             return (time.perf_counter() - started) / repeats
-        # The device spins while the host hands the work over: short kernels then follow each other without gaps,
-        # as they do in a training step whose host is ahead.
+        # The device spins while the host launches the work: short kernels then run without gaps, as in a training step
+        # whose host is ahead.
         torch.cuda._sleep(int(SPIN_HZ * min(0.05, 2e-4 + 1.5 * host * repeats)))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

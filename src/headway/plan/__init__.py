@@ -1,7 +1,6 @@
-"""Planning: how a recipe runs on a cluster, how fast, and what it costs. Pure arithmetic.
+"""The planner: finds the fastest mesh and settings for a recipe on a cluster, with its speed, memory and cost.
 
-Only what other packages use at every start is here; `plan.plan`, `plan.against` and the rest are imported where they
-are needed.
+Pure arithmetic. Only what other packages need at every start is imported here.
 """
 
 from headway.plan.architecture import Architecture, architecture_of

@@ -1,4 +1,4 @@
-"""The layers and matrices of a decoder, as far as its cost goes."""
+"""The weight matrices of a decoder's layers, as the cost model counts them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix of a layer that tokens are multiplied with."""
+    """A weight matrix of a layer."""
 
     name: str
     inputs: int
@@ -28,18 +28,18 @@ class Matrix:
     split: str
     """What tensor parallelism splits: outputs (column), inputs (row), or nothing."""
     copies: int = 1
-    """Experts hold one each."""
+    """One per expert."""
     uses: int = 1
-    """Copies that one token is multiplied with."""
+    """Copies that each token uses."""
 
 
 def architecture_of(model: Model) -> Architecture:
-    """A recipe's model, whose vocabulary is settled."""
+    """The architecture of a recipe's model; its vocabulary must be set."""
     return model.architecture()
 
 
 def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:
-    """Whether layers have experts, and how many layers are so; first the dense ones."""
+    """Yield (has experts, number of layers), dense layers first."""
     dense = arch.layers if arch.experts is None else min(arch.experts.dense_layers, arch.layers)
     if dense:
         yield False, dense
@@ -49,7 +49,7 @@ def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:
 
 @lru_cache(maxsize=1024)
 def layer_matrices(arch: Architecture, with_experts: bool) -> tuple[Matrix, ...]:
-    """Every matrix of one layer, in the order a token meets them."""
+    """Every matrix of a layer, in the order of the forward pass."""
     feed_forward = _experts(arch) if with_experts else _feed_forward(arch, "mlp", arch.hidden)
     return (*_attention(arch), *feed_forward)
 
@@ -58,8 +58,7 @@ def _attention(arch: Architecture) -> tuple[Matrix, ...]:
     width = arch.heads * arch.head_dim
     out = Matrix("attention.o", arch.heads * arch.value_dim, arch.dim, "inputs")
     if arch.latent is None:
-        # One product for all three: what trainers that care about speed do, and within a few percent of those that do
-        # not.
+        # One GEMM for all three, as in fast trainers; separate ones are within a few percent.
         return Matrix("attention.qkv", arch.dim, width + 2 * arch.kv_heads * arch.head_dim, "outputs"), out
     latent = arch.latent
     queries: tuple[Matrix, ...] = (Matrix("attention.q", arch.dim, width, "outputs"),)
@@ -84,7 +83,7 @@ def _feed_forward(arch: Architecture, name: str, hidden: int, copies: int = 1, u
 
 def _experts(arch: Architecture) -> tuple[Matrix, ...]:
     experts = arch.experts
-    assert experts is not None, "asked for the experts of a dense model"
+    assert experts is not None, "a dense model has no experts"
     router = Matrix("router", arch.dim, experts.count, "")
     routed = _feed_forward(arch, "experts", experts.hidden, experts.count, experts.top_k)
     shared = _feed_forward(arch, "shared", experts.hidden * experts.shared) if experts.shared else ()

@@ -1,7 +1,6 @@
-"""What is wrong with a way to run: the numbers that clash, and a hint.
+"""Validates settings against a model and a cluster, with the conflicting numbers and a hint.
 
-Rules stand in one place, `_clashes`: `check` raises the first of them as a sentence, `valid` only asks whether there is
-one.
+All rules are in `_conflicts`: `check` raises the first conflict, `valid` only tests for one.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ Conflict = tuple[str, str | None]
 
 
 def check(arch: Architecture, settings: Settings, cluster: Cluster) -> None:
-    """Raise UsageError, with the numbers that clash and a hint, where the settings cannot run on the cluster."""
+    """Raise UsageError with the conflicting numbers and a hint if the settings cannot run on the cluster."""
     for message, hint in _conflicts(arch, settings, cluster):
         raise UsageError(message, hint=hint)
 
@@ -56,14 +55,14 @@ def _conflicts(arch: Architecture, settings: Settings, cluster: Cluster) -> Iter
 
 def _devices(mesh: Mesh, cluster: Cluster) -> Conflict:
     others = mesh.devices // mesh.shard
-    hint = f"its axes, but for expert, must multiply to {cluster.devices}"
+    hint = f"the axes other than expert must multiply to {cluster.devices}"
     if cluster.devices % others == 0:
-        hint = f"with shard={cluster.devices // others} it takes all"
+        hint = f"shard={cluster.devices // others} uses all of them"
     return f"the mesh {mesh.describe()} takes {mesh.devices} devices, {cluster.name} has {cluster.devices}", hint
 
 
 def _tensor(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
-    """What the tensor axis splits: heads, feed-forwards, and the stream between them."""
+    """The tensor axis splits heads, feed-forwards and the residual stream."""
     size, tokens = settings.mesh.tensor, settings.seq // settings.mesh.context
     for message in _heads(arch, size):
         sizes = [str(n) for n in divisors(arch.heads) if not list(_heads(arch, n))]
@@ -79,7 +78,7 @@ def _heads(arch: Architecture, size: int) -> Iterator[str]:
     if arch.heads % size:
         yield f"tensor {size} does not divide {arch.heads} heads"
     if arch.latent is None and arch.kv_heads % size and size % arch.kv_heads:
-        yield f"tensor {size} is neither a part nor a multiple of {arch.kv_heads} key-value heads"
+        yield f"tensor {size} is neither a divisor nor a multiple of {arch.kv_heads} key-value heads"
     experts = arch.experts
     widths = [arch.hidden] if experts is None or experts.dense_layers else []
     widths += [experts.hidden * experts.shared] if experts is not None else []
@@ -111,9 +110,7 @@ def _microbatch(settings: Settings) -> Conflict:
     share, size = settings.batch // settings.mesh.data, settings.microbatch
     below = [n for n in divisors(share) if n < size][-1:]
     above = [n for n in divisors(share) if n > size][:1]
-    message = (
-        f"a microbatch of {size} does not divide the {share} sequences that each of {settings.mesh.data} data ranks has"
-    )
+    message = f"a microbatch of {size} does not divide the {share} sequences of each of {settings.mesh.data} data ranks"
     return message, f"the nearest that do: {_either(below + above)}"
 
 
@@ -121,7 +118,7 @@ def _pipeline(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     ranks = settings.mesh.pipeline
     if ranks == 1 and (settings.schedule != "1f1b" or settings.chunks > 1):
         yield (
-            f"{settings.schedule} with {settings.chunks} chunks orders a pipeline, and pipeline is 1",
+            f"{settings.schedule} with {settings.chunks} chunks needs a pipeline, but pipeline is 1",
             "use 1f1b with one chunk",
         )
         return
@@ -138,14 +135,14 @@ def _stages(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     stated = f"stages of {', '.join(map(str, counts))} layers"
     if len(counts) != expected:
         axes = f"pipeline {settings.mesh.pipeline}" + (f" x {settings.chunks} chunks" if settings.chunks > 1 else "")
-        yield f"{stated} are {len(counts)} stages, and {axes} is {expected}", f"give {expected} numbers, or none"
+        yield f"{stated} are {len(counts)} stages, but {axes} is {expected}", f"give {expected} numbers, or none"
     elif sum(counts) != arch.layers:
-        message = f"{stated} are {sum(counts)} layers, and the model has {arch.layers}"
-        yield message, f"they must add up to {arch.layers}"
+        message = f"{stated} are {sum(counts)} layers, but the model has {arch.layers}"
+        yield message, f"they must sum to {arch.layers}"
 
 
 def _nearest(number: int, divisor: int) -> str:
-    """The multiples below and above as a hint."""
+    """A hint with the multiples below and above."""
     below = number // divisor * divisor
     return f"the nearest that do: {_either([n for n in (below, below + divisor) if n])}"
 
@@ -156,7 +153,7 @@ def _either(numbers: list[int]) -> str:
 
 @lru_cache(maxsize=4096)
 def divisors(number: int, most: int | None = None) -> tuple[int, ...]:
-    """Every whole number up to `most` that divides it, from the smallest."""
+    """Divisors of a number up to `most`, in ascending order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     factors = sorted({*small, *(number // n for n in small)})
     return tuple(n for n in factors if most is None or n <= most)

@@ -1,5 +1,4 @@
-"""How long collectives take among groups of devices, by algorithm, size and level: latency plus bytes over
-bandwidth."""
+"""Seconds of collectives over groups of devices: an alpha-beta model by algorithm, size and network level."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ __all__ = ["DeviceGroup", "NetworkModel", "collective_seconds"]
 
 
 IN_SWITCH = 1.3
-"""An all-reduce that switches do over a bare pass of its bytes: 480 GB/s of bus bandwidth were measured on eight
-H200."""
+"""Time of an in-switch all-reduce over one pass of its bytes: 480 GB/s of bus bandwidth measured on eight H200."""
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that exchange something: `size` of them, `stride` apart in the order of devices."""
+    """Devices of a collective: `size` of them, `stride` apart in device order."""
 
     size: int
     stride: int = 1
@@ -24,7 +22,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """A cluster's links, and what of them collectives reach."""
+    """A cluster's links, and the share of their bandwidth that collectives reach."""
 
     cluster: Cluster
     near: float = 0.8
@@ -32,18 +30,18 @@ class NetworkModel:
     far: float = 0.9
     """Share of a network port's bandwidth."""
     start_s: float = 12e-6
-    """What any collective takes before its first byte."""
+    """Start-up time of a collective."""
     latency: float = 1.0
-    """Times the levels' latencies."""
+    """Multiplies the latency of the levels."""
 
     @property
     def reduces_in_switch(self) -> bool:
-        """Whether a node's switches add up (NVLink SHARP), so that each byte crosses a link about once."""
+        """Whether the node's switches reduce (NVLink SHARP), so that each byte crosses a link about once."""
         return self.cluster.chip.links[0].kind in ("nvlink4", "nvlink5") if self.cluster.chip.links else False
 
 
 def _spread(cluster: Cluster, group: DeviceGroup) -> tuple[int, Level, Level | None]:
-    """Members inside the lowest level, that level, and the level that the whole group needs."""
+    """Members inside the lowest level, that level, and the level that joins the group (None if the same)."""
     near = cluster.levels[0]
     inside = max(1, min(group.size, near.devices // group.stride)) if group.stride < near.devices else 1
     while group.size % inside:
@@ -54,10 +52,10 @@ def _spread(cluster: Cluster, group: DeviceGroup) -> tuple[int, Level, Level | N
 
 
 def collective_seconds(network: NetworkModel, operation: str, size: float, group: DeviceGroup) -> float:
-    """Seconds of a collective over `size` bytes of the whole tensor.
+    """Seconds of a collective over a full tensor of `size` bytes.
 
-    Whole: what all hold together after a gather or before a scatter, what is reduced, what one device sends in
-    an all-to-all, what is sent. Rings pass through every member; over nodes each member brings its own port.
+    Full: what all ranks hold after a gather or before a scatter, what is reduced, or what one device sends. Rings pass
+    through every member; across nodes each member uses its own port.
     """
     if group.size <= 1 or size <= 0:
         return 0.0
@@ -82,7 +80,7 @@ def _ring(
     hops = passes * (inside - 1) * near.latency_s
     between = 0.0
     if far is not None:
-        # a ring crosses each node's border with all that the others have; the members in a node bring a port each
+        # a ring carries what the other nodes hold across each node boundary, over one port per member in the node
         between = passes * size * (members - 1) / members / (inside * far.effective_bytes_s * network.far)
         ring = (members - nodes) * near.latency_s + (nodes - 1) * far.latency_s
         tree = math.ceil(math.log2(nodes)) * far.latency_s + (inside - 1) * near.latency_s

@@ -1,6 +1,6 @@
-"""Where a plan's numbers come from: each term with its formula, recomputed by the functions that made the plan.
+"""Explains a plan: each term with its formula, computed by the functions that made the plan.
 
-Sections are tables of plain values. Units are bytes, seconds and FLOPs; a column's name says which.
+Sections are tables of plain values in bytes, seconds and FLOPs; the column name says which.
 """
 
 import ast
@@ -40,13 +40,13 @@ Cell = str | float | None
 GIB = 2**30
 PASSES = {"forward": "forward", "input_grad": "d input", "weight_grad": "d weight"}
 AGAIN = {"full": (1.0, 1.0, 1.0), "selective": (0.5, 0.0, 1.0), "attention": (0.0, 1.0, 0.0), "none": (0.0, 0.0, 0.0)}
-"""What of a forward pass's products, attention and memory-bound kernels runs a second time, by policy."""
+"""Share of a forward pass's GEMMs, attention and memory-bound kernels that is recomputed, by policy."""
 BUBBLES = {
     "1f1b": "(stages - 1) x (forward + backward)",
     "interleaved": "(stages - 1) / chunks x (forward + backward)",
     "zero-bubble": "(stages - 1) x (forward + input gradient - weight gradient)",
 }
-"""Of a pipeline whose stages are all alike, and which waits for no transfer."""
+"""Of a pipeline with equal stages and free transfers."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ExplainTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
-    """What to know of it, in a sentence."""
+    """A sentence below the table."""
 
 
 def explain(estimate: Estimate, costs: CostModel) -> list[ExplainTable]:
@@ -89,7 +89,7 @@ def _work(estimate: Estimate, costs: CostModel, part: Part) -> Work:
 
 
 def _sustained_speed(estimate: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Speed:
-    """What training sustains of kernels' speed, in a layer or at the ends of the model."""
+    """Sustained kernel speed, in a layer or at embedding and head."""
     settings, mix = estimate.settings, _work(estimate, costs, part)
     if inside:
         return speed(costs, settings.precision, mix, settings.software.scaling)
@@ -113,7 +113,7 @@ def _rows(estimate: Estimate, costs: CostModel, part: Part, inside: bool = True)
 
 
 def _of_roof(costs: CostModel, operation: Operation, seconds: float) -> float:
-    """What the operation must take at least over what it takes."""
+    """Roofline time of an operation over its predicted time."""
     memory = operation.bytes / costs.cluster.chip.bandwidth_bytes_s
     return max(memory, operation.flops / costs.rates.peak(operation.precision) if operation.flops else 0.0) / seconds
 
@@ -127,7 +127,7 @@ def _operations(estimate: Estimate, costs: CostModel, experts: bool, count: int)
     time = layer(estimate.architecture, experts, settings, costs)
     tokens = f"{shape.sequences} x {shape.seq:,} tokens" + (f" / context {shape.context}" if shape.context > 1 else "")
     together = time.forward + time.input_grad + time.weight_grad
-    note = f"{together * 1e3:.4g} ms a layer and microbatch, at the clock that power leaves; there are {count} layers"
+    note = f"{together * 1e3:.4g} ms per layer and microbatch, at the clock that power allows; {count} layers"
     return ExplainTable(
         f"one {kind}, {tokens}", COLUMNS, tuple(_rows(estimate, costs, _layer_part(estimate, experts))), note
     )
@@ -136,11 +136,11 @@ def _operations(estimate: Estimate, costs: CostModel, experts: bool, count: int)
 def _ends(estimate: Estimate, costs: CostModel) -> ExplainTable:
     parts = head_operations(estimate.architecture, estimate.settings.shape, estimate.settings.software)
     rows = (_rows(estimate, costs, _trained(part, estimate.settings), inside=False) for part in parts)
-    return ExplainTable("the ends of the model, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
+    return ExplainTable("embedding, head and loss, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
 
 
 def roofline_points(estimate: Estimate, costs: CostModel) -> list[RooflinePoint]:
-    """All that a device computes in a step, by operation: layers, recomputation, head, loss, and the optimizer."""
+    """What a device computes in a step, by operation: layers, recomputation, head, loss and optimizer."""
     settings, arch = estimate.settings, estimate.architecture
     runs = settings.microbatches
     points: dict[str, RooflinePoint] = {}
@@ -187,7 +187,7 @@ def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable
     time = layer(estimate.architecture, experts, estimate.settings, costs)
     blocks = estimate.settings.recompute_blocks
     blocks_note = (
-        f", of {blocks} layers a device" if blocks is not None and estimate.settings.recompute != "none" else ""
+        f", {blocks} layers per device" if blocks is not None and estimate.settings.recompute != "none" else ""
     )
     policy = f"{estimate.settings.recompute}{blocks_note}"
     rows: list[tuple[Cell, ...]] = [
@@ -195,8 +195,8 @@ def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable
         ("input gradient", "kernels", time.input_grad),
         ("weight gradient", "kernels", time.weight_grad),
         ("recomputation", f"policy: {policy}", time.recompute),
-        ("exchanges forward", "exposed, of the tensor, context and expert axes", time.comm_forward),
-        ("exchanges backward", "exposed", time.comm_backward),
+        ("collectives forward", "exposed, of the tensor, context and expert axes", time.comm_forward),
+        ("collectives backward", "exposed", time.comm_backward),
         (
             "waiting for the host",
             f"host {time.host_forward * 1e3:.3g} + {time.host_backward * 1e3:.3g} ms, "
@@ -206,12 +206,12 @@ def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable
     ]
     total = time.total_forward + time.backward
     title = "one layer with experts, both passes" if experts else "one layer, both passes"
-    return ExplainTable(title, ("term", "formula", "seconds"), tuple(rows), f"together {total * 1e3:.4g} ms")
+    return ExplainTable(title, ("term", "formula", "seconds"), tuple(rows), f"{total * 1e3:.4g} ms in total")
 
 
 @dataclass(frozen=True)
 class _Mean:
-    """A layer on average over the model's kinds."""
+    """An average layer."""
 
     forward: float
     backward: float
@@ -229,8 +229,7 @@ def _mean(estimate: Estimate, costs: CostModel) -> _Mean:
 
 
 def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, float], ...]:
-    """What a device does in a step, on average over a pipeline's stages: names, formulas, and seconds that sum up to
-    it."""
+    """Names, formulas and seconds of the terms of a step, averaged over pipeline stages; they sum to the step."""
     settings, step, arch = estimate.settings, estimate.step, estimate.architecture
     mean, ends = _mean(estimate, costs), _end_seconds(estimate, costs)
     runs, stages = settings.microbatches, settings.mesh.pipeline
@@ -243,17 +242,17 @@ def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, fl
         ("layers, backward", f"{each} {mean.backward * 1e3:.4g} ms", layers * runs * mean.backward),
         ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms{share}", runs * ends[0] / stages),
         ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms{share}", runs * ends[1] / stages),
-        ("exchanges at the ends", f"{runs} x {between * 1e3:.4g} ms{share}", runs * between / stages),
+        ("collectives at embedding and head", f"{runs} x {between * 1e3:.4g} ms{share}", runs * between / stages),
         (
             "slowed by overlap",
-            f"contention {costs.parameters.contention:.3g} x what travels beside kernels",
+            f"contention {costs.parameters.contention:.3g} x overlapped communication",
             step.accounts["slowed by overlap"],
         ),
         ("weights and gradients of layers", "exposed", step.exposed["weights and gradients of layers"]),
         ("pipeline bubble", _bubble(settings), step.accounts["pipeline bubble"]),
         ("gradients of the step", "exposed", step.exposed["gradients of the step"]),
         ("optimizer", _update(estimate, costs), step.accounts["optimizer"]),
-        ("the loop's own host time", "what the device waits for", max(0.0, loop)),
+        ("host loop", "what the device waits for", max(0.0, loop)),
     ]
     return tuple(term for term in terms if term[2] > 0)
 
@@ -264,7 +263,7 @@ def _bubble(settings: Settings) -> str:
 
 
 def _end_seconds(estimate: Estimate, costs: CostModel) -> tuple[float, float]:
-    """Of one microbatch: the embedding, and the last norm, head and loss."""
+    """Seconds of the embedding, and of final norm, head and loss, per microbatch."""
     embedding, head = (
         _trained(part, estimate.settings)
         for part in head_operations(estimate.architecture, estimate.settings.shape, estimate.settings.software)
@@ -277,9 +276,9 @@ def _end_seconds(estimate: Estimate, costs: CostModel) -> tuple[float, float]:
 
 
 def _step(estimate: Estimate, costs: CostModel) -> ExplainTable:
-    note = f"together {estimate.step.seconds:.4g} s a step"
+    note = f"{estimate.step.seconds:.4g} s per step in total"
     return ExplainTable(
-        "a step, on average over devices", ("term", "formula", "seconds"), step_terms(estimate, costs), note
+        "a step, averaged over devices", ("term", "formula", "seconds"), step_terms(estimate, costs), note
     )
 
 
@@ -290,23 +289,24 @@ def _useful(estimate: Estimate) -> ExplainTable:
     rows: tuple[tuple[Cell, ...], ...] = (
         (
             "useful",
-            f"{flops:.4g} FLOPs a token x {tokens:,} tokens / ({settings.mesh.devices:,} x {estimate.peak_flops_s:.4g})",
+            f"{flops:.4g} FLOPs per token x {tokens:,} tokens / "
+            f"({settings.mesh.devices:,} x {estimate.peak_flops_s:.4g})",
             estimate.step.accounts["useful"],
         ),
     )
     full = f"{100 * estimate.mfu_full_attention:.1f} % counting full attention"
-    note = f"MFU {100 * estimate.mfu:.1f} %: useful over the step; {full}"
-    return ExplainTable("what of it is useful", ("term", "formula", "seconds"), rows, note)
+    note = f"MFU {100 * estimate.mfu:.1f} %: useful seconds over the step; {full}"
+    return ExplainTable("useful seconds of a step", ("term", "formula", "seconds"), rows, note)
 
 
 def _updated(estimate: Estimate) -> float:
-    """Parameters that one device updates."""
+    """Parameters that a device updates."""
     routed, dense = local_parameters(estimate.architecture, estimate.settings)
     return _sharded(estimate.settings, routed, dense) if estimate.settings.zero >= 1 else routed + dense
 
 
 def _sharded(settings: Settings, routed: float, dense: float) -> float:
-    """Of a device's parameters, what is left when its shard group shares them."""
+    """Parameters per device after sharding."""
     mesh = settings.mesh
     owners = mesh.shard * mesh.context
     return dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
@@ -314,22 +314,22 @@ def _sharded(settings: Settings, routed: float, dense: float) -> float:
 
 def _update(estimate: Estimate, costs: CostModel) -> str:
     if estimate.settings.software.offloads_moments:
-        return f"{_updated(estimate):.4g} parameters, whose moments come from the host and go back"
+        return f"{_updated(estimate):.4g} parameters; moments are copied from the host and back"
     moved, seconds = optimizer_bytes(estimate.settings.software), estimate.step.accounts["optimizer"]
     count = _updated(estimate)
     rate = count * moved / seconds if seconds else costs.cluster.chip.bandwidth_bytes_s
     return f"{moved:g} B x {count:.4g} parameters / {rate / 1e12:.3g} TB/s"
 
 
-# -- exchanges and the pipeline
+# -- communication and the pipeline
 
 
 def _communication(estimate: Estimate, costs: CostModel) -> ExplainTable:
     columns = ("exchange", "operation", "bytes", "group", "over", "seconds", "times", "exposed")
     rows = tuple(_communication_row(cost) for cost in communication_costs(estimate, costs))
     exposed = estimate.step.accounts["exposed communication"]
-    note = f"{exposed:.4g} s of a step are exposed" if rows else "one device exchanges nothing"
-    return ExplainTable("what travels in a step", columns, rows, note)
+    note = f"{exposed:.4g} s per step are exposed" if rows else "no communication on one device"
+    return ExplainTable("communication in a step", columns, rows, note)
 
 
 def _communication_row(cost: CommCost) -> tuple[Cell, ...]:
@@ -345,8 +345,8 @@ def _pipeline(estimate: Estimate) -> Iterator[ExplainTable]:
     spread = f"{min(layers)}" if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("bubble of even stages", BUBBLES[settings.schedule], None),
-        ("bubble here", f"{_bubble(settings)}, gone through one by one", step.accounts["pipeline bubble"]),
-        ("layers of a stage", spread, None),
+        ("bubble here", f"{_bubble(settings)}, simulated", step.accounts["pipeline bubble"]),
+        ("layers per stage", spread, None),
         ("activations held", f"of {step.in_flight:.3g} microbatches on the first rank", None),
     )
     note = f"{100 * step.bubble_share:.1f} % of the passes, on the busiest rank"
@@ -365,16 +365,16 @@ def _memory(estimate: Estimate, costs: CostModel) -> ExplainTable:
         ("gradients", *_gradients(estimate)),
         ("optimizer", *_held(estimate, states, settings.zero >= 1)),
         ("activations", *_activations(estimate)),
-        ("gathered", "weights brought together or cast for the layers at work", memory.gathered),
-        ("logits", f"the loss's, {software.loss}", memory.logits),
+        ("gathered", "weights gathered or cast for the current layers", memory.gathered),
+        ("logits", f"of the {software.loss} loss", memory.logits),
         ("overhead", _overhead(estimate, costs), memory.overhead),
     ]
-    note = f"together {memory.total / GIB:.1f} of {memory.capacity / GIB:.0f} GB, at the peak"
+    note = f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f} GB at the peak"
     return ExplainTable("memory of the device that needs most", ("part", "formula", "bytes"), tuple(rows), note)
 
 
 def _held(estimate: Estimate, each: float, shared: bool) -> tuple[str, float]:
-    """So many bytes for each parameter of the device, or of its share."""
+    """Formula and bytes of `each` per parameter of the device, or of its shard."""
     settings = estimate.settings
     if settings.frozen:
         return "frozen", estimate.memory.weights if each == settings.software.weight_bytes else 0.0
@@ -394,21 +394,24 @@ def _gradients(estimate: Estimate) -> tuple[str, float]:
     _, trained = _optimizer_bytes(estimate)
     if settings.zero >= 3 and holds_full_gradients(settings):
         text, size = _held(estimate, software.reduce_bytes * trained, shared=False)
-        return f"{text}: they travel once a step", size
+        return f"{text}: reduced once per step", size
     if software.updates_in_backward:
-        return "of one block and of what is outside of blocks: the others are gone by then", estimate.memory.gradients
+        return (
+            "of one block and of parameters outside of blocks: updated in the backward pass",
+            estimate.memory.gradients,
+        )
     return _held(estimate, software.gradient_bytes * trained, settings.zero >= 2)
 
 
 def _optimizer_bytes(estimate: Estimate) -> tuple[float, float]:
-    """Bytes of the optimizer for each parameter of the device that needs most, and the share that is trained."""
+    """Optimizer bytes per parameter of the device that needs most, and the share that is trained."""
     arch, settings, rank = estimate.architecture, estimate.settings, estimate.memory.rank
     count = sum(local_parameters(arch, settings, rank))
     return optimizer_bytes_each(settings, count, non_layer_parameters(arch, settings, rank))
 
 
 def _activations(estimate: Estimate) -> tuple[str, float]:
-    """The formula of the moment that was the peak."""
+    """Formula and bytes of the peak."""
     settings, arch = estimate.settings, estimate.architecture
     ranks = settings.mesh.pipeline
     here = (
@@ -428,8 +431,8 @@ def _activations(estimate: Estimate) -> tuple[str, float]:
     moments = [
         (f"{layers} x {held:.3g} microbatches + the stream", kept * held + stream),
         (f"{layers} + the stream", kept + stream),
-        (f"{layers} x {held:.3g} microbatches + a layer at work", kept * held + working),
-        ("one layer at work, recomputed", working),
+        (f"{layers} x {held:.3g} microbatches + the current layer", kept * held + working),
+        ("the current layer, recomputed", working),
     ]
     if held == 1.0:
         moments = moments[1:]
@@ -437,7 +440,7 @@ def _activations(estimate: Estimate) -> tuple[str, float]:
 
 
 def _held_microbatches(estimate: Estimate) -> float:
-    """Of which the device that needs most holds activations."""
+    """Microbatches whose activations the device that needs most holds."""
     settings, ranks = estimate.settings, estimate.settings.mesh.pipeline
     if ranks == 1:
         return 1.0
@@ -449,11 +452,11 @@ def _held_microbatches(estimate: Estimate) -> float:
 
 def _overhead(estimate: Estimate, costs: CostModel) -> str:
     if costs.cluster.chip.name == "cpu":
-        return "assumed for the process itself"
+        return "assumed for the process"
     mesh = estimate.settings.mesh
     groups = sum(size > 1 for size in (mesh.tensor, mesh.pipeline, mesh.context, mesh.data, mesh.expert))
     parts = f"{CONTEXT_BYTES / GIB:g} GB context + {groups} groups x {COMMUNICATOR_BYTES / GIB:g} GB"
-    return f"{parts} + {100 * FRAGMENTATION:.0f} % lost to fragments"
+    return f"{parts} + {100 * FRAGMENTATION:.0f} % fragmentation"
 
 
 # -- clock and parameters
@@ -473,8 +476,8 @@ def _clock(estimate: Estimate, costs: CostModel) -> ExplainTable:
         )
     columns = ("layers", "share of clock", "products", "attention", "memory-bound")
     note = (
-        f"products would draw {costs.demand:.3g} x the chip's {chip.power_w:.0f} W at full clock, and the limit is "
-        f"{limit:.0f} W; the other columns are speeds over the kernel model's"
+        f"GEMMs would draw {costs.demand:.3g} x the chip's {chip.power_w:.0f} W at full clock; the limit is "
+        f"{limit:.0f} W; the other columns are speeds relative to the kernel model"
     )
     return ExplainTable("power and speed", columns, tuple(rows), note)
 
@@ -486,9 +489,9 @@ def _parameters(costs: CostModel) -> ExplainTable:
 
 
 def parameter_meanings() -> dict[str, str]:
-    """What each parameter of the cost model means: the docstrings under its fields."""
+    """The docstring of each parameter of the cost model."""
     body = ast.parse(inspect.getsource(Efficiencies)).body[0]
-    assert isinstance(body, ast.ClassDef), "Parameters is a class"
+    assert isinstance(body, ast.ClassDef), "Efficiencies is a class"
     meanings: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         documented = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)

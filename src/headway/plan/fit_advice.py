@@ -1,4 +1,4 @@
-"""For a model that fits nowhere: the smallest change that would make it fit."""
+"""Suggests the smallest changes that make a model fit in memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,17 +15,17 @@ MOST_PROBES = 64
 
 
 def smallest_change(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> str:
-    """For a task that fits nowhere: what it needs, and up to two changes that make it fit, the least intrusive first.
+    """For a task that does not fit: its memory, and up to two changes that make it fit, least intrusive first.
 
-    Nothing is proposed that the choices' limits rule out.
+    Suggestions respect the limits of the search space.
     """
     if choices.max_tensor is None:
         choices = replace(choices, max_tensor=cluster.devices)
     smallest = _smallest_peak(task, cluster, choices)
     need = (
-        "nothing that may vary can run"
+        "no settings in the search space are valid"
         if smallest is None
-        else f"needs {_gb(smallest.total)} of {_gb(smallest.capacity)} a device"
+        else f"needs {_gb(smallest.total)} of {_gb(smallest.capacity)} per device"
     )
     if smallest is not None and smallest.fits:
         return f"it fits: {need}"
@@ -40,7 +40,7 @@ def smallest_change(task: TrainingTask, cluster: Cluster, choices: SearchSpace) 
 
 
 def _remedies(task: TrainingTask, choices: SearchSpace) -> Iterator[tuple[str, TrainingTask, SearchSpace]]:
-    """Changes on the same devices, the least intrusive first; those that were tried already are left out."""
+    """Untried changes on the same devices, least intrusive first."""
     if "full" not in choices.recompute:
         yield "with full recomputation", task, replace(choices, recompute=("full",))
     if choices.microbatches is not None and min(choices.microbatches) > 1:
@@ -54,7 +54,7 @@ def _remedies(task: TrainingTask, choices: SearchSpace) -> Iterator[tuple[str, T
 
 
 def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> list[str]:
-    """The smallest number of nodes that fits, if one does; a fixed mesh grows along its shard axis."""
+    """The smallest number of nodes that fits, if any; a fixed mesh grows along its shard axis."""
 
     def fits(nodes: int) -> PeakMemory | None:
         larger, mesh = replace(cluster, nodes=nodes), choices.mesh
@@ -68,7 +68,7 @@ def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> l
         low, high = high, 2 * high
         if high > 2**8 * cluster.nodes:
             return []
-    # many counts cannot share the batch, so that halving the range could miss the smallest that can
+    # not every count divides the batch, so that bisection could miss the smallest
     counts = [*range(low + 1, high, max(1, (high - low) // MOST_PROBES)), high]
     nodes, peak = next((nodes, peak) for nodes in counts if (peak := fits(nodes)) is not None)
     unit = "nodes" if cluster.per_node > 1 else "devices"
@@ -76,7 +76,7 @@ def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> l
 
 
 def _combined(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> str:
-    """Where no single change is enough: whether all of them are, on the same sequences."""
+    """Whether all changes together make it fit, at the same sequence length."""
     names: list[str] = []
     while remaining := [remedy for remedy in _remedies(task, choices) if remedy[1].seq == task.seq]:
         name, task, choices = remaining[0]
@@ -89,7 +89,7 @@ def _combined(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> str
 
 
 def _smallest_peak(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> PeakMemory | None:
-    """The least memory that any way to run needs; None where nothing is valid."""
+    """The least memory that any candidate needs; None if no candidate is valid."""
     saving = tuple(kind for kind in ("full", "selective", "none") if kind in choices.recompute)[:1] or choices.recompute
     choices = replace(choices, recompute=saving, schedules=("1f1b",))
     settings = candidates(task, cluster, choices, context=choices.context is not False)
@@ -98,5 +98,5 @@ def _smallest_peak(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -
 
 
 def _gb(size: float) -> str:
-    """As data sheets say it, whose "80 GB" are 2**30 bytes each."""
+    """In units of 2**30 bytes, like the "80 GB" of data sheets."""
     return f"{size / GIB:.1f} GB"

@@ -1,7 +1,7 @@
-"""How many parameters a decoder has, and how many floating-point operations a token of training costs.
+"""Parameters of a decoder, and model FLOPs per token of training.
 
-Model FLOPs, the useful ones: a multiplication and an addition for each weight of each matrix product, in the
-forward pass, and twice that in the backward. Recomputation is no part of it. Of experts only the active ones count.
+Model FLOPs count a multiply-add per weight of each GEMM in the forward pass and twice that in the backward pass;
+recomputation does not count, and of experts only the active ones do.
 """
 
 from functools import lru_cache
@@ -21,13 +21,13 @@ __all__ = [
 
 
 def parameters(arch: Architecture) -> int:
-    """Number of parameters; a tied head's are the embedding's and counted once."""
+    """Number of parameters; a tied head counts once."""
     layers = sum(count * layer_parameters(arch, experts) for experts, count in layer_kinds(arch))
     return layers + _outside_layers(arch)
 
 
 def active_parameters(arch: Architecture) -> int:
-    """Parameters that one token's pass uses: all but the experts it is not sent to."""
+    """Parameters that a token uses: all but the experts it is not routed to."""
     layers = sum(count * layer_parameters(arch, experts, active=True) for experts, count in layer_kinds(arch))
     return layers + _outside_layers(arch)
 
@@ -39,7 +39,7 @@ def _outside_layers(arch: Architecture) -> int:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(arch: Architecture, with_experts: bool, active: bool = False) -> int:
-    """Parameters of one layer: matrices, biases and norms; of experts all, or those a token uses."""
+    """Parameters of a layer: matrices, biases and norms; with `active`, only the experts that a token uses."""
     count = sum(
         matrix.inputs * matrix.outputs * (matrix.uses if active else matrix.copies)
         for matrix in layer_matrices(arch, with_experts)
@@ -49,7 +49,7 @@ def layer_parameters(arch: Architecture, with_experts: bool, active: bool = Fals
 
 @lru_cache(maxsize=1024)
 def routed_parameters(arch: Architecture) -> int:
-    """Parameters of one layer's experts that tokens are sent to."""
+    """Parameters of the routed experts of a layer."""
     return (
         sum(m.inputs * m.outputs * m.copies for m in layer_matrices(arch, True) if m.copies > 1) if arch.experts else 0
     )
@@ -62,7 +62,7 @@ def _norms(arch: Architecture) -> int:
 
 
 def _biases(arch: Architecture, with_experts: bool, active: bool) -> int:
-    """Of matrices, and the scores of attention's sinks."""
+    """Biases of matrices, and attention sinks."""
     experts = arch.experts
     biases = {
         "attention.qkv": arch.qkv_bias,
@@ -84,10 +84,10 @@ def _biases(arch: Architecture, with_experts: bool, active: bool) -> int:
 
 
 def matmul_parameters(arch: Architecture) -> int:
-    """Parameters that a token is multiplied with in matrix products.
+    """Parameters that a token is multiplied with in GEMMs.
 
-    All matrices but the input embedding, which is only looked up; tied, it is the head too and counts. Norms
-    and biases are no matrix products, and experts count as often as a token uses them.
+    All matrices but the input embedding, which is a lookup unless it is tied to the head. Norms and biases do not
+    count, and of experts only the active ones do.
     """
     layers = sum(
         count * matrix.inputs * matrix.outputs * matrix.uses
@@ -98,12 +98,12 @@ def matmul_parameters(arch: Architecture) -> int:
 
 
 def flops_per_token(arch: Architecture, seq: int) -> int:
-    """Model FLOPs of one token of training in sequences of `seq`; causal attention counts half."""
+    """Model FLOPs per token of training in sequences of `seq`; causal attention counts half."""
     return 6 * matmul_parameters(arch) + 3 * _attention_products(arch, seq)
 
 
 def flops_per_token_full_attention(arch: Architecture, seq: int) -> int:
-    """The same with attention counted as if it were not causal: the convention of many published figures."""
+    """The same with attention counted as non-causal, the convention of many published figures."""
     return 6 * matmul_parameters(arch) + 6 * _attention_products(arch, seq)
 
 
@@ -113,7 +113,7 @@ def _attention_products(arch: Architecture, seq: int) -> int:
 
 
 def attended_share(arch: Architecture, seq: int) -> float:
-    """Pairs of tokens that see each other, of those that would without windows; the mean of all layers."""
+    """Share of token pairs that sliding windows leave, averaged over layers."""
     if arch.window is None or arch.window >= seq:
         return 1.0
     through = arch.window * (2 * seq - arch.window + 1) / (seq * (seq + 1))

@@ -1,14 +1,14 @@
-"""What failures and checkpoints cost a run: how often to save, and what share of the time is then useful.
+"""Goodput under failures: the optimal checkpoint interval and the useful share of the wall time.
 
 The model is Daly's (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22, 2006).
-Failures strike the whole job at a constant rate, one in M seconds, whatever it does: step, save or restart. The run is
-cut into segments of work and a save; a failure throws away what its segment has done and is followed by a restart of R
-seconds, which may fail as well. A segment of L seconds then takes on average
+Failures hit the whole job at a constant rate, one in M seconds, during steps, saves and restarts. The run is cut into
+segments of work and a save; a failure discards the work of its segment and is followed by a restart of R seconds, which
+may fail as well. A segment of L seconds then takes on average
 
     M exp(R / M) (exp(L / M) - 1)
 
-and that is exact: L itself, M (exp(L / M) - 1) - L of work thrown away, and (exp(L / M) - 1) restarts that take
-M (exp(R / M) - 1) each, with their own failures. Every run ends with a save, since its weights are what it was for.
+which is exact: L itself, M (exp(L / M) - 1) - L of discarded work, and (exp(L / M) - 1) restarts that take
+M (exp(R / M) - 1) each, with their own failures. Every run ends with a save.
 """
 
 import math
@@ -29,49 +29,49 @@ __all__ = [
 ]
 
 LOCAL_DISK_BYTES_S = 1.25e9
-"""Written to the local disk of an H200 host; measured."""
+"""Write rate of an H200 host's local disk; measured."""
 
 DEVICE_TO_HOST_BYTES_S = 55e9
-"""From an H200 to page-locked memory; measured (benchmarks/results/state_h200.json)."""
+"""From an H200 to pinned host memory; measured (benchmarks/results/state_h200.json)."""
 CPU_COPY_BYTES_S = 8e9
-"""From memory to memory by one worker; measured."""
-_HIDDEN = 0.9  # of a step are its passes, beside which a GPU copies; the optimizer's update waits for the copy
+"""Memory to memory by one worker; measured."""
+_HIDDEN = 0.9  # share of a step that the copy overlaps with: its passes; the optimizer waits for the copy
 _LEAST_STALL_S = 0.005
 
-# Of an interval: what is left of a run after whole intervals is rounding when it is less.
+# Relative to an interval: a shorter remainder of the run is rounding.
 SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """A run with its checkpoints and the failures to expect. Means, not promises."""
+    """A run with its checkpoints and expected failures. All figures are means."""
 
     checkpoint_s: float
-    """Stall of one save."""
+    """Stall per save."""
     interval_s: float | None
-    """Of work between saves, without the save; None saves at the end only."""
+    """Work between saves; None if the run saves only at the end."""
     interval_steps: int | None
     saves: int
-    """That succeed, the last one included."""
+    """Successful saves, including the last."""
     failures: float
-    """Expected in the run, those during restarts included."""
+    """Expected failures, including those during restarts."""
     lost_s_per_failure: float
-    """Rework and restart over failures: about the restart and half an interval. 0 where nothing fails."""
+    """Rework and restart per failure: about the restart and half an interval; 0 without failures."""
     share: float
     """Useful share of the wall time."""
     accounts: Mapping[str, float]
-    """Shares of the wall time lost, by account of the ledger; `share` is what they leave of 1."""
+    """Lost shares of the wall time, by ledger account; `share` is the rest."""
     wall_s: float
-    """Whole run, from its first step to its last save."""
+    """Full run, from its first step to its last save."""
     mtbf_s: float
-    """Between failures of the whole job; infinite where no rate is known."""
+    """Mean time between failures of the job; infinite if no rate is known."""
     reason: str
-    """Why this interval, in a sentence."""
+    """Why this interval."""
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Expected seconds of a run, by what they go to; work that counts is not among them."""
+    """Expected lost seconds of a run."""
 
     saves: int
     stall_s: float
@@ -94,11 +94,11 @@ def goodput(
     interval_s: float | None = None,
     write_s: float = 0.0,
 ) -> Goodput:
-    """What becomes of a run whose steps take `run_s` together, without saves and failures.
+    """Goodput of a run whose steps take `run_s` in total, without saves and failures.
 
-    `restart_s` is from a failure to the next step: to notice it, start again and restore. Without `interval_s` the run
-    saves as often as costs least: by Daly's higher-order optimum, then spread evenly over the run's own length. No save
-    begins before the last one is durable, which takes `write_s`.
+    `restart_s` is from a failure to the next step: detect, start, restore. Without `interval_s` the run saves at Daly's
+    higher-order optimum, spread evenly over the run. No save begins before the last one is durable, which takes
+    `write_s`.
     """
     _check(run_s=run_s, devices=devices, save_s=save_s, restart_s=restart_s, step_s=step_s)
     if interval_s is not None:
@@ -113,17 +113,16 @@ def goodput(
     elif mtbf_s < math.inf:
         every, why = _best_steps(run_s, steps, step_s, save_s, restart_s, mtbf_s, write_s)
     else:
-        every, why = None, "saves at the end only: no failure rate is known"
+        every, why = None, "saves only at the end: no failure rate is known"
     costs = _costs(run_s, every and every * step_s, save_s, restart_s, mtbf_s)
     return _summary(run_s, step_s, save_s, mtbf_s, every, costs, why)
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """Work between saves that costs a long run least: Daly's higher-order formula.
+    """The optimal work between saves of a long run, by Daly's higher-order formula.
 
-    Young's sqrt(2 save_s mtbf_s) is its limit for short saves, and longer otherwise. With a save of a hundredth of the
-    time between failures it costs 0.02 % more wall time, with a tenth 0.5 %, with as much 14 %; Daly's formula is
-    within 0.2 % of the exact optimum throughout, so that it is always the one used.
+    It is within 0.2 % of the exact optimum throughout. Young's sqrt(2 save_s mtbf_s) costs 0.02 % more wall time if a
+    save takes a hundredth of the time between failures, 0.5 % for a tenth, 14 % for as much.
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
@@ -134,10 +133,10 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 def save_interval(
     save_s: float, devices: int, hours_between_failures: float, failures: int = 0, seconds: float = 0.0
 ) -> float:
-    """Seconds of work between saves of a run that goes on: Daly's optimum for what is known by now.
+    """Seconds of work between saves of a running job: Daly's optimum for its failure rate.
 
-    `hours_between_failures` is what to expect of one device; a run that has seen more `failures` than that in its
-    `seconds` so far goes by what it has seen.
+    `hours_between_failures` is the expected rate per device; the job's own rate, `failures` in `seconds`, counts if it
+    is higher.
     """
     _check(devices=devices, hours_between_failures=hours_between_failures)
     mtbf_s = hours_between_failures * 3600 / devices
@@ -147,7 +146,7 @@ def save_interval(
 
 
 def stall_seconds(state_bytes_per_device: float, step_s: float, *, gpu: bool) -> float:
-    """What a save costs the steps: a copy to the host's memory, less what of it runs beside the next step's passes."""
+    """Stall per save: the copy to host memory, less what overlaps with the passes of the next step."""
     if not gpu:
         return max(_LEAST_STALL_S, state_bytes_per_device / CPU_COPY_BYTES_S)
     return max(_LEAST_STALL_S, state_bytes_per_device / DEVICE_TO_HOST_BYTES_S - _HIDDEN * step_s)
@@ -161,10 +160,10 @@ def save_seconds(
     *,
     shared_bytes_s: float | None = None,
 ) -> float:
-    """How long a save takes to be durable: every node writes what its devices hold, all at once.
+    """Seconds until a save is durable: every node writes the state of its devices at the same time.
 
-    `state_bytes_per_device` is what a device writes, so not what a replica writes for it. `shared_bytes_s` bounds all
-    nodes together, where they write to one store; local disks have no such bound.
+    `state_bytes_per_device` is what a device writes; replicas do not write twice. `shared_bytes_s` limits all nodes
+    together if they write to one store.
     """
     _check(devices_per_node=devices_per_node, nodes=nodes, disk_bytes_s_per_node=disk_bytes_s_per_node)
     node_bytes = state_bytes_per_device * devices_per_node
@@ -177,8 +176,8 @@ def _best_steps(
 ) -> tuple[int, str]:
     """Steps between saves, and why.
 
-    Segments of one length cost least for their number, and the cost is convex in that number: the best is one of the
-    two whole numbers beside the optimum of an endless run.
+    Equal segments cost least for their number, and the cost is convex in that number: the best is one of the two
+    integers around the optimum of an endless run.
     """
     optimum_s = max(step_s, write_s, daly_interval(save_s, mtbf_s))
     segments = max(1, math.floor(run_s / optimum_s))
@@ -210,7 +209,7 @@ def _costs(run_s: float, interval_s: float | None, save_s: float, restart_s: flo
 
 
 def _segments(run_s: float, interval_s: float) -> tuple[int, float]:
-    """How many whole intervals a run has, and what is left for a last, shorter one."""
+    """Number of full intervals, and the remainder."""
     whole = math.floor(run_s / interval_s + SAME)
     rest_s = run_s - whole * interval_s
     return whole, rest_s if rest_s > SAME * interval_s else 0.0
@@ -222,10 +221,10 @@ def _summary(
     wall_s = run_s + costs.lost_s
     if wall_s == math.inf:
         raise UsageError(
-            f"a job that fails every {mtbf_s:.3g} s never comes to the end of an interval or a restart",
+            f"a job that fails every {mtbf_s:.3g} s never completes an interval or a restart",
             hint="save more often, restart faster, or use fewer devices",
         )
-    # Failures strike at a constant rate through all of the wall time.
+    # The failure rate is constant over the wall time.
     failures = wall_s / mtbf_s
     lost_s = costs.rework_s + costs.restart_s
     parts = {"checkpoint stall": costs.stall_s, "rework": costs.rework_s, "restart": costs.restart_s}
@@ -248,4 +247,4 @@ def _check(**numbers: float) -> None:
     for name, number in numbers.items():
         least = 0 if name in ("save_s", "restart_s") else math.ulp(0)
         if not least <= number < math.inf:
-            raise UsageError(f"{name} cannot be {number:g}", hint="a positive number" if least else "0 or more")
+            raise UsageError(f"{name} cannot be {number:g}", hint="use a positive number" if least else "use 0 or more")

@@ -1,7 +1,6 @@
-"""A Hugging Face config.json as an architecture: what a known family says of itself, and also models that this
-version's trainer cannot train.
+"""Reads the architecture from a Hugging Face config.json, also of models that the trainer does not support.
 
-Of those it reads the keys that most families use; anything else in the file is left alone, and nothing is executed.
+For unknown families it reads the common keys and ignores the rest; no code is executed.
 """
 
 import json
@@ -16,32 +15,32 @@ from headway.recipe.huggingface import model_from_config
 
 __all__ = ["read_architecture"]
 
-UNLIKE = ("mamba", "ssm", "linear_num_value_heads", "layers_block_type", "hybrid_override_pattern")
-"""Keys of models whose layers are not all attention."""
+NON_ATTENTION = ("mamba", "ssm", "linear_num_value_heads", "layers_block_type", "hybrid_override_pattern")
+"""Parts of keys that only models with non-attention layers have."""
 
 
 def read_architecture(file: Path) -> Architecture:
-    """The model that a config.json, or the folder it is in, describes."""
+    """Read the architecture from a config.json, or from the folder that contains it."""
     file = file / "config.json" if file.is_dir() else file
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"{file}: cannot be read: {error.strerror or error}", hint="a model's config.json is asked for"
+            f"{file}: cannot be read: {error.strerror or error}", hint="pass a model's config.json or its folder"
         ) from None
     except ValueError as error:
-        raise UsageError(f"{file}: not JSON: {error}") from None
+        raise UsageError(f"{file}: invalid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UsageError(f"{file}: not a model's config.json")
     config = config.get("text_config") or config
-    odd = next((key for key in config if any(word in key for word in UNLIKE)), None)
+    odd = next((key for key in config if any(word in key for word in NON_ATTENTION)), None)
     if odd is not None:
-        raise UsageError(f"{file}: {odd}: layers that are not attention cannot be planned yet")
+        raise UsageError(f"{file}: {odd}: non-attention layers are not supported")
     if config.get("model_type") in MODEL_TYPES:
         try:
             return model_from_config(config).architecture()
         except ModelError:
-            pass  # quantized, or otherwise what cannot be trained here; it costs about the same
+            pass  # quantized or otherwise not trainable here; the cost is about the same
     return _architecture(config, file)
 
 
@@ -49,7 +48,7 @@ def _architecture(config: Mapping[str, Any], file: Path) -> Architecture:
     dim, heads = _size(config, file, "hidden_size"), _size(config, file, "num_attention_heads")
     latent = _latent(config, file)
     if dim % heads and not config.get("head_dim") and latent is None:
-        raise UsageError(f"{file}: hidden_size {dim} does not divide by {heads} heads", hint="give head_dim")
+        raise UsageError(f"{file}: hidden_size {dim} is not divisible by {heads} heads", hint="set head_dim")
     head_dim = _size(config, file, "head_dim", default=dim // heads)
     if latent is not None:
         head_dim = _size(config, file, "qk_nope_head_dim") + latent.rope_dim
@@ -76,7 +75,7 @@ def _experts(config: Mapping[str, Any], file: Path) -> ExpertShape | None:
         return None
     dense = _size(config, file, "first_k_dense_replace", default=0, least=0)
     if _size(config, file, "num_experts_per_tok") > _size(config, file, name):
-        raise UsageError(f"{file}: num_experts_per_tok {config['num_experts_per_tok']} of {config[name]} experts")
+        raise UsageError(f"{file}: num_experts_per_tok {config['num_experts_per_tok']} exceeds {config[name]} experts")
     return ExpertShape(
         count=_size(config, file, name),
         top_k=_size(config, file, "num_experts_per_tok"),
@@ -102,7 +101,7 @@ def _size(config: Mapping[str, Any], file: Path, key: str, *, default: int | Non
     if value is None:
         value = default
     if value is None:
-        raise UsageError(f"{file}: {key} is missing", hint="is it the config.json of a decoder?")
+        raise UsageError(f"{file}: missing key {key}", hint="is it the config.json of a decoder?")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{file}: {key} = {value!r} is no size")
+        raise UsageError(f"{file}: {key}: expected an integer of at least {least}, got {value!r}")
     return value

@@ -1,8 +1,8 @@
-"""How much memory a step needs on one device, by what holds it, at the moment it needs most.
+"""Predicts the peak memory of a step per device, by what holds it.
 
-Two moments can be the peak: the end of a forward pass, when every activation and the loss's temporaries are alive;
-and the end of the backward pass, when all gradients are. Bytes are what a framework's allocator hands out; the
-context of the device, the buffers of communication and fragmentation come on top before a plan is said to fit.
+The peak is either the end of a forward pass, when all activations and the loss's temporaries are alive, or the end of
+the backward pass, when all gradients are. Bytes are what the framework's allocator hands out; device context,
+communication buffers and fragmentation come on top.
 """
 
 from dataclasses import dataclass
@@ -26,75 +26,74 @@ __all__ = [
 ]
 
 CONTEXT_BYTES = 0.5 * 2**30
-"""CUDA's context with its kernels loaded; 0.3 to 0.7 GiB are reported."""
+"""CUDA context with kernels loaded; reports range from 0.3 to 0.7 GiB."""
 COMMUNICATOR_BYTES = 0.35 * 2**30
-"""NCCL's buffers for each group a device talks in; 0.5 GiB were measured on A100s, less with fewer channels."""
+"""NCCL buffers per communicator; 0.5 GiB measured on A100s, less with fewer channels."""
 RESERVED = 1.08
-"""What an allocator typically holds over what it handed out: 4 to 9 percent more are reported."""
+"""Reserved over allocated memory; reports range from 1.04 to 1.09."""
 FRAGMENTATION = 0.03
-"""What of that it cannot give back when memory is short."""
+"""Share of that which the allocator cannot free when memory is short."""
 LOGITS_BYTES = {"stepwise": 12, "eager": 14, "sharded": 10, "fused": 6}
-"""Alive at once for each logit: two bytes, and float32 copies of it."""
+"""Bytes alive at once per logit: two, and its float32 copies."""
 CHUNK_ELEMENTS = 2**28
-"""Logits that a chunked loss holds at once."""
+"""Logits per chunk of a chunked loss."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes at the peak, on the device that needs most."""
+    """Peak bytes on the device that needs most."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     gathered: float
-    """Weights brought together, or cast down, for the layers at work."""
+    """Weights gathered or cast for the current layers."""
     logits: float
-    """Of the loss: logits, their gradient, temporaries."""
+    """Logits, their gradient and temporaries of the loss."""
     overhead: float
-    """Context, communication buffers, fragmentation: outside of what the framework counts as allocated."""
+    """Context, communication buffers, fragmentation: not counted as allocated by the framework."""
     capacity: float
-    """What the device has."""
+    """Device memory."""
     rank: int = 0
-    """Of the device, on the pipeline axis, where ranks are told apart."""
+    """Pipeline rank of the device, if ranks are modelled separately."""
 
     @property
     def allocated(self) -> float:
-        """What the framework's allocator hands out at the peak."""
+        """Peak bytes that the framework's allocator hands out."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.gathered + self.logits
 
     @property
     def reserved(self) -> float:
-        """What the allocator typically holds for that."""
+        """Bytes that the allocator typically reserves for that."""
         return self.allocated * RESERVED
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Allocated bytes and overhead."""
         return self.allocated + self.overhead
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether the total fits in device memory."""
         return self.total <= self.capacity
 
 
 def activation_bytes(
     arch: Architecture, with_experts: bool, shape: MicrobatchShape, settings: Settings
 ) -> tuple[float, float]:
-    """Bytes one layer keeps for its backward pass of one microbatch: without recomputation, and with the policy at
-    hand."""
+    """Activation bytes that a layer keeps per microbatch: without recomputation, and under the settings' policy."""
     software, tokens, split = settings.software, shape.tokens, shape.tensor
     eager, stream = software.fusion == "eager", software.stream_bytes
     streams = split if software.sequence_parallel else 1
     low = 1 if settings.precision in LOW else 2
-    # inputs of the two norms, and the normalized copies that products read
+    # inputs of the two norms, and the normalized copies that GEMMs read
     copies = (
         (5 if arch.gated else 4) if software.casts_weights and eager else 2 if software.fusion != "compiled" else 1
     ) * low
     kept = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
     if not software.regathers and streams > 1:
-        # of attention and of the feed-forward, as gathered
+        # gathered inputs of attention and feed-forward
         kept = arch.dim * ((2 * stream + 2 * software.dropout) / streams + 2 * low)
     width = arch.heads * (arch.head_dim + arch.value_dim) / split
     keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
@@ -113,12 +112,12 @@ def activation_bytes(
     if settings.recompute == "full":
         return whole, tokens * arch.dim * stream / streams * (shape.width / 2)
     if settings.recompute == "selective" and software.keeps_gemm_outputs:
-        # what enters the layer, attention's result, and those of all products, before they are added up
+        # the layer's input, attention's output, and the outputs of all GEMMs before they are reduced
         inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0
         chosen = arch.dim * (stream / streams + 4) + 2 * (width + keys) + inner_kept
         return whole, min(whole, tokens * chosen * (shape.width / 2))
     if settings.recompute == "selective":
-        # the layer's input, attention's output, and every other product's
+        # the layer's input, attention's output, and every other GEMM's
         inner_kept = 2 * arch.hidden / split if not with_experts else 0.0
         chosen = arch.dim * (stream + 2) / streams + 2 * arch.heads * arch.value_dim / split + keys + inner_kept
         return whole, min(whole, tokens * chosen)
@@ -128,7 +127,7 @@ def activation_bytes(
 
 
 def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> tuple[float, float]:
-    """Parameters one device of a pipeline's rank holds before data sharding: of experts, and all others."""
+    """Parameters per device of a pipeline rank before sharding: of experts, and all others."""
     mesh = settings.mesh
     if is_exact(arch, settings):
         blocks = worker_blocks(arch, settings, rank) * block_parameters(arch, mesh.tensor)
@@ -147,9 +146,11 @@ def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> t
 
 
 def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: float = 1.0) -> PeakMemory:
-    """The peak on the device that needs most: a pipeline's first stage, which holds `in_flight` microbatches'
-    activations, or its last, which holds one microbatch's and the loss. Of our own trainer, which may give the stages
-    between more blocks, any."""
+    """The peak on the device that needs most.
+
+    In a pipeline that is the first stage, with activations of `in_flight` microbatches, or the last, with those of one
+    and the loss; under Headway's trainer, which may give middle stages more blocks, any stage.
+    """
     ranks = settings.mesh.pipeline
     if ranks == 1:
         return _stage(arch, settings, cluster, _Rank(0, arch.layers, 1.0, last=True))
@@ -163,17 +164,17 @@ def memory(arch: Architecture, settings: Settings, cluster: Cluster, in_flight: 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank of a pipeline."""
+    """A pipeline rank."""
 
     rank: int
     layers: float
     held: float
-    """Microbatches whose activations it holds at most."""
+    """Most microbatches whose activations it holds."""
     last: bool
 
 
 def _candidate_ranks(arch: Architecture, settings: Settings) -> list[_Rank]:
-    """Ranks that may need most: the first, the last, and of those between with as many blocks the first."""
+    """Ranks that may need most: first, last, and the first of the middle ranks for each number of blocks."""
     ranks, blocks = settings.mesh.pipeline, blocks_of_ranks(arch.layers, settings)
     in_flight = in_flight_forwards(settings.schedule, ranks, settings.chunks, settings.microbatches)
     chosen = {0, ranks - 1, *({blocks[rank]: rank for rank in range(ranks - 2, 0, -1)}.values())}
@@ -209,7 +210,7 @@ def _stage(arch: Architecture, settings: Settings, cluster: Cluster, rank: _Rank
 
 
 def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, float, float]:
-    """Of weights, gradients and optimizer."""
+    """Bytes of weights, gradients and optimizer states."""
     mesh, software = settings.mesh, settings.software
     routed, dense = local_parameters(arch, settings, rank)
     count = routed + dense
@@ -230,7 +231,7 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
 
 
 def non_layer_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> float:
-    """Of the parameters of a pipeline's rank, before data sharding, those outside of blocks."""
+    """Parameters of a pipeline rank outside of layers, before sharding."""
     mesh = settings.mesh
     if is_exact(arch, settings):
         return float(rest_parameters(arch, settings, rank))
@@ -243,7 +244,7 @@ def non_layer_parameters(arch: Architecture, settings: Settings, rank: int = 0) 
 
 
 def optimizer_bytes_each(settings: Settings, count: float, outside: float) -> tuple[float, float]:
-    """Bytes that the optimizer keeps for each of so many parameters, on the average, and the share that is trained."""
+    """Average optimizer bytes per parameter, and the share of trained parameters."""
     software = settings.software
     if software.states is None:
         return software.master_bytes + (0.0 if software.offloads_moments else 2 * software.moment_bytes), 1.0
@@ -255,7 +256,7 @@ def optimizer_bytes_each(settings: Settings, count: float, outside: float) -> tu
 
 
 def holds_full_gradients(settings: Settings) -> bool:
-    """Whether gradients that end up sharded travel once a step, and wait in full until then."""
+    """Whether sharded gradients are reduced once per step, and held unsharded until then."""
     several = settings.software.is_headway and settings.microbatches > 1 and not settings.reduces_each
     return settings.zero >= 2 and (settings.mesh.pipeline > 1 or several)
 
@@ -269,25 +270,25 @@ def _overhead(settings: Settings, cluster: Cluster, allocated: float) -> float:
 
 
 def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
-    """Weights brought together or cast for use."""
+    """Bytes of weights gathered or cast for use."""
     mesh, software = settings.mesh, settings.software
     count = sum(local_parameters(arch, settings, rank))
     if software.casts_weights:
         return 2 * count
     width = settings.shape.width if software.is_headway else 2
     if settings.zero < 3 or mesh.shard * mesh.context == 1:
-        # copies of the whole round their own weights for products, and keep that for both passes
+        # replicas cast their own weights for GEMMs, and keep the copy for both passes
         return width * count if software.is_headway and mesh.data > 1 else 0.0
     if settings.keeps_weights or mesh.pipeline > 1:
         return width * count
     layer = max(_layer_weights(arch, experts, settings) for experts, _ in layer_kinds(arch))
     tables = arch.vocab * arch.dim / mesh.tensor * (1 if arch.tied else 2)
-    # two layers' weights and one layer's gradients on their way, beside the tables that stay
+    # weights of two layers and gradients of one in transit, beside embedding and head
     return width * tables + layer * (2 * width + software.reduce_bytes)
 
 
 def _layer_weights(arch: Architecture, experts: bool, settings: Settings) -> float:
-    """Weights of one layer that its devices bring together: experts only where several ranks share one's."""
+    """Weights that are gathered for a layer; experts only if several ranks shard the same ones."""
     mesh = settings.mesh
     routed = routed_parameters(arch) if experts else 0
     shared = mesh.shard * mesh.context * mesh.tensor > mesh.expert
@@ -295,13 +296,13 @@ def _layer_weights(arch: Architecture, experts: bool, settings: Settings) -> flo
 
 
 def _logits(arch: Architecture, settings: Settings) -> float:
-    """Logits, their gradient and the loss's temporaries, of one microbatch."""
+    """Bytes of logits, their gradient and the loss's temporaries per microbatch."""
     tokens = settings.shape.tokens
     elements = tokens * arch.vocab / settings.mesh.tensor
     if settings.software.loss == "chunked":
-        # while one chunk's logits are made, the chunk before is still alive
+        # the previous chunk is still alive while the next one is computed
         alive = 11 * elements if elements <= CHUNK_ELEMENTS else 16 * CHUNK_ELEMENTS
-        # the head's gradient in float32 and the stream's; a tensor axis gathers the stream for it
+        # the head's gradient in float32, and the stream's; a tensor axis gathers the stream
         streams = 2 * tokens * arch.dim * (settings.shape.width / 2)
         streams += settings.stream_width * tokens * arch.dim if settings.mesh.tensor > 1 else 0.0
         return alive + 4 * arch.vocab * arch.dim / settings.mesh.tensor + streams

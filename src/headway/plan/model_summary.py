@@ -1,4 +1,4 @@
-"""What a model is made of and what it takes: parameters by part, bytes, operations, its cache. Pure arithmetic."""
+"""Summarizes a model: parameters by part, bytes, FLOPs, training memory and KV cache."""
 
 import math
 from collections.abc import Mapping
@@ -23,20 +23,20 @@ __all__ = [
 ]
 
 PARTS = ("embedding", "attention", "feed-forward", "experts", "shared experts", "router", "norms", "head")
-"""In the order that they are told in."""
+"""In display order."""
 PRECISIONS = {"float32": 4, "bfloat16": 2, "8 bit": 1}
-"""Bytes of a weight."""
+"""Bytes per weight."""
 CACHE_BYTES = 2
-"""Of a number in the cache: bfloat16."""
+"""Per element of the KV cache: bfloat16."""
 GRADIENT_BYTES = 4
-"""Gradients are added up in float32, whatever weights are kept in."""
+"""Gradients are accumulated in float32, whatever the weights are."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TrainingBytes:
-    """Bytes that training keeps of a model, before anything is shared out over devices."""
+    """Bytes of training state, before sharding."""
 
     optimizer: str
     weights: int
@@ -46,22 +46,22 @@ class TrainingBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Weights, gradients and optimizer states."""
         return self.weights + self.gradients + self.states
 
 
 @dataclass(frozen=True)
 class KvCacheBytes:
-    """Bytes of keys and values in bfloat16."""
+    """Bytes of the KV cache in bfloat16."""
 
     token: int
-    """Of one token, in all layers."""
+    """Per token, in all layers."""
     length: int
-    """Of a long sequence."""
+    """Sequence length, in tokens."""
     full: int
-    """What that many tokens take if all layers keep all of them."""
+    """Bytes of such a sequence if all layers keep all tokens."""
     windowed: int
-    """What they take if layers with a window keep what it shows."""
+    """Bytes if sliding-window layers keep only their window."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ModelSummary:
     """Parameters by part."""
     parameters: int
     active: int
-    """Those that one token's pass uses."""
+    """Parameters that a token uses."""
     weights: Mapping[str, int]
     """Bytes of all weights, by precision."""
     training: TrainingBytes
@@ -81,13 +81,13 @@ class ModelSummary:
     flops_per_token_full_attention: int
     cache: KvCacheBytes
     windows: Mapping[int, int]
-    """How many layers see so many tokens only."""
+    """Number of layers by sliding window."""
 
 
 def describe(model: Model, seq: int, length: int | None = None, train: Train | None = None) -> ModelSummary:
-    """What a decoder whose vocabulary is settled comes to in sequences of `seq`; its cache, at `length` or there.
+    """Summarize a model at sequences of `seq`, with a KV cache of `length` (default `seq`).
 
-    Trained as a recipe says, or by AdamW in float32.
+    Training is by `train`, or by AdamW in float32.
     """
     arch, shapes = model.architecture(), model.tensors()
     parts = parts_of(shapes)
@@ -107,7 +107,7 @@ def describe(model: Model, seq: int, length: int | None = None, train: Train | N
 
 
 def part_of(name: str) -> str:
-    """Which part of a decoder one of its tensors belongs to."""
+    """The part of a decoder that a tensor belongs to."""
     owner = name.rpartition(".")[0]
     if owner.endswith("norm"):
         return "norms"
@@ -120,7 +120,7 @@ def part_of(name: str) -> str:
 
 
 def parts_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Parameters by part; parts that a model does not have are left out."""
+    """Parameters by part, without empty parts."""
     counts = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         counts[part_of(name)] += math.prod(shape)
@@ -128,7 +128,7 @@ def parts_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def training_of(shapes: Mapping[str, Shape], train: Train) -> TrainingBytes:
-    """What weights, gradients and the optimizer take: of frozen weights nothing but themselves."""
+    """Bytes of weights, gradients and optimizer states; frozen parameters have only weights."""
     width = 4 if train.weights == "float32" else 2
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     trained = sum(size for name, size in sizes.items() if first_match([train.freeze], name) is None)
@@ -137,10 +137,10 @@ def training_of(shapes: Mapping[str, Shape], train: Train) -> TrainingBytes:
 
 
 def cache_of(model: Model, length: int) -> KvCacheBytes:
-    """What the cache takes of one token, and of a sequence; layers with a window need no more than it shows."""
+    """KV cache bytes per token and per sequence, with and without sliding windows."""
     arch = model.architecture()
     numbers = 2 * arch.kv_heads * arch.head_dim
-    if arch.latent is not None:  # one narrow vector for all heads, and the part that carries the position
+    if arch.latent is not None:  # one latent vector for all heads, and the RoPE part
         numbers = arch.latent.kv_rank + arch.latent.rope_dim
     layer_bytes = numbers * CACHE_BYTES
     cached_tokens = sum(min(length, model.window_of(layer) or length) for layer in range(model.layers))
@@ -150,6 +150,6 @@ def cache_of(model: Model, length: int) -> KvCacheBytes:
 
 
 def windows_of(model: Model) -> dict[int, int]:
-    """How many layers look through which window; those that see all tokens are not among them."""
+    """Number of layers by sliding window, without full-attention layers."""
     windows = [window for layer in range(model.layers) if (window := model.window_of(layer)) is not None]
     return {window: windows.count(window) for window in sorted(set(windows))}

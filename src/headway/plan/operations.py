@@ -1,7 +1,7 @@
-"""Every operation of a training step, exactly: products, attention, and what only moves memory.
+"""Counts every operation of a training step: GEMMs, attention and memory-bound kernels.
 
-Counted for one microbatch on one device. Forward, the gradient of the input and the gradient of the weights stand
-apart, so that a schedule may put them where it likes and checkpointing may do the first twice.
+Per microbatch and device. Forward, input gradient and weight gradient are separate, so that a schedule may reorder
+them and recomputation may repeat the first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,30 +22,29 @@ BF16 = 2
 F32 = 4
 
 LOSS_BYTES = {"stepwise": 85, "eager": 36, "sharded": 24, "chunked": 40, "fused": 10}
-"""Bytes that the loss and its backward pass move for each logit: widened to float32, normalized, narrowed again. The
-chunked one's was measured on an H200 (39), the stepwise one's follows from A100 iterations; a fused one reads and
-writes a few times."""
+"""Bytes that the loss and its backward pass move per logit. `chunked` was measured on an H200 (39), `stepwise` follows
+from A100 iterations; a fused loss reads and writes a few times."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel's work, or that of several equal ones."""
+    """A kernel, or several equal ones."""
 
     name: str
     kind: Kind
     phase: Phase
     flops: float = 0.0
     bytes: float = 0.0
-    """That must move at least: inputs read once, outputs written once; for the software at hand."""
+    """Minimum traffic for this software: inputs read once, outputs written once."""
     m: float = 0
     n: float = 0
     k: float = 0
     count: float = 1
-    """Equal products: experts on this device."""
+    """Equal GEMMs: experts on this device."""
     precision: str = "bf16"
     kernels: int = 1
     plain: bool = False
-    """Memory-bound kernels as a framework has them, strides, casts and all: they reach less of the bandwidth."""
+    """A framework's own elementwise kernels, with strides and casts: they reach less of the bandwidth."""
     seq: int = 0
     head_dim: int = 0
 
@@ -53,11 +52,11 @@ class Operation:
 Part = tuple[Operation, ...]
 
 _PASSES: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input_grad", 2))
-"""Of attention: the backward pass counts as two forward ones."""
+"""Of attention; the backward pass counts as two forward passes."""
 
 
 def gemm(name: str, phase: Phase, m: float, n: float, k: float, count: float, precision: str) -> Operation:
-    """A matrix product [m, k] x [k, n]."""
+    """A GEMM [m, k] x [k, n]."""
     size, out = {"fp8": (1, 2), "mxfp8": (1, 2), "nvfp4": (0.5625, 2), "float32": (4, 4)}.get(precision, (2, 2))
     moved = count * (size * (m * k + k * n) + out * m * n)
     return Operation(name, "gemm", phase, 2.0 * count * m * n * k, moved, m, n, k, count, precision)
@@ -65,7 +64,7 @@ def gemm(name: str, phase: Phase, m: float, n: float, k: float, count: float, pr
 
 @lru_cache(maxsize=65536)
 def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchShape, software: Software) -> Part:
-    """One layer, forward and backward."""
+    """The operations of one layer, forward and backward."""
     operations: list[Operation] = []
     for matrix in layer_matrices(arch, with_experts):
         operations += _gemms(matrix, shape)
@@ -79,18 +78,18 @@ def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchSh
 
 
 def _widened(operations: Sequence[Operation], shape: MicrobatchShape) -> Iterator[Operation]:
-    """Bytes of memory-bound operations are counted for two a number; in float32 there are four."""
+    """Scale the bytes of memory-bound operations, which are counted in bfloat16, to the width of activations."""
     for operation in operations:
         yield replace(operation, bytes=operation.bytes * shape.width / 2) if operation.kind == "memory" else operation
 
 
 def _split(matrix: Matrix, shape: MicrobatchShape) -> tuple[float, float, float, float]:
-    """Tokens, inputs, outputs and number of a matrix's products on this device."""
+    """Tokens, inputs, outputs and number of a matrix's GEMMs on this device."""
     inputs = matrix.inputs / (shape.tensor if matrix.split == "inputs" else 1)
     outputs = matrix.outputs / (shape.tensor if matrix.split == "outputs" else 1)
     if matrix.copies == 1:
         return shape.tokens, inputs, outputs, 1
-    # Experts are whole on their device; the tensor axis splits tokens there, and sends each to its experts.
+    # Experts are not split; the tensor axis splits their tokens instead.
     local = max(1.0, matrix.copies / shape.expert)
     tokens = shape.tokens / shape.tensor * matrix.uses / local * shape.imbalance
     return tokens, matrix.inputs, matrix.outputs, local
@@ -105,10 +104,10 @@ def _gemms(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
 
 
 def _quantize(matrix: Matrix, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
-    """Cast inputs, weights and output gradients down, each in the two layouts that products want.
+    """Quantize inputs, weights and output gradients, each in the two layouts that GEMMs need.
 
-    Tensor-wise scales take one more pass to find the largest value; kernels that fuse the cast behind the
-    operation before save the read.
+    Tensor-wise scales take one more pass to find the largest value; fusing the cast into the previous kernel saves
+    the read.
     """
     tokens, inputs, outputs, count = _split(matrix, shape)
     read = BF16 * (1 if software.fusion == "eager" else 0.5) + (BF16 if software.scaling == "tensor" else 0)
@@ -120,7 +119,7 @@ def _quantize(matrix: Matrix, shape: MicrobatchShape, software: Software) -> Ite
 
 
 def _cast(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
-    """Autocast: float32 weights rounded for each forward pass, gradients widened after each backward pass."""
+    """Autocast: float32 weights cast down per forward pass, gradients cast up per backward pass."""
     _, inputs, outputs, count = _split(matrix, shape)
     weights = inputs * outputs * count
     yield Operation(f"{matrix.name}.cast", "memory", "forward", bytes=weights * (F32 + BF16))
@@ -128,7 +127,7 @@ def _cast(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
 
 
 def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
-    """Attention itself: causal kernels skip what is masked, products with a mask added do not."""
+    """Attention: causal kernels skip what is masked, unfused GEMMs do not."""
     heads = arch.heads / shape.tensor
     pairs = shape.tokens * shape.seq * heads
     flops = 2.0 * pairs * (arch.head_dim + arch.value_dim)
@@ -149,7 +148,7 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
         for name, width in (("scores", arch.head_dim), ("mix", arch.value_dim)):
             operation = gemm(f"attention.{name}", phase, tokens, shape.seq, width, batch, shape.high_precision)
             yield replace(operation, flops=times * operation.flops, bytes=times * operation.bytes, count=times * batch)
-        # softmax reads and writes the scores; dropout reads, writes and keeps a mask
+        # softmax reads and writes the scores; dropout reads, writes and stores a mask
         passes = (2 + 2.5 * software.dropout) if phase == "forward" else (3 + 2.5 * software.dropout)
         yield Operation("attention.softmax", "memory", phase, bytes=BF16 * pairs * passes, kernels=2)
 
@@ -157,7 +156,7 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
 def _elementwise(
     arch: Architecture, with_experts: bool, shape: MicrobatchShape, software: Software
 ) -> Iterator[Operation]:
-    """Norms, residuals, rotary positions, activations, dropout, routing: all that memory bounds."""
+    """Memory-bound kernels: norms, residuals, RoPE, activations, dropout, routing."""
     stream = shape.tokens * arch.dim / (shape.tensor if software.sequence_parallel else 1)
     forward, backward = _stream_bytes(arch, software)
     yield from _memory("norms and residuals", stream * forward, stream * backward, software, 4)
@@ -176,23 +175,22 @@ def _elementwise(
         yield from _activation("activation", arch, shape.tokens * arch.hidden / shape.tensor, software)
         return
     experts = arch.experts
-    assert experts is not None, "asked for the experts of a dense model"
+    assert experts is not None, "a dense model has no experts"
     routed = shape.tokens / shape.tensor * experts.top_k * shape.imbalance
     yield from _activation("activation", arch, routed * experts.hidden, software)
     if experts.shared:
         inner = shape.tokens * experts.hidden * experts.shared / shape.tensor
         yield from _activation("shared activation", arch, inner, software)
-    # tokens are gathered for their experts, and added up again with their weights
+    # tokens are gathered for their experts, and summed with their weights
     moved = routed * arch.dim * BF16
     yield from _memory("permute", moved * 5, moved * 5, software, 8)
 
 
 def _stream_bytes(arch: Architecture, software: Software) -> tuple[float, float]:
-    """Bytes an element of the residual stream costs in a layer, forward and backward: two norms, two additions.
+    """Bytes per element of the residual stream in a layer, forward and backward: two norms, two additions.
 
-    Fused by a compiler, an addition and the norm after it are one kernel, and so are their backward passes. One
-    kernel each, every product that reads a normalized copy brings a gradient that is added; under autocast each
-    reads a copy of its own, cast down, and its gradient is cast up.
+    A compiler fuses an addition with the norm after it, forward and backward. Without fusion, every GEMM that reads a
+    normalized copy adds a gradient; under autocast each reads its own cast copy, and its gradient is cast back.
     """
     wide = software.stream_bytes
     if software.fusion == "compiled":
@@ -222,7 +220,7 @@ def _activation(name: str, arch: Architecture, elements: float, software: Softwa
 
 @lru_cache(maxsize=4096)
 def head_operations(arch: Architecture, shape: MicrobatchShape, software: Software) -> tuple[Part, Part]:
-    """The embedding's look-up, and the last norm, head and loss."""
+    """The operations of the embedding, and of final norm, head and loss."""
     stream = shape.tokens * arch.dim * BF16
     embed = [Operation("embedding", "memory", "forward", bytes=2 * stream)]
     embed += [Operation("embedding", "memory", "weight_grad", bytes=4 * stream)]
@@ -242,7 +240,7 @@ def head_operations(arch: Architecture, shape: MicrobatchShape, software: Softwa
 
 
 def optimizer_bytes(software: Software) -> float:
-    """Bytes that one parameter's update moves, norm and clipping of its gradient included."""
+    """Bytes that the update of one parameter moves, including gradient norm and clipping."""
     moved: float = (
         2 * software.master_bytes + software.weight_bytes if software.master_bytes else 2 * software.weight_bytes
     )

@@ -1,7 +1,7 @@
-"""What training keeps of each parameter beside its weight: moments, master copies, averages; nothing of frozen ones.
+"""Optimizer state per parameter: moments, master copies, averages; none for frozen parameters.
 
-Facts of `train/optim/`, by names and shapes alone; a test holds them against the optimizers' own tensors. Counters of
-steps, four bytes a tensor, are left out.
+Mirrors `train/optim/` by names and shapes; a test compares with the optimizers' tensors. Step counters, four bytes per
+tensor, are left out.
 """
 
 import math
@@ -23,20 +23,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OptimizerFootprint:
-    """Of a model's parameters, on the average: of those in blocks, and of those outside, which pipelines keep apart."""
+    """Average per parameter, in blocks and outside of them: pipelines place the two on different ranks."""
 
     block_bytes: float
-    """Kept beside each parameter in blocks."""
+    """State bytes per parameter in blocks."""
     rest_bytes: float
     block_trained: float = 1.0
-    """Share of them that is trained."""
+    """Share that is trained."""
     rest_trained: float = 1.0
     block_flops: float = 0.0
-    """Of an update, for each parameter in blocks."""
+    """FLOPs of an update per parameter in blocks."""
 
 
 def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None:
-    """What a recipe's optimizer keeps; None for AdamW on all parameters, of which `Software` says enough."""
+    """State of a recipe's optimizer; None for AdamW on all parameters, which `Software` describes."""
     if train.optimizer == "adamw" and not train.freeze and train.ema is None:
         return None
     shapes = model.tensors()
@@ -58,7 +58,7 @@ def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None
 
 
 def optimizer_state_bytes(name: str, shape: Shape, train: Train) -> float:
-    """Beside one parameter's weight."""
+    """State bytes of one parameter."""
     if not _trained(name, train):
         return 0
     count = math.prod(shape)
@@ -74,7 +74,7 @@ def optimizer_state_bytes(name: str, shape: Shape, train: Train) -> float:
 
 
 def update_flops(name: str, shape: Shape, train: Train) -> float:
-    """Of the products in one parameter's update: Muon's, whose five steps have three of them each."""
+    """GEMM FLOPs of one parameter's update: Muon's five Newton-Schulz steps, three GEMMs each."""
     if train.optimizer != "muon" or not _is_matrix(name, shape) or not _trained(name, train):
         return 0
     short, long = sorted(shape[-2:])
@@ -86,6 +86,6 @@ def _trained(name: str, train: Train) -> bool:
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
-    """One inside of a block, or a stack of them: what Muon and eight bits are for."""
-    stands = name.startswith(BLOCKS) and not name.endswith("bias") and ".router." not in name
-    return stands and len(shape) in (2, 3)
+    """Whether it is a matrix in a block, or a stack of them: what Muon and 8-bit states apply to."""
+    in_block = name.startswith(BLOCKS) and not name.endswith("bias") and ".router." not in name
+    return in_block and len(shape) in (2, 3)

@@ -1,21 +1,20 @@
-"""Pipeline schedules: how long a step takes, how long each rank computes, how much it must remember.
+"""Simulates pipeline schedules: step time, busy time per rank, and microbatches in flight.
 
     gpipe        every forward, then every backward (Huang et al. 2019, arXiv:1811.06965)
     1f1b         forwards and backwards alternate, so that rank r holds ranks - r microbatches (arXiv:2104.04473)
-    interleaved  1f1b with several chunks of layers a rank, as in Megatron-LM: a smaller bubble, more memory and more
+    interleaved  1f1b with several chunks of layers per rank, as in Megatron-LM: a smaller bubble, more memory and more
                  transfers (same paper)
     zero-bubble  ZB-H1: 1f1b with the weight gradients split off and used to fill the end (arXiv:2401.10241)
 
 Each rank runs a fixed list of operations in order; an operation starts when the rank is free and its input has arrived.
-A list is fixed by counts and not by times: so zero-bubble is never slower than 1f1b on stages that take the same, and
-may be on stages that do not, when a rank that could have done its weight gradients while it waited keeps them for last.
+The list depends on counts, not on times: zero-bubble is never slower than 1f1b on equal stages, but may be on unequal
+ones, where a rank could have computed weight gradients while it waited.
 
-The lists are read in rounds, lined up so that every input comes from the round before, or from a neighbour in the
-same round. The state after a round is then two or three numbers a rank, and a step is three stretches: filling,
-steady, draining. All steady rounds are alike: each adds constants and takes maxima. Two states that differ by one
-constant in all their numbers therefore have futures that differ by that constant: once the state returns to itself
-but for a shift, it cycles for good, and whole cycles are skipped. This is found, never assumed: where two ranks are
-nearly equal it may take hundreds of microbatches to settle which one is the slowest, and they are then gone through.
+The lists are simulated in rounds, aligned so that every input comes from the previous round, or from a neighbour in the
+same round. The state after a round is two or three numbers per rank, and a step fills, runs steadily and drains. All
+steady rounds are alike: each adds constants and takes maxima, so that states which differ by one constant in all their
+numbers keep that difference. Once a state recurs up to a shift it cycles forever, and full cycles are skipped. Cycles
+are detected, never assumed: if two ranks are nearly equal, hundreds of microbatches may pass before one starts.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +29,8 @@ __all__ = ["SCHEDULES", "StageTime", "Timeline", "check_schedule", "in_flight", 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
-# Two states count as the same but for a shift when they agree to this share of the time passed. Rounding adds about
-# 1e-16 a round; skipping m microbatches multiplies what is left by m at most.
+# Relative tolerance for two states that agree up to a shift. Rounding adds about 1e-16 per round; skipping m
+# microbatches multiplies the rest by at most m.
 SAME = 1e-13
 
 State = tuple[list[float], ...]
@@ -51,11 +50,11 @@ class StageTime:
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
-        assert all(0 <= time < inf for time in times), f"a stage takes a time, not {times}"
+        assert all(0 <= time < inf for time in times), f"invalid stage times {times}"
 
     @property
     def backward(self) -> float:
-        """Seconds of the whole backward pass."""
+        """Seconds of the full backward pass."""
         return self.input_grad + self.weight_grad
 
     @property
@@ -66,53 +65,53 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule takes: one step, all microbatches."""
+    """One step of a schedule over all microbatches."""
 
     seconds: float
-    """From the first forward's start to the end of the last work, over all ranks."""
+    """From the start of the first forward to the end of all work, over all ranks."""
     busy: tuple[float, ...]
     """Seconds of compute, by rank."""
     in_flight: tuple[int, ...]
-    """By rank, the most forwards of (microbatch, chunk) whose backward, weight gradients included, is not done."""
+    """By rank, the most (microbatch, chunk) forwards whose backward, weight gradients included, is outstanding."""
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The bubble: by rank, the share of the time in which it computes nothing."""
+        """The bubble: idle share of the time, by rank."""
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
 
 def check_schedule(schedule: str, ranks: int, chunks: int, microbatches: int, layers: int) -> None:
-    """Raises UsageError, with a hint, when the schedule cannot run.
+    """Raise UsageError with a hint if the schedule cannot run.
 
-    `chunks` is the number of virtual stages a rank; a model of `layers` layers gives each at least one.
+    `chunks` is the number of virtual stages per rank; each needs at least one of the `layers`.
     """
     _check_counts(schedule, ranks, chunks, microbatches)
     if layers < ranks * chunks:
         raise UsageError(
             f"{layers} layers cannot fill {ranks * chunks} pipeline stages ({ranks} ranks x {chunks} chunks)",
-            hint=f"ranks x chunks may be {layers} at most",
+            hint=f"ranks x chunks may be at most {layers}",
         )
 
 
 def _check_counts(schedule: str, ranks: int, chunks: int, microbatches: int) -> None:
     if schedule not in SCHEDULES:
-        raise UsageError(f"no pipeline schedule is called {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
+        raise UsageError(f"unknown pipeline schedule {schedule!r}", hint=f"schedules: {', '.join(SCHEDULES)}")
     for name, count in (("ranks", ranks), ("chunks", chunks), ("microbatches", microbatches)):
         if count < 1:
-            raise UsageError(f"a pipeline of {count} {name} does nothing", hint=f"{name} must be 1 or more")
+            raise UsageError(f"a pipeline cannot have {count} {name}", hint=f"{name} must be 1 or more")
     if schedule != "interleaved":
         if chunks != 1:
             raise UsageError(
-                f"{schedule} runs one chunk of layers a rank, not {chunks}", hint="use interleaved, or chunks = 1"
+                f"{schedule} runs one chunk of layers per rank, not {chunks}", hint="use interleaved, or chunks = 1"
             )
         return
     if chunks == 1:
-        raise UsageError("interleaved with one chunk a rank has nothing to interleave", hint="use 1f1b, or chunks = 2")
+        raise UsageError("interleaved needs at least two chunks per rank", hint="use 1f1b, or chunks = 2")
     if microbatches % ranks:
         more = microbatches + ranks - microbatches % ranks
         fewer = f"{more - ranks} or " if more > ranks else ""
         raise UsageError(
-            f"interleaved takes microbatches in groups of {ranks}, as many as ranks: {microbatches} is no multiple",
+            f"interleaved needs a multiple of {ranks} microbatches on {ranks} ranks, got {microbatches}",
             hint=f"use {fewer}{more} microbatches",
         )
 
@@ -120,13 +119,13 @@ def _check_counts(schedule: str, ranks: int, chunks: int, microbatches: int) -> 
 def simulate(
     schedule: str, stages: Sequence[StageTime], ranks: int, microbatches: int, transfer_s: float = 0.0
 ) -> Timeline:
-    """The timeline of one step of `microbatches` through `stages`; virtual stage i lives on rank i % ranks.
+    """Simulate one step of `microbatches` through `stages`; virtual stage i is on rank i % ranks.
 
-    `transfer_s` passes between an operation's end and its output's arrival on another rank; it occupies neither.
+    `transfer_s` is the time from the end of an operation to the arrival of its output; it occupies neither rank.
     """
     assert ranks > 0, f"{ranks} ranks"
     assert len(stages) % ranks == 0, f"{len(stages)} stages on {ranks} ranks"
-    assert 0 <= transfer_s < inf, f"a transfer takes a time, not {transfer_s}"
+    assert 0 <= transfer_s < inf, f"invalid transfer time {transfer_s}"
     _check_counts(schedule, ranks, len(stages) // ranks, microbatches)
     return _timeline(schedule, tuple(stages), ranks, microbatches, transfer_s if ranks > 1 else 0.0)
 
@@ -148,25 +147,25 @@ def _timeline(
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """By rank, the most forwards of (microbatch, chunk) whose backward is not done.
+    """By rank, the most (microbatch, chunk) forwards whose backward is outstanding.
 
-    Read off the lists: forwards before the first backward (zero-bubble: before the first weight gradients).
+    That is the number of forwards before the first backward (zero-bubble: before the first weight gradients).
     """
     most = {
         "gpipe": [microbatches] * ranks,
         "1f1b": [ranks - rank for rank in range(ranks)],
         "interleaved": [2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks)],
-        # Rank r keeps r microbatches back between their two backwards, so all ranks hold as much as 1f1b's first.
+        # Rank r defers the weight gradients of r microbatches, so all ranks hold as many as 1f1b's first.
         "zero-bubble": [ranks] * ranks,
     }[schedule]
     return tuple(min(count, microbatches * chunks) for count in most)
 
 
 def _gpipe(stages: Sequence[StageTime], microbatches: int, transfer_s: float) -> float:
-    """Closed form, stages even or not.
+    """Closed form for any stages: a flow shop of equal jobs.
 
-    Equal jobs pass a row of machines in the time of one job plus, for each further one, that of the slowest machine.
-    The backwards are a second such row: it starts when the last stage is done, and by then all others are.
+    Jobs take the time of one through all machines plus, for each further one, that of the slowest machine. The
+    backwards are a second flow shop, which starts when the last stage is done.
     """
     forwards, backwards = [stage.forward for stage in stages], [stage.backward for stage in stages]
     rows = (sum(row) + (microbatches - 1) * max(row) + (len(stages) - 1) * transfer_s for row in (forwards, backwards))
@@ -174,12 +173,11 @@ def _gpipe(stages: Sequence[StageTime], microbatches: int, transfer_s: float) ->
 
 
 def _even(schedule: str, stage: StageTime, ranks: int, chunks: int, microbatches: int) -> float:
-    """Closed form for stages that all take the same, with transfers that take nothing.
+    """Closed form for equal stages and free transfers.
 
     1f1b and interleaved: a rank's work and ranks - 1 idle turns of one chunk. zero-bubble, with at least as many
-    microbatches as ranks: the idle turns shrink to forward + input_grad - weight_grad, or, when the weight
-    gradients take longer than one of the two, to the longer of them. With fewer microbatches than ranks, the missing
-    ones have no weight gradients to fill their turns with.
+    microbatches as ranks: the idle turns shrink to forward + input_grad - weight_grad, or to the longer of forward and
+    input_grad if weight_grad exceeds either. Missing microbatches leave their turns unfilled.
     """
     work = microbatches * chunks * stage.total
     if schedule != "zero-bubble":
@@ -193,9 +191,9 @@ def _even(schedule: str, stage: StageTime, ranks: int, chunks: int, microbatches
 def _one_chunk(split: bool, stages: Sequence[StageTime], microbatches: int, transfer_s: float) -> float:
     """1f1b and zero-bubble (`split`), in rounds.
 
-    In round k rank r does, as far as they exist, the forward of microbatch k + ranks - 1 - r, the backward of
-    microbatch k, and with `split` the weight gradients of microbatch k - r. A forward's input comes from the round
-    before, a backward's from this one. The state is when each rank is free, and when its last forward ended.
+    In round k rank r runs, if they exist, the forward of microbatch k + ranks - 1 - r, the backward of
+    microbatch k, and with `split` the weight gradients of microbatch k - r. The input of a forward comes from the
+    previous round, that of a backward from this one. The state is when each rank is free and its last forward ended.
     """
     ranks = len(stages)
     forward = [stage.forward for stage in stages]
@@ -227,8 +225,8 @@ def _interleaved(stages: Sequence[StageTime], ranks: int, microbatches: int, tra
     """Megatron-LM's interleaved 1f1b, in rounds.
 
     Every rank takes microbatches in groups of `ranks`: a group's forwards chunk by chunk, its backwards chunk by
-    chunk from the last. Counted in that order, rank r does in round n forward n - r and backward
-    n - (len(stages) - 1) - (ranks - 1 - r), as far as they exist. Their inputs come from the round before: from the
+    chunk from the last. Counted in that order, rank r runs in round n forward n - r and backward
+    n - (len(stages) - 1) - (ranks - 1 - r), if they exist. Their inputs come from the previous round: from the
     neighbour, or around the ring where a chunk ends. The state is when each rank is free, and when its last forward
     and its last backward ended.
     """
@@ -241,7 +239,7 @@ def _interleaved(stages: Sequence[StageTime], ranks: int, microbatches: int, tra
         free, sent, returned = (list(ends) for ends in state)
         active = slice(max(0, n - jobs + 1), min(ranks, n + 1))
         if active.start < active.stop:
-            # A rank keeps to a chunk for `ranks` turns, one turn behind the rank before: a round meets two chunks.
+            # A rank stays on a chunk for `ranks` turns, one turn behind the previous rank: a round spans two chunks.
             chunk, turn = divmod(n % group, ranks)
             times = forwards[chunk][: turn + 1] + forwards[chunk - 1][turn + 1 :]
             inputs = [sent[-1] if chunk else -inf, *sent]
@@ -260,13 +258,13 @@ def _interleaved(stages: Sequence[StageTime], ranks: int, microbatches: int, tra
 
 
 def _run(free: list[float], inputs: list[float], transfer_s: float, times: list[float]) -> list[float]:
-    """When one operation a rank ends, given when the rank is free and when its input was sent."""
+    """When one operation per rank ends, given when the rank is free and when its input was sent."""
     rows = zip(free, inputs, times, strict=True)
     return [(ready if ready > (arrival := sent + transfer_s) else arrival) + time for ready, sent, time in rows]
 
 
 def _rounds(step: Round, state: State, rounds: range, steady: range, period: int = 1) -> State:
-    """The state after all rounds; in the steady ones, round n does the same work as round n + period."""
+    """The state after all rounds; steady round n does the same work as round n + period."""
     if len(steady) <= period:
         steady = range(rounds.stop, rounds.stop)
     for n in range(rounds.start, steady.start):
@@ -278,10 +276,10 @@ def _rounds(step: Round, state: State, rounds: range, steady: range, period: int
 
 
 def _steady(step: Round, state: State, rounds: range, period: int) -> State:
-    """The state after the steady rounds, whole cycles of them skipped.
+    """The state after the steady rounds, with full cycles skipped.
 
-    The state is compared with one marked earlier, and the mark moves on at ever doubled distances (Brent's search
-    for a cycle): no cycle is too long to be found and no start too irregular, at a cost of one comparison a period.
+    Brent's cycle detection: the state is compared with a mark that moves at doubling distances, at the cost of one
+    comparison per period.
     """
     n, mark, marked_at, patience = rounds.start, state, rounds.start, period
     while n < rounds.stop:
@@ -301,10 +299,10 @@ def _steady(step: Round, state: State, rounds: range, period: int) -> State:
 
 
 def _shift(earlier: State, later: State) -> float | None:
-    """By how much all times have moved, when all have moved by the same."""
+    """The common shift of all times; None if they shifted differently."""
     shift = later[0][0] - earlier[0][0]
     slack = SAME * later[0][0]
-    # The last rank is the farthest from the first, and mostly settles last: one look saves most comparisons.
+    # The last rank mostly settles last: checking it first saves most comparisons.
     if abs(later[0][-1] - earlier[0][-1] - shift) > slack:
         return None
     pairs = zip(chain(*earlier), chain(*later), strict=True)

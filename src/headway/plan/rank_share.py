@@ -1,8 +1,8 @@
-"""What one worker of Headway's own trainer holds of a dense decoder, to the parameter.
+"""Exact number of parameters per rank under Headway's trainer, for dense decoders.
 
-The tensor axis splits matrices; norms, biases of what is added up over it, and keys and values of fewer heads than it
-has workers stay whole, and their gradients are added up once a step. A pipeline's first stage has the embedding, its
-last one the final norm and the head; a tied table is on both.
+The tensor axis splits matrices. Norms, biases of row-parallel matrices, and key-value heads if there are fewer than
+ranks are replicated, and their gradients are reduced once per step. The first pipeline stage has the embedding, the
+last the final norm and head; a tied table is on both.
 """
 
 from headway.plan.architecture import Architecture
@@ -13,17 +13,17 @@ __all__ = ["block_parameters", "is_exact", "rest_parameters", "summed_parameters
 
 
 def is_exact(arch: Architecture, settings: Settings) -> bool:
-    """Whether workers' shares are known to the parameter: of our own trainer, and of models that it trains."""
+    """Whether shares are exact: Headway's trainer, and a model without experts or latent attention."""
     return settings.software.is_headway and arch.experts is None and arch.latent is None
 
 
 def worker_blocks(arch: Architecture, settings: Settings, rank: int) -> int:
-    """Blocks of a pipeline's rank."""
+    """Blocks of a pipeline rank."""
     return blocks_of_ranks(arch.layers, settings)[rank]
 
 
 def block_parameters(arch: Architecture, tensor: int) -> int:
-    """Of one block, as one worker of the tensor axis holds it."""
+    """Parameters of a block per tensor rank."""
     queries = arch.heads * arch.head_dim
     split = arch.dim * queries + queries * arch.dim + (queries if arch.qkv_bias else 0)
     inner = arch.hidden * (2 if arch.gated else 1)
@@ -34,12 +34,12 @@ def block_parameters(arch: Architecture, tensor: int) -> int:
 
 
 def summed_parameters(arch: Architecture, tensor: int) -> int:
-    """Of those, the ones that all workers hold alike: each has a part of their gradients' sum."""
+    """Parameters of a block that every tensor rank replicates, so that their gradients are reduced."""
     return _norms(arch) + _row_biases(arch) + (_keys(arch) if arch.kv_heads % tensor else 0)
 
 
 def _keys(arch: Architecture) -> int:
-    """Of the projections to keys and values."""
+    """Parameters of the key and value projections."""
     return 2 * arch.kv_heads * arch.head_dim * (arch.dim + (1 if arch.qkv_bias else 0))
 
 
@@ -52,17 +52,17 @@ def _norm(arch: Architecture) -> int:
 
 
 def _row_biases(arch: Architecture) -> int:
-    """Biases of products whose parts are added up over the tensor axis."""
+    """Biases of row-parallel matrices."""
     return arch.dim * (arch.output_bias + arch.mlp_bias)
 
 
 def table_parameters(arch: Architecture, tensor: int) -> int:
-    """Of the embedding or the head; the last worker of the axis may have fewer rows."""
+    """Parameters of embedding or head per tensor rank; the last may have fewer rows."""
     return -(-arch.vocab // tensor) * arch.dim
 
 
 def rest_parameters(arch: Architecture, settings: Settings, rank: int) -> int:
-    """What a pipeline's rank holds beside its blocks: embedding, final norm, head."""
+    """Parameters of a pipeline rank outside of blocks: embedding, final norm, head."""
     ranks, table = settings.mesh.pipeline, table_parameters(arch, settings.mesh.tensor)
     count = table + arch.positions * arch.dim if rank == 0 else 0
     if rank == ranks - 1:

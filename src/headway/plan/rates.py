@@ -1,6 +1,6 @@
-"""How long a device takes for an operation: at the speed of light, by a model of its kernels, or as measured.
+"""Device time of an operation: at vendor peaks, by a kernel model, or as measured.
 
-Times are those of a device that power does not hold back; `power_share` says what its limit leaves.
+Times are at full clock; `power_share` is what the power limit leaves of it.
 """
 
 import math
@@ -30,37 +30,36 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChipGeneration:
-    """What chips of a generation share: how their kernels behave. Shares are of the vendor's dense peak."""
+    """Kernel behaviour of a generation of chips. Shares are of the vendor's dense peak."""
 
     processors: int
-    """Streaming multiprocessors or compute units: how many tiles run at once."""
+    """Streaming multiprocessors or compute units: tiles that run at once."""
     gemm: Mapping[str, float]
-    """Best share that a product reaches, by precision."""
+    """Best share that a GEMM reaches, by precision."""
     ramp: Mapping[str, float]
-    """Depth (in k) that filling and draining a tile costs, by precision."""
+    """Cost of filling and draining a tile, in units of k, by precision."""
     attention: Mapping[str, tuple[float, float, float, float]]
-    """By kernel: share of forward and backward together at heads of 128, at heads of 64, how much faster forward is
-    alone, and the length at which half of that is reached. Two and a half forward passes' work are counted for
-    backward."""
+    """By kernel: share of forward plus backward at head size 128, at 64, speedup of forward alone, and the length at
+    which half of that is reached. The backward pass counts as two and a half forward passes."""
     memory: float
-    """Best share of the memory's bandwidth."""
+    """Best share of the memory bandwidth."""
     kernel_s: float
-    """What each kernel takes beyond its work: start, drain, gap to the next."""
+    """Overhead per kernel: start, drain, gap to the next."""
     demand: float
-    """Power that products back to back would draw at full clock, over the chip's own limit."""
+    """Power that back-to-back GEMMs would draw at full clock, relative to the chip's limit."""
     source: str
 
 
 PLAIN = 0.74
-"""What a framework's own elementwise kernels reach of a copy's bandwidth, strided halves and casts among them:
-measured on an H200 over whole training steps."""
+"""Share of a copy's bandwidth that a framework's own elementwise kernels reach, with strides and casts: measured on an
+H200 over full training steps."""
 
 _MAMF = "stas00/ml-engineering, maximum achievable matmul FLOPS"
 _FLASH = "FlashAttention-2 and -3 papers' figures"
 _OURS = "measured on an H200, hardware/measured/h200.json"
 
 
-def _by(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float]:
+def _by_precision(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float]:
     shares = {"bf16": bf16, "fp16": bf16, "fp8": fp8, "mxfp8": fp8, "nvfp4": nvfp4}
     return MappingProxyType({name: value for name, value in shares.items() if value})
 
@@ -68,14 +67,14 @@ def _by(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Mapping[str, float
 GENERATIONS: Mapping[str, ChipGeneration] = MappingProxyType(
     {
         "ampere": ChipGeneration(
-            108, _by(0.89), _by(96),
+            108, _by_precision(0.89), _by_precision(96),
             MappingProxyType({
                 "flash1": (0.27, 0.31, 1.0, 230), "triton1": (0.29, 0.29, 1.0, 230), "flash2": (0.62, 0.56, 1.05, 486),
             }),
             0.86, 2.5e-6, 1.05, f"{_MAMF}: A100 SXM 271 of 312; {_FLASH}",
         ),
         "hopper": ChipGeneration(
-            132, _by(0.85, 0.82), _by(128, 400),
+            132, _by_precision(0.85, 0.82), _by_precision(128, 400),
             MappingProxyType({
                 "flash1": (0.14, 0.16, 1.0, 215), "triton1": (0.16, 0.16, 1.0, 215),
                 "flash2": (0.334, 0.293, 1.02, 525), "flash3": (0.57, 0.45, 1.1, 450), "cudnn": (0.54, 0.43, 1.12, 400),
@@ -83,24 +82,24 @@ GENERATIONS: Mapping[str, ChipGeneration] = MappingProxyType(
             0.87, 2.5e-6, 1.45, f"{_OURS}; {_MAMF}: H100 SXM 795 of 989; {_FLASH}",
         ),
         "blackwell": ChipGeneration(
-            148, _by(0.80, 0.78, 0.68), _by(192, 512, 800),
+            148, _by_precision(0.80, 0.78, 0.68), _by_precision(192, 512, 800),
             MappingProxyType({
                 "flash2": (0.2, 0.17, 1.02, 525), "flash3": (0.5, 0.40, 1.2, 600), "cudnn": (0.5, 0.40, 1.2, 600),
             }),
             0.87, 2.5e-6, 1.35, f"{_MAMF}: B200 1745 of 2250, GB200 1822 of 2500; FlashAttention-4 abstract",
         ),
         "cdna3": ChipGeneration(
-            304, _by(0.55, 0.52), _by(256, 512),
+            304, _by_precision(0.55, 0.52), _by_precision(256, 512),
             MappingProxyType({"flash2": (0.27, 0.22, 1.2, 600)}),
             0.8, 4e-6, 1.2, f"{_MAMF}: MI300X 668 of 1300; attention assumed",
         ),
         "ada": ChipGeneration(
-            142, _by(0.85, 0.8), _by(128, 256),
+            142, _by_precision(0.85, 0.8), _by_precision(128, 256),
             MappingProxyType({"flash1": (0.27, 0.31, 1.0, 230), "flash2": (0.6, 0.55, 1.05, 486)}),
             0.88, 2.5e-6, 1.3, "assumed like Ampere",
         ),
         "cpu": ChipGeneration(
-            16, MappingProxyType({"bf16": 0.4, "float32": 0.5}), _by(32),
+            16, MappingProxyType({"bf16": 0.4, "float32": 0.5}), _by_precision(32),
             MappingProxyType({"flash2": (0.2, 0.2, 1.0, 64)}),
             0.6, 10e-6, 1.0, "assumed",
         ),
@@ -114,13 +113,13 @@ _GENERATION_OF = {
 
 
 def generation_name(chip: Chip) -> str:
-    """What the generation of a chip is called."""
+    """Name of a chip's generation."""
     return _GENERATION_OF[chip.name.split("-")[0]]
 
 
 def generation(chip: Chip) -> ChipGeneration:
-    """The generation a chip belongs to."""
-    return GENERATIONS[_GENERATION_OF[chip.name.split("-")[0]]]
+    """The generation of a chip."""
+    return GENERATIONS[generation_name(chip)]
 
 
 class Rates(ABC):
@@ -130,28 +129,28 @@ class Rates(ABC):
 
     @abstractmethod
     def gemm(self, operation: Operation) -> float:
-        """Of a matrix product, or several equal ones."""
+        """Seconds of a GEMM, or several equal ones."""
 
     @abstractmethod
     def attention(self, operation: Operation, kernel: str) -> float:
-        """Of fused attention."""
+        """Seconds of fused attention."""
 
     @abstractmethod
     def memory(self, operation: Operation) -> float:
-        """Of an operation that memory bounds."""
+        """Seconds of a memory-bound operation."""
 
     @abstractmethod
     def host(self, software: Software) -> tuple[float, float] | None:
-        """Host seconds of one dense layer's forward and backward pass, where they were measured."""
+        """Host seconds of a dense layer's forward and backward pass, if measured."""
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP/s of the vendor."""
+        """The vendor's dense FLOP/s."""
         return self.chip.peak(precision)
 
 
 @dataclass(frozen=True, eq=False)
 class LimitRates(Rates):
-    """The speed of light: vendors' peaks, and every byte at full bandwidth."""
+    """Roofline: vendor peaks and full memory bandwidth."""
 
     chip: Chip
 
@@ -168,17 +167,17 @@ class LimitRates(Rates):
         return operation.bytes / self.chip.bandwidth_bytes_s
 
     def host(self, software: Software) -> None:
-        """A host that is never late."""
+        """None: the host never limits."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelRates(Rates):
-    """A model of kernels: tiles in waves over the processors, attention's curves, memory's best share."""
+    """A kernel model: GEMM tiles in waves, attention curves, a share of the memory bandwidth."""
 
     chip: Chip
 
     def gemm(self, operation: Operation) -> float:
-        """The best tiling's waves, or the memory's time where that is longer."""
+        """Waves of the best tiling, or the memory time if that is longer."""
         busy_flops = _tiled(
             self.chip.name, operation.precision, math.ceil(operation.m), math.ceil(operation.n), math.ceil(operation.k),
             round(operation.count * 16),
@@ -190,23 +189,23 @@ class ModelRates(Rates):
         return max(busy_flops / self.peak(operation.precision), moved) + kernels.kernel_s
 
     def attention(self, operation: Operation, kernel: str) -> float:
-        """The kernel's best share, less for short sequences."""
+        """At the kernel's best share, less for short sequences."""
         kernels = generation(self.chip)
         wide, narrow, gain, half = kernels.attention.get(kernel) or kernels.attention["flash2"]
         share = narrow + (wide - narrow) * min(1.0, max(0.0, (operation.head_dim - 64) / 64))
         share *= operation.seq / (operation.seq + half)
-        # both passes take 3.5 forward passes' work at the share; we count a backward pass as two
+        # both passes are 3.5 forward passes of work at that share; a backward pass counts as two
         times = 1 / gain if operation.phase == "forward" else (3.5 - 1 / gain) / 2
         return times * operation.flops / (share * self.peak(operation.precision)) + kernels.kernel_s
 
     def memory(self, operation: Operation) -> float:
-        """At the best share of the bandwidth, and each kernel's start."""
+        """At the best share of the bandwidth, plus the overhead per kernel."""
         kernels = generation(self.chip)
         rate = self.chip.bandwidth_bytes_s * kernels.memory * (PLAIN if operation.plain else 1.0)
         return operation.bytes / rate + operation.kernels * kernels.kernel_s
 
     def host(self, software: Software) -> None:
-        """Nothing was measured: a parameter stands in."""
+        """None: not measured, a parameter is used instead."""
 
 
 _TILES = (
@@ -218,17 +217,16 @@ _TILES = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
-"""Rows and columns of a tile, and how its inner loop compares with the largest one's."""
+"""Rows and columns of a tile, and the speed of its inner loop relative to the largest tile."""
 
 
 _BATCHED = 0.65
-"""What many small products of unfused attention reach of a large one's speed: FlashAttention-2's figures, its
-baseline."""
+"""Speed of the small GEMMs of unfused attention relative to a large one: the baseline in FlashAttention-2's figures."""
 
 
 @lru_cache(maxsize=262144)
 def _tiled(chip: str, precision: str, m: int, n: int, k: int, sixteenths: int) -> float:
-    """FLOPs that a product keeps the whole chip busy for, waves and all: at least its own."""
+    """FLOPs that the full chip could do while it runs a GEMM in waves of tiles."""
     kernels = GENERATIONS[_GENERATION_OF[chip.split("-")[0]]]
     best = math.inf
     best_share, ramp, count = kernels.gemm.get(precision, 0.5), kernels.ramp.get(precision, 64), sixteenths / 16
@@ -245,18 +243,18 @@ def _tiled(chip: str, precision: str, m: int, n: int, k: int, sixteenths: int) -
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRates(Rates):
-    """What `headway hardware measure` found on a device of this kind."""
+    """Ceilings that `headway hardware measure` measured on this chip."""
 
     chip: Chip
     ceilings: Ceilings
 
     def gemm(self, operation: Operation) -> float:
-        """From the grid of measured products."""
+        """From the grid of measured GEMMs."""
         m, n, k = (max(1, round(size)) for size in (operation.m, operation.n, operation.k))
         return operation.count * self.ceilings.gemm_seconds(m, n, k, operation.precision)
 
     def attention(self, operation: Operation, kernel: str) -> float:
-        """From the curves of measured attention."""
+        """From the measured attention curves."""
         backend: Literal["flash", "cudnn"] = "flash" if kernel in ("flash1", "flash2") else "cudnn"
         backward = operation.phase == "input_grad"
         rate = self.ceilings.attention_flops(operation.seq, operation.head_dim, backward=backward, backend=backend)
@@ -270,21 +268,21 @@ class MeasuredRates(Rates):
         return self.ceilings.layer_host_seconds(mode), self.ceilings.layer_host_seconds(mode, backward=True)
 
     def memory(self, operation: Operation) -> float:
-        """At the bandwidth measured for as many bytes a kernel."""
+        """At the bandwidth measured for that many bytes per kernel."""
         size = operation.bytes / operation.kernels
         return operation.bytes / (self.ceilings.memory_bytes_s(size) * (PLAIN if operation.plain else 1.0))
 
 
 ATTENTION_DEMAND = 1.15
 MEMORY_DEMAND = 0.65
-"""Power that fused attention and memory-bound kernels draw at full clock, over the chip's limit: an H200 in training
-steps, whose clock fell to 1485 MHz where products took most of the time and to 1830 where attention did."""
+"""Power that fused attention and memory-bound kernels draw at full clock, relative to the chip's limit: an H200's clock
+fell to 1485 MHz in training steps dominated by GEMMs and to 1830 in those dominated by attention."""
 
 
 def power_share(chip: Chip, limit_w: float, gemm: float, attention: float, memory: float, demand: float) -> float:
-    """Share of full clock that the power limit leaves for kernels that take such times, products drawing `demand`.
+    """Share of full clock that the power limit leaves for kernels with these times, GEMMs drawing `demand`.
 
-    Power falls with about the square of the clock near the top, so speed falls with the root of what is missing.
+    Near the top, power is about quadratic in the clock, so speed goes with the square root of the available power.
     """
     total = gemm + attention + memory
     if total == 0:

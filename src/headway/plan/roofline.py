@@ -1,8 +1,8 @@
-"""Where operations stand under a chip's roofline: as text, or drawn to a file.
+"""Roofline charts of operations on a chip, as text or as an image.
 
-The roof is what a chip can do at best (Williams, Waterman and Patterson, CACM 52, 2009): bandwidth times intensity
-(FLOPs for each byte moved) up to the ridge, the peak beyond. What an operation reaches of it is the time it must take
-at least over the time it takes, which holds as well for one that only moves bytes and so has no place on the chart.
+The roof (Williams, Waterman and Patterson, CACM 52, 2009) is bandwidth times intensity (FLOPs per byte) up to the
+ridge, the peak beyond. What an operation reaches of it is its minimum time over its time, which also works for
+operations without FLOPs, which have no point on the chart.
 """
 
 import math
@@ -22,56 +22,56 @@ __all__ = ["PlacedPoint", "RooflinePoint", "draw_roofline", "place", "text_roofl
 
 T = 1e12
 HEADS = ("FLOP/byte", "TFLOP/s", "of roof", "of time", "bound by")
-MOST = 12  # points shown: more letters than that nobody can tell apart
+MOST = 12  # points shown: more letters are hard to tell apart
 ROWS = 16
 MARGIN = 8  # columns left of the chart, for the labels of its rows
 NARROWEST, WIDEST = 64, 80
-COLOURS = {"memory": "#0072b2", "compute": "#d55e00"}  # told apart by the colour-blind; the shapes differ as well
+COLOURS = {"memory": "#0072b2", "compute": "#d55e00"}  # safe for colour blindness; the shapes differ as well
 MARKERS = {"memory": "o", "compute": "s"}
 GAPS = (2, 10, 20, 32)  # between a marker and its letter; from the second on a thin line joins them
-CLOSE = 9  # printer's points between markers whose letters stand together
+CLOSE = 9  # points (1/72 inch) between markers whose letters are grouped
 INK, FAINT, GRID = "#333333", "#8a8a8a", "#e4e4e4"
 
-Mark = tuple[str, float, float, float]  # letter, centre and radius, in printer's points
-Box = tuple[float, float, float, float]  # left, bottom, right, top: printer's points from the figure's corner
+Mark = tuple[str, float, float, float]  # letter, centre and radius, in points (1/72 inch)
+Box = tuple[float, float, float, float]  # left, bottom, right, top, in points from the figure's corner
 
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """An operation, or all of its kind in a step: FLOPs, bytes and seconds are then sums."""
+    """An operation, or the sum of all of its kind in a step."""
 
     name: str
     flops: float
     bytes: float
     seconds: float
-    """That the plan predicts, or that were measured."""
+    """Predicted or measured."""
 
 
 @dataclass(frozen=True)
 class PlacedPoint:
-    """A point and what the roof makes of it."""
+    """A point relative to the roof."""
 
     point: RooflinePoint
     intensity: float
-    """FLOPs for each byte; infinite where none moves."""
+    """FLOPs per byte; infinite without bytes."""
     flops_s: float
     of_roof: float
-    """Share of what the chip could do at this intensity; over 1 when fewer bytes moved than were counted."""
+    """Share of the roof at this intensity; over 1 if fewer bytes moved than counted."""
     of_time: float
-    """Share of all points' seconds."""
+    """Share of the seconds of all points."""
     bound: Literal["memory", "compute"]
 
     @property
     def drawable(self) -> bool:
-        """Whether it has a place on logarithmic axes."""
+        """Whether it can be drawn on logarithmic axes."""
         return self.flops_s > 0 and self.intensity < math.inf
 
 
 def place(points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float) -> list[PlacedPoint]:
-    """Points that take time, the longest first."""
+    """Points that take time, longest first."""
     total_s = sum(point.seconds for point in points)
     if not total_s > 0:
-        raise UsageError("no operation takes any time: there is nothing to place under the roof")
+        raise UsageError("no operation takes any time: the roofline is empty")
     placed = []
     for point in sorted(points, key=lambda point: -point.seconds):
         if not point.seconds > 0:
@@ -93,12 +93,12 @@ def place(points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_
 def text_roofline(
     points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float, title: str, width: int = 78
 ) -> str:
-    """A chart of letters under the roof, and a line for each: at most `width` columns, and 80.
+    """A text chart with a letter and a row per point, at most `width` and 80 columns wide.
 
-    Letters go by time, a for the longest. One whose place is taken stands beside it.
+    Letters are sorted by time, a for the longest; overlapping letters are placed side by side.
     """
     if width < NARROWEST:
-        raise UsageError(f"a roofline does not fit into {width} columns", hint=f"{NARROWEST} or more")
+        raise UsageError(f"a roofline does not fit in {width} columns", hint=f"use {NARROWEST} or more")
     width = min(width, WIDEST)
     placed = place(points, peak_flops_s, bandwidth_bytes_s)
     shown = placed[:MOST]
@@ -111,7 +111,7 @@ def text_roofline(
 
 @dataclass(frozen=True)
 class _Frame:
-    """What the axes span."""
+    """The range of the axes."""
 
     left: float
     right: float
@@ -119,22 +119,22 @@ class _Frame:
     high: float
 
     def across(self, intensity: float) -> float:
-        """Place from 0 at the left to 1 at the right."""
+        """Position from 0 at the left to 1 at the right."""
         return math.log(intensity / self.left) / math.log(self.right / self.left)
 
     def down(self, flops_s: float) -> float:
-        """Place from 0 at the top to 1 at the bottom."""
+        """Position from 0 at the top to 1 at the bottom."""
         return math.log(self.high / flops_s) / math.log(self.high / self.low)
 
 
 def _frame(placed: Sequence[PlacedPoint], peak: float, bandwidth: float) -> _Frame:
-    """Room for all points, the ridge, and a stretch of the roof on either side of it."""
-    drawn = [placed_point for placed_point in placed if placed_point.drawable]
+    """A frame for all points and the roof on both sides of the ridge."""
+    drawn = [item for item in placed if item.drawable]
     ridge = peak / bandwidth
-    left = min([ridge / 10, *(placed_point.intensity / 2 for placed_point in drawn)])
-    right = max([ridge * 10, *(placed_point.intensity * 2 for placed_point in drawn)])
-    low = min([left * bandwidth, *(placed_point.flops_s / 2 for placed_point in drawn)])
-    high = max([peak * 1.5, *(placed_point.flops_s * 1.2 for placed_point in drawn)])
+    left = min([ridge / 10, *(item.intensity / 2 for item in drawn)])
+    right = max([ridge * 10, *(item.intensity * 2 for item in drawn)])
+    low = min([left * bandwidth, *(item.flops_s / 2 for item in drawn)])
+    high = max([peak * 1.5, *(item.flops_s * 1.2 for item in drawn)])
     return _Frame(left, right, low, high)
 
 
@@ -146,25 +146,25 @@ def _chart(placed: Sequence[PlacedPoint], peak: float, bandwidth: float, width: 
         intensity = frame.left * (frame.right / frame.left) ** (column / (columns - 1))
         height = frame.down(min(peak, bandwidth * intensity)) * (ROWS - 1)
         row = min(ROWS - 1, round(height))
-        # Three characters stand at three heights in their row, so that a gentle slope has no stairs.
+        # Three characters at three heights in a row smooth gentle slopes.
         cells[row][column] = "'-."[min(2, int((height - row + 0.5) * 3))]
-    for letter, placed_point in _lettered(placed):
+    for letter, item in _lettered(placed):
         if letter != "-":
-            row = round(frame.down(placed_point.flops_s) * (ROWS - 1))
-            _put(cells[row], round(frame.across(placed_point.intensity) * (columns - 1)), letter)
+            row = round(frame.down(item.flops_s) * (ROWS - 1))
+            _put(cells[row], round(frame.across(item.intensity) * (columns - 1)), letter)
     marks = {round(frame.down(tick) * (ROWS - 1)): f"{tick / T:g}" for tick in _decades(frame.low, frame.high)}
     rows = [f"{marks.get(row, ''):>{MARGIN - 2}} |{''.join(line)}" for row, line in enumerate(cells)]
     return [f"{'TFLOP/s':>{MARGIN - 1}}", *rows, *_bottom(frame, columns)]
 
 
 def _lettered(placed: Sequence[PlacedPoint]) -> list[tuple[str, PlacedPoint]]:
-    """A letter for each in the chart, a dash for one without a place there."""
+    """A letter per drawable point, a dash for the others."""
     letters = iter("abcdefghijkl")
-    return [(next(letters) if placed_point.drawable else "-", placed_point) for placed_point in placed]
+    return [(next(letters) if item.drawable else "-", item) for item in placed]
 
 
 def _put(row: list[str], column: int, letter: str) -> None:
-    """At the column, or at the nearest one without a letter."""
+    """Write the letter at the column, or the nearest free one."""
     free = [near for near in range(len(row)) if not row[near].isalpha()]
     row[min(free, key=lambda near: abs(near - column))] = letter
 
@@ -188,27 +188,25 @@ def _legend(placed: Sequence[PlacedPoint], width: int) -> list[str]:
     names = width - 3 - 47
     heads = "{:>10}{:>9}{:>9}{:>9}  {:<8}"
     lines = [f"   {'operation':<{names}}{heads.format(*HEADS)}"]
-    for letter, placed_point in _lettered(placed):
-        lines.append(
-            f"{letter}  {_cut(placed_point.point.name, names):<{names}}{heads.format(*_figures(placed_point))}"
-        )
+    for letter, item in _lettered(placed):
+        lines.append(f"{letter}  {_cut(item.point.name, names):<{names}}{heads.format(*_figures(item))}")
     return lines
 
 
-def _figures(placed_point: PlacedPoint) -> tuple[str, ...]:
-    """What stands under HEADS."""
-    intensity = "-" if placed_point.intensity == math.inf else _short(placed_point.intensity)
+def _figures(item: PlacedPoint) -> tuple[str, ...]:
+    """The cells under HEADS."""
+    intensity = "-" if item.intensity == math.inf else _short(item.intensity)
     return (
         intensity,
-        _short(placed_point.flops_s / T),
-        _percent(placed_point.of_roof),
-        _percent(placed_point.of_time),
-        placed_point.bound,
+        _short(item.flops_s / T),
+        _percent(item.of_roof),
+        _percent(item.of_time),
+        item.bound,
     )
 
 
 def _short(number: float) -> str:
-    """Three digits, and no exponent for thousands."""
+    """Three digits, without exponents for thousands."""
     return f"{number:,.0f}" if 100 <= number < 999_999 else f"{number:.3g}"
 
 
@@ -228,21 +226,19 @@ def _roof_line(peak: float, bandwidth: float) -> str:
 def _notes(placed: Sequence[PlacedPoint]) -> list[str]:
     shown, hidden = placed[:MOST], placed[MOST:]
     notes = (
-        [f"and {len(hidden)} smaller ones, {sum(placed_point.of_time for placed_point in hidden):.1%} of the time"]
-        if hidden
-        else []
+        [f"and {len(hidden)} smaller ones, {sum(item.of_time for item in hidden):.1%} of the time"] if hidden else []
     )
-    if not all(placed_point.drawable for placed_point in shown):
-        notes.append("-: without FLOPs or bytes there is no place on the chart")
+    if not all(item.drawable for item in shown):
+        notes.append("-: no FLOPs or bytes, so not on the chart")
     return notes
 
 
 def draw_roofline(
     points: Sequence[RooflinePoint], peak_flops_s: float, bandwidth_bytes_s: float, title: str, file: Path
 ) -> None:
-    """The chart as an .svg or .png file: an area for each point's share of the time. Equal input gives equal SVG."""
+    """Draw the chart to an .svg or .png file; marker areas are shares of the time. SVG output is deterministic."""
     if file.suffix not in (".svg", ".png"):
-        raise UsageError(f"a roofline cannot be drawn to {file.name}", hint="name a file that ends in .svg or .png")
+        raise UsageError(f"cannot draw a roofline to {file.name}", hint="use a file name that ends in .svg or .png")
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -250,16 +246,16 @@ def draw_roofline(
         raise UsageError("the matplotlib package is not installed", hint="pip install 'headway[plot]'") from error
     placed = place(points, peak_flops_s, bandwidth_bytes_s)
     shown = _lettered(placed[:MOST])
-    drawn = [(letter, placed_point) for letter, placed_point in shown if placed_point.drawable]
+    drawn = [(letter, item) for letter, item in shown if item.drawable]
     table = 0.19 * (len(shown) + 3)  # inches
     with rc_context({"svg.hashsalt": "headway", "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(8.5, 4.6 + table), dpi=150, layout="constrained")
         axes, below = figure.subplots(2, height_ratios=(4.6, table))
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
         _draw_roof(axes, _frame(placed[:MOST], peak_flops_s, bandwidth_bytes_s), peak_flops_s, bandwidth_bytes_s)
-        _draw_points(axes, [placed_point for _, placed_point in drawn])
+        _draw_points(axes, [item for _, item in drawn])
         _draw_table(below, shown, "; ".join(_notes(placed)))
-        # Letters are placed by what they would cover, so the axes must stay where they are from here on.
+        # Letters are placed by what they would cover, so the layout must be final.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         _draw_letters(axes, drawn, _write_roof(axes, peak_flops_s, bandwidth_bytes_s))
@@ -287,23 +283,23 @@ def _draw_roof(axes: "Axes", frame: _Frame, peak: float, bandwidth: float) -> No
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _area(placed_point: PlacedPoint) -> float:
-    """Of the marker, in square points; never so small that nobody sees it."""
-    return 20 + 900 * placed_point.of_time
+def _area(item: PlacedPoint) -> float:
+    """Marker area in square points, never too small to see."""
+    return 20 + 900 * item.of_time
 
 
 def _draw_points(axes: "Axes", placed: Sequence[PlacedPoint]) -> None:
     for bound, colour in COLOURS.items():
-        group = [placed_point for placed_point in placed if placed_point.bound == bound]
-        at = [placed_point.intensity for placed_point in group], [placed_point.flops_s / T for placed_point in group]
+        group = [item for item in placed if item.bound == bound]
+        at = [item.intensity for item in group], [item.flops_s / T for item in group]
         look: dict[str, Any] = {"marker": MARKERS[bound], "facecolor": colour + "80", "edgecolor": colour}
-        axes.scatter(*at, s=[_area(placed_point) for placed_point in group], zorder=3, **look)
+        axes.scatter(*at, s=[_area(item) for item in group], zorder=3, **look)
         axes.scatter([], [], s=50, label=f"bound by {bound}", **look)
     axes.legend(loc="lower right", title="area: share of the time", title_fontsize=8, fontsize=8, edgecolor=GRID)
 
 
 def _write_roof(axes: "Axes", peak: float, bandwidth: float) -> list[Box]:
-    """Figures along the roof; returns what roof and figures cover."""
+    """Label the roof; return the boxes that roof and labels cover."""
     (left, right), ridge = axes.get_xlim(), peak / bandwidth
     ends = [(left, left * bandwidth / T), (ridge, peak / T), (right, peak / T)]
     corners = [(x, y) for x, y in axes.transData.transform(ends) / _pixels(axes)]
@@ -316,7 +312,7 @@ def _write_roof(axes: "Axes", peak: float, bandwidth: float) -> list[Box]:
 
 
 def _along(corners: Sequence[tuple[float, float]]) -> Iterator[Box]:
-    """Small boxes on a line of several pieces."""
+    """Small boxes along a polyline."""
     for (x0, y0), (x1, y1) in pairwise(corners):
         count = 1 + int(math.hypot(x1 - x0, y1 - y0) / 4)
         for part in range(count + 1):
@@ -328,10 +324,7 @@ def _draw_table(axes: "Axes", shown: Sequence[tuple[str, PlacedPoint]], note: st
     axes.set_axis_off()
     axes.set(xlim=(0, 1), ylim=(len(shown) + 1.5, -0.5))
     rows: list[tuple[tuple[str, ...], str]] = [(("", "operation", *HEADS), FAINT)]
-    rows += [
-        ((letter, _cut(placed_point.point.name, 50), *_figures(placed_point)), COLOURS[placed_point.bound])
-        for letter, placed_point in shown
-    ]
+    rows += [((letter, _cut(item.point.name, 50), *_figures(item)), COLOURS[item.bound]) for letter, item in shown]
     rows += [(("", note), FAINT)]
     for height, (cells, colour) in enumerate(rows):
         for number, (x, text) in enumerate(zip(columns, cells, strict=False)):
@@ -342,16 +335,11 @@ def _draw_table(axes: "Axes", shown: Sequence[tuple[str, PlacedPoint]], note: st
 
 
 def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, PlacedPoint]], taken: list[Box]) -> None:
-    """Beside the points: each at the nearest place where it covers nothing, or else least."""
+    """Place letters beside their points where they cover least, nearest first."""
     if not drawn:
         return
-    spots = axes.transData.transform(
-        [(placed_point.intensity, placed_point.flops_s / T) for _, placed_point in drawn]
-    ) / _pixels(axes)
-    marks = [
-        (letter, x, y, math.sqrt(_area(placed_point)) / 2)
-        for (letter, placed_point), (x, y) in zip(drawn, spots, strict=True)
-    ]
+    spots = axes.transData.transform([(item.intensity, item.flops_s / T) for _, item in drawn]) / _pixels(axes)
+    marks = [(letter, x, y, math.sqrt(_area(item)) / 2) for (letter, item), (x, y) in zip(drawn, spots, strict=True)]
     taken = taken + [_around(x, y, 2 * radius, 2 * radius) for _, x, y, radius in marks]
     legend = axes.get_legend()
     taken += [_extent(legend)] if legend else []
@@ -361,7 +349,7 @@ def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, PlacedPoint]], taken:
         text = " ".join(letter for letter, *_ in group)
         x, y, radius = _middle(group)
         width, height = 6.0 * len(text), 8.0
-        dx, dy, gap = _free_place(x, y, radius, width, height, taken, _extent(axes))
+        dx, dy, gap = _free_offset(x, y, radius, width, height, taken, _extent(axes))
         taken.append(_around(x + dx, y + dy, width, height))
         line = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.7, "shrinkA": 0, "shrinkB": radius}
         across, up = axes.transAxes.inverted().transform((x * _pixels(axes), y * _pixels(axes)))
@@ -369,7 +357,7 @@ def _draw_letters(axes: "Axes", drawn: Sequence[tuple[str, PlacedPoint]], taken:
 
 
 def _groups(marks: Sequence[Mark]) -> list[list[Mark]]:
-    """Marks with those that lie too close for letters of their own."""
+    """Group marks that are too close for separate letters."""
     groups: list[list[Mark]] = []
     for mark in marks:
         near = [group for group in groups if math.dist(group[0][1:3], mark[1:3]) < CLOSE]
@@ -381,26 +369,26 @@ def _groups(marks: Sequence[Mark]) -> list[list[Mark]]:
 
 
 def _middle(group: Sequence[Mark]) -> tuple[float, float, float]:
-    """Centre of a group of marks, and a radius that holds all of them."""
+    """Centre and radius of a circle around a group of marks."""
     x, y = sum(mark[1] for mark in group) / len(group), sum(mark[2] for mark in group) / len(group)
     return x, y, max(math.dist((x, y), mark[1:3]) + mark[3] for mark in group)
 
 
-def _free_place(
+def _free_offset(
     x: float, y: float, radius: float, width: float, height: float, taken: Sequence[Box], within: Box
 ) -> tuple[float, float, float]:
-    """From a marker's centre to that of its letters, and the gap between them."""
+    """Offset from a marker's centre to its letters, and the gap between them."""
 
     def covered(offset: tuple[float, float, float]) -> float:
         box = _around(x + offset[0], y + offset[1], width, height)
-        outside = width * height - _common(box, within)
-        # Rounded, since the nearest of the places that cover nothing must win, and not the last bits.
-        return round(sum(_common(box, other) for other in taken) + 10 * outside, 3)
+        outside = width * height - _intersection(box, within)
+        # Rounded, so that among equals the nearest wins, not the last bits.
+        return round(sum(_intersection(box, other) for other in taken) + 10 * outside, 3)
 
-    return min(_places(radius, width, height), key=covered)
+    return min(_offsets(radius, width, height), key=covered)
 
 
-def _places(radius: float, width: float, height: float) -> Iterator[tuple[float, float, float]]:
+def _offsets(radius: float, width: float, height: float) -> Iterator[tuple[float, float, float]]:
     for gap in GAPS:
         for angle in (0, 180, 270, 90, 315, 225, 45, 135):
             across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
@@ -411,8 +399,8 @@ def _around(x: float, y: float, width: float, height: float) -> Box:
     return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
-def _common(first: Box, second: Box) -> float:
-    """The area that two boxes share."""
+def _intersection(first: Box, second: Box) -> float:
+    """Area of the intersection of two boxes."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     return max(0.0, width) * max(0.0, height)
@@ -425,7 +413,7 @@ def _extent(artist: "Artist") -> Box:
 
 
 def _pixels(artist: "Artist") -> float:
-    """In a printer's point."""
+    """Pixels per point (1/72 inch)."""
     figure = artist.get_figure(root=True)
-    assert figure, "it was drawn"
+    assert figure, "the artist has a figure"
     return figure.dpi / 72

@@ -1,4 +1,4 @@
-"""The best plan for each of several numbers of nodes: what more devices bring, and what they cost."""
+"""Plans a recipe for several cluster sizes: scaling efficiency and cost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,31 +9,31 @@ from headway.plan.plan import Plan
 
 __all__ = ["ScalingPoint", "efficiency", "parse_sweep", "resize_cluster", "sweep"]
 
-FORM = "nodes=8..512 doubles from 8 to 512; nodes=8,12,16 takes these"
+FORM = "nodes=8..512 doubles from 8 to 512; nodes=8,12,16 lists them"
 MOST_NODES = 2**20
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of nodes."""
+    """The plan for one number of nodes."""
 
     nodes: int
     devices: int
     plan: Plan | None
-    """None where nothing fits or runs."""
+    """None if nothing fits or runs."""
     reason: str = ""
     """Why there is no plan."""
 
 
 def parse_sweep(text: str) -> tuple[int, ...]:
-    """`nodes=8..512`, each twice the one before, or `nodes=8,12,16`; rising, each once."""
+    """Parse `nodes=8..512` (doubling) or `nodes=8,12,16`; sorted, without duplicates."""
     key, equals, values = text.replace(" ", "").partition("=")
     if key != "nodes" or not equals:
         raise UsageError(f"--sweep {text}: only nodes can be swept", hint=FORM)
     first, dots, last = values.partition("..")
     numbers = [first, last] if dots else values.split(",")
     if not all(number.isdecimal() and 1 <= int(number) <= MOST_NODES for number in numbers):
-        raise UsageError(f"--sweep {text}: not numbers of nodes", hint=FORM)
+        raise UsageError(f"--sweep {text}: invalid number of nodes", hint=FORM)
     if not dots:
         return tuple(sorted({int(number) for number in numbers}))
     if int(first) > int(last):
@@ -42,7 +42,7 @@ def parse_sweep(text: str) -> tuple[int, ...]:
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:
-    """From the first, each twice the one before; the last is always among them."""
+    """Powers of two times `first` below `last`, then `last`."""
     number = first
     while number < last:
         yield number
@@ -53,8 +53,7 @@ def _doubling(first: int, last: int) -> Iterator[int]:
 def resize_cluster(cluster: Cluster, nodes: int) -> Cluster:
     """The same kind of cluster with another number of nodes.
 
-    One that is wired as such nodes usually are stays so; otherwise the last level, which joins all devices, grows or
-    shrinks, and levels that are then too large go.
+    Default networks stay default; otherwise the last level grows or shrinks, and levels that are too large go.
     """
     default = default_cluster(cluster.chip, cluster.per_node, cluster.nodes)
     resized = default_cluster(cluster.chip, cluster.per_node, nodes)
@@ -62,7 +61,7 @@ def resize_cluster(cluster: Cluster, nodes: int) -> Cluster:
     if cluster.levels != default.levels:
         if resized.devices > cluster.per_node and cluster.levels[-1].devices <= cluster.per_node:
             raise UsageError(
-                f"{cluster.name} has one node, and says nothing of links between nodes",
+                f"{cluster.name} has one node and no level between nodes",
                 hint="add a [[level]] that joins nodes to the cluster file, or sweep from --on",
             )
         below = tuple(level for level in cluster.levels[:-1] if level.devices < resized.devices)
@@ -77,7 +76,7 @@ def sweep(
     make: Callable[[Cluster], Plan],
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ScalingPoint, ...]:
-    """The plan that `make` finds for each number of nodes, or why it finds none."""
+    """Call `make` for each number of nodes; a UsageError becomes the reason."""
     points = []
     for done, count in enumerate(nodes):
         if progress is not None:
@@ -97,7 +96,7 @@ def _point(cluster: Cluster, make: Callable[[Cluster], Plan]) -> ScalingPoint:
 
 
 def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
-    """Tokens a second and device over those of the first point that has a plan."""
+    """Tokens per second and device, relative to the first point with a plan."""
     first = next((candidate.plan for candidate in points if candidate.plan is not None), None)
     if first is None or point.plan is None:
         return None

@@ -64,7 +64,7 @@ def parse_mesh(text: str) -> Mesh:
                 hint=f"{meant}axes: {', '.join(AXES)}; for example shard=4,tensor=2",
             )
         if name in sizes:
-            raise UsageError(f"--mesh {text}: duplicate axis {name}")
+            raise UsageError(f"--mesh {text}: {name} is given twice")
         sizes[name] = int(size)
     return Mesh(**sizes)
 

@@ -1,8 +1,7 @@
-"""What a worker of Headway's own trainer sends and receives in one step, to the byte.
+"""Exact bytes that a worker of Headway's trainer communicates per step, by collective and mesh axis.
 
-Bytes are of whole tensors, as `network.collective_seconds` counts them: what a gather makes, what is scattered, what is
-reduced, what is sent. Groups of one exchange nothing. Left out are the few numbers that all workers share once a step:
-losses, the gradient's norm, the wish to stop.
+Bytes are of full tensors, as in `collective_times.collective_seconds`. A few numbers that all workers share once per
+step are left out: losses, the gradient norm, stop requests.
 """
 
 from collections import defaultdict
@@ -22,16 +21,15 @@ from headway.plan.settings import Settings
 __all__ = ["STATISTICS_BYTES", "Kind", "summed_bytes", "tied_bytes", "traffic"]
 
 Kind = tuple[str, str]
-"""An operation (all_gather, reduce_scatter, all_reduce, send) and the axis it goes over."""
+"""A collective (all_gather, reduce_scatter, all_reduce, send) and its mesh axis."""
 STATISTICS_BYTES = 12
-"""Of each token's loss over a vocabulary that is shared out: the largest logit, the sum of exponentials and the
-label's logit, in float32."""
+"""Per token of a vocabulary-parallel loss: largest logit, sum of exponentials and the label's logit, in float32."""
 F32 = 4
 
 
 def traffic(arch: Architecture, settings: Settings, rank: int = 0) -> dict[Kind, float]:
-    """Bytes of one step by operation and axis, of a worker on a rank of the pipeline axis (or of the only one)."""
-    assert is_exact(arch, settings), "only our own trainer's exchanges are known to the byte"
+    """Bytes per step by collective and axis, of a worker on a pipeline rank."""
+    assert is_exact(arch, settings), "only the communication of Headway's trainer is exact"
     total: dict[Kind, float] = defaultdict(float)
     for part in (_tensor(arch, settings, rank), _data(arch, settings, rank), _pipeline(arch, settings, rank)):
         for kind, size in part:
@@ -40,7 +38,7 @@ def traffic(arch: Architecture, settings: Settings, rank: int = 0) -> dict[Kind,
 
 
 def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
-    """Of each layer, what enters attention and feed-forward and what leaves them; the same at the model's ends."""
+    """Inputs and outputs of attention and feed-forward in each layer; the same at embedding and head."""
     mesh, tokens = settings.mesh, settings.shape.tokens
     if mesh.tensor == 1:
         return
@@ -48,7 +46,7 @@ def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple
     entering = tokens * arch.dim * settings.stream_width * runs
     leaving = tokens * arch.dim * settings.shape.width * runs
     blocks = worker_blocks(arch, settings, rank)
-    # computed again: both gathers, and what attention adds to the stream; what the feed-forward adds nobody needs
+    # recomputation repeats both gathers and attention's reduction, but not the feed-forward's
     recomputed = _recomputed(settings, blocks)
     yield ("all_gather", "tensor"), 2 * blocks * (entering + leaving) + 2 * recomputed * entering
     yield ("reduce_scatter", "tensor"), 2 * blocks * (leaving + entering) + recomputed * leaving
@@ -69,7 +67,7 @@ def _recomputed(settings: Settings, blocks: int) -> int:
 
 
 def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:
-    """Gradients that are added up over the tensor axis once a step, after the shard axis has shared them out."""
+    """Gradients of replicated parameters, reduced over the tensor axis once per step after sharding."""
     mesh = settings.mesh
     if mesh.tensor == 1:
         return 0.0
@@ -80,12 +78,12 @@ def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:
 
 
 def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
-    """Weights that are gathered, and gradients that are added up once a step."""
+    """Gathered weights, and gradients reduced once per step."""
     mesh = settings.mesh
     blocks = worker_blocks(arch, settings, rank) * block_parameters(arch, mesh.tensor)
     rest = rest_parameters(arch, settings, rank)
     if mesh.shard > 1:
-        # without a pipeline in every microbatch: blocks for both passes, what is left once
+        # without a pipeline in every microbatch: blocks for both passes, the rest once
         runs = settings.microbatches if mesh.pipeline == 1 else 1
         passes = 1 if settings.keeps_weights or mesh.pipeline > 1 else 2
         yield ("all_gather", "shard"), settings.shape.width * runs * (passes * blocks + rest)
@@ -96,7 +94,7 @@ def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[K
 
 
 def _pipeline(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
-    """The stream to the next stage and its gradient to the one before; and a tied table's gradient."""
+    """Activations to the next stage, gradients to the previous one, and the gradient of a tied table."""
     mesh = settings.mesh
     if mesh.pipeline == 1:
         return
@@ -110,7 +108,7 @@ def _pipeline(arch: Architecture, settings: Settings, rank: int) -> Iterator[tup
 
 
 def tied_bytes(arch: Architecture, settings: Settings) -> float:
-    """Of a tied table's gradient, which a pipeline's first and last stage each have a part of."""
+    """Bytes of a tied table's gradient, which the first and last pipeline stages sum."""
     mesh = settings.mesh
     if not arch.tied or mesh.pipeline == 1:
         return 0.0

@@ -1,7 +1,6 @@
-"""What the workers of Headway's own trainer exchange beside their layers, with seconds and what of them is exposed.
+"""Communication of Headway's trainer outside of layers, with exposed seconds.
 
-Bytes are those of `traffic.py`. A pipeline's ranks do not all exchange as much: what comes once a step is taken of the
-rank that has most.
+Bytes match `traffic.py`. Pipeline ranks differ: per-step transfers are those of the rank with most parameters.
 """
 
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ __all__ = [
 ]
 
 NEVER_HIDDEN = 0.1
-"""Of gradients that travel once a step: the last piece has nothing left to hide behind."""
+"""Share of the per-step gradient reduction that cannot be hidden: its last piece."""
 F32 = 4
 
 
 @dataclass(frozen=True)
 class StepTransfer:
-    """Something that travels once a step."""
+    """A collective that runs once per step."""
 
     name: str
     operation: str
@@ -44,8 +43,7 @@ class StepTransfer:
 def end_comm_seconds(
     arch: Architecture, settings: Settings, costs: CostModel
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds of what a microbatch exchanges over the tensor axis at the embedding, and at head and loss; forward and
-    backward."""
+    """Seconds of tensor-axis collectives per microbatch, forward and backward: at the embedding; at head and loss."""
     if settings.mesh.tensor == 1 or costs.ideal or not is_exact(arch, settings):
         return (0.0, 0.0), (0.0, 0.0)
     group, tokens = DeviceGroup(settings.mesh.tensor), settings.shape.tokens
@@ -57,7 +55,7 @@ def end_comm_seconds(
 
 
 def rest_bytes(arch: Architecture, settings: Settings) -> tuple[float, float]:
-    """Of what is outside of the blocks, where it is sharded and gathered in each microbatch: weights and gradients."""
+    """Bytes of weights and gradients outside of blocks that are gathered and scattered in each microbatch."""
     mesh = settings.mesh
     if mesh.shard == 1 or mesh.pipeline > 1 or not is_exact(arch, settings):
         return 0.0, 0.0
@@ -66,7 +64,7 @@ def rest_bytes(arch: Architecture, settings: Settings) -> tuple[float, float]:
 
 
 def end_weight_seconds(arch: Architecture, settings: Settings, costs: CostModel) -> float:
-    """Seconds of a step: a microbatch's first layer waits for those weights, and a step's end for their gradients."""
+    """Seconds per step to gather those weights, which the first layer waits for, and to scatter their gradients."""
     weights, gradients = rest_bytes(arch, settings)
     if not weights or costs.ideal:
         return 0.0
@@ -77,7 +75,7 @@ def end_weight_seconds(arch: Architecture, settings: Settings, costs: CostModel)
 
 
 def busiest_rank(arch: Architecture, settings: Settings) -> int:
-    """The rank of a pipeline that holds most parameters."""
+    """The pipeline rank with most parameters."""
     return max(range(settings.mesh.pipeline), key=lambda rank: _count(arch, settings, rank))
 
 
@@ -87,8 +85,8 @@ def _count(arch: Architecture, settings: Settings, rank: int) -> int:
 
 
 def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, window: float) -> list[StepTransfer]:
-    """Gradients that travel once a step, beside a backward pass that takes `window` seconds, and a pipeline's weights;
-    then the sums that passes leave open."""
+    """Gradients reduced once per step, overlapped with a backward pass of `window` seconds; a pipeline's weights; and
+    gradients of replicated and tied parameters."""
     mesh, rank = settings.mesh, busiest_rank(arch, settings)
     count = _count(arch, settings, rank)
     units = worker_blocks(arch, settings, rank) + 1
@@ -100,7 +98,7 @@ def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, win
         transfers.append(("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden))
         weights = count * settings.shape.width
         transfers.append(("weights of the step", "all_gather", "shard", weights, shards, units, hidden / 2))
-    # copies add up what the shards have added up, and share the pass with them
+    # replicas reduce what the shards have reduced, and both overlap with the same pass
     hidden_copies = hidden if mesh.shard == 1 else hidden / 2
     reduced = count * F32 / mesh.shard
     transfers.append(("gradients of copies", "all_reduce", "replicate", reduced, copies, units, hidden_copies))

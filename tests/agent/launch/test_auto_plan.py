@@ -355,7 +355,7 @@ BAD_REST = [
     ({"parallel.tensor": 2, "data.seq": 31}, ("tensor 2", "31 tokens"), "30 and 32"),
     ({"parallel.tensor": 2, "model.hidden": 95}, ("tensor 2", "95"), "tensor may be 1"),
     ({"parallel.pipeline": 2, "train.microbatch": 3}, ("microbatch of 3", "8 sequences"), "2 and 4"),
-    ({"parallel.pipeline": 2, "train.microbatch": 8}, ("2 microbatches at least", "there are 1"), "may be 1, 2, 4"),
+    ({"parallel.pipeline": 2, "train.microbatch": 8}, ("at least 2 microbatches", "got 1"), "may be 1, 2, 4"),
     (
         {"parallel.pipeline": 2, "parallel.schedule": "zero-bubble", "train.compile": True},
         ("zero-bubble", "compiled"),

@@ -1,8 +1,7 @@
-"""Fits the cost model's parameters to runs that were measured, moving each from its prior only as far as the runs ask.
+"""Fits the cost model's parameters to measured runs: maximum a posteriori by Gauss-Newton.
 
-A Gauss-Newton search for the most likely parameters: errors are relative, a few wild runs count little, and every
-parameter has a prior. What is left over is often alike for runs of like layers, so a calibration also learns by how
-much runs near those it saw are off, and corrects its neighbours by that.
+Errors are relative, outliers are down-weighted, and every parameter has a prior. Residuals are similar for runs with
+similar layers, so a calibration also corrects predictions by the residuals of neighbouring runs (a Gaussian process).
 """
 
 import math
@@ -25,24 +24,24 @@ Array = NDArray[np.float64]
 
 NAMES = tuple(item.name for item in fields(Efficiencies))
 _SHARES = [NAMES.index(name) for name in ("near", "far", "hidden")]
-"""Shares of something: never more than all of it."""
+"""Parameters that are at most 1."""
 NOISE = 0.06
-"""Relative error of a run that the model describes: what runs differ by when they are repeated elsewhere."""
+"""Relative error of a well-modelled run: the difference between runs repeated elsewhere."""
 STEP = 0.02
-"""Of the logarithm of a parameter, for its derivative."""
+"""Finite difference of a parameter's logarithm."""
 
 _RATES: dict[tuple[object, ...], ModelRates] = {}
 
 
 def _costs(case: PublishedRun, parameters: Efficiencies) -> CostModel:
-    """Costs of a case; kernels' modelled times are shared by all cases on a chip, whatever the parameters."""
+    """Cost model of a case; kernel times are cached per chip, independent of the parameters."""
     chip = case.cluster.chip
     key = (chip.name, chip.memory_bytes, chip.bandwidth_bytes_s)
     return CostModel(case.cluster, _RATES.setdefault(key, ModelRates(chip)), parameters, generation(chip).demand)
 
 
 def predict(case: PublishedRun, parameters: Efficiencies) -> float:
-    """Tokens a second and device."""
+    """Predicted tokens per second and device."""
     seconds = step(case.architecture, case.settings, _costs(case, parameters)).seconds
     return case.settings.batch * case.settings.seq / seconds / case.settings.mesh.devices
 
@@ -50,7 +49,7 @@ def predict(case: PublishedRun, parameters: Efficiencies) -> float:
 def fit(
     cases: Sequence[PublishedRun], prior: Efficiencies, weights: Sequence[float] | None = None, rounds: int = 6
 ) -> Efficiencies:
-    """The most likely parameters, given the prior and what the cases measured."""
+    """The most likely parameters, given the prior and the measured cases."""
     spread = np.array([SPREAD[name] for name in NAMES])
     start = np.log([getattr(prior, name) for name in NAMES])
     weight = np.ones(len(cases)) if weights is None else np.asarray(weights, dtype=float)
@@ -62,7 +61,7 @@ def fit(
             shifted = point.copy()
             shifted[k] += STEP
             slopes[:, k] = (_errors(cases, shifted) - errors) / STEP
-        # a run that is off by many times the noise tells of something else than these parameters
+        # a run that is off by many times the noise is not explained by these parameters
         trust = weight / NOISE**2 / (1 + (errors / (2.5 * NOISE)) ** 2)
         curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(spread**-2)
         gradient = slopes.T @ (trust * errors) + (point - start) / spread**2
@@ -80,7 +79,7 @@ def _errors(cases: Sequence[PublishedRun], point: Array) -> Array:
     return np.array([math.log(predict(case, parameters) / case.tokens_s) for case in cases])
 
 
-# -- what neighbours have in common
+# -- residuals of neighbouring runs
 
 LIKE = {
     "tensor": 0.7,
@@ -92,23 +91,23 @@ LIKE = {
     "data": 3.0,
     "microbatches": 4.0,
 }
-"""By how many doublings two runs may differ and still err alike. What shapes a layer's kernels counts most."""
+"""Length scales in doublings: runs this close have similar errors. What shapes a layer's kernels counts most."""
 OFF_BY = 0.15
-"""How far runs of one kind are typically off beyond what the parameters can explain."""
+"""Typical error of similar runs that the parameters do not explain."""
 REPEATS = 0.03
-"""How far two equal runs differ."""
+"""Relative difference of two equal runs."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Parameters, and what the runs they were fitted to were still off by."""
+    """Fitted parameters, and the residuals of their runs."""
 
     parameters: Efficiencies
     features: Array
     weights: Array
 
     def predict(self, case: PublishedRun) -> float:
-        """Tokens a second and device, corrected by what neighbours were off by."""
+        """Predicted tokens per second and device, corrected by the residuals of neighbours."""
         plain = predict(case, self.parameters)
         if not len(self.features):
             return plain
@@ -116,7 +115,7 @@ class Calibration:
 
 
 def calibrate(cases: Sequence[PublishedRun], prior: Efficiencies) -> Calibration:
-    """Refit the parameters to a few runs, and learn what they are still off by."""
+    """Refit the parameters to a few runs, and model their residuals."""
     parameters = fit(cases, prior)
     features = np.array([_features(case) for case in cases])
     errors = np.array([math.log(predict(case, parameters) / case.tokens_s) for case in cases])
@@ -125,7 +124,7 @@ def calibrate(cases: Sequence[PublishedRun], prior: Efficiencies) -> Calibration
 
 
 def _features(case: PublishedRun) -> Array:
-    """A run as a point: doublings of its sizes, each over how many of them still are alike."""
+    """Features of a run: logarithms of its sizes over their length scales."""
     settings, mesh = case.settings, case.settings.mesh
     sizes = {
         "tensor": mesh.tensor, "dim": case.architecture.dim, "microbatch": settings.microbatch, "seq": settings.seq,
@@ -143,7 +142,7 @@ def _features(case: PublishedRun) -> Array:
 
 
 def _chip_feature(name: str) -> float:
-    """A place for each chip, far from all others."""
+    """A feature per chip, far from all others."""
     return 10.0 * sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
 
 
@@ -153,5 +152,5 @@ def _similarity(first: Array, second: Array) -> Array:
 
 
 def as_json(parameters: Efficiencies) -> dict[str, float]:
-    """Rounded to what matters."""
+    """Parameters rounded to four digits."""
     return {name: float(f"{value:.4g}") for name, value in asdict(parameters).items()}

@@ -1,7 +1,7 @@
-"""Programs whose runs were published, and what their documentation states of them: kernels, overlap, precisions.
+"""Programs with published runs, and their documented kernels, overlap and precisions.
 
-Facts only, none of them fitted. Sources: the projects' repositories as of 2026-08, and for older tables the commits
-that wrote them. A program that is not listed is taken for a well-tuned one of today.
+Facts only, nothing fitted. Sources: the projects' repositories as of 2026-08, and for older tables the commits that
+wrote them. An unlisted program is assumed to be well tuned.
 """
 
 import re
@@ -16,34 +16,33 @@ __all__ = ["PROGRAMS", "Program", "program_of"]
 
 @dataclass(frozen=True)
 class Program:
-    """What is known of a program."""
+    """Documented facts of a program."""
 
     name: str
-    """Runs of one program are fitted, or left out, together."""
+    """Runs of one program are fitted, or held out, together."""
     source: str
-    """Part of the source column that names it."""
+    """Text in the source column that identifies it."""
     software: Software
     zero: int = 1
-    """What its data ranks share where a line does not say."""
+    """ZeRO stage unless a row says otherwise."""
     half_attention: bool = True
     """Whether its FLOP/s count causal attention half."""
     counts_positions: bool = False
-    """Whether they count a learned position embedding like a matrix that tokens are multiplied with."""
+    """Whether they count learned position embeddings as a GEMM."""
     reports_reserved: bool = False
-    """Whether its memory figures are what the allocator holds, and not what it handed out."""
+    """Whether its memory figures are reserved, not allocated, bytes."""
     recompute: Recompute | None = None
-    """What its documentation says of lines that do not say."""
+    """Documented default for rows that do not say."""
     offloads: bool = False
-    """Whether it keeps what does not fit out of the device's memory without recomputing: in the host's, or by freeing
-    tensors early."""
+    """Whether it offloads or frees activations that do not fit, without recomputation."""
     interleaves: bool = True
-    """Whether its pipelines may be interleaved where a line does not say."""
+    """Whether pipelines may be interleaved unless a row says otherwise."""
 
 
 TUNED = Software(
     fusion="fused", attention="cudnn", loss="fused", reduce_bytes=4, gradient_buffers=True, weight_overlap=True
 )
-"""A well-tuned program of today: fused kernels, overlap, sequence parallelism."""
+"""A well-tuned program: fused kernels, overlap, sequence parallelism."""
 
 _MEGATRON_2021 = Software(
     fusion="fused", attention="unfused", loss="stepwise", dropout=True, sequence_parallel=False, weight_overlap=True,
@@ -73,8 +72,10 @@ _BFLOAT16_STATES = replace(TUNED, reduce_bytes=2, gradient_bytes=2, master_bytes
 _HERD = replace(TUNED, attention="flash2", tensor_overlap=True)
 
 PROGRAMS = (
-    # this trainer: what a line says of compilation and devices is filled in below
-    Program("headway", "headway", headway_software(compiled=False, autocasts=True, older=False), zero=3, interleaves=False),
+    # this trainer: `program_of` fills in compilation and devices
+    Program(
+        "headway", "headway", headway_software(compiled=False, autocasts=True, older=False), zero=3, interleaves=False,
+    ),
     # FSDP1 without forward prefetch, gathers after a backward pass; Triton's FlashAttention-1; biases; not compiled
     Program("llm-foundry", "llm-foundry", _FOUNDRY, zero=3, half_attention=False, counts_positions=True),
     # Megatron-DeepSpeed: no flash attention, dropout, one blocking all-reduce of gradients at the end
@@ -82,7 +83,7 @@ PROGRAMS = (
     Program("vtrain", "single-node iterations", _MEGATRON_2021, zero=0, recompute="none", interleaves=False),
     Program("megatron-a100", "calculon", _MEGATRON_2021, zero=0, interleaves=False),
     Program("megatron-a100", "llm-analysis", _MEGATRON_2021, zero=1, recompute="full", interleaves=False),
-    # gradients reduced, and at eight bits weights gathered, in the products' precision; user buffers on the tensor axis
+    # gradients reduced, and 8-bit weights gathered, in the GEMMs' precision; user buffers on the tensor axis
     Program("megatron-bridge", "Megatron-Bridge", _BRIDGE, recompute="none", offloads=True),
     Program("megatron-lm", "Megatron-LM", replace(TUNED, tensor_overlap=True), half_attention=False),
     Program("megatron-moe", "Megatron-MoE", TUNED),
@@ -101,15 +102,15 @@ PROGRAMS = (
         recompute="none",
     ),
 )  # fmt: skip
-"""Programs by a part of their source's name; the first that is found counts."""
+"""The first program whose `source` matches applies."""
 
 _UNKNOWN = Program("other", "", TUNED)
 
 
 def program_of(line: Mapping[str, str]) -> Program:
-    """The program of a line of a table, with what the line's own notes state."""
+    """The program of a row, with what the row's notes state."""
     source = line["source"]
-    program = next((one for one in PROGRAMS if one.source.lower() in source.lower()), _UNKNOWN)
+    program = next((known for known in PROGRAMS if known.source.lower() in source.lower()), _UNKNOWN)
     software = _from_notes(program.software, line)
     if program.name == "llm-foundry" and "Large Scale" in source:
         # the later table: prefetch on, FlashAttention-2 but for the sizes that kept Triton's kernel
@@ -127,11 +128,10 @@ def program_of(line: Mapping[str, str]) -> Program:
 
 
 def _by_release(software: Software, source: str, gpu: str) -> Software:
-    """Megatron-Bridge's recipes for Blackwell: captured graphs from 26.02 on, and from 26.06 on experts' exchange
-    beside compute."""
+    """Megatron-Bridge's Blackwell recipes: CUDA graphs from 26.02 on, overlapped expert all-to-all from 26.06 on."""
     match = re.search(r"\[(\d\d)\.(\d\d)", source)
     release = int(match[1]) * 100 + int(match[2]) if match else 0
-    racks = gpu.startswith("gb") or gpu.startswith("b300")
+    racks = gpu.startswith(("gb", "b300"))
     if racks and release >= 2606:
         return replace(software, cuda_graphs=True, expert_overlap=0.8)
     return replace(software, cuda_graphs=True) if racks and release >= 2602 else software

@@ -1,9 +1,8 @@
-"""Published training runs as the planner sees them: a line of a table becomes an architecture, settings and a cluster.
+"""Reads published training runs: a row of a table becomes an architecture, settings and a cluster.
 
-Columns are read as they stand. What a line leaves out is taken from its notes, then from what its source's
-documentation says of the program (`programs.py`), then from a stated rule; rules that stood in for the microbatch,
-the interleaving or the recomputation are named, so that such lines can be scored apart. A line that lacks what no
-rule can give is skipped, and says why.
+What a row leaves out comes from its notes, then from the program's documentation (`programs.py`), then from a rule.
+Rules for the microbatch, interleaving or recomputation are recorded, so that such rows can be scored separately. A row
+that no rule can complete is skipped with a reason.
 """
 
 import math
@@ -26,22 +25,22 @@ __all__ = ["ITERATION_COLUMNS", "RUN_COLUMNS", "PublishedRun", "UnmodelledRun", 
 Line = Mapping[str, str]
 
 RUN_COLUMNS = ("source", "layers", "hidden", "heads", "seq_len", "gpu", "n_gpus")
-"""Without these a file is no table of training runs."""
+"""Required columns of a table of training runs."""
 ITERATION_COLUMNS = (
     "# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length",
     "tensor parallelism", "data parallelism", "pipeline parallelism", "iteration time (ms)",
 )  # fmt: skip
-"""Columns of a table of single-node iterations."""
+"""Required columns of a table of single-node iterations."""
 
 
 MOST = 1e9
-"""Larger numbers than this are damage."""
+"""Larger numbers are invalid."""
 MOST_TOKENS = 16 * 1024
-"""Of an assumed microbatch."""
+"""Most tokens of an assumed microbatch."""
 
 
 class UnmodelledRun(Exception):
-    """A line that cannot be modelled, and why."""
+    """A row that cannot be modelled, and why."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PublishedRun:
     row: int
     source: str
     program: str
-    """Whose documentation it comes from: runs of one program are fitted, or left out, together."""
+    """Runs of one program are fitted, or held out, together."""
     chip: str
     architecture: Architecture
     settings: Settings
@@ -60,9 +59,9 @@ class PublishedRun:
     """Measured, per device."""
     memory_bytes: float | None
     reserved: bool
-    """Whether the memory is what an allocator holds, and not what it handed out."""
+    """Whether the memory is reserved, not allocated, bytes."""
     assumed: tuple[str, ...]
-    """Rules that stood in for the microbatch, the interleaving or the recomputation."""
+    """Rules that replaced a missing microbatch, interleaving or recomputation."""
 
     @property
     def dense(self) -> bool:
@@ -71,12 +70,12 @@ class PublishedRun:
 
     @property
     def seconds(self) -> float:
-        """Measured, of one step."""
+        """Measured step time."""
         return self.settings.batch * self.settings.seq / (self.tokens_s * self.settings.mesh.devices)
 
 
 def read_case(row: int, line: Line) -> PublishedRun:
-    """A line of a table of training runs; raises Skip with the missing column's name."""
+    """Read a row of a table of training runs; raise UnmodelledRun with the missing column."""
     program = program_of(line)
     for column in ("layers", "hidden", "heads", "seq_len", "n_gpus"):
         if not line.get(column):
@@ -92,10 +91,9 @@ def read_case(row: int, line: Line) -> PublishedRun:
 
 
 def read_iteration(row: int, line: Line) -> PublishedRun:
-    """A line of a table of GPT iterations on one A100 node: Megatron's model, fp16, no recomputation.
+    """Read a row of a table of GPT iterations on one A100 node: Megatron's model, fp16, no recomputation.
 
-    That nothing is recomputed is not in the table. It follows from it: with recomputation the largest models'
-    products would have to run at more than the chip's peak.
+    The table does not state recomputation, but with it the GEMMs of the largest models would exceed the chip's peak.
     """
     try:
         devices, batch, micro, dim, heads, layers, seq, tensor, data, stages = (
@@ -103,10 +101,10 @@ def read_iteration(row: int, line: Line) -> PublishedRun:
         )
         seconds = float(line[ITERATION_COLUMNS[-1]]) / 1e3
     except (KeyError, ValueError) as error:
-        raise UnmodelledRun(f"a column is missing or no number: {error}") from None
+        raise UnmodelledRun(f"a column is missing or not a number: {error}") from None
     numbers = (devices, batch, micro, dim, heads, layers, seq, tensor, data, stages, seconds)
     if not all(0 < number < MOST for number in numbers):
-        raise UnmodelledRun("a column is no number above 0")
+        raise UnmodelledRun("a column is not a positive number")
     if tensor * data * stages != devices:
         raise UnmodelledRun(f"tp {tensor} x dp {data} x pp {stages} is not {devices} GPUs")
     arch = Architecture(
@@ -142,7 +140,7 @@ def _number(line: Line, column: str) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 < value < MOST:
-        raise UnmodelledRun(f"column {column} is no number above 0: {text!r}")
+        raise UnmodelledRun(f"column {column}: expected a positive number, got {text!r}")
     return value
 
 
@@ -176,7 +174,7 @@ def _architecture(line: Line) -> Architecture:
 
 
 def _vocabulary(name: str, latent: bool) -> int:
-    """Where the column is empty: the public models' own, or GPT-2's, padded."""
+    """Default vocabulary: that of the public model, or GPT-2's, padded."""
     if "kimi" in name:
         return 163840
     if latent:
@@ -189,13 +187,13 @@ def _experts(text: str) -> ExpertShape | None:
         return None
     match = re.match(r"(\d+)/(\d+) \(moe_ffn (\d+)(?:; (\d+) dense)?", text)
     if not match:
-        raise UnmodelledRun("column moe cannot be read")
+        raise UnmodelledRun(f"column moe: cannot parse {text!r}")
     count, top, hidden, dense = (int(part or 0) for part in match.groups())
     return ExpertShape(count, top, hidden, dense_layers=dense)
 
 
 def _closest_variant(line: Line, base: Architecture) -> Architecture:
-    """Llama's shape or GPT's, tied or not: what comes nearest to the published number of parameters."""
+    """Llama's or GPT's shape, tied or not: the variant closest to the published number of parameters."""
     seq = _integer(line, "seq_len", 0)
     gpt = replace(
         base, gated=False, rotary=False, positions=seq, layer_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True
@@ -242,7 +240,7 @@ def _cluster(line: Line) -> Cluster:
 
 
 def _port_bandwidth(notes: str, gpu: str, per_node: int) -> float | None:
-    """Bytes a second of a device's network port, where notes name it for the device or for the node."""
+    """Network bytes per second and device, if the notes state them per device or node."""
     for_chip = re.search(rf"{re.escape(gpu[:4])}: (\d+)\s*Gb(?:ps|/s)", notes)
     match = for_chip or re.search(r"(\d+)\s*Gb(?:ps|/s)(/GPU)?", notes)
     if not match:
@@ -251,7 +249,7 @@ def _port_bandwidth(notes: str, gpu: str, per_node: int) -> float | None:
     return float(match[1]) / 8 * G / (1 if per_gpu else per_node)
 
 
-# -- how it ran
+# -- the settings
 
 
 def _settings(line: Line, program: Program, arch: Architecture, cluster: Cluster, assumed: list[str]) -> Settings:
@@ -269,7 +267,7 @@ def _settings(line: Line, program: Program, arch: Architecture, cluster: Cluster
     settings = _with_interleaving(line, program, arch, settings, assumed)
     if zero < 3 and _weights_and_gradients(arch, settings, cluster) > 0.8 * cluster.chip.memory_bytes:
         settings = replace(settings, zero=3)
-        assumed.append("data ranks share weights, which do not fit otherwise")
+        assumed.append("data ranks shard weights, which do not fit otherwise")
     return _with_recompute(line, program, arch, settings, cluster, assumed)
 
 
@@ -292,7 +290,7 @@ def _mesh(line: Line, arch: Architecture) -> Mesh:
 
 
 def _batch(line: Line, mesh: Mesh) -> tuple[int, int]:
-    """Sequences of a step, and of a microbatch; 0 where nothing says how many."""
+    """Sequences per step and per microbatch; 0 if unknown."""
     notes = line.get("notes", "")
     batch, micro = _integer(line, "global_batch_seqs", 0), _integer(line, "micro_batch", 0)
     passes = re.search(r"(?:grad_accum|GA|GAS)[ =](\d+)", notes)
@@ -304,14 +302,14 @@ def _batch(line: Line, mesh: Mesh) -> tuple[int, int]:
     if not micro and passes:
         micro = max(1, batch // (mesh.data * int(passes[1])))
     if not micro and "local batch" in notes and mesh.pipeline > 1:
-        micro = 1  # torchtitan's pipelines cut a local batch into as many microbatches as it has sequences
+        micro = 1  # torchtitan's pipelines split a local batch into microbatches of one sequence
     return batch or micro * mesh.data * (int(passes[1]) if passes else 1), micro
 
 
 def _microbatch(arch: Architecture, settings: Settings, cluster: Cluster) -> int:
-    """Where nothing says: the largest of 4, 2 and 1 that fits as it is, up to 16k tokens and half a pipeline's supply.
+    """Default microbatch: the largest of 4, 2 and 1 that fits, up to 16k tokens and half a pipeline's supply.
 
-    An interleaved pipeline holds up to half as many microbatches again as it has stages.
+    An interleaved pipeline holds up to 1.5 times as many microbatches as it has stages.
     """
     share, held = settings.batch // settings.mesh.data, 1.5 * settings.mesh.pipeline
     for size in (4, 2):
@@ -335,7 +333,7 @@ def _precision(text: str) -> str:
 
 
 def _zero(text: str, program: Program) -> tuple[int, bool]:
-    """The stage, and whether weights stay gathered between the passes."""
+    """The ZeRO stage, and whether weights stay gathered between the passes."""
     text = text.lower()
     if "shard_grad_op" in text:
         return 3, True
@@ -350,8 +348,7 @@ def _zero(text: str, program: Program) -> tuple[int, bool]:
 def _with_interleaving(
     line: Line, program: Program, arch: Architecture, settings: Settings, assumed: list[str]
 ) -> Settings:
-    """The stated number of chunks; where none is, the most that leave two layers a chunk, or none where the program
-    has none."""
+    """With the stated chunks, or else the most that leave two layers per chunk if the program interleaves."""
     mesh, notes = settings.mesh, line.get("notes", "")
     if mesh.pipeline == 1:
         return settings
@@ -373,7 +370,7 @@ def _with_interleaving(
 def _with_recompute(
     line: Line, program: Program, arch: Architecture, settings: Settings, cluster: Cluster, assumed: list[str]
 ) -> Settings:
-    """As stated; where nothing is, the least that fits."""
+    """With the stated recomputation, or else the least that fits."""
     stated = _stated_recompute(line, program)
     costs = make_cost_model(cluster)
     if stated is not None:
@@ -393,7 +390,7 @@ def _with_recompute(
 
 
 def _with_offload(arch: Architecture, settings: Settings, costs: CostModel) -> Settings:
-    """As many activations in the host's memory as do not fit: tenths of them."""
+    """With as many tenths of the activations offloaded as do not fit."""
     tenths = next((n for n in range(10) if estimate(arch, replace(settings, offloaded=n / 10), costs).memory.fits), 0)
     return replace(settings, offloaded=tenths / 10)
 
@@ -414,11 +411,11 @@ def _stated_recompute(line: Line, program: Program) -> Recompute | None:
     return program.recompute
 
 
-# -- what was measured
+# -- the measurement
 
 
 def _tokens_s(line: Line, program: Program, arch: Architecture, settings: Settings, cluster: Cluster) -> float:
-    """Tokens a second and device; from FLOP/s or MFU in the source's own convention where they are not given."""
+    """Tokens per second and device, or else from FLOP/s or MFU in the source's convention."""
     reported = _number(line, "tok_s_per_gpu")
     if reported:
         return reported

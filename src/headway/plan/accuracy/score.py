@@ -1,7 +1,7 @@
-"""How far predictions are from runs that others measured: `headway plan --against FILE.csv`.
+"""Scores predictions against measured runs: `headway plan --against FILE.csv`.
 
-Three tables, each by source and chip: (a) unseen, with parameters that no run of the program was used for; (b)
-calibrated, with parameters refitted to a few seeded runs of the source and the rest scored; (c) fitted on all.
+Three tables, each by source and chip: (a) unseen, with parameters fitted without any run of the program (held-out);
+(b) calibrated, with parameters refitted to a few runs of the source, scored on the rest; (c) fitted on all.
 """
 
 import csv
@@ -29,34 +29,34 @@ from headway.plan.estimate import estimate
 __all__ = ["AccuracyReport", "ScoredRun", "Scores", "as_json", "read_cases", "score", "score_file"]
 
 CORE = ("a100", "a100-40", "h100", "h200")
-"""Chips whose dense runs the goals are set for."""
+"""Chips whose dense runs count towards the accuracy goals."""
 
 
 @dataclass(frozen=True)
 class ScoredRun:
-    """One line of the file."""
+    """A row of the file with its predictions."""
 
     row: int
     source: str
     chip: str
     measured: float | None
-    """Tokens a second and device, or milliseconds a step in a table of iterations."""
+    """Tokens per second and device, or milliseconds per step in a table of iterations."""
     predicted: float | None
-    """Unseen; or calibrated, where that was asked for and the source has lines enough."""
+    """Unseen; or calibrated, if requested and the source has enough rows."""
     memory_bytes: float | None
     predicted_memory_bytes: float | None
     skipped: str | None
     fits: bool | None = None
-    """Whether the planner would let it run; None where it cannot say."""
+    """Whether the planner predicts that it fits; None if it was skipped."""
     case: PublishedRun | None = None
     by_table: Mapping[str, float] | None = None
-    """Predictions of each table that scores this line."""
+    """Predictions of each table that scores this row."""
     fitted: bool = False
-    """Whether its source's calibration saw it."""
+    """Whether it was used for calibration."""
 
     @property
     def error(self) -> float | None:
-        """Relative: 0.1 is a tenth too high."""
+        """Relative error of the prediction: 0.1 is 10 % too high."""
         if self.measured is None or self.predicted is None:
             return None
         return self.predicted / self.measured - 1
@@ -64,7 +64,7 @@ class ScoredRun:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of some lines: shares, not percent."""
+    """Errors of a group of rows, as shares."""
 
     count: int
     mean: float
@@ -76,12 +76,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class AccuracyReport:
-    """Everything `--against` prints."""
+    """What `--against` prints."""
 
     rows: tuple[ScoredRun, ...]
     iterations: bool
     tables: Mapping[str, Mapping[str, Scores]]
-    """By table and then by source and chip, or by group."""
+    """By table, then by source and chip or by group."""
     calibrated_on: int
     seed: int
 
@@ -89,7 +89,7 @@ class AccuracyReport:
 def score_file(
     file: Path, calibrated_on: int | None = None, seed: int = 0, progress: Callable[[str, int, int], None] | None = None
 ) -> AccuracyReport:
-    """Predict every line of a file, and score the predictions."""
+    """Predict every row of a file, and score the predictions."""
     lines, iterations = _read(file)
     count = calibrated_on if calibrated_on is not None else (72 if iterations else 10)
     cases, skipped = _cases(lines, iterations)
@@ -111,7 +111,7 @@ def score_file(
 
 
 def read_cases(file: Path) -> tuple[list[PublishedRun], dict[int, str]]:
-    """Every line of a file that can be modelled, and why each of the others cannot."""
+    """Every row of a file that can be modelled, and why the others cannot."""
     return _cases(*_read(file))
 
 
@@ -133,8 +133,8 @@ def _read(file: Path) -> tuple[list[dict[str, str]], bool]:
             return [{key: value or "" for key, value in line.items() if key} for line in lines], iterations
     missing = ", ".join(name for name in RUN_COLUMNS if name not in columns)
     raise UsageError(
-        f"{file}: no table of runs: column {missing} missing" if lines else f"{file}: no lines",
-        hint="benchmarks/plan/published_runs.csv and a100_iterations.csv show the columns",
+        f"{file}: not a table of runs: missing column {missing}" if lines else f"{file}: no rows",
+        hint="see the columns of benchmarks/plan/published_runs.csv and a100_iterations.csv",
     )
 
 
@@ -153,7 +153,7 @@ def _cases(lines: Sequence[Mapping[str, str]], iterations: bool) -> tuple[list[P
 def _calibrated(
     cases: Sequence[PublishedRun], count: int, seed: int, report: Callable[[str, int, int], None]
 ) -> tuple[dict[int, float], frozenset[int]]:
-    """Predictions of each source that has twice as many lines as a calibration takes, and the lines that were taken."""
+    """Predictions for sources with at least twice the rows of a calibration, and the rows used for calibration."""
     predictions: dict[int, float] = {}
     seen: set[int] = set()
     sources = sorted({case.source for case in cases})
@@ -208,7 +208,7 @@ def _row(
 
 
 def score(pairs: Iterable[tuple[float, float]]) -> Scores | None:
-    """Of measured and predicted values; None of none."""
+    """Score pairs of measured and predicted values; None if there are none."""
     points = list(pairs)
     if not points:
         return None
@@ -232,7 +232,7 @@ def _quantile(rising: Sequence[float], share: float) -> float:
 
 
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    """Correlation of ranks, ties sharing theirs."""
+    """Spearman's rank correlation, with averaged ties."""
     measured, predicted = _ranks([value for value, _ in pairs]), _ranks([prediction for _, prediction in pairs])
     mean = (len(pairs) - 1) / 2
     covariance = sum((a - mean) * (b - mean) for a, b in zip(measured, predicted, strict=True))
@@ -278,7 +278,7 @@ def _score_table(rows: Sequence[ScoredRun], name: str) -> Scores | None:
 
 
 def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores]:
-    """The sets that the goals are set for."""
+    """Scores of the groups that have accuracy goals."""
     dense = [row for row in rows if row.case and row.case.dense and row.chip in CORE]
     others = [row for row in rows if row not in dense]
     held_out = [row for row in rows if row.by_table and "calibrated" in row.by_table and row.row not in seen]
@@ -303,7 +303,7 @@ def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores
 
 
 def as_json(report: AccuracyReport) -> dict[str, Any]:
-    """What `--against --json` prints."""
+    """The document of `--against --json`."""
     gb = 2**30
 
     def line(row: ScoredRun) -> dict[str, Any]:
