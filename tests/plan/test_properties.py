@@ -195,7 +195,8 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
             fusion=random.choice(("eager", "fused", "compiled")), attention=random.choice(("flash2", "cudnn")),
             loss=random.choice(("eager", "fused", "chunked")), prefetch=random.random() < 0.7,
             data_overlap=random.random() < 0.8, sequence_parallel=random.random() < 0.8,
-            tensor_overlap=random.random() < 0.3, waits_each_step=random.random() < 0.5, cuda_graphs=random.random() < 0.3,
+            tensor_overlap=random.random() < 0.3, waits_each_step=random.random() < 0.5,
+            cuda_graphs=random.random() < 0.3,
         )  # fmt: skip
         zero = random.choice((0, 1, 3))
         if random.random() < 0.4:

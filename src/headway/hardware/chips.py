@@ -1,8 +1,8 @@
 """Catalogue of chips by their data sheets: dense peaks, memory, links, power.
 
 Peaks are dense; data sheets print the sparse figure, twice that, first. Tensor-core peaks are with float32
-accumulation, and "float32" is without TF32. Memory is in the vendor's "GB", 2**30 bytes within half a percent (an "80 GB" A100
-reports 81,920 MiB, a "141 GB" H200 143,771). Links are per direction; data sheets print the sum of both.
+accumulation, and "float32" is without TF32. Memory is in the vendor's "GB", 2**30 bytes within half a percent (an
+"80 GB" A100 reports 81,920 MiB, a "141 GB" H200 143,771). Links are per direction; data sheets print the sum of both.
 """
 
 import difflib

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from headway.plan.architecture import layer_kinds
-from headway.plan.between_stages import recomputed_share
 from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.estimate import Estimate
 from headway.plan.layer import HIDDEN_TENSOR, LayerTime, layer_mix
 from headway.plan.memory import local_parameters
-from headway.plan.once_per_step import layer_pieces
 from headway.plan.rank_share import is_exact
 from headway.plan.settings import LOW
+from headway.plan.stages import recomputed_share
+from headway.plan.step import layer_pieces
 from headway.plan.traffic import STATISTICS_BYTES
 from headway.plan.trainer_communication import NEVER_HIDDEN, rest_bytes, step_transfers
 
