@@ -43,10 +43,10 @@ def show(title: str, table: Iterable[tuple[str, Scores]]) -> None:
         print(f"  {name[-44:]:<44}{scores.count:>4} {figures} {scores.bias:>+7.1%} {rank:>5}")
 
 
-def show_tables(found: AccuracyReport) -> None:
-    show("groups", found.tables["groups"].items())
+def show_tables(report: AccuracyReport) -> None:
+    show("groups", report.tables["groups"].items())
     for name in ("unseen", "calibrated", "fitted on all"):
-        show(name, found.tables[name].items())
+        show(name, report.tables[name].items())
 
 
 def over_seeds(file: Path, seeds: int) -> dict[str, float]:
@@ -65,7 +65,7 @@ def h200_steps() -> list[dict[str, Any]]:
     """Steps of Headway's own parts on an H200, predicted from its measured ceilings."""
     cluster = parse_on("h200")
     rows = json.loads((RESULTS / "plan_h200_steps.json").read_text(encoding="utf-8"))["rows"]
-    made = []
+    predicted = []
     for row in rows:
         train = Train(batch=row["microbatch"] * row["accumulate"], dtype="bfloat16", compile=row["compile"])
         recipe = Recipe(model=Model(**row["model"]), data=Data(path="data", seq=row["seq"]), train=train)
@@ -73,29 +73,29 @@ def h200_steps() -> list[dict[str, Any]]:
         settings = replace(
             settings_of(task, Mesh(), 0, row["microbatch"]), recompute="full" if row["checkpoint"] else "none"
         )
-        found = estimate(task.architecture, settings, make_cost_model(cluster, "measured"))
+        prediction = estimate(task.architecture, settings, make_cost_model(cluster, "measured"))
         measured = row.get("step_s", {}).get("median")
-        made.append({
+        predicted.append({
             "name": row["name"],
             "host_bound": row.get("host_bound"),
             "step_s": measured,
-            "predicted_step_s": found.step.seconds,
-            "step_error": found.step.seconds / measured - 1 if measured else None,
+            "predicted_step_s": prediction.step.seconds,
+            "step_error": prediction.step.seconds / measured - 1 if measured else None,
             "peak_gib": row["peak_allocated"] / 2**30,
-            "predicted_peak_gib": found.memory.allocated / 2**30,
-            "memory_error": found.memory.allocated / row["peak_allocated"] - 1 if measured else None,
-            "fits": found.memory.fits,
+            "predicted_peak_gib": prediction.memory.allocated / 2**30,
+            "memory_error": prediction.memory.allocated / row["peak_allocated"] - 1 if measured else None,
+            "fits": prediction.memory.fits,
             "ran": measured is not None,
         })  # fmt: skip
-    return made
+    return predicted
 
 
 def show_h200(rows: list[dict[str, Any]]) -> None:
     print(f"\nsteps on an H200\n  {'':<24}{'measured':>11} {'predicted':>11} {'':>7} {'peak GiB':>9} {'predicted':>10}")
     for row in rows:
         if not row["ran"]:
-            said = "to fit" if row["fits"] else "not to fit"
-            print(f"  {row['name']:<24}{'out of memory':>23} {'':>7} predicted {said}")
+            verdict = "to fit" if row["fits"] else "not to fit"
+            print(f"  {row['name']:<24}{'out of memory':>23} {'':>7} predicted {verdict}")
             continue
         times = f"{row['step_s'] * 1e3:>8.1f} ms {row['predicted_step_s'] * 1e3:>8.1f} ms {row['step_error']:>+7.1%}"
         memory = f"{row['peak_gib']:>9.1f} {row['predicted_peak_gib']:>7.1f} {row['memory_error']:>+7.1%}"
@@ -114,14 +114,14 @@ def search_times() -> dict[str, float]:
     for name, on in (("llama3-8b", "h100x8x4"), ("llama3-70b", "h100x8x64"), ("llama3-405b", "h100x8x2048")):
         recipe, cluster = load_recipe(ROOT / f"recipes/{name}.toml"), parse_on(on)
         start = time.perf_counter()
-        found = plan(recipe, cluster)
+        planned = plan(recipe, cluster)
         times[f"{name} on {on}"] = time.perf_counter() - start
-        mesh = found.best.estimate.settings.mesh.describe()
-        print(f"  {name:<12} {on:<13} {times[f'{name} on {on}']:.2f} s, {found.result.tried} ways, {mesh}")
+        mesh = planned.best.estimate.settings.mesh.describe()
+        print(f"  {name:<12} {on:<13} {times[f'{name} on {on}']:.2f} s, {planned.result.tried} candidates, {mesh}")
     return times
 
 
-def draw(found: AccuracyReport, file: Path) -> None:
+def draw(report: AccuracyReport, file: Path) -> None:
     """Measured against predicted, unseen, both axes logarithmic."""
     import matplotlib as mpl
 
@@ -130,7 +130,7 @@ def draw(found: AccuracyReport, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 6.4))
-    rows = [row for row in found.rows if row.case is not None and row.by_table]
+    rows = [row for row in report.rows if row.case is not None and row.by_table]
     for label, color, chosen in (
         ("A100, dense", "#2a7f9e", lambda row: row.case.dense and row.chip.startswith("a100")),
         ("H100 and H200, dense", "#d1702c", lambda row: row.case.dense and row.chip in ("h100", "h200")),
@@ -184,9 +184,11 @@ def main() -> None:
     for name, spread in SPREAD.items():
         prior, fitted = getattr(Efficiencies(), name), getattr(fitted_parameters(), name)
         print(f"  {name:<12}{prior:>10.4g}{fitted:>10.4g}  x/ {1 + spread:.2f}")
-    made = {"published_runs": as_json(runs)["tables"], "a100_iterations": as_json(iterations)["tables"], "seeds": seeds,
-            "h200_steps": steps, "search_s": times}  # fmt: skip
-    (RESULTS / "plan_accuracy.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    results = {
+        "published_runs": as_json(runs)["tables"], "a100_iterations": as_json(iterations)["tables"], "seeds": seeds,
+        "h200_steps": steps, "search_s": times,
+    }  # fmt: skip
+    (RESULTS / "plan_accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw(runs, RESULTS / "plan_accuracy.svg")
     draw(runs, RESULTS / "plan_accuracy.png")
 

@@ -33,14 +33,14 @@ ASSUMED = 0.4
 
 def cases() -> list[PublishedRun]:
     """Every line that can be modelled."""
-    found = []
+    runs = []
     with RUNS.open(newline="", encoding="utf-8") as stream:
         for row, line in enumerate(csv.DictReader(stream)):
             try:
-                found.append(read_case(row, line))
+                runs.append(read_case(row, line))
             except UnmodelledRun:
                 continue
-    return found
+    return runs
 
 
 def weights(kept: list[PublishedRun]) -> list[float]:
@@ -55,27 +55,27 @@ def weights(kept: list[PublishedRun]) -> list[float]:
 
 
 def fit_all(kept: list[PublishedRun]) -> dict[str, dict[str, float]]:
-    found = {"all": as_json(fit(kept, Efficiencies(), weights(kept)))}
+    parameters = {"all": as_json(fit(kept, Efficiencies(), weights(kept)))}
     for program in sorted({case.program for case in kept}):
         rest = [case for case in kept if case.program != program]
-        found[program] = as_json(fit(rest, Efficiencies(), weights(rest)))
+        parameters[program] = as_json(fit(rest, Efficiencies(), weights(rest)))
         print(f"  without {program:<16} {len(rest)} runs", file=sys.stderr)
-    return found
+    return parameters
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the file that is there, write nothing")
     check = parser.parse_args().check
-    made = {"format": 1, "made_by": "benchmarks/plan/fit.py", "parameters": fit_all(cases())}
+    fitted = {"format": 1, "made_by": "benchmarks/plan/fit.py", "parameters": fit_all(cases())}
     if not check:
-        FITTED.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {FITTED.name}: {made['parameters']['all']}")
+        FITTED.write_text(json.dumps(fitted, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {FITTED.name}: {fitted['parameters']['all']}")
         return 0
-    there = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
+    stored = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
     worst = max(
-        abs(made["parameters"][name][key] / value - 1)
-        for name, values in there.items()
+        abs(fitted["parameters"][name][key] / value - 1)
+        for name, values in stored.items()
         for key, value in values.items()
     )
     print(f"largest difference from {FITTED.name}: {worst:.2%}")

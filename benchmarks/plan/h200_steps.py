@@ -294,35 +294,35 @@ def measure(case: Case, device: torch.device) -> tuple[dict, list[dict]]:
     started = time.perf_counter()
     stepper = Stepper(case, device)
     warm, _ = run_steps(stepper, WARM_STEPS, 10 * MOST_STEPS, WARM_S)
-    found = {"first_steps_s": rounded(time.perf_counter() - started), "first_loss": warm["loss"][0]}
+    result = {"first_steps_s": rounded(time.perf_counter() - started), "first_loss": warm["loss"][0]}
     if not gpu:
-        return found | run_steps(stepper, 2, 2, 0.0)[0], []
+        return result | run_steps(stepper, 2, 2, 0.0)[0], []
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
     timed, state = run_steps(stepper, STEPS, MOST_STEPS, TIMED_S)
-    found |= timed | {"device_state": state, "allocated_before_build": before}
-    found |= {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
-    found["alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    found["host_s"] = min(host_seconds(stepper), host_seconds(stepper))
-    found["memory"] = memory_by_phase(stepper)
+    result |= timed | {"device_state": state, "allocated_before_build": before}
+    result |= {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
+    result["alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    result["host_s"] = min(host_seconds(stepper), host_seconds(stepper))
+    result["memory"] = memory_by_phase(stepper)
     kernels, totals = profile(stepper)
-    found |= totals | {"classes_s": by_class(kernels)}
-    found["linked_s"] = rounded(sum(row["us"] for row in kernels) / 1e6)
-    found["host_bound"] = found["kernel_s"] < 0.93 * found["step_s"]["median"]
-    return found, kernels
+    result |= totals | {"classes_s": by_class(kernels)}
+    result["linked_s"] = rounded(sum(row["us"] for row in kernels) / 1e6)
+    result["host_bound"] = result["kernel_s"] < 0.93 * result["step_s"]["median"]
+    return result, kernels
 
 
 def attempt(case: Case, device: torch.device) -> tuple[dict, list[dict]]:
     """One case's row; running out of memory, or anything else, is written down and ends only this case."""
     about = asdict(case) | {"parameters": count(case.model), "model": case.model.model_dump(exclude_defaults=True)}
     try:
-        found, kernels = measure(case, device)
+        result, kernels = measure(case, device)
     except torch.OutOfMemoryError as error:
-        found, kernels = {"out_of_memory": str(error).splitlines()[0][:300]}, []
-        found["peak_allocated"] = torch.cuda.max_memory_allocated()
+        result, kernels = {"out_of_memory": str(error).splitlines()[0][:300]}, []
+        result["peak_allocated"] = torch.cuda.max_memory_allocated()
     except Exception as error:
-        found, kernels = {"error": f"{type(error).__name__}: {error}"[:500]}, []
-    return {"name": case.name} | about | found, kernels
+        result, kernels = {"error": f"{type(error).__name__}: {error}"[:500]}, []
+    return {"name": case.name} | about | result, kernels
 
 
 def count(model: Model) -> int:
@@ -392,8 +392,8 @@ def line(row: dict) -> str:
         return f"{row['name']:24} {row.get('out_of_memory') or row.get('error')}"
     peak = row.get("peak_allocated", 0) / 2**30
     shares = {key: value / row["kernel_s"] for key, value in row.get("classes_s", {}).items()}
-    told = " ".join(f"{key} {share:.0%}" for key, share in shares.items() if share >= 0.005)
-    return f"{row['name']:24} {row['step_s']['median'] * 1e3:8.1f} ms {peak:6.1f} GiB {row.get('device_state')} {told}"
+    text = " ".join(f"{key} {share:.0%}" for key, share in shares.items() if share >= 0.005)
+    return f"{row['name']:24} {row['step_s']['median'] * 1e3:8.1f} ms {peak:6.1f} GiB {row.get('device_state')} {text}"
 
 
 def main() -> None:

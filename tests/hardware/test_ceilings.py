@@ -19,7 +19,7 @@ PEAK = 1e15
 SIZES = (64, 256, 1024, 4096)
 
 
-def made(time_us: Any, **more: Any) -> Ceilings:
+def make_ceilings(time_us: Any, **more: Any) -> Ceilings:
     """Ceilings of a device whose products take what a function says."""
     times = [time_us(m, n, k) for m in SIZES for n in SIZES for k in SIZES]
     gemm = {"precision": "bfloat16", "m": SIZES, "n": SIZES, "k": SIZES, "microseconds": times}
@@ -33,15 +33,15 @@ def power_law(m: int, n: int, k: int) -> float:
 
 
 @given(st.integers(64, 4096), st.integers(64, 4096), st.integers(64, 4096))
-def test_power_laws_are_met_exactly(m: int, n: int, k: int) -> None:
-    ceilings = made(power_law)
+def test_power_laws_are_interpolated_exactly(m: int, n: int, k: int) -> None:
+    ceilings = make_ceilings(power_law)
     assert ceilings.gemm_seconds(m, n, k, "bf16") == pytest.approx(power_law(m, n, k) / 1e6, rel=1e-9)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
-def test_beyond_the_grid(m: int, n: int, k: int) -> None:
+def test_extrapolation_beyond_the_grid(m: int, n: int, k: int) -> None:
     """Below it the time is held, above it the efficiency; never is a product faster than the peak."""
-    ceilings = made(power_law)
+    ceilings = make_ceilings(power_law)
     low = [max(size, SIZES[0]) for size in (m, n, k)]
     inside = [min(size, SIZES[-1]) for size in low]
     efficiency = 2.0 * math.prod(inside) / (power_law(*inside) / 1e6) / PEAK
@@ -50,8 +50,8 @@ def test_beyond_the_grid(m: int, n: int, k: int) -> None:
     assert 0 < ceilings.gemm_efficiency(m, n, k, "bfloat16") <= 1
 
 
-def test_a_time_that_beats_the_peak_counts_as_the_peak() -> None:
-    assert made(lambda m, n, k: 1e-9).gemm_efficiency(64, 64, 64, "bf16") == 1.0
+def test_efficiency_is_capped_at_the_peak() -> None:
+    assert make_ceilings(lambda m, n, k: 1e-9).gemm_efficiency(64, 64, 64, "bf16") == 1.0
 
 
 def corners(axis: tuple[int, ...], size: int) -> set[int]:
@@ -63,14 +63,14 @@ def corners(axis: tuple[int, ...], size: int) -> set[int]:
 
 @functools.cache
 def shipped() -> Ceilings:
-    found = find_ceilings("h200")
-    assert found is not None
-    return found
+    ceilings = find_ceilings("h200")
+    assert ceilings is not None
+    return ceilings
 
 
 @settings(max_examples=examples(300))
 @given(st.data())
-def test_shipped_products_stay_between_their_neighbours(data: st.DataObject) -> None:
+def test_shipped_gemms_interpolate_between_neighbours(data: st.DataObject) -> None:
     ceilings = shipped()
     grid = data.draw(st.sampled_from(ceilings.gemm))
     axes = (grid.m, grid.n, grid.k)
@@ -81,12 +81,12 @@ def test_shipped_products_stay_between_their_neighbours(data: st.DataObject) -> 
         for n in corners(grid.n, sizes[1])
         for k in corners(grid.k, sizes[2])
     ]
-    found = ceilings.gemm_efficiency(*sizes, grid.precision)
-    assert min(around) * (1 - 1e-9) <= found <= max(around) * (1 + 1e-9) <= 1 + 1e-9
+    efficiency = ceilings.gemm_efficiency(*sizes, grid.precision)
+    assert min(around) * (1 - 1e-9) <= efficiency <= max(around) * (1 + 1e-9) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_shipped_products_are_met_at_measured_points(at: int) -> None:
+def test_shipped_gemms_are_exact_at_measured_points(at: int) -> None:
     ceilings = shipped()
     grid = ceilings.gemm[at]
     points = [(m, n, k) for m in grid.m for n in grid.n for k in grid.k]
@@ -94,7 +94,7 @@ def test_shipped_products_are_met_at_measured_points(at: int) -> None:
         assert ceilings.gemm_seconds(m, n, k, grid.precision) == pytest.approx(microseconds / 1e6, rel=1e-6)
 
 
-def test_what_ships_is_whole_and_plausible() -> None:
+def test_shipped_ceilings_are_complete_and_plausible() -> None:
     """Bounds from the data sheet and from other measurements of the chip, not from the file itself."""
     ceilings = shipped()
     chip = find_chip("h200")
@@ -114,7 +114,7 @@ def test_what_ships_is_whole_and_plausible() -> None:
     assert 1e-4 < ceilings.layer_host_seconds("autocast") < 1e-2
 
 
-def test_shipped_products_predict_layers_off_the_grid() -> None:
+def test_shipped_gemms_predict_layers_off_the_grid() -> None:
     """Real layers' products, measured apart and under steady load, which the grid's bursts outrun a little."""
     ceilings = shipped()
     errors = [
@@ -126,7 +126,7 @@ def test_shipped_products_predict_layers_off_the_grid() -> None:
     assert max(errors) < 0.25
 
 
-def test_files_are_small_and_hold_no_date() -> None:
+def test_shipped_files_are_small_and_undated() -> None:
     for chip in CHIPS:
         ceilings = find_ceilings(chip)
         assert (ceilings is None) == (chip.name != "h200")
@@ -144,7 +144,7 @@ def test_attention_between_head_sizes_and_lengths() -> None:
         }
         for h in (64, 256)
     ]  # fmt: skip
-    ceilings = made(power_law, attention=curves)
+    ceilings = make_ceilings(power_law, attention=curves)
     forward = 0.5 * 4 * 4 * 2 * 256 * 256 * 64 / (6400 / 1e6)  # four sequences of 256, two heads of 64, halved
     assert ceilings.attention_flops(256, 64) == pytest.approx(forward)
     assert ceilings.attention_flops(256, 64, backward=True) == pytest.approx(2 * forward / 4)
@@ -161,7 +161,7 @@ def test_curves_and_collectives() -> None:
     ring = {"operation": "all_reduce", "ranks": 4, "backend": "nccl", "bytes": [1000, 10000], "microseconds": [10, 20]}
     memory = {"operation": "copy", "bytes": [10**6], "microseconds": [1.0]}
     host = {"mode": "plain", "forward_microseconds": 500, "backward_microseconds": 900}
-    ceilings = made(power_law, collectives=[ring], memory=[memory], host=[host])
+    ceilings = make_ceilings(power_law, collectives=[ring], memory=[memory], host=[host])
     assert ceilings.collective_seconds("all_reduce", 1000, 4) == pytest.approx(10e-6)
     assert ceilings.collective_seconds("all_reduce", 10, 4) == pytest.approx(10e-6)
     assert ceilings.collective_seconds("all_reduce", 10**6, 4) == pytest.approx(2e-3)
@@ -180,7 +180,7 @@ def test_curves_and_collectives() -> None:
 
 
 def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
-    ceilings = made(power_law)
+    ceilings = make_ceilings(power_law)
     file = tmp_path / "ceilings.json"
     file.write_text("old")
     write_ceilings(file, ceilings)
@@ -191,7 +191,7 @@ def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"format": 2}, "format 2 is not 1"),
         ({"torch": None}, "torch"),
@@ -202,15 +202,15 @@ def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
         ({"speed": 3}, "speed"),
     ],
 )
-def test_wrong_files_are_named(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected_with_the_key(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "ceilings.json"
-    file.write_text(json.dumps({**made(power_law).model_dump(mode="json"), **change}))
+    file.write_text(json.dumps({**make_ceilings(power_law).model_dump(mode="json"), **change}))
     with pytest.raises(UsageError) as caught:
         read_ceilings(file)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert str(file) in caught.value.message
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_ceilings(tmp_path / "none.json")

@@ -31,14 +31,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "recipes" / "clusters"
         ("cpux1x2", "cpu", 1, 2),
     ],
 )
-def test_on(text: str, chip: str, per_node: int, nodes: int) -> None:
+def test_parse_on(text: str, chip: str, per_node: int, nodes: int) -> None:
     cluster = parse_on(text)
     assert (cluster.chip.name, cluster.per_node, cluster.nodes) == (chip, per_node, nodes)
     assert cluster.devices == per_node * nodes
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "message", "hint"),
     [
         ("h300x8x2", "unknown chip 'h300'", "h200"),
         ("nochip", "unknown chip 'nochip'", "mi300x"),
@@ -48,8 +48,8 @@ def test_on(text: str, chip: str, per_node: int, nodes: int) -> None:
         ("h100x8x2x2", "unknown chip 'h100x8'", "known are"),
     ],
 )
-def test_wrong_on(text: str, said: str, hint: str) -> None:
-    with pytest.raises(UsageError, match=said) as caught:
+def test_invalid_on_is_rejected(text: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         parse_on(text)
     assert hint in (caught.value.hint or "")
 
@@ -73,14 +73,14 @@ def test_wrong_on(text: str, said: str, hint: str) -> None:
         ("mi300xx8x2", [("xgmi", 8, 448), ("rail", 16, 50)]),
     ],
 )
-def test_usual_wiring(text: str, levels: list[tuple[str, int, float]]) -> None:
-    found = parse_on(text).levels
-    assert [(level.name, level.devices, level.bandwidth_bytes_s / 1e9) for level in found] == levels
-    assert all(level.source for level in found)
+def test_default_network_levels(text: str, levels: list[tuple[str, int, float]]) -> None:
+    parsed = parse_on(text).levels
+    assert [(level.name, level.devices, level.bandwidth_bytes_s / 1e9) for level in parsed] == levels
+    assert all(level.source for level in parsed)
 
 
 @given(st.sampled_from(CHIPS), st.sampled_from([1, 2, 4, 8]), st.integers(1, 600))
-def test_levels_grow_until_they_join_all(chip, per_node: int, nodes: int) -> None:
+def test_levels_grow_until_they_connect_all(chip, per_node: int, nodes: int) -> None:
     cluster = default_cluster(chip, per_node, nodes)
     sizes = [level.devices for level in cluster.levels]
     assert sizes == sorted(set(sizes))
@@ -98,7 +98,7 @@ def crosses(extent: int, size: int, devices: int) -> bool:
 
 
 @given(st.sampled_from([2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 384]))
-def test_the_level_of_a_group_is_the_lowest_no_group_leaves(extent: int) -> None:
+def test_level_of_a_group_is_the_lowest_that_contains_it(extent: int) -> None:
     cluster = parse_on("h100x8x48")
     used = cluster.level(extent)
     assert used is cluster.levels[-1] or not crosses(extent, used.devices, cluster.devices)
@@ -106,7 +106,7 @@ def test_the_level_of_a_group_is_the_lowest_no_group_leaves(extent: int) -> None
         assert crosses(extent, lower.devices, cluster.devices)
 
 
-def test_a_group_larger_than_the_cluster_is_refused() -> None:
+def test_a_group_larger_than_the_cluster_is_rejected() -> None:
     with pytest.raises(UsageError, match="no group of 16"):
         parse_on("h100x8x1").level(16)
     assert parse_on("h100x6x1").level(6).name == "nvlink"
@@ -131,7 +131,7 @@ TWO_LEVELS = 'chip="h100"\nnodes=4\n[[level]]\nname="nvlink"\ndevices=%s\ngigaby
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "message", "hint"),
     [
         ("nodes = 2", "chip is missing", "h100"),
         ('chip = "h300"', "unknown chip 'h300'", "known are"),
@@ -157,17 +157,17 @@ TWO_LEVELS = 'chip="h100"\nnodes=4\n[[level]]\nname="nvlink"\ndevices=%s\ngigaby
         ("chip = ", "not valid TOML", ""),
     ],
 )
-def test_wrong_files(text: str, said: str, hint: str, tmp_path: Path) -> None:
+def test_invalid_cluster_files_are_rejected(text: str, message: str, hint: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
         load_cluster(file)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert str(file) in caught.value.message
     assert hint in (caught.value.hint or "")
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read") as caught:
         load_cluster(tmp_path / "none.toml")
     assert "recipes/clusters" in (caught.value.hint or "")

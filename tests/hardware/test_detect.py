@@ -37,7 +37,7 @@ def test_visible_devices(setting: str | None, left: list[int]) -> None:
     assert detect.visible(setting, UUIDS) == [UUIDS[i] for i in left]
 
 
-def test_a_slice_stands_for_itself() -> None:
+def test_mig_slices_stand_for_themselves() -> None:
     assert detect.visible("MIG-1234", UUIDS) == ["MIG-1234"]
 
 
@@ -85,13 +85,13 @@ def test_hidden_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["no package", "no driver", "no device"])
-def test_without_gpus_the_cpu_is_taken(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_is_used_without_gpus(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [], fails=how == "no driver")
     if how == "no package":
         monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = devices()
-    assert (found.kind, found.count) == ("cpu", len(os.sched_getaffinity(0)))
-    assert found.name
+    detected = devices()
+    assert (detected.kind, detected.count) == ("cpu", len(os.sched_getaffinity(0)))
+    assert detected.name
     with pytest.raises(RunError) as caught:
         devices("cuda")
     assert "train.device" in (caught.value.hint or "")
@@ -106,7 +106,7 @@ def test_cpu_name(tmp_path: Path) -> None:
     assert detect._cpu_name(tmp_path / "none")
 
 
-def test_this_cpu_has_this_machine_s_memory_shared_by_its_workers() -> None:
+def test_this_cpu_splits_memory_among_workers() -> None:
     whole, half = this_cpu(), this_cpu(2)
     assert whole.memory_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.01)
     assert half.memory_bytes == whole.memory_bytes // 2

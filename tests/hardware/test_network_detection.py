@@ -23,12 +23,12 @@ ROCE = RdmaDevice("mlx5_4", "RoCE", True, 200)
 EFA = RdmaDevice("rdmap0s6", "EFA", True, 100)
 
 
-def test_interfaces_are_those_of_the_kernel() -> None:
-    found = find_network()
-    assert {one.name for one in found.interfaces} == {
+def test_interfaces_match_the_kernel() -> None:
+    network = find_network()
+    assert {interface.name for interface in network.interfaces} == {
         path.name for path in Path("/sys/class/net").iterdir() if path.is_dir()
     }
-    loopback = next(one for one in found.interfaces if one.name == "lo")
+    loopback = next(interface for interface in network.interfaces if interface.name == "lo")
     assert loopback.loopback
     assert loopback.mtu == int(Path("/sys/class/net/lo/mtu").read_text())
 
@@ -52,18 +52,18 @@ def test_rdma_devices_are_read_from_sysfs(tmp_path: Path) -> None:
     make_card(tmp_path, "mlx5_2", "mlx5_core", "InfiniBand", "1: DOWN", "10 Gb/sec (4X SDR)")
     make_card(tmp_path, "weird", "efa", "Unspecified", "4: ACTIVE", "100 Gb/sec (4X EDR)")
     (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
-    found = find_network(tmp_path)
-    assert found.rdma == (
+    network = find_network(tmp_path)
+    assert network.rdma == (
         RdmaDevice("mlx5_0", "InfiniBand", True, 400, ("net-mlx5_0",)),
         RdmaDevice("mlx5_1", "RoCE", True, 200, ("net-mlx5_1",)),
         RdmaDevice("mlx5_2", "InfiniBand", False, 10, ("net-mlx5_2",)),
         RdmaDevice("weird", "EFA", True, 100, ("net-weird",)),
     )
-    assert found.gpudirect
+    assert network.gpudirect
 
 
 @pytest.mark.parametrize(
-    ("found", "name", "variables"),
+    ("network", "name", "variables"),
     [
         (HostNetwork((LO,)), "none", {}),
         (HostNetwork((LO, DOCKER, DOWN)), "none", {}),
@@ -75,15 +75,15 @@ def test_rdma_devices_are_read_from_sysfs(tmp_path: Path) -> None:
         (HostNetwork((LO, ETH), (EFA,)), "TCP", {"NCCL_IB_DISABLE": "1"}),
     ],
 )
-def test_what_nccl_would_use(found: HostNetwork, name: str, variables: dict[str, str]) -> None:
-    chosen = transport(found, {})
+def test_transport_choice(network: HostNetwork, name: str, variables: dict[str, str]) -> None:
+    chosen = transport(network, {})
     assert chosen.name == name
     assert chosen.why
     assert variables.items() <= chosen.variables.items()
     assert not chosen.kept
 
 
-def test_what_is_set_already_stays() -> None:
+def test_variables_already_set_win() -> None:
     chosen = transport(HostNetwork((LO, ETH, FAST)), {"NCCL_SOCKET_IFNAME": "eth0", "OTHER": "x"})
     assert chosen.variables["NCCL_SOCKET_IFNAME"] == "eth0"
     assert chosen.kept == {"NCCL_SOCKET_IFNAME": "eth0"}
@@ -99,7 +99,7 @@ def test_what_is_set_already_stays() -> None:
         ("10.9.9.9", "InfiniBand", "ens5"),  # nobody's: the fastest
     ],
 )
-def test_sockets_are_opened_where_agents_talk(host: str, name: str, interface: str) -> None:
+def test_sockets_use_the_interface_of_the_agents(host: str, name: str, interface: str) -> None:
     chosen = transport(HostNetwork((LO, ETH, FAST), (IB,)), {}, host)
     assert chosen.name == name
     sockets = {chosen.variables["GLOO_SOCKET_IFNAME"], chosen.variables["NCCL_SOCKET_IFNAME"]}
@@ -107,19 +107,23 @@ def test_sockets_are_opened_where_agents_talk(host: str, name: str, interface: s
     assert ("NCCL_IB_HCA" in chosen.variables) == (name == "InfiniBand")
 
 
-def test_a_node_has_what_the_doctor_says(
+def test_node_environment_matches_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_card(tmp_path, "mlx5_0", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)")
-    host = next(one.addresses[0] for one in find_network().interfaces if one.addresses and not one.loopback)
+    host = next(
+        interface.addresses[0]
+        for interface in find_network().interfaces
+        if interface.addresses and not interface.loopback
+    )
     monkeypatch.setattr(env, "find_network", lambda: find_network(tmp_path))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     variables = env.network_variables("n7", host)
     assert variables == dict(transport(find_network(tmp_path), host=host).variables)
     assert (variables["NCCL_IB_HCA"], variables["NCCL_SOCKET_IFNAME"]) == ("=mlx5_0", "mine")
-    told = capsys.readouterr().err
-    assert told.startswith("n7: between machines InfiniBand (mlx5_0: 400 Gb/s in total; ")
-    assert told.endswith("set before: NCCL_SOCKET_IFNAME\n")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("n7: between machines InfiniBand (mlx5_0: 400 Gb/s in total; ")
+    assert stderr.endswith("set before: NCCL_SOCKET_IFNAME\n")
 
 
 # -- over the wire
@@ -131,17 +135,17 @@ def listener() -> Iterator[Callable[[str | None, int], tuple[str, list[str]]]]:
     threads = []
 
     def start(token: str | None, times: int) -> tuple[str, list[str]]:
-        at, told, there = list[str](), list[str](), threading.Event()
+        at, reports, listening = list[str](), list[str](), threading.Event()
 
         def ready(address: str) -> None:
             at.append(address)
-            there.set()
+            listening.set()
 
-        options = {"ready": ready, "told": told.append, "times": times}
+        options = {"ready": ready, "report": reports.append, "times": times}
         threads.append(threading.Thread(target=listen, args=("127.0.0.1:0", token), kwargs=options))
         threads[-1].start()
-        assert there.wait(10)
-        return at[0], told
+        assert listening.wait(10)
+        return at[0], reports
 
     yield start
     for thread in threads:
@@ -157,8 +161,8 @@ def test_both_directions_are_measured(listener: Callable[[str | None, int], tupl
     assert rates.round_trip_s > 0
 
 
-def test_who_does_not_know_the_token_gets_nothing(listener: Callable[[str | None, int], tuple[str, list[str]]]) -> None:
-    address, told = listener("right", 4)
+def test_wrong_token_is_refused(listener: Callable[[str | None, int], tuple[str, list[str]]]) -> None:
+    address, reports = listener("right", 4)
     host, _, port = address.rpartition(":")
     for token in ("wrong", None):
         with pytest.raises(EngineError, match="wrong or missing token"):
@@ -166,21 +170,26 @@ def test_who_does_not_know_the_token_gets_nothing(listener: Callable[[str | None
     with socket.create_connection((host, int(port)), timeout=10) as talk:
         talk.sendall(b"GET / HTTP/1.1\r\n")
     assert measure(address, "right", 0.1).there_bytes_s > 0
-    eventually(lambda: len(told) >= 4)  # the listener tells after the other has what it wanted
-    assert [line.partition(": ")[2].split(":")[0] for line in told] == ["refused", "refused", "broken off", "measured"]
+    eventually(lambda: len(reports) >= 4)  # the listener reports after the client has its result
+    assert [line.partition(": ")[2].split(":")[0] for line in reports] == [
+        "refused",
+        "refused",
+        "aborted",
+        "measured",
+    ]
 
 
-def test_beyond_loopback_a_token_is_needed() -> None:
+def test_token_is_required_beyond_loopback() -> None:
     with pytest.raises(UsageError, match="must know a token"):
         listen("0.0.0.0:0", None)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x", "127.0.0.1:70000"])
-def test_an_address_that_is_none(address: str) -> None:
+def test_invalid_address_is_rejected(address: str) -> None:
     with pytest.raises(UsageError, match="expected HOST:PORT"):
         measure(address, None)
 
 
-def test_nobody_listens() -> None:
+def test_measuring_without_a_listener_fails() -> None:
     with pytest.raises(EngineError, match="Connection refused"):
         measure("127.0.0.1:9", None)

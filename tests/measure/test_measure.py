@@ -29,18 +29,18 @@ TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 def pretend(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveCurve]:
     """Collectives that nobody has measured."""
-    one = {"ranks": ranks, "backend": "gloo", "bytes": tuple(sizes), "microseconds": (10.0,) * len(sizes)}
-    return [CollectiveCurve.model_validate({"operation": operation, **one}) for operation in TOGETHER]
+    curve = {"ranks": ranks, "backend": "gloo", "bytes": tuple(sizes), "microseconds": (10.0,) * len(sizes)}
+    return [CollectiveCurve.model_validate({"operation": operation, **curve}) for operation in TOGETHER]
 
 
 def serve_here(request: dict[str, Any]) -> Ceilings:
     """What the command has another process do: the program reads a request, and the command follows what it writes."""
-    told = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
         patch.setattr("headway.measure.device.collectives", pretend)
         assert main() == 0
-    answer = hardware._follow(told.getvalue().splitlines())
+    answer = hardware._follow(output.getvalue().splitlines())
     assert answer is not None
     return Ceilings.model_validate(answer["ceilings"])
 
@@ -60,7 +60,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return file, done.stdout, done.stderr
 
 
-def test_everything_asked_for_is_measured(measured: tuple[Path, str, str]) -> None:
+def test_every_requested_ceiling_is_measured(measured: tuple[Path, str, str]) -> None:
     ceilings = read_ceilings(measured[0])
     sizes = CPU_QUICK.gemm["float32"]
     assert ceilings.skipped == {}
@@ -78,7 +78,7 @@ def test_everything_asked_for_is_measured(measured: tuple[Path, str, str]) -> No
     assert best == pytest.approx(1.0)  # a CPU's peak is the best that was measured
 
 
-def test_what_is_printed(measured: tuple[Path, str, str]) -> None:
+def test_measure_output(measured: tuple[Path, str, str]) -> None:
     _, out, err = measured
     assert "measuring attention" in err
     assert "of peak at" in out
@@ -88,31 +88,31 @@ def test_what_is_printed(measured: tuple[Path, str, str]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(3, 5, 7), (16, 16, 16), (1, 9, 2)])
-def test_a_product_has_the_shape_and_the_values_it_says(layout: str, sizes: tuple[int, int, int]) -> None:
+def test_gemm_work_computes_the_product(layout: str, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     pool = OperandPool(CPU, "float32", 4096)
-    found = gemm_work(pool, "float32", layout, m, n, k)(1)
-    assert isinstance(found, torch.Tensor)
-    assert found.shape == (m, n)
+    product = gemm_work(pool, "float32", layout, m, n, k)(1)
+    assert isinstance(product, torch.Tensor)
+    assert product.shape == (m, n)
     a = pool.cut(k, m, 1).T if layout == "weight" else pool.cut(m, k, 1)
     b = pool.cut(n, k, 4).T if layout == "forward" else pool.cut(k, n, 4)
-    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_operands_are_random_and_take_turns() -> None:
+def test_operands_are_random_and_rotate() -> None:
     pool = OperandPool(CPU, "float32", 2**14)
     cuts = [pool.cut(8, 8, turn) for turn in range(8)]
     assert len({cut.data_ptr() for cut in cuts}) == 8
     assert all(0.5 < float(cut.std()) < 2 for cut in cuts)
 
 
-def test_layers_of_the_full_grid_fit_into_the_pool() -> None:
+def test_layers_of_the_full_grid_fit_in_the_pool() -> None:
     for tokens, outputs, inputs in GPU.shapes:
         assert max(tokens * inputs, outputs * inputs, tokens * outputs) < GPU.pool_elements
     assert layer_shapes([(8, 2, 24)], [4]) == [(4, 8, 8), (4, 2, 8), (4, 24, 8), (4, 8, 24)]
 
 
-def test_time_is_that_of_one_piece_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only work moves, by three milliseconds a piece."""
     clock = [0.0]
     monkeypatch.setattr("headway.measure.timer.time.perf_counter", lambda: clock[0])
@@ -125,7 +125,7 @@ def test_time_is_that_of_one_piece_of_work(monkeypatch: pytest.MonkeyPatch) -> N
     assert DeviceTimer(CPU).repeated_seconds(work, 7) == pytest.approx(3e-3)
 
 
-def test_a_sustained_product_lasts_and_counts() -> None:
+def test_sustained_gemm_runs_for_the_requested_time() -> None:
     (run,) = _sustained(
         DeviceTimer(CPU, groups=3, group_s=1e-4), OperandPool(CPU, "float32", 2**14), "float32", 64, 0.02
     )
@@ -134,7 +134,7 @@ def test_a_sustained_product_lasts_and_counts() -> None:
     assert run.clock_mhz is None
 
 
-def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "python"
     stand_in.write_text("#!/bin/sh\ncat > /dev/null\necho no such device >&2\nexit 1\n")
     stand_in.chmod(0o755)
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_rank_that_torch_fails_is_named() -> None:
+def test_rank_that_fails_in_torch_is_named() -> None:
     with pytest.raises(RunError, match="measuring collectives failed on device 0"):
         collectives("no such device", 1, ["not a size"])  # type: ignore[list-item]
 
@@ -158,7 +158,7 @@ def test_no_gpu_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "--device cpu" in answer["hint"]
 
 
-def test_the_command_follows_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_follows_the_measuring_process(capsys: pytest.CaptureFixture[str]) -> None:
     lines = io.StringIO('{"progress": "products", "share": 0.0}\nnoise\n{"ceilings": {}}\n')
     assert hardware._follow(lines) == {"ceilings": {}}
     assert "measuring products" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_the_command_follows_the_program(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["show"], ["gb300", "15000", "h200", "yes"]),
         (["show", "h100"], ["989.5 TFLOP/s", "nvlink", "450 GB/s", "data sheet"]),
@@ -174,17 +174,17 @@ def test_the_command_follows_the_program(capsys: pytest.CaptureFixture[str]) -> 
         (["show", "--cluster", "recipes/clusters/h100-rail.toml"], ["h100-rail", "2:1 oversubscribed"]),
     ],
 )
-def test_show(arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show(arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     done = CliRunner().invoke(hardware.app, arguments)
     assert done.exit_code == 0, done.output
-    assert all(word in done.stdout for word in words)
+    assert all(word in done.stdout for word in expected)
     assert all(len(line) <= 110 for line in done.stdout.splitlines())
     as_json = CliRunner().invoke(hardware.app, [*arguments, "--json"])
     assert json.loads(as_json.stdout)
 
 
-def test_running_out_of_memory_ends_the_measurement_and_is_not_taken_for_a_missing_kernel(
+def test_out_of_memory_ends_the_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sections(*_: Any) -> Any:

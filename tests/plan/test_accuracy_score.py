@@ -58,7 +58,7 @@ def test_memory(runs: AccuracyReport) -> None:
     assert memory.mean <= 0.12
 
 
-def test_nothing_that_ran_is_called_too_big(runs: AccuracyReport) -> None:
+def test_runs_that_ran_are_predicted_to_fit(runs: AccuracyReport) -> None:
     assert [row.row for row in runs.rows if row.fits is False] == []
 
 
@@ -73,20 +73,20 @@ def test_iterations(iterations: AccuracyReport) -> None:
     assert first.measured == pytest.approx(410.490577)
 
 
-def test_json_has_what_was_promised(runs: AccuracyReport) -> None:
-    made = json.loads(json.dumps(as_json(runs)))
-    assert len(made["rows"]) == 385
+def test_json_has_the_documented_keys(runs: AccuracyReport) -> None:
+    document = json.loads(json.dumps(as_json(runs)))
+    assert len(document["rows"]) == 385
     keys = {"row", "source", "chip", "tok_s_per_gpu", "predicted", "error", "mem_gb", "predicted_mem_gb", "skipped"}
-    assert all(keys <= set(row) for row in made["rows"])
-    assert [row["row"] for row in made["rows"]] == list(range(385))
-    for row in made["rows"]:
+    assert all(keys <= set(row) for row in document["rows"])
+    assert [row["row"] for row in document["rows"]] == list(range(385))
+    for row in document["rows"]:
         if row["skipped"] is None:
             assert row["error"] == pytest.approx(row["predicted"] / row["tok_s_per_gpu"] - 1)
         else:
             assert row["predicted"] is None
 
 
-def test_a_seed_chooses_the_same_lines_and_another_one_others(tmp_path: Path) -> None:
+def test_calibration_rows_depend_only_on_the_seed(tmp_path: Path) -> None:
     with (TABLES / "published_runs.csv").open(newline="", encoding="utf-8") as stream:
         lines = [line for line in csv.DictReader(stream) if "A100 40GB" in line["source"]]
     file = tmp_path / "some.csv"
@@ -120,7 +120,7 @@ def test_ranks_by_hand() -> None:
     assert swapped.spearman == pytest.approx(1 - 12 / 504)
 
 
-def test_files_that_are_no_tables(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         score_file(tmp_path / "none.csv")
     empty = tmp_path / "empty.csv"

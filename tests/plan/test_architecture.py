@@ -56,7 +56,7 @@ def test_parameters_of_published_models(arch: Architecture, total: float, active
     assert active_parameters(arch) == pytest.approx(active, rel=0.03)
 
 
-def test_deepseek_s_published_operations() -> None:
+def test_deepseek_matches_published_flops() -> None:
     """The V3 report: 14.8T tokens in 2.664M H800 hours; its community count is about 250 GFLOP a token at 4096."""
     assert flops_per_token(DEEPSEEK_V3, 4096) == pytest.approx(250e9, rel=0.05)
 
@@ -71,7 +71,7 @@ def test_routed_parameters_by_hand() -> None:
     assert routed_parameters(GPT3) == 0
 
 
-def test_a_token_meets_its_experts_and_no_others() -> None:
+def test_active_parameters_count_only_used_experts() -> None:
     inside = sum(m.inputs * m.outputs * m.uses for m in layer_matrices(QWEN3_30B, with_experts=True))
     attention = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048
     assert inside == attention + 2048 * 128 + 8 * 3 * 2048 * 768

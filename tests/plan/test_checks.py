@@ -27,40 +27,40 @@ NODES = parse_on("h100x8x2")
 TWO_CHUNKS = {"schedule": "interleaved", "chunks": 2}
 
 
-def way(mesh: Mesh, **changes: object) -> Settings:
+def on_mesh(mesh: Mesh, **changes: object) -> Settings:
     return replace(Settings(mesh, seq=4096, microbatch=1, batch=64), **changes)
 
 
 CLASHES = [
     # what, settings, numbers that the message names, what the hint offers
-    ("devices", DENSE, way(Mesh(shard=4, tensor=2)), ("8 devices", "16"), "shard=8"),
-    ("devices that no shard mends", DENSE, way(Mesh(shard=4, tensor=3)), ("12 devices", "16"), "multiply to 16"),
-    ("heads", replace(DENSE, heads=24, kv_heads=24), way(Mesh(tensor=16)), ("tensor 16", "24 heads"), "1, 2, 4, 8"),
-    ("key-value heads", SIXES, way(Mesh(tensor=16)), ("tensor 16", "6 key-value"), "1, 2, 3, 6, 12, 24, 48"),
-    ("hidden", replace(DENSE, hidden=5461), way(Mesh(shard=8, tensor=2)), ("tensor 2", "5461"), "tensor may be 1"),
-    ("shared experts", ODD, way(Mesh(shard=8, tensor=2)), ("tensor 2", "1403"), "tensor may be 1"),
-    ("sequence", DENSE, way(Mesh(shard=8, tensor=2), seq=4095), ("tensor 2", "4095"), "4094 and 4096"),
-    ("context", DENSE, way(Mesh(shard=4, context=4), seq=4098), ("context 4", "4098"), "4096 and 4100"),
-    ("no experts", DENSE, way(Mesh(shard=16, expert=4)), ("expert 4", "no experts"), "expert at 1"),
-    ("experts", MIXED, way(Mesh(shard=16, expert=3)), ("expert 3", "16 experts"), "1, 2, 4, 8, 16"),
-    ("experts' devices", MIXED, way(Mesh(pipeline=2, shard=8, expert=16)), ("expert 16", "8 devices"), "1, 2, 4, 8"),
-    ("experts across copies", MIXED, way(Mesh(replicate=4, shard=4, expert=8)), ("expert 8", "shard 4"), "1, 2, 4"),
-    ("batch", DENSE, way(Mesh(replicate=2, shard=8), batch=100), ("100", "16 data ranks"), "96 and 112"),
-    ("a batch too small", DENSE, way(Mesh(shard=16), batch=12), ("12", "16 data ranks"), "do: 16"),
-    ("microbatch", DENSE, way(Mesh(shard=16), batch=192, microbatch=5), ("microbatch of 5", "12"), "4 and 6"),
-    ("a microbatch too large", DENSE, way(Mesh(shard=16), microbatch=8), ("microbatch of 8", "4 sequences"), "do: 4"),
-    ("layers", DENSE, way(Mesh(pipeline=16), **TWO_CHUNKS), ("24 layers", "32"), "24 at most"),
-    ("interleaved", DENSE, way(Mesh(pipeline=8, shard=2), batch=40, **TWO_CHUNKS), ("20", "8"), "16 or 24"),
-    ("stages' number", DENSE, way(Mesh(shard=4, pipeline=4), stages=(8, 8, 8)), ("3 stages", "pipeline 4"), "give 4"),
-    ("stages' layers", DENSE, way(Mesh(shard=8, pipeline=2), stages=(12, 13)), ("25 layers", "24"), "add up to 24"),
-    ("no pipeline", DENSE, way(Mesh(shard=16), schedule="zero-bubble"), ("zero-bubble", "pipeline is 1"), "1f1b"),
+    ("devices", DENSE, on_mesh(Mesh(shard=4, tensor=2)), ("8 devices", "16"), "shard=8"),
+    ("devices, any shard size", DENSE, on_mesh(Mesh(shard=4, tensor=3)), ("12 devices", "16"), "multiply to 16"),
+    ("heads", replace(DENSE, heads=24, kv_heads=24), on_mesh(Mesh(tensor=16)), ("tensor 16", "24 heads"), "1, 2, 4, 8"),
+    ("key-value heads", SIXES, on_mesh(Mesh(tensor=16)), ("tensor 16", "6 key-value"), "1, 2, 3, 6, 12, 24, 48"),
+    ("hidden", replace(DENSE, hidden=5461), on_mesh(Mesh(shard=8, tensor=2)), ("tensor 2", "5461"), "tensor may be 1"),
+    ("shared experts", ODD, on_mesh(Mesh(shard=8, tensor=2)), ("tensor 2", "1403"), "tensor may be 1"),
+    ("sequence", DENSE, on_mesh(Mesh(shard=8, tensor=2), seq=4095), ("tensor 2", "4095"), "4094 and 4096"),
+    ("context", DENSE, on_mesh(Mesh(shard=4, context=4), seq=4098), ("context 4", "4098"), "4096 and 4100"),
+    ("no experts", DENSE, on_mesh(Mesh(shard=16, expert=4)), ("expert 4", "no experts"), "expert at 1"),
+    ("experts", MIXED, on_mesh(Mesh(shard=16, expert=3)), ("expert 3", "16 experts"), "1, 2, 4, 8, 16"),
+    ("expert devices", MIXED, on_mesh(Mesh(pipeline=2, shard=8, expert=16)), ("expert 16", "8 devices"), "1, 2, 4, 8"),
+    ("experts across copies", MIXED, on_mesh(Mesh(replicate=4, shard=4, expert=8)), ("expert 8", "shard 4"), "1, 2, 4"),
+    ("batch", DENSE, on_mesh(Mesh(replicate=2, shard=8), batch=100), ("100", "16 data ranks"), "96 and 112"),
+    ("small batch", DENSE, on_mesh(Mesh(shard=16), batch=12), ("12", "16 data ranks"), "do: 16"),
+    ("microbatch", DENSE, on_mesh(Mesh(shard=16), batch=192, microbatch=5), ("microbatch of 5", "12"), "4 and 6"),
+    ("large microbatch", DENSE, on_mesh(Mesh(shard=16), microbatch=8), ("microbatch of 8", "4 sequences"), "do: 4"),
+    ("layers", DENSE, on_mesh(Mesh(pipeline=16), **TWO_CHUNKS), ("24 layers", "32"), "at most 24"),
+    ("interleaved", DENSE, on_mesh(Mesh(pipeline=8, shard=2), batch=40, **TWO_CHUNKS), ("20", "8"), "16 or 24"),
+    ("stage count", DENSE, on_mesh(Mesh(shard=4, pipeline=4), stages=(8, 8, 8)), ("3 stages", "pipeline 4"), "give 4"),
+    ("stage layers", DENSE, on_mesh(Mesh(shard=8, pipeline=2), stages=(12, 13)), ("25 layers", "24"), "sum to 24"),
+    ("no pipeline", DENSE, on_mesh(Mesh(shard=16), schedule="zero-bubble"), ("zero-bubble", "pipeline is 1"), "1f1b"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arch", "settings", "named", "hint"), [row[1:] for row in CLASHES], ids=[row[0] for row in CLASHES]
 )
-def test_a_clash_names_the_numbers_and_what_would_do(arch, settings, named, hint):
+def test_conflicts_name_the_numbers_and_a_fix(arch, settings, named, hint):
     with pytest.raises(UsageError) as caught:
         check(arch, settings, NODES)
     assert all(part in caught.value.message for part in named), caught.value.message
@@ -91,7 +91,7 @@ def possible(arch: Architecture, s: Settings, cluster: Cluster) -> bool:
     return s.chunks == 1 and (s.schedule == "1f1b" or m.pipeline > 1)
 
 
-def test_valid_and_check_are_the_rules():
+def test_valid_and_check_agree_with_the_rules():
     random, outcomes = Random(3), set()
     for _ in range(6000):
         sizes = [random.choice((1, 1, 2, 3, 4, 8)) for _ in range(5)]
@@ -122,7 +122,7 @@ def test_divisors(number):
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 5)]
 )
-def test_held_microbatches_are_those_of_the_schedule(schedule, chunks):
+def test_held_microbatches_match_the_schedule(schedule, chunks):
     for ranks, times in product((2, 3, 8), (1, 2, 5)):
         settings = Settings(Mesh(pipeline=ranks), 1024, 1, ranks * times, schedule=schedule, chunks=chunks)
         timeline = simulate(schedule, [StageTime(1, 1, 1)] * (ranks * chunks), ranks, ranks * times)
@@ -132,33 +132,33 @@ def test_held_microbatches_are_those_of_the_schedule(schedule, chunks):
 @pytest.mark.parametrize(
     ("settings", "runs"),
     [
-        (way(Mesh(shard=16)), True),
-        (way(Mesh(shard=16), recompute="full", precision="float32"), True),
-        (way(Mesh(), zero=0), True),
-        (way(Mesh(shard=16), zero=1), False),
-        (way(Mesh(shard=16), zero=0), False),
-        (way(Mesh(replicate=16), zero=0), True),
-        (way(Mesh(replicate=2, shard=8)), True),
-        (way(Mesh(shard=8, tensor=2)), True),
-        (way(Mesh(shard=8, pipeline=2)), True),
-        (way(Mesh(replicate=2, shard=2, tensor=2, pipeline=2)), True),
-        (way(Mesh(shard=8, context=2)), False),
-        (way(Mesh(shard=16, expert=2)), False),
-        (way(Mesh(shard=16), recompute="selective"), True),
-        (way(Mesh(shard=16), recompute="attention"), False),
-        (way(Mesh(pipeline=16), batch=16), True),
-        (way(Mesh(pipeline=16), batch=15), False),
-        (way(Mesh(pipeline=4), batch=12, schedule="zero-bubble", software=Software("eager")), True),
-        (way(Mesh(pipeline=4), batch=11, schedule="zero-bubble", software=Software("eager")), False),
-        (way(Mesh(pipeline=4), batch=3, schedule="zero-bubble", software=Software("eager")), True),
-        (way(Mesh(pipeline=4), batch=12, schedule="zero-bubble"), False),
-        (way(Mesh(pipeline=4), batch=12, **TWO_CHUNKS), True),
-        (way(Mesh(shard=16), precision="fp8"), False),
-        (way(Mesh(shard=16), software=Software(moment_bytes=2)), True),
-        (way(Mesh(shard=16), software=Software(moment_bytes=1)), False),
+        (on_mesh(Mesh(shard=16)), True),
+        (on_mesh(Mesh(shard=16), recompute="full", precision="float32"), True),
+        (on_mesh(Mesh(), zero=0), True),
+        (on_mesh(Mesh(shard=16), zero=1), False),
+        (on_mesh(Mesh(shard=16), zero=0), False),
+        (on_mesh(Mesh(replicate=16), zero=0), True),
+        (on_mesh(Mesh(replicate=2, shard=8)), True),
+        (on_mesh(Mesh(shard=8, tensor=2)), True),
+        (on_mesh(Mesh(shard=8, pipeline=2)), True),
+        (on_mesh(Mesh(replicate=2, shard=2, tensor=2, pipeline=2)), True),
+        (on_mesh(Mesh(shard=8, context=2)), False),
+        (on_mesh(Mesh(shard=16, expert=2)), False),
+        (on_mesh(Mesh(shard=16), recompute="selective"), True),
+        (on_mesh(Mesh(shard=16), recompute="attention"), False),
+        (on_mesh(Mesh(pipeline=16), batch=16), True),
+        (on_mesh(Mesh(pipeline=16), batch=15), False),
+        (on_mesh(Mesh(pipeline=4), batch=12, schedule="zero-bubble", software=Software("eager")), True),
+        (on_mesh(Mesh(pipeline=4), batch=11, schedule="zero-bubble", software=Software("eager")), False),
+        (on_mesh(Mesh(pipeline=4), batch=3, schedule="zero-bubble", software=Software("eager")), True),
+        (on_mesh(Mesh(pipeline=4), batch=12, schedule="zero-bubble"), False),
+        (on_mesh(Mesh(pipeline=4), batch=12, **TWO_CHUNKS), True),
+        (on_mesh(Mesh(shard=16), precision="fp8"), False),
+        (on_mesh(Mesh(shard=16), software=Software(moment_bytes=2)), True),
+        (on_mesh(Mesh(shard=16), software=Software(moment_bytes=1)), False),
     ],
 )
-def test_what_the_trainer_runs(settings, runs):
+def test_runnable_settings_of_the_trainer(settings, runs):
     assert RUNNABLE.allows(settings) == runs
 
 
@@ -169,7 +169,7 @@ def enumerated(task: TrainingTask, cluster: Cluster, context: bool) -> set[Setti
     """Every way to run, from all numbers up to the devices and the rules of `candidates` said again."""
     arch, numbers = task.architecture, [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
     counts = range(1, (arch.experts.count if arch.experts else 1) + 1)
-    found = set()
+    settings_set = set()
     for replicate, shard, tensor, pipeline, shared, expert in product(*[numbers] * 5, counts):
         mesh = Mesh(replicate, shard, tensor, pipeline, shared, expert)
         if mesh.devices != cluster.devices or tensor > cluster.levels[0].devices or task.batch % mesh.data:
@@ -191,12 +191,12 @@ def enumerated(task: TrainingTask, cluster: Cluster, context: bool) -> set[Setti
         for zero, (schedule, chunks), size, recompute in product(
             zeros, orders, microbatches, ("none", "selective", "full")
         ):
-            made = Settings(
+            settings = Settings(
                 mesh, task.seq, size, task.batch, zero, recompute, schedule, chunks, task.precision, task.software
             )
-            if possible(arch, made, cluster):
-                found.add(made)
-    return found
+            if possible(arch, settings, cluster):
+                settings_set.add(settings)
+    return settings_set
 
 
 SMALL = [
@@ -209,39 +209,48 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("arch", "on", "seq", "batch", "context"), SMALL)
-def test_candidates_are_all_that_is_sensible(arch, on, seq, batch, context):
+def test_candidates_match_brute_force_enumeration(arch, on, seq, batch, context):
     task, cluster = TrainingTask(arch, seq, batch), parse_on(on)
-    made = list(candidates(task, cluster, SearchSpace(), context))
-    assert len(made) == len(set(made))
-    assert set(made) == enumerated(task, cluster, context)
+    settings = list(candidates(task, cluster, SearchSpace(), context))
+    assert len(settings) == len(set(settings))
+    assert set(settings) == enumerated(task, cluster, context)
 
 
-def test_microbatches_end_where_larger_ones_bring_nothing():
-    sizes = {made.microbatch for made in candidates(TrainingTask(DENSE, 4096, 4096), parse_on("h100"), SearchSpace())}
+def test_microbatch_sizes_are_capped():
+    sizes = {
+        settings.microbatch for settings in candidates(TrainingTask(DENSE, 4096, 4096), parse_on("h100"), SearchSpace())
+    }
     assert sizes == {1, 2, 4, 8, 16, 32, 64}
 
 
-def test_choices_are_kept_to():
+def test_candidates_respect_the_search_space():
     choices = SearchSpace(
         mesh=Mesh(shard=4, tensor=2, pipeline=2), microbatches=(2,), recompute=("full",), schedules=("interleaved",),
         chunks=(3,), precisions=("fp8",), moment_bytes=(2, 4), zero=(1,),
     )  # fmt: skip
-    made = list(candidates(TrainingTask(DENSE, 4096, 64), NODES, choices))
-    moments = {one.software.moment_bytes for one in made}
+    settings = list(candidates(TrainingTask(DENSE, 4096, 64), NODES, choices))
+    moments = {candidate.software.moment_bytes for candidate in settings}
     assert moments == {2, 4}
-    assert len(made) == 2
-    for one in made:
-        assert (one.mesh, one.microbatch, one.recompute, one.zero) == (choices.mesh, 2, "full", 1)
-        assert (one.schedule, one.chunks, one.precision) == ("interleaved", 3, "fp8")
+    assert len(settings) == 2
+    for candidate in settings:
+        assert (candidate.mesh, candidate.microbatch, candidate.recompute, candidate.zero) == (
+            choices.mesh,
+            2,
+            "full",
+            1,
+        )
+        assert (candidate.schedule, candidate.chunks, candidate.precision) == ("interleaved", 3, "fp8")
 
 
-def test_limits_are_kept_to():
+def test_candidates_respect_trainer_limits():
     task = TrainingTask(DENSE, 4096, 64)
-    made = set(candidates(task, NODES, SearchSpace(limits=RUNNABLE)))
-    assert made == {one for one in candidates(task, NODES, SearchSpace()) if RUNNABLE.allows(one)}
-    assert {Mesh(shard=16), Mesh(replicate=16), Mesh(shard=4, tensor=2, pipeline=2)} <= {one.mesh for one in made}
-    assert {one.mesh.context for one in made} == {1}
-    assert {one.zero for one in made if one.mesh.shard > 1} == {3}
+    settings = set(candidates(task, NODES, SearchSpace(limits=RUNNABLE)))
+    assert settings == {candidate for candidate in candidates(task, NODES, SearchSpace()) if RUNNABLE.allows(candidate)}
+    assert {Mesh(shard=16), Mesh(replicate=16), Mesh(shard=4, tensor=2, pipeline=2)} <= {
+        candidate.mesh for candidate in settings
+    }
+    assert {candidate.mesh.context for candidate in settings} == {1}
+    assert {candidate.zero for candidate in settings if candidate.mesh.shard > 1} == {3}
 
 
 # -- models that fit nowhere
@@ -249,30 +258,38 @@ def test_limits_are_kept_to():
 
 def least(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> float:
     """Of all ways to run, with context or without."""
-    ways = [one for shared in (False, True) for one in candidates(task, cluster, choices, shared)]
-    return min(memory(task.architecture, one, cluster, held_microbatches(one)).total for one in ways) / 2**30
+    all_candidates = [candidate for shared in (False, True) for candidate in candidates(task, cluster, choices, shared)]
+    return (
+        min(
+            memory(task.architecture, candidate, cluster, held_microbatches(candidate)).total
+            for candidate in all_candidates
+        )
+        / 2**30
+    )
 
 
 def numbers(sentence: str) -> list[float]:
     return [float(number) for number in re.findall(r"[\d.]+(?= GB)", sentence)]
 
 
-def test_more_nodes_are_as_few_as_fit():
+def test_suggested_nodes_are_the_fewest_that_fit():
     task, cluster = TrainingTask(LARGE, 8192, 64), parse_on("h100x8")
     sentence = smallest_change(task, cluster, SearchSpace(limits=RUNNABLE))
     nodes = int(re.search(r"on (\d+) nodes instead of 1", sentence).group(1))
     needs = {}
     for count in range(1, nodes + 1):
         larger = parse_on(f"h100x8x{count}")
-        ways = candidates(task, larger, SearchSpace(limits=RUNNABLE, max_tensor=8))
-        all_needs = (memory(LARGE, one, larger, held_microbatches(one)).total / 2**30 for one in ways)
+        all_candidates = candidates(task, larger, SearchSpace(limits=RUNNABLE, max_tensor=8))
+        all_needs = (
+            memory(LARGE, candidate, larger, held_microbatches(candidate)).total / 2**30 for candidate in all_candidates
+        )
         needs[count] = min(all_needs, default=float("inf"))
     assert needs[nodes] <= 80
     assert all(needs[count] > 80 for count in range(1, nodes))
     assert numbers(sentence) == pytest.approx([needs[1], 80, needs[nodes]], abs=0.051)
 
 
-def test_the_least_intrusive_change_comes_first():
+def test_least_intrusive_change_is_suggested_first():
     task, cluster = TrainingTask(replace(DENSE, layers=48), 8192, 64), parse_on("h100x8")
     fixed = SearchSpace(mesh=Mesh(shard=8), microbatches=(8,), recompute=("none",))
     sentence = smallest_change(task, cluster, fixed)
@@ -284,23 +301,23 @@ def test_the_least_intrusive_change_comes_first():
     assert sentence.index("full recomputation") < sentence.index("microbatch of 1")
 
 
-def test_moments_are_halved_where_that_is_enough():
+def test_bf16_moments_are_suggested_if_they_suffice():
     chip = replace(NODES.chip, memory_bytes=25 * 2**30)
     task, cluster = TrainingTask(DENSE, 2048, 8), replace(parse_on("h100x1"), chip=chip)
     halved = SearchSpace(moment_bytes=(2,))
     assert least(task, cluster, SearchSpace()) > 25 > least(task, cluster, halved)
-    said = smallest_change(task, cluster, SearchSpace())
-    assert f"with bf16 moments ({least(task, cluster, halved):.1f} GB)" in said
+    hint = smallest_change(task, cluster, SearchSpace())
+    assert f"with bf16 moments ({least(task, cluster, halved):.1f} GB)" in hint
 
 
-def test_a_change_that_the_trainer_cannot_run_is_not_proposed():
+def test_unsupported_changes_are_not_suggested():
     task, cluster = TrainingTask(LARGE, 8192, 64), parse_on("h100x8x2")
     assert "bf16 moments" not in smallest_change(
         task, cluster, SearchSpace(limits=replace(RUNNABLE, moment_bytes=(4,)))
     )
 
 
-def test_where_no_single_change_is_enough_all_of_them_are_named():
+def test_combined_changes_are_named_if_no_single_one_suffices():
     chip = replace(NODES.chip, memory_bytes=6 * 2**30)
     task, cluster = TrainingTask(LARGE, 8192, 8), replace(parse_on("h100x8"), chip=chip)
     fixed = SearchSpace(mesh=Mesh(shard=8), recompute=("none",), zero=(0,))
@@ -309,5 +326,5 @@ def test_where_no_single_change_is_enough_all_of_them_are_named():
     assert "does not fit" in sentence
 
 
-def test_what_fits_needs_no_change():
+def test_a_fitting_task_needs_no_change():
     assert smallest_change(TrainingTask(DENSE, 4096, 64), NODES, SearchSpace()).startswith("it fits: needs ")

@@ -63,17 +63,17 @@ def small_models(draw: st.DrawFn) -> Model:
 
 @settings(max_examples=examples(30), deadline=None)
 @given(small_models())
-def test_shapes_and_counts_are_the_module_s(model: Model) -> None:
+def test_shapes_and_counts_match_the_module(model: Model) -> None:
     with torch.device("meta"):
         decoder = empty_decoder(model)
-    found = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    assert list(model.tensors().items()) == list(found.items())
+    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert list(model.tensors().items()) == list(shapes.items())
     assert parameters(architecture_of(model)) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
 @settings(max_examples=examples(15), deadline=None)
 @given(small_models(), st.integers(1, 3), st.integers(1, 9))
-def test_a_training_step_computes_the_model_s_flops_and_no_more(model: Model, rows: int, length: int) -> None:
+def test_a_training_step_executes_the_model_flops(model: Model, rows: int, length: int) -> None:
     decoder = empty_decoder(model)
     init_weights(decoder, seed=0)
     tokens = torch.zeros(rows, length, dtype=torch.int64)
@@ -84,7 +84,7 @@ def test_a_training_step_computes_the_model_s_flops_and_no_more(model: Model, ro
     assert sum(linear.values()) == 6 * matmul_parameters(architecture_of(model)) * rows * length
 
 
-def test_attention_is_counted_as_the_half_it_is() -> None:
+def test_causal_attention_counts_half() -> None:
     """Causal attention has seq * (seq + 1) / 2 scores, each made and used by head_dim products."""
     model, seq = Model(vocab_size=10, layers=3, heads=4, head_dim=16), 1000
     scores = seq * (seq + 1) // 2
@@ -94,7 +94,7 @@ def test_attention_is_counted_as_the_half_it_is() -> None:
 
 
 @pytest.mark.parametrize(("window", "seq"), [(1, 7), (3, 7), (7, 7), (50, 7), (4, 64)])
-def test_windows_see_what_they_see(window: int, seq: int) -> None:
+def test_attended_share_of_sliding_windows(window: int, seq: int) -> None:
     """Pairs counted one by one, in a model of which three layers of five look through a window."""
     pairs = sum(1 for i in range(seq) for j in range(seq) if 0 <= i - j < window)
     arch = Architecture(5, 32, 4, 2, 8, 64, 100, window=window, windowed_layers=3)

@@ -54,7 +54,7 @@ def simulate(
 
 
 @pytest.mark.parametrize(("run_s", "mtbf_s", "save_s", "restart_s", "step_s", "interval_s"), CASES)
-def test_means_of_simulated_runs(
+def test_goodput_matches_simulated_runs(
     run_s: float, mtbf_s: float, save_s: float, restart_s: float, step_s: float, interval_s: float
 ) -> None:
     random = Random(7)
@@ -94,7 +94,7 @@ def expected_wall(run_s: float, mtbf_s: float, save_s: float, restart_s: float, 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("save_s", [0.5, 20.0, 90.0])
-def test_no_interval_beats_the_chosen_one(case: tuple[float, ...], save_s: float) -> None:
+def test_chosen_interval_is_optimal(case: tuple[float, ...], save_s: float) -> None:
     run_s, mtbf_s, _, restart_s, step_s, _ = case
     chosen = of_job(mtbf_s, run_s=run_s, save_s=save_s, restart_s=restart_s, step_s=step_s)
     steps = round(run_s / step_s)
@@ -105,7 +105,7 @@ def test_no_interval_beats_the_chosen_one(case: tuple[float, ...], save_s: float
 
 
 @pytest.mark.parametrize(("mtbf_min", "optimum_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
-def test_optima_that_daly_published(mtbf_min: float, optimum_min: float) -> None:
+def test_daly_interval_matches_published_optima(mtbf_min: float, optimum_min: float) -> None:
     # Daly 2006, captions of figures 3 to 5: saves of 5 minutes, restarts of 10, 500 hours of work.
     assert daly_interval(5, mtbf_min) == pytest.approx(optimum_min, rel=0.006)
     result = of_job(mtbf_min * 60, run_s=500 * HOUR, save_s=300, restart_s=600, step_s=1)
@@ -113,7 +113,7 @@ def test_optima_that_daly_published(mtbf_min: float, optimum_min: float) -> None
 
 
 @pytest.mark.parametrize("ratio", [1e-4, 0.01, 0.3, 1.0, 1.99, 2.0, 5.0])
-def test_the_formula_is_near_the_exact_optimum(ratio: float) -> None:
+def test_daly_interval_is_near_the_exact_optimum(ratio: float) -> None:
     def cost(interval: float) -> float:
         return math.expm1(interval + ratio) / interval
 
@@ -121,11 +121,11 @@ def test_the_formula_is_near_the_exact_optimum(ratio: float) -> None:
     assert cost(daly_interval(ratio, 1.0)) <= 1.002 * best
 
 
-def test_youngs_formula_is_the_limit() -> None:
+def test_daly_interval_tends_to_youngs_formula() -> None:
     assert daly_interval(1e-8, 1.0) == pytest.approx(math.sqrt(2e-8), rel=1e-4)
 
 
-def test_llama_3() -> None:
+def test_goodput_of_llama_3_matches_its_report() -> None:
     # The Llama 3 Herd of Models (2024), section 3.3: 16,384 GPUs, 419 unexpected interruptions in 54 days, storage that
     # sustains 2 TB/s, effective training time "higher than 90 %". Assumed: 14 bytes a parameter (bf16 weights, f32
     # weights and moments), ten minutes from a failure to the next step, steps of 5 seconds.
@@ -152,7 +152,7 @@ def test_without_failures_only_saves_cost() -> None:
     assert rare.wall_s == pytest.approx(known.wall_s)
 
 
-def test_without_a_rate_or_an_interval_only_the_last_save_is_made() -> None:
+def test_without_rate_or_interval_only_the_last_save_happens() -> None:
     result = goodput(1000, 8, None, 5, 60, step_s=2)
     assert (result.interval_s, result.interval_steps, result.saves, result.wall_s) == (None, None, 1, 1005)
     assert "no failure rate" in result.reason
@@ -164,11 +164,11 @@ def test_a_failure_loses_a_restart_and_half_an_interval() -> None:
     assert result.lost_s_per_failure == pytest.approx(81, rel=1e-3)
 
 
-def test_saves_that_cost_nothing_are_made_at_every_step() -> None:
+def test_free_saves_happen_every_step() -> None:
     assert of_job(1000, run_s=5000, save_s=0, restart_s=10, step_s=2).interval_steps == 1
 
 
-def test_intervals_are_whole_steps_within_the_run() -> None:
+def test_intervals_are_full_steps_within_the_run() -> None:
     job = {"run_s": 1000.0, "save_s": 5.0, "restart_s": 60.0, "step_s": 7.0}
     assert of_job(500, interval_s=1, **job).interval_steps == 1
     assert of_job(500, interval_s=24, **job).interval_s == 21
@@ -181,7 +181,7 @@ seconds = st.floats(0.1, 1e5)
 
 @settings(max_examples=examples(200), deadline=None)
 @given(seconds, st.floats(50, 1e7), st.floats(0, 100), st.floats(0, 300), st.floats(0.1, 30))
-def test_the_account_balances_and_rarer_failures_never_hurt(
+def test_accounts_balance_and_fewer_failures_never_hurt(
     run_s: float, mtbf_s: float, save_s: float, restart_s: float, step_s: float
 ) -> None:
     job = {"run_s": run_s, "save_s": save_s, "restart_s": restart_s, "step_s": step_s}
@@ -218,14 +218,14 @@ def test_stall_seconds() -> None:
     assert stall_seconds(16e9, 10.0, gpu=False) == 2
 
 
-def test_saves_are_no_closer_than_the_disk_allows() -> None:
+def test_save_interval_is_at_least_the_write_time() -> None:
     quick = goodput(10 * DAY, 1024, 1000.0, 0.01, 60, step_s=1)
     slow = goodput(10 * DAY, 1024, 1000.0, 0.01, 60, step_s=1, write_s=300)
     assert quick.interval_s < 100
     assert slow.interval_s >= 295
 
 
-def test_the_interval_of_a_run_follows_what_it_costs_and_sees() -> None:
+def test_save_interval_follows_cost_and_observed_failures() -> None:
     # Young: sqrt(2 x 0.1 s x (50,000 h / 8)) = 2,121 s; Daly's correction is below a percent for so short a save.
     assert save_interval(0.1, 8, 50_000) == pytest.approx(2121, rel=0.01)
     assert save_interval(0.4, 8, 50_000) == pytest.approx(2 * save_interval(0.1, 8, 50_000), rel=0.01)

@@ -41,7 +41,7 @@ def predicted(row: dict[str, Any]) -> Estimate:
     )
 
 
-def test_the_steps_cover_what_they_should() -> None:
+def test_measured_steps_cover_the_settings() -> None:
     assert len(ON_DEVICE) >= 20
     assert {row["compile"] for row in ON_DEVICE} == {row["checkpoint"] for row in ON_DEVICE} == {True, False}
     assert min(row["parameters"] for row in STEPS) < 0.12e9
@@ -49,13 +49,13 @@ def test_the_steps_cover_what_they_should() -> None:
     assert {1024, 32768} <= {row["seq"] for row in STEPS}
 
 
-def test_step_times_are_near() -> None:
+def test_predicted_step_times_are_accurate() -> None:
     errors = {row["name"]: predicted(row).step.seconds / row["step_s"]["median"] - 1 for row in ON_DEVICE}
     assert statistics.fmean(map(abs, errors.values())) <= 0.08
     assert max(map(abs, errors.values())) <= 0.15, errors
 
 
-def test_steps_that_wait_for_the_host_are_seen_as_such() -> None:
+def test_host_bound_steps_are_predicted() -> None:
     for row in STEPS:
         if row["kernel_s"] < 0.5 * row["step_s"]["median"]:
             accounts = predicted(row).step.accounts
@@ -63,11 +63,11 @@ def test_steps_that_wait_for_the_host_are_seen_as_such() -> None:
 
 
 @pytest.mark.parametrize("row", STEPS, ids=[row["name"] for row in STEPS])
-def test_peak_memory_is_near(row: dict[str, Any]) -> None:
+def test_predicted_peak_memory_is_accurate(row: dict[str, Any]) -> None:
     assert predicted(row).memory.allocated == pytest.approx(row["peak_allocated"], rel=0.08)
 
 
-def test_what_ran_out_of_memory_is_said_not_to_fit_and_what_ran_to_fit() -> None:
+def test_fit_predictions_match_measured_out_of_memory() -> None:
     failed = [row for row in ROWS if "out_of_memory" in row]
     assert failed
     assert not any(predicted(row).memory.fits for row in failed)

@@ -62,20 +62,20 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         read_architecture(tmp_path)
 
 
-def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_invalid_sizes_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="20 of 8 experts"):
         read_architecture(write(tmp_path, {**MIXTRAL, "num_experts_per_tok": 20}))
     with pytest.raises(UsageError, match="does not divide by 33 heads"):
         read_architecture(write(tmp_path, {**MIXTRAL, "num_attention_heads": 33}))
 
 
-def test_a_known_family_is_counted_as_its_tensors_are(tmp_path: Path) -> None:
+def test_parameters_of_a_known_family_match_its_tensors(tmp_path: Path) -> None:
     """Gemma 2 has four norms a layer and windows in every other one, of which a config's keys alone say nothing."""
     config = {
         "model_type": "gemma2", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
         "num_hidden_layers": 4, "intermediate_size": 80, "vocab_size": 211, "sliding_window": 9,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = read_architecture(tmp_path)
-    assert parameters(found) == sum(math.prod(shape) for shape in model_from_config(config).tensors().values())
-    assert (found.norms, found.window, found.windowed_layers) == (4, 9, 2)
+    arch = read_architecture(tmp_path)
+    assert parameters(arch) == sum(math.prod(shape) for shape in model_from_config(config).tensors().values())
+    assert (arch.norms, arch.window, arch.windowed_layers) == (4, 9, 2)

@@ -24,14 +24,14 @@ H100 = parse_on("h100x8x4")
 
 
 @pytest.mark.parametrize("tensor", [1, 8])
-def test_activations_are_the_published_formula(tensor: int) -> None:
+def test_activations_match_the_published_formula(tensor: int) -> None:
     """Korthikanti et al. 2022, table 2: sbh (34 + 5 a s / h) / t bytes a layer with tensor and sequence parallelism."""
     settings = Settings(Mesh(tensor=tensor), seq=2048, microbatch=1, batch=1, software=MEGATRON)
     whole, kept = activation_bytes(GPT, False, settings.shape, settings)
     assert whole == kept == pytest.approx(2048 * 12288 * (34 + 5 * 96 * 2048 / 12288) / tensor, rel=1e-3)
 
 
-def test_recomputing_attention_drops_its_term_and_full_recomputation_keeps_inputs() -> None:
+def test_attention_recomputation_drops_its_term_and_full_keeps_inputs() -> None:
     settings = Settings(Mesh(), seq=2048, microbatch=1, batch=1, software=MEGATRON)
     _, selective = activation_bytes(GPT, False, settings.shape, replace(settings, recompute="attention"))
     assert selective == pytest.approx(34 * 2048 * 12288, rel=1e-3)
@@ -41,8 +41,8 @@ def test_recomputing_attention_drops_its_term_and_full_recomputation_keeps_input
 
 def test_states_by_hand() -> None:
     """ZeRO 3 over 32 devices: sixteen bytes a parameter are spread, but for what is gathered."""
-    own = Software(weight_bytes=4, master_bytes=0, moment_bytes=4, gradient_bytes=4)
-    settings = Settings(Mesh(shard=32), seq=1024, microbatch=1, batch=32, zero=3, software=own)
+    software = Software(weight_bytes=4, master_bytes=0, moment_bytes=4, gradient_bytes=4)
+    settings = Settings(Mesh(shard=32), seq=1024, microbatch=1, batch=32, zero=3, software=software)
     needed = memory(LLAMA, settings, H100)
     _, count = local_parameters(LLAMA, settings)
     assert count == pytest.approx(8.03e9, rel=1e-3)
@@ -50,7 +50,7 @@ def test_states_by_hand() -> None:
     assert needed.optimizer == count * 8 / 32
 
 
-def test_each_stage_of_zero_spreads_more() -> None:
+def test_each_zero_stage_shards_more() -> None:
     def total(zero: int) -> float:
         return memory(LLAMA, Settings(Mesh(shard=32), 1024, 1, 64, zero=zero), H100).total
 
@@ -71,7 +71,7 @@ def test_a_larger_axis_never_needs_more(axis: str) -> None:
 def test_recomputation_needs_less_than_none() -> None:
     settings = Settings(Mesh(shard=32), 8192, 2, 64, zero=3)
     none, selective, full = (
-        memory(LLAMA, replace(settings, recompute=way), H100).total for way in ("none", "selective", "full")
+        memory(LLAMA, replace(settings, recompute=policy), H100).total for policy in ("none", "selective", "full")
     )
     assert none > selective > full
 
@@ -84,7 +84,7 @@ def test_a_pipeline_s_last_stage_holds_the_loss() -> None:
     assert needed.logits == 14 * 8192 * 512 * 1024
 
 
-def test_the_parts_are_the_whole() -> None:
+def test_parts_sum_to_the_total() -> None:
     needed = memory(LLAMA, Settings(Mesh(shard=32), 8192, 1, 32), H100)
     parts = needed.weights + needed.gradients + needed.optimizer + needed.activations + needed.gathered + needed.logits
     assert needed.allocated == pytest.approx(parts)
@@ -95,7 +95,7 @@ def test_the_parts_are_the_whole() -> None:
 # -- our own trainer
 
 
-def own(mesh: Mesh, microbatch: int, batch: int, *, offloads: bool = False, **changes: Any) -> Settings:
+def headway_settings(mesh: Mesh, microbatch: int, batch: int, *, offloads: bool = False, **changes: Any) -> Settings:
     software = headway_software(compiled=False, autocasts=True, older=False, offloads=offloads).on_mesh(mesh, passes=2)
     settings = Settings(mesh, 2048, microbatch, batch, 3 if mesh.shard > 1 else 0, software=software)
     return replace(settings, **changes)
@@ -105,83 +105,87 @@ PARAMETERS = 8_030_261_248
 """Of the published model."""
 
 
-def test_gradients_that_wait_for_the_last_microbatch_wait_whole() -> None:
+def test_gradients_are_held_unsharded_until_the_last_microbatch() -> None:
     """Four bytes a parameter on every device with several microbatches; with one, each keeps its share."""
-    one = memory(LLAMA, own(Mesh(shard=32), 4, 128), H100)
-    several = memory(LLAMA, own(Mesh(shard=32), 1, 128), H100)
+    single = memory(LLAMA, headway_settings(Mesh(shard=32), 4, 128), H100)
+    several = memory(LLAMA, headway_settings(Mesh(shard=32), 1, 128), H100)
     assert several.gradients == 4 * PARAMETERS
-    assert one.gradients in (0.0, 4 * PARAMETERS / 32)
-    assert (one.weights, one.optimizer) == (4 * PARAMETERS / 32, 8 * PARAMETERS / 32)
+    assert single.gradients in (0.0, 4 * PARAMETERS / 32)
+    assert (single.weights, single.optimizer) == (4 * PARAMETERS / 32, 8 * PARAMETERS / 32)
 
 
-def test_moments_in_the_hosts_memory_take_none_of_the_devices_and_time_for_the_way() -> None:
-    here, there = (own(Mesh(shard=32), 4, 128, offloads=offloads) for offloads in (False, True))
-    assert memory(LLAMA, there, H100).optimizer == 0.0
-    saved = memory(LLAMA, here, H100).allocated - memory(LLAMA, there, H100).allocated
+def test_offloaded_moments_trade_device_memory_for_transfer_time() -> None:
+    on_device, on_host = (headway_settings(Mesh(shard=32), 4, 128, offloads=offloads) for offloads in (False, True))
+    assert memory(LLAMA, on_host, H100).optimizer == 0.0
+    saved = memory(LLAMA, on_device, H100).allocated - memory(LLAMA, on_host, H100).allocated
     assert saved == pytest.approx(8 * PARAMETERS / 32)
     costs = make_cost_model(H100)
-    longer = step(LLAMA, there, costs).accounts["optimizer"] - step(LLAMA, here, costs).accounts["optimizer"]
+    longer = step(LLAMA, on_host, costs).accounts["optimizer"] - step(LLAMA, on_device, costs).accounts["optimizer"]
     # eight bytes a parameter there and back, over PCIe 5.0 x16 at 55 of its 64 GB/s
     assert longer == pytest.approx(2 * 8 * PARAMETERS / 32 / 55e9)
 
 
-def test_gradients_that_are_used_in_the_backward_pass_are_those_of_one_block() -> None:
+def test_update_in_backward_holds_gradients_of_one_block() -> None:
     """And of what is outside of blocks: embedding, head and last norm."""
-    usual = own(Mesh(), 1, 1, recompute="full")
-    early = replace(usual, software=replace(usual.software, updates_in_backward=True))
+    default = headway_settings(Mesh(), 1, 1, recompute="full")
+    early = replace(default, software=replace(default.software, updates_in_backward=True))
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
-    assert memory(LLAMA, usual, H100).gradients == 4 * PARAMETERS
-    made = memory(LLAMA, early, H100)
-    assert made.gradients in (0.0, 4 * (PARAMETERS - 31 * block))
+    assert memory(LLAMA, default, H100).gradients == 4 * PARAMETERS
+    peak = memory(LLAMA, early, H100)
+    assert peak.gradients in (0.0, 4 * (PARAMETERS - 31 * block))
     # The most is needed elsewhere then, where all weights lie there in two bytes too and the logits in four.
     whole = 4 * PARAMETERS + 8 * PARAMETERS + 2 * PARAMETERS + 4 * 2048 * 128256
-    assert made.allocated == pytest.approx(whole, rel=0.1)
-    assert made.allocated < memory(LLAMA, usual, H100).allocated
+    assert peak.allocated == pytest.approx(whole, rel=0.1)
+    assert peak.allocated < memory(LLAMA, default, H100).allocated
 
 
-def test_what_a_tensor_axis_gathered_is_kept_whole() -> None:
+def test_gathered_inputs_are_kept_under_tensor_parallelism() -> None:
     """Of each layer the inputs of attention and feed-forward: two bytes an element, on every device of the axis."""
-    settings = own(Mesh(shard=4, tensor=8), 1, 16)
+    settings = headway_settings(Mesh(shard=4, tensor=8), 1, 16)
     again = replace(settings, software=replace(settings.software, regathers=True))
     kept, _ = activation_bytes(LLAMA, False, settings.shape, settings)
     shared, _ = activation_bytes(LLAMA, False, again.shape, again)
     assert kept - shared == pytest.approx(2 * 2 * 2048 * 4096 * (1 - 1 / 8))
 
 
-def test_selective_recomputation_keeps_the_results_of_products_and_attention() -> None:
+def test_selective_recomputation_keeps_gemm_and_attention_outputs() -> None:
     """By hand, for one sequence: the input, queries, keys, values, attention, and what five more products make."""
-    settings = own(Mesh(shard=32), 1, 32, recompute="selective")
+    settings = headway_settings(Mesh(shard=32), 1, 32, recompute="selective")
     _, kept = activation_bytes(LLAMA, False, settings.shape, settings)
     widths = 4096 + (4096 + 2 * 1024) + 4096 + 4096 + 2 * 14336 + 4096
     assert kept == 2 * 2048 * widths
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_each_layer_that_is_computed_again_saves_as_much(kind: str) -> None:
+def test_each_recomputed_layer_saves_the_same_memory(kind: str) -> None:
     needs = [
-        memory(LLAMA, own(Mesh(shard=32), 1, 32, recompute=kind, recompute_blocks=blocks), H100).activations
+        memory(
+            LLAMA, headway_settings(Mesh(shard=32), 1, 32, recompute=kind, recompute_blocks=blocks), H100
+        ).activations
         for blocks in range(1, 33)
     ]
-    assert needs[-1] == memory(LLAMA, own(Mesh(shard=32), 1, 32, recompute=kind), H100).activations
-    whole, policy = activation_bytes(LLAMA, False, own(Mesh(), 1, 1).shape, own(Mesh(shard=32), 1, 32, recompute=kind))
+    assert needs[-1] == memory(LLAMA, headway_settings(Mesh(shard=32), 1, 32, recompute=kind), H100).activations
+    whole, policy = activation_bytes(
+        LLAMA, False, headway_settings(Mesh(), 1, 1).shape, headway_settings(Mesh(shard=32), 1, 32, recompute=kind)
+    )
     saved = [before - after for before, after in pairwise(needs)]
     assert saved[:20] == pytest.approx([whole - policy] * 20)
     assert sorted(needs, reverse=True) == needs
 
 
-def test_of_a_pipelines_ranks_the_one_that_needs_most_counts() -> None:
+def test_peak_is_that_of_the_pipeline_rank_that_needs_most() -> None:
     """The second of four has more blocks than the first: it holds three microbatches of them, the first four of its."""
-    settings = own(Mesh(pipeline=4), 1, 16, stages=(2, 14, 8, 8))
+    settings = headway_settings(Mesh(pipeline=4), 1, 16, stages=(2, 14, 8, 8))
     assert memory(LLAMA, settings, parse_on("h100x4")).rank == 1
     assert memory(LLAMA, replace(settings, stages=(14, 2, 8, 8)), parse_on("h100x4")).rank == 0
 
 
-def test_a_copy_keeps_its_weights_rounded() -> None:
+def test_replicas_keep_a_cast_copy_of_weights() -> None:
     """FSDP rounds a copy's weights for products and keeps that; autocast on one device does so for each use."""
-    assert memory(LLAMA, own(Mesh(replicate=32), 1, 32), H100).gathered == 2 * PARAMETERS
+    assert memory(LLAMA, headway_settings(Mesh(replicate=32), 1, 32), H100).gathered == 2 * PARAMETERS
 
 
-def test_gradients_that_are_reduced_in_each_microbatch_are_held_sharded() -> None:
+def test_gradients_reduced_per_microbatch_are_held_sharded() -> None:
     """Llama 3 8B over eight devices: 8.03e9 float32 gradients wait whole, or an eighth of them does."""
     software = headway_software(compiled=False, autocasts=True, older=False)
     held = Settings(Mesh(shard=8), 8192, 1, 64, software=software)

@@ -9,14 +9,14 @@ from headway.recipe.families import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_add_up_to_what_the_plan_counts(family: str) -> None:
+def test_parts_sum_to_the_planned_parameters(family: str) -> None:
     model = Model(family=family, vocab_size=512)
-    found = describe(model, 128)
-    assert found.parameters == sum(found.parts.values()) == parameters(model.architecture())
-    assert found.active <= found.parameters
-    assert (found.active == found.parameters) == ("experts" not in found.parts)
-    assert ("head" in found.parts) == (not model.tie_embeddings)
-    assert found.cache.windowed <= found.cache.full == found.cache.token * 128
+    summary = describe(model, 128)
+    assert summary.parameters == sum(summary.parts.values()) == parameters(model.architecture())
+    assert summary.active <= summary.parameters
+    assert (summary.active == summary.parameters) == ("experts" not in summary.parts)
+    assert ("head" in summary.parts) == (not model.tie_embeddings)
+    assert summary.cache.windowed <= summary.cache.full == summary.cache.token * 128
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_part_of_a_tensor(name: str, part: str) -> None:
     assert part_of(name) == part
 
 
-def test_latent_attention_keeps_one_narrow_vector() -> None:
+def test_latent_attention_caches_one_latent_vector() -> None:
     """DeepSeek-V3: 512 + 64 numbers of two bytes in 61 layers, where 128 whole heads would be 40,960 in each."""
     model = Model(family="deepseek_v3", vocab_size=129_280, layers=61, dim=7168, heads=128, kv_rank=512, rope_dim=64)
     assert describe(model, 4096).cache.token == (512 + 64) * 2 * 61

@@ -26,12 +26,12 @@ def flops(arch: Architecture, shape: MicrobatchShape, software: Software) -> flo
 
 
 @pytest.mark.parametrize("arch", [LLAMA, MIXTURE], ids=["dense", "experts"])
-def test_all_operations_are_the_model_s_flops(arch: Architecture) -> None:
+def test_operations_sum_to_the_model_flops(arch: Architecture) -> None:
     shape = MicrobatchShape(sequences=3, seq=2048)
     assert flops(arch, shape, FUSED) == pytest.approx(flops_per_token(arch, 2048) * 3 * 2048)
 
 
-def test_attention_that_is_not_fused_computes_what_is_masked_too() -> None:
+def test_unfused_attention_computes_masked_pairs() -> None:
     shape = MicrobatchShape(sequences=2, seq=1024)
     assert flops(LLAMA, shape, UNFUSED) == pytest.approx(flops_per_token_full_attention(LLAMA, 1024) * 2 * 1024)
 
@@ -43,20 +43,20 @@ def test_splits_conserve_work(split: dict[str, int]) -> None:
     assert parts * flops(LLAMA, replace(whole, **split), FUSED) == pytest.approx(flops(LLAMA, whole, FUSED))
 
 
-def test_experts_are_spread_and_tokens_sent_to_them() -> None:
+def test_expert_parallelism_splits_experts_and_tokens() -> None:
     """Eight devices hold sixteen experts each, and see as many tokens in all as if each held all experts."""
     alone, spread = (layer_operations(MIXTURE, True, MicrobatchShape(1, 4096, expert=e), FUSED) for e in (1, 8))
 
     def routed(part: tuple[Operation, ...]) -> list[Operation]:
         return [op for op in part if op.name == "experts.up" and op.phase == "forward"]
 
-    (one,), (eight,) = routed(alone), routed(spread)
-    assert (one.count, eight.count) == (128, 16)
-    assert (one.m, eight.m) == (4096 * 8 / 128, 4096 * 8 / 16)
-    assert one.flops == eight.flops
+    (single,), (eight,) = routed(alone), routed(spread)
+    assert (single.count, eight.count) == (128, 16)
+    assert (single.m, eight.m) == (4096 * 8 / 128, 4096 * 8 / 16)
+    assert single.flops == eight.flops
 
 
-def test_a_product_s_three_phases_by_hand() -> None:
+def test_three_gemms_of_a_matrix_by_hand() -> None:
     part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048, tensor=2), FUSED)
     sizes = {op.phase: (op.m, op.n, op.k) for op in part if op.name == "mlp.down"}
     assert sizes == {
@@ -68,7 +68,7 @@ def test_a_product_s_three_phases_by_hand() -> None:
     assert forward.bytes == 2 * (2048 * 7168 + 7168 * 4096 + 2048 * 4096)
 
 
-def test_eight_bits_are_for_the_layers_linear_products_and_cost_casts() -> None:
+def test_low_precision_applies_to_linear_gemms_and_costs_casts() -> None:
     part = layer_operations(LLAMA, False, MicrobatchShape(1, 2048, precision="fp8"), FUSED)
     assert {op.precision for op in part if op.kind == "gemm"} == {"fp8"}
     assert {op.precision for op in part if op.kind == "attention"} == {"bf16"}
@@ -94,7 +94,7 @@ def test_float32_moves_twice_the_bytes_of_bfloat16() -> None:
     assert moved("float32") == pytest.approx(2 * moved("bf16"))
 
 
-def test_an_optimizer_s_bytes_by_hand() -> None:
+def test_optimizer_bytes_by_hand() -> None:
     """AdamW on float32: weight, two moments and gradient read, the first three written, norm and clip over the
     gradient."""
     own = Software(weight_bytes=4, master_bytes=0, moment_bytes=4, gradient_bytes=4)
@@ -103,7 +103,7 @@ def test_an_optimizer_s_bytes_by_hand() -> None:
     assert optimizer_bytes(Software(gradient_bytes=4)) == (4 + 4 + 2 + 8 + 8) + 4 + 12
 
 
-def test_the_busiest_expert_s_device_has_more_to_do() -> None:
+def test_imbalance_adds_work_to_the_busiest_expert_device() -> None:
     even, skewed = (
         layer_operations(MIXTURE, True, MicrobatchShape(1, 4096, expert=8, imbalance=x), FUSED) for x in (1.0, 1.5)
     )

@@ -138,7 +138,7 @@ def test_even_stages_take_the_longest_path(schedule: str, ranks: int) -> None:
             assert simulate(*case).seconds == pytest.approx(longest_path(*case), rel=1e-9)
 
 
-def test_busy_and_in_flight_are_those_of_the_lists() -> None:
+def test_busy_and_in_flight_match_the_operation_lists() -> None:
     for seed in range(100):
         schedule, stages, ranks, microbatches, transfer_s = random_case(seed, most_microbatches=24)
         timeline = simulate(schedule, stages, ranks, microbatches, transfer_s)
@@ -193,7 +193,7 @@ def test_two_uneven_ranks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [4, 100, 700, 900, 3000, 10**6])
-def test_the_slowest_rank_may_show_late(microbatches: int) -> None:
+def test_slowest_rank_may_emerge_late(microbatches: int) -> None:
     """Rank 0 is the slowest by a thousandth; rank 2, with the longer way in and out, decides the first 800."""
     stages = [StageTime(0.5005, 0.2505, 0.25), StageTime(0.1, 0.05, 0.05), StageTime(0.5, 0.25, 0.25)]
     by_rank_2 = 1.001 + 0.2 + microbatches * 1.0
@@ -204,7 +204,7 @@ def test_the_slowest_rank_may_show_late(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_the_slowest_rank_decides_in_the_end(schedule: str) -> None:
+def test_slowest_rank_determines_long_steps(schedule: str) -> None:
     random = Random(7)
     ranks, chunks = 6, 3 if schedule == "interleaved" else 1
     stages = [StageTime(random.random(), random.random(), random.random()) for _ in range(ranks)] * chunks
@@ -221,7 +221,7 @@ def test_zero_bubble_may_lose_to_1f1b_on_uneven_stages() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_transfers_cost_a_round_trip_for_each_ranks_microbatches(ranks: int) -> None:
+def test_transfers_cost_a_round_trip_per_rank(ranks: int) -> None:
     """1f1b keeps `ranks` microbatches on the way: these many need one full trip there and back, transfers included."""
     stages = [StageTime(1, 0.8, 1.1)] * ranks
     few, more = (simulate("1f1b", stages, ranks, turns * ranks, transfer_s=0.3).seconds for turns in (5, 105))
@@ -249,12 +249,12 @@ def test_no_schedule_beats_its_bounds(case: tuple[str, list[StageTime], int, int
 
 @settings(max_examples=examples(200), deadline=None)
 @given(case=cases(), where=st.integers(0, 100), more=st.floats(0.001, 2))
-def test_more_work_or_slower_transfers_never_shorten(
-    case: tuple[str, list[StageTime], int, int, float], where: int, more: float
+def test_more_work_or_slower_transfers_never_shorten_a_step(
+    case: tuple[str, list[StageTime], int, int, float], index: int, more: float
 ) -> None:
     schedule, stages, ranks, microbatches, transfer_s = case
     seconds = simulate(*case).seconds
-    at = where % len(stages)
+    at = index % len(stages)
     slack = 1 - 1e-9
     assert simulate(schedule, stages, ranks, microbatches, transfer_s + more).seconds >= seconds * slack
     for field in ("forward", "input_grad", "weight_grad"):
@@ -308,19 +308,19 @@ def test_stages_without_work_take_no_time() -> None:
         (("1f1b", 8, 1, 8, 7), "7 layers cannot fill 8", "7 at most"),
     ],
 )
-def test_what_cannot_run_is_refused(arguments: tuple[str, int, int, int, int], says: str, hint: str) -> None:
+def test_invalid_schedules_are_rejected(arguments: tuple[str, int, int, int, int], says: str, hint: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         check_schedule(*arguments)
     assert hint in (caught.value.hint or "")
 
 
-def test_what_can_run_is_let_through() -> None:
+def test_valid_schedules_are_accepted() -> None:
     for schedule in ONE_CHUNK:
         check_schedule(schedule, ranks=4, chunks=1, microbatches=3, layers=4)
     check_schedule("interleaved", ranks=4, chunks=2, microbatches=8, layers=9)
 
 
-def test_a_step_that_cannot_run_is_not_simulated() -> None:
+def test_invalid_steps_are_not_simulated() -> None:
     with pytest.raises(UsageError, match="groups of 2"):
         simulate("interleaved", [StageTime(1, 1, 1)] * 4, 2, 3)
     with pytest.raises(AssertionError):

@@ -86,7 +86,7 @@ def test_more_layers_take_longer(name, fidelity, mesh):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fidelity", ["limit", "default"])
-def test_recomputing_more_takes_longer_and_keeps_less(name, fidelity):
+def test_more_recomputation_takes_longer_and_less_memory(name, fidelity):
     costs = make_cost_model(on("h100", 16), fidelity)
     plans = []
     for recompute in ("none", "selective", "full"):
@@ -103,8 +103,8 @@ def needs(arch: Architecture, settings: Settings) -> PeakMemory:
     return memory(arch, settings, on("h100", settings.mesh.devices), held_microbatches(settings))
 
 
-def falls(arch: Architecture, ways: list[Settings], of: Callable[[PeakMemory], float]) -> bool:
-    return rising([of(needs(arch, way)) for way in reversed(ways)])
+def falls(arch: Architecture, variants: list[Settings], of: Callable[[PeakMemory], float]) -> bool:
+    return rising([of(needs(arch, settings)) for settings in reversed(variants)])
 
 
 def allocated(need: PeakMemory) -> float:
@@ -116,25 +116,25 @@ def allocated(need: PeakMemory) -> float:
     ("name", "mesh", "microbatch"), thinned(MODELS, [Mesh(shard=8), Mesh(shard=64), Mesh(shard=8, tensor=4)], [1, 4])
 )
 def test_memory_falls_with_what_is_sharded(name, mesh, microbatch):
-    ways = [Settings(mesh, 4096, microbatch, BATCH, zero) for zero in (0, 1, 2, 3)]
-    assert falls(MODELS[name], ways, allocated), [needs(MODELS[name], way) for way in ways]
+    variants = [Settings(mesh, 4096, microbatch, BATCH, zero) for zero in (0, 1, 2, 3)]
+    assert falls(MODELS[name], variants, allocated), [needs(MODELS[name], settings) for settings in variants]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_memory_falls_with_what_is_sharded_in_a_pipeline(name, microbatch):
-    ways = [Settings(Mesh(shard=8, pipeline=4), 4096, microbatch, BATCH, zero) for zero in (0, 1, 3)]
-    assert falls(MODELS[name], ways, allocated), [needs(MODELS[name], way) for way in ways]
+    variants = [Settings(Mesh(shard=8, pipeline=4), 4096, microbatch, BATCH, zero) for zero in (0, 1, 3)]
+    assert falls(MODELS[name], variants, allocated), [needs(MODELS[name], settings) for settings in variants]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_a_pipeline_sharding_weights_brings_nothing_but_their_shard_costs_little(name):
+def test_zero_3_in_a_pipeline_is_zero_2_plus_a_shard(name):
     """There weights stay gathered for a step, and gradients wait in full for its end: ZeRO 3 is ZeRO 2 and a shard."""
     two, three = (needs(MODELS[name], Settings(Mesh(shard=8, pipeline=4), 4096, 1, BATCH, zero)) for zero in (2, 3))
     assert three.allocated <= two.allocated + three.weights
 
 
-def test_gathered_weights_are_those_of_a_layer_at_least():
+def test_gathered_weights_are_at_least_one_layer():
     """With nothing split, ZeRO 3 brings a whole layer together: here eight experts of three matrices, in bfloat16."""
     assert needs(EXPERTS, Settings(Mesh(shard=64), 4096, 1, BATCH)).gathered >= 2 * 8 * 3 * 4096 * 14336
 
@@ -143,41 +143,41 @@ def test_gathered_weights_are_those_of_a_layer_at_least():
     ("name", "zero", "rest"), thinned(MODELS, [0, 1, 3], [Mesh(), Mesh(tensor=4), Mesh(pipeline=4)])
 )
 def test_memory_falls_with_shards(name, zero, rest):
-    ways = [Settings(replace(rest, shard=shard), 4096, 1, BATCH, zero) for shard in (2, 4, 8, 32, 128)]
-    assert falls(MODELS[name], ways, allocated)
+    variants = [Settings(replace(rest, shard=shard), 4096, 1, BATCH, zero) for shard in (2, 4, 8, 32, 128)]
+    assert falls(MODELS[name], variants, allocated)
 
 
 @pytest.mark.parametrize(("name", "zero", "recompute"), thinned(MODELS, [0, 1, 3], ["none", "selective", "full"]))
 def test_memory_falls_with_the_tensor_axis(name, zero, recompute):
-    ways = [Settings(Mesh(shard=8, tensor=n), 4096, 1, BATCH, zero, recompute) for n in (1, 2, 4, 8)]
-    assert falls(MODELS[name], ways, allocated)
+    variants = [Settings(Mesh(shard=8, tensor=n), 4096, 1, BATCH, zero, recompute) for n in (1, 2, 4, 8)]
+    assert falls(MODELS[name], variants, allocated)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_falls_with_pipeline_stages(name, zero, recompute):
-    ways = [Settings(Mesh(shard=8, pipeline=n), 4096, 1, BATCH, zero, recompute) for n in (1, 2, 4)]
-    assert falls(MODELS[name], ways, allocated), [needs(MODELS[name], way) for way in ways]
+    variants = [Settings(Mesh(shard=8, pipeline=n), 4096, 1, BATCH, zero, recompute) for n in (1, 2, 4)]
+    assert falls(MODELS[name], variants, allocated), [needs(MODELS[name], settings) for settings in variants]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_falls_with_more_pipeline_stages_of_sharded_weights(name):
     """From two on: the first split keeps weights gathered that were gathered layer by layer before."""
-    ways = [Settings(Mesh(shard=8, pipeline=n), 4096, 1, BATCH, 3) for n in (2, 4, 8)]
-    assert falls(MODELS[name], ways, allocated), [needs(MODELS[name], way) for way in ways]
+    variants = [Settings(Mesh(shard=8, pipeline=n), 4096, 1, BATCH, 3) for n in (2, 4, 8)]
+    assert falls(MODELS[name], variants, allocated), [needs(MODELS[name], settings) for settings in variants]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_memory_falls_with_the_expert_axis(zero):
-    ways = [Settings(Mesh(shard=8, expert=n), 4096, 1, BATCH, zero) for n in (1, 2, 4, 8)]
-    assert falls(EXPERTS, ways, allocated)
+    variants = [Settings(Mesh(shard=8, expert=n), 4096, 1, BATCH, zero) for n in (1, 2, 4, 8)]
+    assert falls(EXPERTS, variants, allocated)
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_memory_falls_with_the_context_axis(name):
-    ways = [Settings(Mesh(shard=2, context=n), 32768, 1, BATCH) for n in (1, 2, 4, 8)]
-    assert falls(MODELS[name], ways, allocated)
+    variants = [Settings(Mesh(shard=2, context=n), 32768, 1, BATCH) for n in (1, 2, 4, 8)]
+    assert falls(MODELS[name], variants, allocated)
 
 
 # -- random settings
@@ -185,8 +185,8 @@ def test_memory_falls_with_the_context_axis(name):
 
 def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Architecture, Settings, Cluster]]:
     """Valid settings of all kinds."""
-    random, found = Random(seed), []
-    while len(found) < count:
+    random, cases = Random(seed), []
+    while len(cases) < count:
         arch = random.choice(list(MODELS.values()))
         sizes = {axis: random.choice((1, 1, 2, 4)) for axis in ("replicate", "tensor", "pipeline", "context", "expert")}
         mesh = Mesh(shard=random.choice((1, 2, 8)), **sizes)
@@ -213,18 +213,18 @@ def random_cases(chips: tuple[str, ...], seed: int, count: int) -> list[tuple[Ar
         )  # fmt: skip
         cluster = on(random.choice(chips), mesh.devices)
         if valid(arch, settings, cluster):
-            found.append((arch, settings, cluster))
-    return found
+            cases.append((arch, settings, cluster))
+    return cases
 
 
-def test_nothing_is_faster_than_light():
+def test_no_step_beats_the_roofline():
     for arch, settings, cluster in random_cases(("h200",), seed=11, count=60):
         least = step(arch, settings, make_cost_model(cluster, "limit")).seconds
         for fidelity in ("default", "measured"):
             assert least <= step(arch, settings, make_cost_model(cluster, fidelity)).seconds, (fidelity, arch, settings)
 
 
-def test_the_model_of_kernels_is_never_faster_than_light():
+def test_kernel_model_never_beats_the_roofline():
     for arch, settings, cluster in random_cases(("a100", "h100", "b200", "gb200", "mi300x", "l40s"), seed=12, count=80):
         least = step(arch, settings, make_cost_model(cluster, "limit")).seconds
         assert least <= step(arch, settings, make_cost_model(cluster, "default")).seconds, (
@@ -236,27 +236,29 @@ def test_the_model_of_kernels_is_never_faster_than_light():
 
 def test_no_step_is_shorter_than_its_bound():
     for arch, settings, cluster in random_cases(("h200",), seed=14, count=30):
-        for way in (settings, replace(settings, frozen=True), replace(settings, precision="fp8")):
-            task = TrainingTask(arch, way.seq, way.batch, way.software, way.precision, frozen=way.frozen)
+        for variant in (settings, replace(settings, frozen=True), replace(settings, precision="fp8")):
+            task = TrainingTask(
+                arch, variant.seq, variant.batch, variant.software, variant.precision, frozen=variant.frozen
+            )
             for fidelity in ("limit", "default", "measured"):
                 costs = make_cost_model(cluster, fidelity)
-                assert lower_bound(task, way, costs) <= step(arch, way, costs).seconds * (1 + 1e-9), (
+                assert lower_bound(task, variant, costs) <= step(arch, variant, costs).seconds * (1 + 1e-9), (
                     fidelity,
                     arch,
-                    way,
+                    variant,
                 )
 
 
 @cache
 def accounted() -> list[tuple[Settings, Estimate, CostModel]]:
-    made = []
+    estimates = []
     for arch, settings, cluster in random_cases(("a100", "h200", "gb200"), seed=13, count=80):
         for costs in (make_cost_model(cluster, "limit"), make_cost_model(cluster, "default")):
-            made.append((settings, estimate(arch, settings, costs), costs))
-    return made
+            estimates.append((settings, estimate(arch, settings, costs), costs))
+    return estimates
 
 
-def test_accounts_are_all_of_the_step_and_none_is_negative():
+def test_accounts_sum_to_the_step_and_are_not_negative():
     for settings, plan, costs in accounted():
         accounts = plan.step.accounts
         assert tuple(accounts) == ACCOUNTS
@@ -266,7 +268,7 @@ def test_accounts_are_all_of_the_step_and_none_is_negative():
         assert all(seconds >= least for seconds in accounts.values()), (costs.fidelity, settings, accounts)
 
 
-def test_useful_time_is_the_model_flops_at_peak():
+def test_useful_time_is_model_flops_at_peak():
     """MFU from the step's time and from the account of useful seconds are one number."""
     for settings, plan, costs in accounted():
         assert plan.mfu == pytest.approx(plan.step.accounts["useful"] / plan.step.seconds), (costs.fidelity, settings)

@@ -24,7 +24,7 @@ def case(row: int, **changes: str) -> PublishedRun:
     return read_case(row, {**RUNS[row], **changes})
 
 
-def test_every_dense_line_on_a_known_chip_is_modelled_or_says_what_is_missing() -> None:
+def test_dense_rows_on_known_chips_are_modelled_or_name_what_is_missing() -> None:
     modelled, skipped = 0, []
     for row, line in enumerate(RUNS):
         if not line["moe"] and any(name in line["gpu"].lower() for name in ("a100", "h100", "h200")):
@@ -52,13 +52,13 @@ def test_tokens_from_flops_are_the_published_tokens(source: str) -> None:
         ):
             if "LoRA" in line["source"]:
                 continue
-            given, made = case(row).tokens_s, case(row, tok_s_per_gpu="").tokens_s
-            assert made == pytest.approx(given, rel=0.03), row
+            given, tokens = case(row).tokens_s, case(row, tok_s_per_gpu="").tokens_s
+            assert tokens == pytest.approx(given, rel=0.03), row
             checked += 1
     assert checked >= 20
 
 
-def test_what_notes_state_is_read() -> None:
+def test_notes_are_parsed() -> None:
     titan = case(117)
     assert titan.cluster.chip.memory_bytes == 96 * 2**30
     assert titan.cluster.chip.bandwidth_bytes_s == 2.4e12
@@ -73,7 +73,7 @@ def test_what_notes_state_is_read() -> None:
     assert case(377).cluster.levels[-1].bandwidth_bytes_s == 6.25e9
 
 
-def test_models_are_told_apart_by_their_parameters() -> None:
+def test_model_variant_is_chosen_by_parameter_count() -> None:
     assert case(0).architecture.gated is False  # MPT: GELU, four times the width
     assert case(115).architecture.gated
     assert not case(115).architecture.tied
@@ -81,7 +81,7 @@ def test_models_are_told_apart_by_their_parameters() -> None:
     assert case(131).architecture.latent is not None
 
 
-def test_missing_columns_are_named_and_rules_told() -> None:
+def test_missing_columns_and_assumed_rules_are_reported() -> None:
     with pytest.raises(UnmodelledRun, match="layers"):
         case(0, layers="")
     with pytest.raises(UnmodelledRun, match="gpu"):
@@ -100,7 +100,7 @@ def test_missing_columns_are_named_and_rules_told() -> None:
     assert any("recomputation" in rule for rule in case(107).assumed)
 
 
-def test_a_run_that_fits_only_with_recomputation_is_taken_to_have_recomputed() -> None:
+def test_recomputation_is_assumed_if_a_run_fits_only_with_it() -> None:
     assert case(49, activation_ckpt="").settings.recompute == "full"  # 30B on eight A100s
     assert case(61, activation_ckpt="").settings.recompute == "none"  # 0.76B on eight A100s
 
@@ -116,7 +116,7 @@ def test_iterations_are_read() -> None:
         read_iteration(0, {**ITERATIONS[0], "micro batch": "many"})
 
 
-def test_this_trainer_s_own_runs_are_modelled_as_the_planner_plans_them() -> None:
+def test_headway_rows_use_the_planners_software() -> None:
     """8B on 32 H100, sharded, compiled: a line with the plan's own settings is predicted as the plan predicts."""
     recipe = load_recipe(
         TABLES.parents[1] / "recipes/llama3-8b.toml", ["parallel.keep_weights=false", "train.recompute=none"]

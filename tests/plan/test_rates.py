@@ -15,15 +15,15 @@ assert CEILINGS is not None
 
 
 @pytest.mark.parametrize(("precision", "name", "most"), [("bf16", "bfloat16", 0.06), ("fp8", "float8", 0.09)])
-def test_tiles_and_waves_describe_the_measured_products(precision: str, name: str, most: float) -> None:
+def test_tile_model_matches_measured_gemms(precision: str, name: str, most: float) -> None:
     """Over every product with sides of 1024 and more that was measured: a median error of a few percent."""
     grid = next(gemm for gemm in CEILINGS.gemm if gemm.precision == name)
     sizes = [(m, n, k) for m in grid.m for n in grid.n for k in grid.k]
     rates, errors = ModelRates(H200), []
     for (m, n, k), microseconds in zip(sizes, grid.microseconds, strict=True):
         if min(m, n, k) >= 1024:
-            made = rates.gemm(gemm("x", "forward", m, n, k, 1, precision))
-            errors.append(abs(math.log(made / (microseconds / 1e6))))
+            predicted = rates.gemm(gemm("x", "forward", m, n, k, 1, precision))
+            errors.append(abs(math.log(predicted / (microseconds / 1e6))))
     assert len(errors) > 500
     assert statistics.median(errors) < most
 
@@ -38,7 +38,7 @@ def test_tiles_and_waves_describe_the_measured_products(precision: str, name: st
         ("h100", "flash2", 64, (141, 192, 232, 257, 273, 284)),
     ],
 )
-def test_attention_s_curves_are_the_published_ones(
+def test_attention_curves_match_published_figures(
     chip: str, kernel: str, head_dim: int, published: tuple[int, ...]
 ) -> None:
     rates = ModelRates(known_chip(chip))
@@ -61,21 +61,21 @@ def test_attention_s_curves_are_the_published_ones(
         ("b200", "fp8", 3432.5e12),
     ],
 )
-def test_the_best_product_reaches_what_others_found(chip: str, precision: str, best: float) -> None:
+def test_best_gemm_matches_published_rates(chip: str, precision: str, best: float) -> None:
     rates = ModelRates(known_chip(chip))
-    made = gemm("x", "forward", 8192, 8192, 8192, 1, precision)
-    assert made.flops / rates.gemm(made) == pytest.approx(best, rel=0.08)
+    operation = gemm("x", "forward", 8192, 8192, 8192, 1, precision)
+    assert operation.flops / rates.gemm(operation) == pytest.approx(best, rel=0.08)
 
 
 @pytest.mark.parametrize("size", [(128, 4096, 4096), (4096, 11008, 4096), (16384, 16384, 1024)])
-def test_nothing_beats_the_limit(size: tuple[int, int, int]) -> None:
-    made = gemm("x", "forward", *size, 1, "bf16")
-    limit = LimitRates(H200).gemm(made)
-    assert limit <= MeasuredRates(H200, CEILINGS).gemm(made)
-    assert limit <= ModelRates(H200).gemm(made)
+def test_no_rate_beats_the_limit(size: tuple[int, int, int]) -> None:
+    operation = gemm("x", "forward", *size, 1, "bf16")
+    limit = LimitRates(H200).gemm(operation)
+    assert limit <= MeasuredRates(H200, CEILINGS).gemm(operation)
+    assert limit <= ModelRates(H200).gemm(operation)
 
 
-def test_waves_cost_what_they_do() -> None:
+def test_an_extra_wave_costs_its_time() -> None:
     """Eleven by twelve tiles fill all 132 processors once; a row more needs a second wave, or smaller tiles."""
     assert generation(H200).processors == 132
     full, more = (
@@ -86,11 +86,11 @@ def test_waves_cost_what_they_do() -> None:
 
 def test_memory_bound_kernels_reach_the_measured_bandwidth() -> None:
     size = 2**31
-    made = ModelRates(H200).memory(Operation("copy", "memory", "forward", bytes=size))
-    assert size / made == pytest.approx(CEILINGS.memory_bytes_s(size), rel=0.05)
+    predicted = ModelRates(H200).memory(Operation("copy", "memory", "forward", bytes=size))
+    assert size / predicted == pytest.approx(CEILINGS.memory_bytes_s(size), rel=0.05)
 
 
-def test_power_slows_products_and_leaves_memory_alone() -> None:
+def test_power_limit_slows_gemms_but_not_memory() -> None:
     chip = known_chip("h100")
     assert power_share(chip, 700, 0, 0, 1, 1.45) == 1.0
     full, capped = (power_share(chip, watts, 0.8, 0.1, 0.1, 1.45) for watts in (700, 500))
@@ -98,7 +98,7 @@ def test_power_slows_products_and_leaves_memory_alone() -> None:
     assert capped == pytest.approx(full * math.sqrt(500 / 700))
 
 
-def test_a_sustained_product_runs_at_the_measured_clock() -> None:
+def test_sustained_gemm_runs_at_the_measured_clock() -> None:
     """Products without a pause: 663 of 797 TFLOP/s were left of a burst on an H200 at 692 W."""
     share = CEILINGS.sustained_share("bf16")
     assert power_share(H200, H200.power_w, 1, 0, 0, share**-2) == pytest.approx(share)

@@ -51,7 +51,7 @@ class Chart:
         return next(row for row, line in enumerate(self.rows) if line.ljust(80)[column] in ".-'")
 
 
-def test_points_stand_at_their_ticks() -> None:
+def test_points_are_drawn_at_their_coordinates() -> None:
     chart = Chart(text_roofline([ON_SLOPE, BELOW], PEAK, BANDWIDTH, "two"))
     assert chart.where("a") == (chart.row("10"), chart.column("10"))
     assert chart.where("b") == (chart.row("10"), chart.column("1000"))
@@ -73,7 +73,7 @@ def test_the_roof_bends_at_the_ridge() -> None:
     assert chart.roof_row(chart.column("10")) == chart.row("10")
 
 
-def test_letters_that_would_cover_each_other_stand_side_by_side() -> None:
+def test_overlapping_letters_are_placed_side_by_side() -> None:
     chart = Chart(text_roofline([BELOW, BELOW, BELOW], PEAK, BANDWIDTH, "three"))
     assert {chart.where(letter)[0] for letter in "abc"} == {chart.row("10")}
     columns = sorted(chart.where(letter)[1] for letter in "abc")
@@ -81,7 +81,7 @@ def test_letters_that_would_cover_each_other_stand_side_by_side() -> None:
     assert chart.column("1000") in columns
 
 
-def test_the_legend_by_hand() -> None:
+def test_legend_by_hand() -> None:
     product = RooflinePoint("product", flops=6e12, bytes=2e10, seconds=0.08)  # 300 FLOP/byte; 75 of 100 TFLOP/s
     norm = RooflinePoint("norm", flops=1e10, bytes=5e9, seconds=0.01)  # 2 FLOP/byte; 1 of 2 TFLOP/s
     copy = RooflinePoint("copy", flops=0, bytes=8e9, seconds=0.01)  # 0.8 of 1 TB/s
@@ -101,7 +101,7 @@ def test_operations_that_take_no_time_are_left_out() -> None:
     assert (only.point, only.of_time, only.of_roof) == (BELOW, 1, pytest.approx(0.1))
 
 
-def test_small_ones_are_counted_together() -> None:
+def test_small_operations_are_summed() -> None:
     # 1 + 2 + ... + 15 = 120 seconds, of which the three shortest take 6.
     points = [RooflinePoint(f"number {seconds}", 1e12 * seconds, 1e10 * seconds, seconds) for seconds in range(1, 16)]
     text = text_roofline(points, PEAK, BANDWIDTH, "many")
@@ -120,11 +120,11 @@ some_points = st.builds(
 @given(
     st.lists(some_points, min_size=1, max_size=20), st.integers(64, 200), st.floats(1e10, 1e16), st.floats(1e9, 1e14)
 )
-def test_no_line_is_wider_than_asked(points: list[RooflinePoint], width: int, peak: float, bandwidth: float) -> None:
+def test_lines_fit_the_requested_width(points: list[RooflinePoint], width: int, peak: float, bandwidth: float) -> None:
     text = text_roofline(points, peak, bandwidth, "a title that is longer than the chart is wide " * 4, width)
     assert max(map(len, text.splitlines())) <= min(width, 80)
     assert text.isascii()
-    assert sum(one.of_time for one in place(points, peak, bandwidth)) == pytest.approx(1)
+    assert sum(point.of_time for point in place(points, peak, bandwidth)) == pytest.approx(1)
 
 
 def corners(path: ElementTree.Element) -> list[tuple[float, float]]:
@@ -182,7 +182,7 @@ def test_equal_input_gives_equal_drawings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("points", [[ON_SLOPE, BELOW], [RooflinePoint("copy", 0, 1e9, 0.1)]])
-def test_a_png_is_one(points: list[RooflinePoint], tmp_path: Path) -> None:
+def test_png_output_is_a_png(points: list[RooflinePoint], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_roofline(points, PEAK, BANDWIDTH, "a picture", tmp_path / "roof.png")
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -202,6 +202,6 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "headway[plot]" in (caught.value.hint or "")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         draw_roofline([RooflinePoint("x", 1e12, 1e9, 1e-3)], 1e15, 3e12, "title", tmp_path / "none" / "a.svg")

@@ -42,8 +42,8 @@ LARGE = Architecture(126, 16384, 128, 8, 128, 53248, 128256, tied=False)
 
 def cluster(on: str, gib: float | None = None) -> Cluster:
     """A cluster, its devices perhaps with less memory."""
-    found = parse_on(on)
-    return found if gib is None else replace(found, chip=replace(found.chip, memory_bytes=int(gib * 2**30)))
+    resized = parse_on(on)
+    return resized if gib is None else replace(resized, chip=replace(resized.chip, memory_bytes=int(gib * 2**30)))
 
 
 CASES: list[tuple[TrainingTask, Cluster, Fidelity]] = [
@@ -86,7 +86,8 @@ def everything(case: int) -> tuple[Estimate, ...]:
     task, on, fidelity = CASES[case]
     costs = make_cost_model(on, fidelity)
     return tuple(
-        estimate(task.architecture, way, costs) for way in candidates(task, on, SearchSpace(), task.seq >= 16384)
+        estimate(task.architecture, candidate, costs)
+        for candidate in candidates(task, on, SearchSpace(), task.seq >= 16384)
     )
 
 
@@ -108,19 +109,19 @@ def best_of_kinds(plans: list[Estimate]) -> list[Estimate]:
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=NAMES)
-def test_the_search_finds_what_brute_force_finds(case):
+def test_search_matches_brute_force(case):
     task, on, fidelity = CASES[case]
     fit = [plan for plan in everything(case) if plan.memory.fits]
     wanted = best_of_kinds(fit)[:8]
-    found = search(task, make_cost_model(on, fidelity))
-    plans = [plan.estimate for plan in found.plans]
+    result = search(task, make_cost_model(on, fidelity))
+    plans = [plan.estimate for plan in result.plans]
     assert [kind(plan) for plan in plans[: len(wanted)]] == [kind(plan) for plan in wanted]
     assert [plan.step.seconds for plan in plans[: len(wanted)]] == [plan.step.seconds for plan in wanted]
     assert [plan.memory.total for plan in plans[: len(wanted)]] == [plan.memory.total for plan in wanted]
-    assert found.tried == len(everything(case))
+    assert result.tried == len(everything(case))
     # the best that the trainer runs is among them, or comes last
     able = min((plan.step.seconds for plan in fit if RUNNABLE.allows(plan.settings)), default=None)
-    assert (found.runnable and found.runnable.estimate.step.seconds) == able
+    assert (result.runnable and result.runnable.estimate.step.seconds) == able
     assert len(plans) <= len(wanted) + 1
 
 
@@ -141,7 +142,7 @@ def test_no_step_is_shorter_than_its_bound(case):
         assert lower_bound(task, plan.settings, costs) <= plan.step.seconds * (1 + 1e-9), plan.settings
 
 
-def test_at_the_speed_of_light_without_a_pipeline_only_the_optimizer_comes_on_top():
+def test_limit_bound_without_pipeline_lacks_only_the_optimizer():
     task, on, fidelity = CASES[1]
     costs = make_cost_model(on, fidelity)
     plans = [plan for plan in everything(1) if plan.settings.mesh.pipeline == 1]
@@ -154,10 +155,10 @@ def test_at_the_speed_of_light_without_a_pipeline_only_the_optimizer_comes_on_to
 # -- as little recomputed as memory allows
 
 
-def least_blocks(task: TrainingTask, way: Settings, on: Cluster) -> int | None:
+def least_blocks(task: TrainingTask, candidate: Settings, on: Cluster) -> int | None:
     """Counted up from none."""
     for blocks in range(task.architecture.layers + 1):
-        trial = replace(way, recompute_blocks=blocks)
+        trial = replace(candidate, recompute_blocks=blocks)
         if memory(task.architecture, trial, on, held_microbatches(trial)).fits:
             return blocks
     return None
@@ -173,25 +174,25 @@ TIGHT = [
 
 
 @pytest.mark.parametrize(("kinds", "tight"), thinned([("full",), ("none", "selective", "full")], TIGHT))
-def test_the_fewest_layers_that_fit_are_recomputed_and_no_other_way_is_faster(kinds, tight) -> None:
+def test_fewest_layers_that_fit_are_recomputed(kinds, tight) -> None:
     task, on = tight
     costs, choices = make_cost_model(on), SearchSpace(limits=RUNNABLE, least_blocks=True, recompute=kinds)
-    ways = []
-    for way in candidates(task, on, choices):
-        cut = cut_stages(task.architecture, way, costs)
+    all_candidates = []
+    for candidate in candidates(task, on, choices):
+        cut = cut_stages(task.architecture, candidate, costs)
         blocks = least_blocks(task, cut, on)
         if cut.recompute == "none" and blocks != 0:
             continue
         if blocks is not None:
-            ways.append(estimate(task.architecture, replace(cut, recompute_blocks=blocks), costs))
+            all_candidates.append(estimate(task.architecture, replace(cut, recompute_blocks=blocks), costs))
     best = search(task, costs, choices).plans[0].estimate
     assert best.memory.fits
-    assert best.step.seconds == min(plan.step.seconds for plan in ways)
+    assert best.step.seconds == min(plan.step.seconds for plan in all_candidates)
     if best.settings.recompute != "none" and best.settings.recompute_blocks is not None:
         assert best.settings.recompute_blocks == least_blocks(task, best.settings, on)
 
 
-def test_between_none_and_all_is_some() -> None:
+def test_partial_recomputation_is_chosen() -> None:
     """A device with room for more than full recomputation leaves and less than none needs."""
     task, on = TIGHT[3]
     costs = make_cost_model(on)
@@ -201,7 +202,7 @@ def test_between_none_and_all_is_some() -> None:
     assert some.step.seconds < every.step.seconds
 
 
-def test_whether_weights_are_kept_is_settled_by_time_and_memory() -> None:
+def test_keeping_weights_depends_on_time_and_memory() -> None:
     """Between nodes a second gather costs, where memory is short it is paid."""
     both = SearchSpace(mesh=Mesh(shard=32), limits=RUNNABLE, keeps_weights=(False, True), microbatches=(1,))
     task = TrainingTask(EIGHT, 4096, 32, OWN)
@@ -213,20 +214,20 @@ def test_whether_weights_are_kept_is_settled_by_time_and_memory() -> None:
 # -- outside of what is sensible
 
 
-def uneven_ways(task: TrainingTask, on: Cluster) -> list[Settings]:
+def uneven_settings(task: TrainingTask, on: Cluster) -> list[Settings]:
     """Every split into copies and shards, every number of chunks and microbatch: also what candidates leave out."""
-    ways = {}
-    for way in candidates(task, on, SearchSpace(), task.seq >= 16384):
-        mesh, share = way.mesh, task.batch // way.mesh.data
+    all_candidates = {}
+    for candidate in candidates(task, on, SearchSpace(), task.seq >= 16384):
+        mesh, share = candidate.mesh, task.batch // candidate.mesh.data
         for shard in (n for n in range(1, mesh.data + 1) if mesh.data % n == 0):
             split = replace(mesh, replicate=mesh.data // shard, shard=shard)
             limit = task.architecture.layers // mesh.pipeline
-            for chunks in range(2, limit + 1) if way.schedule == "interleaved" else (1,):
+            for chunks in range(2, limit + 1) if candidate.schedule == "interleaved" else (1,):
                 for size in (n for n in range(1, share + 1) if share % n == 0):
-                    if way.schedule != "interleaved" or (share // size) % mesh.pipeline == 0:
-                        made = replace(way, mesh=split, chunks=chunks, microbatch=size)
-                        ways[made] = None
-    return list(ways)
+                    if candidate.schedule != "interleaved" or (share // size) % mesh.pipeline == 0:
+                        settings = replace(candidate, mesh=split, chunks=chunks, microbatch=size)
+                        all_candidates[settings] = None
+    return list(all_candidates)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +238,10 @@ def uneven_ways(task: TrainingTask, on: Cluster) -> list[Settings]:
         (TrainingTask(GPT, 2048, 16), cluster("rtx4090x2x2")),
     ],
 )
-def test_nothing_that_candidates_leave_out_is_faster(task, on):
+def test_excluded_candidates_are_not_faster(task, on):
     costs = make_cost_model(on)
     best = search(task, costs).plans[0].estimate.step.seconds
-    others = (estimate(task.architecture, way, costs) for way in uneven_ways(task, on))
+    others = (estimate(task.architecture, candidate, costs) for candidate in uneven_settings(task, on))
     assert min(plan.step.seconds for plan in others if plan.memory.fits) >= best * (1 - 1e-9)
 
 
@@ -254,20 +255,22 @@ def test_reasons_name_the_largest_difference(case):
     assert best.reason == "fastest"
     assert others
     for plan in others:
-        mine, theirs = plan.estimate.step, best.estimate.step
+        step, best_step = plan.estimate.step, best.estimate.step
         slower = re.match(r"([\d.]+) % slower: ([\d.]+) (m?s) more (.+) per step", plan.reason)
         if slower is None:
             assert plan.reason.startswith("as fast")
-            assert mine.seconds / theirs.seconds < 1.0005
+            assert step.seconds / best_step.seconds < 1.0005
             continue
-        assert float(slower[1]) == pytest.approx(100 * (mine.seconds / theirs.seconds - 1), abs=0.51)
-        differences = [mine.accounts[name] - theirs.accounts[name] for name in mine.accounts if "exposed" not in name]
-        differences += [mine.exposed[name] - theirs.exposed[name] for name in mine.exposed]
+        assert float(slower[1]) == pytest.approx(100 * (step.seconds / best_step.seconds - 1), abs=0.51)
+        differences = [
+            step.accounts[name] - best_step.accounts[name] for name in step.accounts if "exposed" not in name
+        ]
+        differences += [step.exposed[name] - best_step.exposed[name] for name in step.exposed]
         stated = float(slower[2]) / (1e3 if slower[3] == "ms" else 1)
         assert stated == pytest.approx(max(differences), abs=max(0.00051, 0.06 * stated))
 
 
-def test_recomputation_is_explained_by_the_memory_that_it_saves():
+def test_reasons_explain_recomputation_by_memory():
     task, on = TrainingTask(LARGE, 8192, 2048), parse_on("h100x8x2048")
     plans = [plan for plan in search(task, make_cost_model(on)).plans if "without which" in plan.reason]
     assert plans
@@ -281,42 +284,42 @@ def test_recomputation_is_explained_by_the_memory_that_it_saves():
 
 def test_a_published_plan_is_among_the_best():
     """The Llama 3 Herd of Models, table 4: 405B on 16,384 H100, 8 tensor x 16 pipeline x 128 data ranks."""
-    found = search(TrainingTask(LARGE, 8192, 2048), make_cost_model(parse_on("h100x8x2048")))
-    meshes = [plan.estimate.settings.mesh for plan in found.plans]
+    result = search(TrainingTask(LARGE, 8192, 2048), make_cost_model(parse_on("h100x8x2048")))
+    meshes = [plan.estimate.settings.mesh for plan in result.plans]
     published = next(i for i, mesh in enumerate(meshes) if (mesh.tensor, mesh.pipeline, mesh.data) == (8, 16, 128))
-    best, used = found.plans[0].estimate.step.seconds, found.plans[published].estimate.step.seconds
+    best, used = result.plans[0].estimate.step.seconds, result.plans[published].estimate.step.seconds
     assert used / best < 1.1
-    assert found.estimated < found.tried / 4
+    assert result.estimated < result.tried / 4
 
 
 def test_plans_that_the_trainer_cannot_run_are_marked():
-    found = search(TrainingTask(EIGHT, 8192, 64), make_cost_model(parse_on("h100x8x8")))
-    for plan in found.plans:
+    result = search(TrainingTask(EIGHT, 8192, 64), make_cost_model(parse_on("h100x8x8")))
+    for plan in result.plans:
         settings = plan.estimate.settings
         spread = settings.mesh.shard == 1 or settings.zero == 3
         assert plan.runnable == (settings.mesh.context == 1 and spread and settings.schedule != "zero-bubble")
-    assert found.runnable is not None
+    assert result.runnable is not None
 
 
 # -- limits, sweeps, mistakes
 
 
-def test_limits_hold():
-    found = search(
+def test_search_respects_limits():
+    result = search(
         TrainingTask(EIGHT, 8192, 64),
         make_cost_model(parse_on("h100x8x8")),
         SearchSpace(limits=TrainerLimits(axes=("tensor", "shard"))),
     )
     assert {
         axis
-        for plan in found.plans
+        for plan in result.plans
         for axis in ("replicate", "pipeline", "context")
         if getattr(plan.estimate.settings.mesh, axis) > 1
     } == set()
-    assert any(plan.estimate.settings.mesh.tensor > 1 for plan in found.plans)
+    assert any(plan.estimate.settings.mesh.tensor > 1 for plan in result.plans)
 
 
-def test_short_sequences_are_shared_only_where_nothing_else_fits():
+def test_context_parallelism_on_short_sequences_only_if_nothing_else_fits():
     task = TrainingTask(replace(GROUPED, layers=2, heads=8, kv_heads=1), 8192, 8)
     roomy = search(task, make_cost_model(cluster("h100x8")))
     tight = search(task, make_cost_model(cluster("h100x8", 6)), SearchSpace(max_tensor=1))
@@ -326,14 +329,14 @@ def test_short_sequences_are_shared_only_where_nothing_else_fits():
     assert not search(task, make_cost_model(cluster("h100x8", 6)), SearchSpace(max_tensor=1, context=False)).plans
 
 
-def test_nothing_fits():
-    found = search(TrainingTask(EIGHT, 8192, 8), make_cost_model(cluster("h100")))
-    assert found.plans == ()
-    assert found.best is None
-    assert found.pruned_by_memory == found.tried > 0
+def test_search_without_a_fitting_plan():
+    result = search(TrainingTask(EIGHT, 8192, 8), make_cost_model(cluster("h100")))
+    assert result.plans == ()
+    assert result.best is None
+    assert result.pruned_by_memory == result.tried > 0
 
 
-def test_a_mesh_that_clashes_says_so():
+def test_invalid_mesh_is_rejected_with_a_hint():
     with pytest.raises(UsageError, match="8 devices, h100x8x2 has 16"):
         search(TrainingTask(EIGHT, 8192, 32), make_cost_model(parse_on("h100x8x2")), SearchSpace(mesh=Mesh(shard=8)))
     with pytest.raises(UsageError, match="batch of 30") as caught:
@@ -345,12 +348,12 @@ def test_a_mesh_that_clashes_says_so():
     assert caught.value.hint == "the nearest that do: 16 and 32"
 
 
-def test_where_nothing_else_fits_a_tensor_axis_may_cross_nodes() -> None:
+def test_tensor_axis_crosses_nodes_only_if_nothing_else_fits() -> None:
     """70 billion parameters on sixteen devices: 79 GB each if four share a layer, whatever their nodes' size."""
     large = Architecture(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
     task = TrainingTask(large, 8192, 1024, EAGER)
     short = SearchSpace(context=False)
-    found = [search(task, make_cost_model(parse_on(on)), short).best for on in ("h100x2x8", "h100x4x4", "h100x1x16")]
-    meshes = {(one.estimate.settings.mesh.tensor, one.estimate.settings.mesh.pipeline) for one in found if one}
-    assert None not in found
+    result = [search(task, make_cost_model(parse_on(on)), short).best for on in ("h100x2x8", "h100x4x4", "h100x1x16")]
+    meshes = {(plan.estimate.settings.mesh.tensor, plan.estimate.settings.mesh.pipeline) for plan in result if plan}
+    assert None not in result
     assert meshes == {(4, 4)}

@@ -41,35 +41,35 @@ ENDS = [(0.0, 0.0), (0.1, 2.3), (0.5, 0.5), (1.0, 1.0), (3.7, 0.2), (0.0, 40.0)]
 
 @pytest.mark.parametrize(("first", "last"), ENDS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_no_cut_has_a_busiest_stage_with_less_to_do_and_none_of_the_best_is_more_even(stages, first, last) -> None:
+def test_cut_minimizes_the_busiest_stage_and_is_most_even(stages, first, last) -> None:
     for layers in range(stages, 13):
-        made = stages_by_cost(layers, first, last, stages)
+        counts = stages_by_cost(layers, first, last, stages)
         every = list(compositions(layers, stages, 1))
         least = min(busiest(counts, first, last, stages) for counts in every)
         best = [counts for counts in every if busiest(counts, first, last, stages) <= least + 1e-9]
-        assert made in best
+        assert counts in best
         squares = [sum(count**2 for count in counts) for counts in best]
-        assert sum(count**2 for count in made) == min(squares)
+        assert sum(count**2 for count in counts) == min(squares)
 
 
 @pytest.mark.parametrize(("first", "last"), ENDS)
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 3), (3, 2)])
-def test_of_interleaved_stages_the_busiest_rank_counts(ranks, chunks, first, last) -> None:
+def test_interleaved_cut_balances_ranks(ranks, chunks, first, last) -> None:
     for layers in range(ranks * chunks, 11):
-        made = stages_by_cost(layers, first, last, ranks, chunks)
-        assert sum(made) == layers
-        assert len(made) == ranks * chunks
-        assert min(made) >= 1
+        counts = stages_by_cost(layers, first, last, ranks, chunks)
+        assert sum(counts) == layers
+        assert len(counts) == ranks * chunks
+        assert min(counts) >= 1
         least = min(busiest(counts, first, last, ranks) for counts in compositions(layers, ranks * chunks, 1))
-        assert busiest(made, first, last, ranks) == pytest.approx(least)
+        assert busiest(counts, first, last, ranks) == pytest.approx(least)
 
 
-def test_where_there_are_fewer_blocks_than_stages_some_have_none() -> None:
+def test_fewer_blocks_than_stages_leaves_stages_empty() -> None:
     assert sorted(stages_by_cost(3, 0.0, 1.0, 5)) == [0, 0, 1, 1, 1]
     assert stages_by_cost(3, 0.0, 1.0, 5)[-1] == 0
 
 
-def test_ends_that_cost_nothing_leave_even_stages() -> None:
+def test_free_ends_give_even_stages() -> None:
     random = Random(5)
     for _ in range(200):
         stages = random.randint(1, 16)
@@ -80,28 +80,28 @@ def test_ends_that_cost_nothing_leave_even_stages() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
-def test_the_step_of_our_own_trainer_is_cut_so_and_no_other_cut_is_faster_by_much(schedule, chunks) -> None:
+def test_headway_steps_are_cut_by_cost_and_near_optimal(schedule, chunks) -> None:
     """A vocabulary of 128,256 costs as much as several of these layers; a cut by cost is near the best of all."""
     costs = make_cost_model(parse_on("h100x4"))
     software = headway_software(compiled=False, autocasts=True, older=False)
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0, schedule=schedule, chunks=chunks, software=software)
-    made = estimate(LLAMA, settings, costs)
-    assert made.settings.stages is not None
-    assert made.settings.stages[-1] < max(made.settings.stages)
+    plan = estimate(LLAMA, settings, costs)
+    assert plan.settings.stages is not None
+    assert plan.settings.stages[-1] < max(plan.settings.stages)
     ranks = [counts for counts in product(range(1, 9), repeat=4) if sum(counts) == 16]
-    ways = [replace(settings, stages=counts) for counts in ranks] if chunks == 1 else []
-    for way in ways:
-        assert estimate(LLAMA, way, costs).step.seconds >= 0.97 * made.step.seconds
+    cuts = [replace(settings, stages=counts) for counts in ranks] if chunks == 1 else []
+    for cut in cuts:
+        assert estimate(LLAMA, cut, costs).step.seconds >= 0.97 * plan.step.seconds
     even = estimate(LLAMA, replace(settings, stages=tuple(layers_of_stages(16, 4 * chunks))), costs)
-    assert made.step.seconds < even.step.seconds
+    assert plan.step.seconds < even.step.seconds
 
 
-def test_published_programs_stages_stay_even() -> None:
+def test_other_programs_keep_even_stages() -> None:
     costs = make_cost_model(parse_on("h100x4"))
     settings = Settings(Mesh(pipeline=4), 4096, 1, 32, 0)
-    made, even = (estimate(LLAMA, one, costs) for one in (settings, replace(settings, stages=(4, 4, 4, 4))))
-    assert made.settings.stages is None
-    assert made.step.seconds == even.step.seconds
+    plan, even = (estimate(LLAMA, variant, costs) for variant in (settings, replace(settings, stages=(4, 4, 4, 4))))
+    assert plan.settings.stages is None
+    assert plan.step.seconds == even.step.seconds
 
 
 def test_recomputed_layers_are_the_first_of_each_rank() -> None:

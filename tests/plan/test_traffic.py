@@ -27,7 +27,7 @@ BLOCK = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
 """Parameters of one block of SMALL: queries, keys, values, their output, three inner matrices, two norms."""
 
 
-def way(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
+def make_settings(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
     """Eight sequences of 32 tokens for each data rank, two at once."""
     software = headway_software(compiled=False, autocasts=precision == "bf16", older=True).on_mesh(mesh, passes=2)
     settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.shard > 1 else 0, precision=precision, software=software)
@@ -42,10 +42,10 @@ def bytes_of(model: Model, settings: Settings, rank: int = 0) -> dict[tuple[str,
 
 
 @pytest.mark.parametrize("model", [SMALL, ODD])
-def test_a_worker_alone_holds_every_parameter(model: Model) -> None:
+def test_a_single_worker_holds_every_parameter(model: Model) -> None:
     arch = architecture_of(model)
     total = sum(prod(shape) for shape in model.tensors().values())
-    assert model.layers * block_parameters(arch, 1) + rest_parameters(arch, way(Mesh()), 0) == total
+    assert model.layers * block_parameters(arch, 1) + rest_parameters(arch, make_settings(Mesh()), 0) == total
 
 
 def whole_names(model: Model, tensor: int) -> set[str]:
@@ -58,7 +58,7 @@ def whole_names(model: Model, tensor: int) -> set[str]:
 
 @pytest.mark.parametrize("model", [SMALL, ODD])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_a_tensor_axis_splits_all_but_norms_biases_of_sums_and_few_keys(model: Model, tensor: int) -> None:
+def test_tensor_axis_replicates_norms_row_biases_and_few_kv_heads(model: Model, tensor: int) -> None:
     shapes = {name: prod(s) for name, s in model.tensors().items() if name.startswith("layers.0.")}
     names = whole_names(model, tensor)
     whole = sum(count for name, count in shapes.items() if any(part in name for part in names))
@@ -75,13 +75,13 @@ def test_shards() -> None:
     """Four microbatches: blocks are gathered twice in each, the table and the last norm once; gradients travel once."""
     rest = 515 * 64 + 64
     weights = 4 * (2 * 6 * BLOCK + rest) * 4
-    assert bytes_of(SMALL, way(Mesh(shard=4))) == {
+    assert bytes_of(SMALL, make_settings(Mesh(shard=4))) == {
         ("all_gather", "shard"): weights,
         ("reduce_scatter", "shard"): (6 * BLOCK + rest) * 4,
     }
-    kept = bytes_of(SMALL, way(Mesh(shard=4), keeps_weights=True))
+    kept = bytes_of(SMALL, make_settings(Mesh(shard=4), keeps_weights=True))
     assert kept["all_gather", "shard"] == 4 * (6 * BLOCK + rest) * 4
-    narrow = bytes_of(SMALL, way(Mesh(shard=4), precision="bf16"))
+    narrow = bytes_of(SMALL, make_settings(Mesh(shard=4), precision="bf16"))
     assert narrow == {
         ("all_gather", "shard"): weights / 2,
         ("reduce_scatter", "shard"): (6 * BLOCK + rest) * 4,
@@ -90,8 +90,8 @@ def test_shards() -> None:
 
 def test_copies() -> None:
     total = 6 * BLOCK + 515 * 64 + 64
-    assert bytes_of(SMALL, way(Mesh(replicate=4))) == {("all_reduce", "replicate"): total * 4}
-    mixed = bytes_of(SMALL, way(Mesh(replicate=2, shard=2)))
+    assert bytes_of(SMALL, make_settings(Mesh(replicate=4))) == {("all_reduce", "replicate"): total * 4}
+    mixed = bytes_of(SMALL, make_settings(Mesh(replicate=2, shard=2)))
     assert mixed["all_reduce", "replicate"] == total * 4 / 2
     assert mixed["reduce_scatter", "shard"] == total * 4
 
@@ -99,63 +99,67 @@ def test_copies() -> None:
 def test_tensor() -> None:
     """Of each layer two gathers and two scatters a pass; the embedding a scatter and a gather, the head the reverse."""
     stream = 2 * 32 * 64 * 4
-    found = bytes_of(SMALL, way(Mesh(tensor=2)))
-    assert found == {
+    sizes = bytes_of(SMALL, make_settings(Mesh(tensor=2)))
+    assert sizes == {
         ("all_gather", "tensor"): 4 * (6 * 4 + 2) * stream,
         ("reduce_scatter", "tensor"): 4 * (6 * 4 + 2) * stream,
         # three numbers a token, and the gradients of thirteen norms
         ("all_reduce", "tensor"): 8 * 32 * 3 * 4 + 13 * 64 * 4,
     }
     # four workers, two heads of keys and values: those are held whole, and their gradients added up
-    more = bytes_of(SMALL, way(Mesh(tensor=4)))
+    more = bytes_of(SMALL, make_settings(Mesh(tensor=4)))
     assert more["all_reduce", "tensor"] == 8 * 32 * 3 * 4 + 13 * 64 * 4 + 6 * 2 * 32 * 64 * 4
 
 
 def test_tensor_with_autocast_keeps_the_stream_in_float32() -> None:
     """What enters a part travels in four bytes, and so does its gradient; what leaves one is a product's, in two."""
     element = 2 * 32 * 64
-    found = bytes_of(SMALL, way(Mesh(tensor=2), precision="bf16"))
-    assert found["all_gather", "tensor"] == 4 * (6 * 2 * (4 + 2) + 2 * 4) * element
-    assert found["reduce_scatter", "tensor"] == 4 * (6 * 2 * (4 + 2) + 2 * 4) * element
-    sharded = bytes_of(SMALL, way(Mesh(shard=2, tensor=2), precision="bf16"))
+    sizes = bytes_of(SMALL, make_settings(Mesh(tensor=2), precision="bf16"))
+    assert sizes["all_gather", "tensor"] == 4 * (6 * 2 * (4 + 2) + 2 * 4) * element
+    assert sizes["reduce_scatter", "tensor"] == 4 * (6 * 2 * (4 + 2) + 2 * 4) * element
+    sharded = bytes_of(SMALL, make_settings(Mesh(shard=2, tensor=2), precision="bf16"))
     assert sharded["all_gather", "tensor"] == 4 * (6 * 4 + 2) * 2 * element
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_tensor_where_layers_are_computed_again(kind: str) -> None:
+def test_tensor_with_recomputation(kind: str) -> None:
     """Both gathers and the first of the two scatters come again: nobody needs a layer's last sum twice."""
     stream = 2 * 32 * 64 * 4
     plain, every, some = (
-        bytes_of(SMALL, way(Mesh(tensor=2), **changes))
+        bytes_of(SMALL, make_settings(Mesh(tensor=2), **changes))
         for changes in ({}, {"recompute": kind}, {"recompute": kind, "recompute_blocks": 2})
     )
-    for found, blocks in ((every, 6), (some, 2)):
-        assert found["all_gather", "tensor"] - plain["all_gather", "tensor"] == 4 * blocks * 2 * stream
-        assert found["reduce_scatter", "tensor"] - plain["reduce_scatter", "tensor"] == 4 * blocks * stream
+    for sizes, blocks in ((every, 6), (some, 2)):
+        assert sizes["all_gather", "tensor"] - plain["all_gather", "tensor"] == 4 * blocks * 2 * stream
+        assert sizes["reduce_scatter", "tensor"] - plain["reduce_scatter", "tensor"] == 4 * blocks * stream
 
 
 def test_pipeline() -> None:
     """The stream forward from all but the last stage, its gradient back from all but the first; and the tied table."""
     stream, table = 2 * 32 * 64 * 4, 515 * 64 * 4
-    first, middle, last = (bytes_of(SMALL, way(Mesh(pipeline=3), stages=(2, 2, 2)), rank) for rank in range(3))
+    first, middle, last = (
+        bytes_of(SMALL, make_settings(Mesh(pipeline=3), stages=(2, 2, 2)), rank) for rank in range(3)
+    )
     assert first == {("send", "pipeline"): 4 * stream, ("all_reduce", "pipeline"): table}
     assert middle == {("send", "pipeline"): 4 * 2 * stream}
     assert last == {("send", "pipeline"): 4 * stream, ("all_reduce", "pipeline"): table}
-    untied = bytes_of(SMALL.model_copy(update={"tie_embeddings": False}), way(Mesh(pipeline=3), stages=(2, 2, 2)))
+    untied = bytes_of(
+        SMALL.model_copy(update={"tie_embeddings": False}), make_settings(Mesh(pipeline=3), stages=(2, 2, 2))
+    )
     assert ("all_reduce", "pipeline") not in untied
 
 
 def test_interleaved_pipeline() -> None:
     """Two ranks of three stages each: five borders, crossed both ways in each of four microbatches."""
     stream = 2 * 32 * 64 * 4
-    settings = way(Mesh(pipeline=2), schedule="interleaved", chunks=3, stages=(1,) * 6)
+    settings = make_settings(Mesh(pipeline=2), schedule="interleaved", chunks=3, stages=(1,) * 6)
     sent = [bytes_of(SMALL, settings, rank)["send", "pipeline"] for rank in range(2)]
     assert sum(sent) == 4 * 2 * 5 * stream
     assert sent[0] == sent[1]
 
 
-def test_pipeline_with_shards_gathers_weights_once_a_step() -> None:
-    settings = way(Mesh(shard=2, pipeline=2), stages=(4, 2))
+def test_pipeline_with_shards_gathers_weights_once_per_step() -> None:
+    settings = make_settings(Mesh(shard=2, pipeline=2), stages=(4, 2))
     first, last = (bytes_of(SMALL, settings, rank) for rank in range(2))
     table = 515 * 64
     assert first["all_gather", "shard"] == (4 * BLOCK + table) * 4
@@ -178,19 +182,19 @@ MESHES = [
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 @pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
-def test_timed_exchanges_move_as_much(mesh: Mesh, precision: str, recompute: Any) -> None:
+def test_timed_collectives_match_the_traffic(mesh: Mesh, precision: str, recompute: Any) -> None:
     """On average over a pipeline's ranks; what comes once a step is timed for the rank that has most."""
     costs = make_cost_model(parse_on("h100x8x2"))
-    settings = replace(way(mesh, precision=precision), seq=2048, batch=64 * mesh.data, recompute=recompute)
-    made = estimate(LLAMA, settings, costs)
+    settings = replace(make_settings(mesh, precision=precision), seq=2048, batch=64 * mesh.data, recompute=recompute)
+    estimated = estimate(LLAMA, settings, costs)
     timed: dict[tuple[str, str], float] = defaultdict(float)
-    for one in communication_costs(made, costs):
-        timed[one.operation, one.axis] += one.bytes * one.times
-    ranks = [traffic(LLAMA, made.settings, rank) for rank in range(mesh.pipeline)]
-    assert set(timed) == {kind for found in ranks for kind in found}
+    for cost in communication_costs(estimated, costs):
+        timed[cost.operation, cost.axis] += cost.bytes * cost.times
+    ranks = [traffic(LLAMA, estimated.settings, rank) for rank in range(mesh.pipeline)]
+    assert set(timed) == {kind for timed in ranks for kind in timed}
     for kind, size in timed.items():
-        mean = sum(found.get(kind, 0.0) for found in ranks) / mesh.pipeline
-        most = max(found.get(kind, 0.0) for found in ranks)
+        mean = sum(timed.get(kind, 0.0) for timed in ranks) / mesh.pipeline
+        most = max(timed.get(kind, 0.0) for timed in ranks)
         if kind[0] == "all_reduce" and kind[1] != "replicate":
             assert 0.98 * mean <= size <= 2 * most, kind
         else:
