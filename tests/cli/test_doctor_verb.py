@@ -55,7 +55,7 @@ def test_programs_get_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         ((), "say what to look at"),
         (("--with", "127.0.0.1:9"), "--with goes with --network"),
         (("--network", "--with", "a:1", "--listen", "b:1"), "one side listens"),
-        (("--network", "--listen", "0.0.0.0:0"), "must know a token"),
+        (("--network", "--listen", "0.0.0.0:0"), "needs a token"),
         (("--network", "--with", "a:1", "--token-env", "NO_SUCH_VARIABLE"), "no variable NO_SUCH_VARIABLE"),
         (("--storage", "none"), "none is not a folder"),
     ],

@@ -196,7 +196,7 @@ def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
         ({"format": 2}, "format 2 is not 1"),
         ({"torch": None}, "torch"),
         ({"gemm": [{"precision": "tf32", "m": [1], "n": [1], "k": [1], "microseconds": [1, 2]}]}, "every point"),
-        ({"gemm": [{"precision": "tf32", "m": [2, 1], "n": [1], "k": [1], "microseconds": [1, 2]}]}, "rise"),
+        ({"gemm": [{"precision": "tf32", "m": [2, 1], "n": [1], "k": [1], "microseconds": [1, 2]}]}, "ascending"),
         ({"memory": [{"operation": "copy", "bytes": [1, 2], "microseconds": [1]}]}, "every size"),
         ({"memory": [{"operation": "copy", "bytes": [1], "microseconds": [0]}]}, "greater than 0"),
         ({"speed": 3}, "speed"),

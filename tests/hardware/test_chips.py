@@ -116,7 +116,7 @@ def test_precisions_by_any_name() -> None:
     h100 = known_chip("h100")
     assert h100.peak("bf16") == h100.peak("bfloat16") == h100.peaks["bfloat16"]
     assert (precision("fp8"), precision("FP4")) == ("float8", "nvfp4")
-    with pytest.raises(UsageError, match="h100 has no nvfp4") as caught:
+    with pytest.raises(UsageError, match="h100 does not support nvfp4") as caught:
         h100.peak("nvfp4")
     assert "float8" in (caught.value.hint or "")
     with pytest.raises(UsageError, match="unknown precision 'int3'"):

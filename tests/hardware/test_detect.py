@@ -79,7 +79,7 @@ def test_hidden_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ["NVIDIA H200"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices().kind == "cpu"
-    with pytest.raises(RunError, match="no NVIDIA GPU") as caught:
+    with pytest.raises(RunError, match="no usable NVIDIA GPU") as caught:
         devices("cuda")
     assert "CUDA_VISIBLE_DEVICES" in (caught.value.hint or "")
 

@@ -180,7 +180,7 @@ def test_wrong_token_is_refused(listener: Callable[[str | None, int], tuple[str,
 
 
 def test_token_is_required_beyond_loopback() -> None:
-    with pytest.raises(UsageError, match="must know a token"):
+    with pytest.raises(UsageError, match="needs a token"):
         listen("0.0.0.0:0", None)
 
 

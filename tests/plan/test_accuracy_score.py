@@ -125,7 +125,7 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
         score_file(tmp_path / "none.csv")
     empty = tmp_path / "empty.csv"
     empty.write_text("", encoding="utf-8")
-    with pytest.raises(UsageError, match="no lines"):
+    with pytest.raises(UsageError, match="no rows"):
         score_file(empty)
     other = tmp_path / "other.csv"
     other.write_text("a,b\n1,2\n", encoding="utf-8")

@@ -207,7 +207,7 @@ def test_mistakes() -> None:
         goodput(1000, 8, None, 5, 60, step_s=2, interval_s=0)
     with pytest.raises(UsageError, match="save_s cannot be -1"):
         goodput(1000, 8, None, -1, 60, step_s=2)
-    with pytest.raises(UsageError, match="never comes to the end"):
+    with pytest.raises(UsageError, match="never completes"):
         of_job(10, run_s=1e5, save_s=1, restart_s=5, step_s=1, interval_s=1e5)
 
 

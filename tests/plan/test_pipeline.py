@@ -248,7 +248,7 @@ def test_no_schedule_beats_its_bounds(case: tuple[str, list[StageTime], int, int
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(case=cases(), where=st.integers(0, 100), more=st.floats(0.001, 2))
+@given(case=cases(), index=st.integers(0, 100), more=st.floats(0.001, 2))
 def test_more_work_or_slower_transfers_never_shorten_a_step(
     case: tuple[str, list[StageTime], int, int, float], index: int, more: float
 ) -> None:
@@ -294,22 +294,22 @@ def test_stages_without_work_take_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says", "hint"),
+    ("arguments", "message", "hint"),
     [
         (("2f2b", 4, 1, 8, 32), "2f2b", "1f1b"),
         (("1f1b", 0, 1, 8, 32), "0 ranks", "1 or more"),
         (("gpipe", 4, 1, 0, 32), "0 microbatches", "1 or more"),
         (("1f1b", 4, 2, 8, 32), "one chunk", "interleaved"),
         (("zero-bubble", 4, 2, 8, 32), "one chunk", "chunks = 1"),
-        (("interleaved", 4, 1, 8, 32), "nothing to interleave", "1f1b"),
-        (("interleaved", 4, 2, 10, 32), "groups of 4", "use 8 or 12 microbatches"),
-        (("interleaved", 4, 2, 3, 32), "groups of 4", "use 4 microbatches"),
-        (("interleaved", 4, 4, 8, 15), "15 layers cannot fill 16", "15 at most"),
-        (("1f1b", 8, 1, 8, 7), "7 layers cannot fill 8", "7 at most"),
+        (("interleaved", 4, 1, 8, 32), "at least two chunks", "1f1b"),
+        (("interleaved", 4, 2, 10, 32), "multiple of 4", "use 8 or 12 microbatches"),
+        (("interleaved", 4, 2, 3, 32), "multiple of 4", "use 4 microbatches"),
+        (("interleaved", 4, 4, 8, 15), "15 layers cannot fill 16", "at most 15"),
+        (("1f1b", 8, 1, 8, 7), "7 layers cannot fill 8", "at most 7"),
     ],
 )
-def test_invalid_schedules_are_rejected(arguments: tuple[str, int, int, int, int], says: str, hint: str) -> None:
-    with pytest.raises(UsageError, match=says) as caught:
+def test_invalid_schedules_are_rejected(arguments: tuple[str, int, int, int, int], message: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         check_schedule(*arguments)
     assert hint in (caught.value.hint or "")
 
@@ -321,7 +321,7 @@ def test_valid_schedules_are_accepted() -> None:
 
 
 def test_invalid_steps_are_not_simulated() -> None:
-    with pytest.raises(UsageError, match="groups of 2"):
+    with pytest.raises(UsageError, match="multiple of 2"):
         simulate("interleaved", [StageTime(1, 1, 1)] * 4, 2, 3)
     with pytest.raises(AssertionError):
         StageTime(1, -1, 1)

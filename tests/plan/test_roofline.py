@@ -189,12 +189,12 @@ def test_png_output_is_a_png(points: list[RooflinePoint], tmp_path: Path) -> Non
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"cannot be drawn to roof\.pdf") as caught:
+    with pytest.raises(UsageError, match=r"cannot draw a roofline to roof\.pdf") as caught:
         draw_roofline([BELOW], PEAK, BANDWIDTH, "no", tmp_path / "roof.pdf")
     assert caught.value.hint
-    with pytest.raises(UsageError, match="nothing to place"):
+    with pytest.raises(UsageError, match="roofline is empty"):
         text_roofline([], PEAK, BANDWIDTH, "no")
-    with pytest.raises(UsageError, match="does not fit into 40 columns"):
+    with pytest.raises(UsageError, match="does not fit in 40 columns"):
         text_roofline([BELOW], PEAK, BANDWIDTH, "no", width=40)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match="matplotlib") as caught:

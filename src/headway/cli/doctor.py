@@ -180,7 +180,7 @@ def _listen(address: str, token: str | None) -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    listen(address, token, ready=lambda at: say(f"listening on {at} until Ctrl-C"), told=say)
+    listen(address, token, ready=lambda at: say(f"listening on {at} until Ctrl-C"), report=say)
 
 
 # -- how it looks

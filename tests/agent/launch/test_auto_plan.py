@@ -332,10 +332,10 @@ BAD_MESHES = [
     ({"tensor": 4, "shard": 1}, ("tensor 4", "2 heads"), "tensor may be 1, 2"),
     ({"replicate": 3}, ("train.batch is 8", "3 workers"), "train.batch=6 or 9"),
     ({"replicate": 3, "tensor": 2}, ("train.batch is 8", "3 data ranks of 6 workers"), "train.batch=6 or 9"),
-    ({"pipeline": 4}, ("2 layers", "4 pipeline stages"), "may be 2 at most"),
-    ({"pipeline": 2, "schedule": "interleaved"}, ("2 layers", "4 pipeline stages"), "may be 2 at most"),
+    ({"pipeline": 4}, ("2 layers", "4 pipeline stages"), "may be at most 2"),
+    ({"pipeline": 2, "schedule": "interleaved"}, ("2 layers", "4 pipeline stages"), "may be at most 2"),
     ({"pipeline": 2, "stages": (2,)}, ("1 stages", "pipeline 2"), "give 2 numbers"),
-    ({"pipeline": 2, "stages": (1, 2)}, ("3 layers", "has 2"), "add up to 2"),
+    ({"pipeline": 2, "stages": (1, 2)}, ("3 layers", "has 2"), "sum to 2"),
     ({"pipeline": 2, "chunks": 2}, ("1f1b", "one chunk"), "interleaved"),
     ({"schedule": "zero-bubble"}, ("zero-bubble", "pipeline is 1"), "1f1b"),
 ]
