@@ -88,7 +88,7 @@ def test_missing_columns_and_assumed_rules_are_reported() -> None:
         case(0, gpu="TPU v5p")
     with pytest.raises(UnmodelledRun, match="is not n_gpus"):
         case(0, dp="7")
-    with pytest.raises(UnmodelledRun, match="not a positive number|expected a positive number"):
+    with pytest.raises(UnmodelledRun, match="expected a positive number"):
         case(0, tok_s_per_gpu="fast")
     for damage in ("0", "-3", "nan", "inf", "1e30"):
         with pytest.raises(UnmodelledRun, match="column layers: expected a positive number"):
