@@ -20,7 +20,7 @@ def main(descriptor: int) -> int:
     channel = Channel(socket.socket(fileno=descriptor))
     entries, attempt = _receive_attempt(channel)
     try:
-        outcome = supervise_run(attempt, kept=FdStore(channel, entries))
+        outcome = supervise_run(attempt, fd_store=FdStore(channel, entries))
     except HeadwayError as error:
         outcome = AttemptOutcome("failed", error.message, error.hint)
     with contextlib.suppress(ChannelClosed):

@@ -4,7 +4,7 @@
 """
 
 from headway.state.box import Box
-from headway.state.channel import Channel, ChannelClosed, Message
+from headway.state.channel import Channel, ChannelClosed, Message, MessageChannel
 from headway.state.digest import digest_box, state_digest
 from headway.state.layout import Layout, LayoutPart, spread, whole
 from headway.state.manifest import (
@@ -57,6 +57,7 @@ __all__ = [
     "LayoutPart",
     "MemoryCheckpoint",
     "Message",
+    "MessageChannel",
     "Move",
     "OpenCheckpoint",
     "PartialCheckpoint",

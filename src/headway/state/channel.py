@@ -10,12 +10,13 @@ import os
 import re
 import select
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
-__all__ = ["Channel", "ChannelClosed", "Message"]
+__all__ = ["Channel", "ChannelClosed", "Message", "MessageChannel"]
 
 _MOST_DESCRIPTORS = 250  # the kernel passes at most 253 with one message
 _READ_BYTES = 1 << 16
@@ -34,7 +35,28 @@ class Message:
     descriptors: list[int] = field(default_factory=list)
 
 
-class Channel:
+class MessageChannel(ABC):
+    """What an agent needs of the channel to a worker, wherever that is."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The descriptor to select on."""
+
+    @abstractmethod
+    def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Send a message; raise ChannelClosed where nobody can receive it."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """The messages that have arrived by then; raise ChannelClosed where none can any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end."""
+
+
+@final
+class Channel(MessageChannel):
     """One end of the line."""
 
     def __init__(self, end: socket.socket) -> None:

@@ -19,6 +19,7 @@ from eventually import CEILING_S, eventually
 from headway.agent import new_run, resume_run
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaderLease, newest_lease
+from headway.agent.nodes.membership import Membership
 from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.cli.launch import start_launcher
@@ -254,40 +255,40 @@ class Clock:
 
 @dataclass
 class Led:
-    """A team of nodes that say what they are told to say."""
+    """Nodes that say what they are told to say."""
 
-    team: NodeGroup
+    group: NodeGroup
     clock: Clock
     lines: dict[str, Channel] = field(default_factory=dict)
 
     def join(self, name: str) -> None:
         """Have a node call, and have it be ready."""
-        self.lines[name] = line = Channel(call((self.team.right.host, self.team.right.port), KEY))
+        self.lines[name] = line = Channel(call((self.group.nodes.lease.host, self.group.nodes.lease.port), KEY))
         line.send(
             "hello", name=name, machine=name, domain="", slots=1, host="127.0.0.1", port=1, pid=1, free_bytes=0,
             files={}, apart=False,
         )  # fmt: skip
         line.send("ready")
-        self.until(lambda: name in [member.name for member in self.team.able()])
+        self.until(lambda: name in [member.name for member in self.group.nodes.able()])
 
     def tell_that_they_live(self, *names: str) -> None:
-        """Have nodes say now how their workers are, and the team hear it."""
+        """Have nodes say now how their workers are, and the group hear it."""
         for name in names:
             self.lines[name].send("pulses", pages={}, states={})
-        self.until(lambda: all(self.team.members[name].heard == self.clock.now for name in names))
+        self.until(lambda: all(self.group.nodes.members[name].heard == self.clock.now for name in names))
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        eventually(lambda: (self.team.attend(), is_true())[1])
+        eventually(lambda: (self.group.attend(), is_true())[1])
 
     def begin(self, workers: int) -> dict[int, str]:
         """Give workers their places, and have them live there; where they are."""
-        assert self.team.lay_out(workers)
-        places = {rank: self.team.place(rank).name for rank in range(workers)}
+        assert self.group.place_ranks(workers)
+        places = {rank: self.group.node(rank).name for rank in range(workers)}
         place = {"run": "r", "attempt": 1, "workers": workers, "device": "cpu", "threads": 1, "log": "log"}
         for rank, name in places.items():
-            self.team.assign(Assignment(**place, rank=rank, rendezvous="tcp://h:1", asked_ns=1))
+            self.group.assign(Assignment(**place, rank=rank, rendezvous="tcp://h:1", asked_ns=1))
             self.lines[name].send("worker", rank=rank, pid=100 + rank)
-        self.until(lambda: len(self.team.pids()) == workers)
+        self.until(lambda: len(self.group.pids()) == workers)
         return places
 
 
@@ -297,9 +298,11 @@ def led(tmp_path: Path) -> Iterator[Led]:
     listener, clock = socket.create_server(("127.0.0.1", 0)), Clock()
     right = LeaderLease(run.leases, "n0", *listener.getsockname()[:2])
     right.begin()
-    led = Led(NodeGroup(KEY, listener, {}, right, FdStore(), RunFolderServer(run), SILENT_S, clock), clock)
+    fd_store, server = FdStore(), RunFolderServer(run)
+    nodes = Membership(KEY, listener, {}, right, fd_store, server, SILENT_S, clock)
+    led = Led(NodeGroup(nodes, fd_store, server), clock)
     yield led
-    led.team.close()
+    led.group.close()
     for line in led.lines.values():
         line.close()
 
@@ -310,14 +313,14 @@ def test_a_node_that_says_nothing_for_long_is_lost_with_its_workers(led: Led) ->
     assert led.begin(2) == {0: "n0", 1: "n1"}
     led.clock.now += SILENT_S
     led.tell_that_they_live("n0", "n2")
-    assert led.team.hear() == []
-    assert set(led.team.members) == {"n0", "n1", "n2"}, "silent for as long as it may be"
+    assert led.group.poll() == []
+    assert set(led.group.nodes.members) == {"n0", "n1", "n2"}, "silent for as long as it may be"
     led.clock.now += 0.01
-    assert [(one.rank, one.pid) for one in led.team.hear()] == [(1, 101)]
-    assert led.team.lost == [("n1", f"it has said nothing for {SILENT_S:g} s")]
-    assert (set(led.team.members), led.team.pids()) == ({"n0", "n2"}, {0: 100})
+    assert [(one.rank, one.pid) for one in led.group.poll()] == [(1, 101)]
+    assert led.group.lost_nodes == [("n1", f"it has said nothing for {SILENT_S:g} s")]
+    assert (set(led.group.nodes.members), led.group.pids()) == ({"n0", "n2"}, {0: 100})
     assert led.begin(2) == {0: "n0", 1: "n2"}, "the spare has its place"
-    assert led.team.lost == []
+    assert led.group.lost_nodes == []
 
 
 def test_a_spare_that_is_lost_costs_no_worker(led: Led) -> None:
@@ -325,9 +328,9 @@ def test_a_spare_that_is_lost_costs_no_worker(led: Led) -> None:
         led.join(name)
     led.begin(1)
     led.lines["n1"].close()
-    led.until(lambda: "n1" not in led.team.members)
-    assert (led.team.hear(), led.team.lost, led.team.pids()) == ([], [], {0: 100})
-    assert not led.team.lay_out(2), "there is one place left"
+    led.until(lambda: "n1" not in led.group.nodes.members)
+    assert (led.group.poll(), led.group.lost_nodes, led.group.pids()) == ([], [], {0: 100})
+    assert not led.group.place_ranks(2), "there is one place left"
 
 
 def test_more_nodes_than_workers_are_refused(lab: Lab, recipe) -> None:

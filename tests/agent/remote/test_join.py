@@ -17,7 +17,7 @@ from headway.agent import new_run
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.leader import leader_answers
 from headway.agent.nodes.lease import LeaderLease
-from headway.agent.nodes.node_group import NodeGroup
+from headway.agent.nodes.membership import Membership
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.state import Channel, Message
 from headway.state.handshake import call, server_handshake
@@ -36,19 +36,19 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def team(run: RunFolder) -> Iterator[NodeGroup]:
-    """The node group of a leader."""
+def nodes(run: RunFolder) -> Iterator[Membership]:
+    """The nodes of a leader."""
     listener = socket.create_server(("127.0.0.1", 0))
-    right = LeaderLease(run.leases, "vm-0", *listener.getsockname()[:2])
-    right.begin()
-    team = NodeGroup(KEY, listener, {}, right, FdStore(), RunFolderServer(run), SILENT_S)
-    yield team
-    team.close()
+    lease = LeaderLease(run.leases, "vm-0", *listener.getsockname()[:2])
+    lease.begin()
+    nodes = Membership(KEY, listener, {}, lease, FdStore(), RunFolderServer(run), SILENT_S)
+    yield nodes
+    nodes.close(1)
 
 
-def join(team: NodeGroup, name: str, pid: int = 1) -> Channel:
+def join(nodes: Membership, name: str, pid: int = 1) -> Channel:
     """Connect a node of this name that sends nothing but hello."""
-    channel = Channel(call((team.right.host, team.right.port), KEY))
+    channel = Channel(call((nodes.lease.host, nodes.lease.port), KEY))
     channel.send(
         "hello", name=name, machine="the-first", domain="", slots=1, host="127.0.0.1", port=1, pid=pid,
         free_bytes=0, files={}, apart=False,
@@ -56,18 +56,18 @@ def join(team: NodeGroup, name: str, pid: int = 1) -> Channel:
     return channel
 
 
-def first_messages(team: NodeGroup, channel: Channel) -> list[Message]:
+def first_messages(nodes: Membership, channel: Channel) -> list[Message]:
     """Return what a node receives first."""
     while not (messages := channel.receive(0.05)):
-        team.attend()
+        nodes.poll()
     return messages
 
 
-def test_second_node_of_a_rank_is_told_who_has_it(team: NodeGroup) -> None:
-    with contextlib.closing(join(team, "n1", 4711)) as first:
-        assert first_messages(team, first)[0].kind == "welcome"
-        with contextlib.closing(join(team, "n1", 4712)) as second:
-            (refused,) = first_messages(team, second)
+def test_second_node_of_a_rank_is_told_who_has_it(nodes: Membership) -> None:
+    with contextlib.closing(join(nodes, "n1", 4711)) as first:
+        assert first_messages(nodes, first)[0].kind == "welcome"
+        with contextlib.closing(join(nodes, "n1", 4712)) as second:
+            (refused,) = first_messages(nodes, second)
             assert refused.kind == "taken"
             assert (refused.fields["pid"], refused.fields["machine"]) == (4711, "the-first")
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headway.agent.fd_store import FdStore
+from headway.agent.saving.buffers import LocalMemory, plan_from
 from headway.agent.saving.coordinator import SaveCoordinator
-from headway.agent.saving.snapshots import SnapshotBuffers, StateSnapshot, count_buffers, plan_from
+from headway.agent.saving.snapshots import SnapshotBuffers, StateSnapshot, count_buffers
 from headway.errors import StateError
 from headway.recipe import FaultPlan
 from headway.recipe.load import parse_recipe
@@ -90,7 +91,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @initialize(workers=st.integers(1, 3), buffers=st.integers(1, 4))
     def start(self, workers, buffers):
         self.workers, self.count = workers, buffers
-        self.memory = SnapshotBuffers()
+        self.memory = SnapshotBuffers(LocalMemory(FdStore()))
         self.memory.make(dict.fromkeys(range(workers), PLAN), buffers)
         self.step = 0
         self.filling = None  # the snapshot that some workers have filled, and the others will
@@ -140,7 +141,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.free[rank].remove(number)
         if self.newest is not None and self.lies[self.newest].get(rank) == number:
             self.touched = True
-        buffer = self.memory._buffers[rank][number]
+        buffer = self.memory._buffers[rank][number].local()
         buffer.mark(snapshot.step, NEVER)
         buffer.mark(snapshot.step, snapshot.step)
         self.lies[snapshot.step][rank] = number
@@ -205,7 +206,7 @@ TestBookkeeping = Bookkeeping.TestCase
 
 
 def test_a_writer_that_is_behind_leaves_no_buffer_free():
-    memory = SnapshotBuffers()
+    memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN}, 3)
     snapshots = [StateSnapshot(step, 1, 1, ("memory", "disk"), FACTS) for step in (1, 2, 3)]
     for number, snapshot in enumerate(snapshots):
@@ -225,7 +226,7 @@ def test_a_writer_that_is_behind_leaves_no_buffer_free():
 
 def test_no_state_passes_for_another_that_was_written():
     """Python gives the identity of what is gone to what comes next; only two states are ever alive here."""
-    memory = SnapshotBuffers()
+    memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN}, 3)
     for step in range(1, 100, 2):
         pair = [StateSnapshot(step + i, 1, 1, ("memory", "disk"), FACTS) for i in range(2)]
@@ -242,7 +243,7 @@ def test_no_state_passes_for_another_that_was_written():
 
 
 def test_buffers_are_used_again_if_they_fit_and_made_anew_if_not():
-    memory = SnapshotBuffers()
+    memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN, 1: PLAN}, 2)
     first = memory.descriptors(0) + memory.descriptors(1)
     assert (len(set(first)), memory.buffers_each, memory.size) == (4, 2, 4 * PLAN.bytes)
@@ -276,13 +277,13 @@ def test_a_restart_finds_what_the_workers_had():
     assert plans[0] == plan_buffer(
         [PieceShape("w", "float32", (6, 2), (0, 0), (2, 2))], [PieceShape("f", "bfloat16", (3,), (0,), (3,))]
     )
-    memory = SnapshotBuffers()
+    memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make(plans, 2)
     snapshot = StateSnapshot(5, 1, 2, ("memory",), FACTS, rng={"0": "AA==", "1": "AQ=="})
     for rank, number in ((1, 1), (0, 0)):
         assert not snapshot.is_complete
         memory.take(snapshot, rank, number)
-        buffer = memory.buffer(snapshot, rank)
+        buffer = memory.buffer(snapshot, rank).local()
         for part in buffer.plan.parts:
             for piece in part.pieces:
                 buffer.bits(part, piece)[...] = truth[piece.name][piece.box.slices((0,) * len(piece.shape))]
@@ -302,7 +303,7 @@ def test_a_restart_finds_what_the_workers_had():
     assert (told.step, told.cursor, told.chain, told.workers, told.mesh) == (5, 3, "c", 2, {"shard": 2})
     assert told.rng == {"0": "AA==", "1": "AQ=="}
 
-    memory.buffer(snapshot, 1).mark(6, NEVER)  # a worker begins to write over it
+    memory.buffer(snapshot, 1).local().mark(6, NEVER)  # a worker begins to write over it
     assert memory.restorable() is None
     memory.drop()
 
@@ -415,7 +416,9 @@ class Succession(RuleBasedStateMachine):
     def new_agent(self):
         self.notebook = Notebook()
         with mock.patch("headway.agent.saving.coordinator.CheckpointWriter", NoWriter):
-            return SaveCoordinator(RunFolder(Path("/nowhere")), self.recipe, FaultPlan(), self.kept)
+            return SaveCoordinator(
+                RunFolder(Path("/nowhere")), self.recipe, FaultPlan(), self.kept, LocalMemory(self.kept)
+            )
 
     def attempt_begins(self):
         self.attempt += 1
@@ -431,7 +434,7 @@ class Succession(RuleBasedStateMachine):
     def all_is_heard(self):
         for hand in self.hands:
             hand.deliver()
-        self.agent.hear()
+        self.agent.poll()
         for hand in self.hands:
             hand.hear()
 
@@ -454,13 +457,13 @@ class Succession(RuleBasedStateMachine):
             self.done.append((self.attempt, self.step))
         if heard:
             self.hands[rank].deliver()
-            self.agent.hear()
+            self.agent.poll()
 
     @rule(rank=st.integers(0, 2))
     def one_is_heard(self, rank):
         hand = self.hands[rank % self.workers]
         hand.deliver(min(1, len(hand.unsent)))
-        self.agent.hear()
+        self.agent.poll()
 
     @rule(live=st.booleans())
     def agent_dies(self, live):
@@ -513,7 +516,7 @@ class Succession(RuleBasedStateMachine):
         attempt, step = self.done[-1]
         assert self.agent.memory.step == snapshot.step == step
         for rank in range(self.workers):
-            buffer = self.agent.memory.buffer(snapshot, rank)
+            buffer = self.agent.memory.buffer(snapshot, rank).local()
             (part,) = buffer.plan.parts
             assert list(buffer.bits(part, part.pieces[0])) == [attempt, step]
             assert base64.b64decode(snapshot.rng[str(rank)]) == bytes([attempt, step])

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from eventually import CEILING_S, eventually
+from headway.agent.fd_store import FdStore
 from headway.agent.saving import writer as writer_module
+from headway.agent.saving.buffers import LocalMemory
 from headway.agent.saving.restore_points import newest_on_disk
 from headway.agent.saving.snapshots import SnapshotBuffers, StateSnapshot
 from headway.agent.saving.writer import CheckpointWriter
@@ -35,7 +37,7 @@ class Bench:
     """A writer, and memory of two workers that is filled by hand; the second worker has something frozen too."""
 
     def __init__(self, folder, rules=None, faults=None):
-        self.folder, self.memory = folder, SnapshotBuffers()
+        self.folder, self.memory = folder, SnapshotBuffers(LocalMemory(FdStore()))
         rows = [(0, 1000), (1000, 2000)]
         halves = [PieceShape("w", "float32", SHAPE, (first, 0), (count, 2)) for first, count in rows]
         frozen = PieceShape("frozen", "bfloat16", (5,), (0,), (5,))
@@ -49,7 +51,7 @@ class Bench:
         snapshot = StateSnapshot(step, 1, 2, tiers, FACTS, last, rng=rng)
         for rank in (0, 1):
             self.memory.take(snapshot, rank, self.memory.free(rank)[0])
-            buffer = self.memory.buffer(snapshot, rank)
+            buffer = self.memory.buffer(snapshot, rank).local()
             for part in buffer.plan.parts:
                 for piece in part.pieces:
                     bits = value(step)[piece.box.slices((0, 0))] if piece.name == "w" else np.arange(5) * 7
@@ -205,7 +207,7 @@ def test_a_state_that_was_written_before_is_replaced(tmp_path):
     bench = Bench(tmp_path)
     again = bench.filled(4)
     for rank in (0, 1):
-        buffer = bench.memory.buffer(again, rank)
+        buffer = bench.memory.buffer(again, rank).local()
         buffer.bits(buffer.plan.parts[0], buffer.plan.parts[0].pieces[0])[...] = 1
     first, _, second, _ = bench.save(again, bench.filled(4))
     assert first.digest != second.digest

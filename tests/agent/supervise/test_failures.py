@@ -9,7 +9,6 @@ import pytest
 
 from headway.agent import Attempt, AttemptOutcome
 from headway.agent.supervise.failures import (
-    AttemptEnd,
     as_fields,
     classify_failure,
     collateral_ranks,
@@ -17,10 +16,10 @@ from headway.agent.supervise.failures import (
     last_step,
 )
 from headway.agent.supervise.hang_detector import Stall
-from headway.agent.supervise.outcome import explain_exit
+from headway.agent.supervise.outcome import AttemptEnd, collect_evidence, explain_exit
 from headway.agent.supervise.recover import Failure
 from headway.agent.supervise.worker_monitor import LostWorker
-from headway.agent.workers.worker_group import WorkerExit
+from headway.agent.workers.workers import WorkerExit
 from headway.errors import StateError
 from headway.track import RunFolder, read_run
 
@@ -55,7 +54,7 @@ def classified(run: Path, ended: AttemptEnd, snapshot: int = -1, stops: int = 0,
     """Classify an end as the agent does."""
     attempt = attempt_in(run, **more)
     ended.bystanders |= collateral_ranks(attempt)
-    outcome = explain_exit(RunFolder(run), attempt.number, ended, stops)
+    outcome = explain_exit(collect_evidence(RunFolder(run), attempt.number, ended, stops))
     return classify_failure(attempt, ended, outcome, snapshot)
 
 
@@ -177,7 +176,7 @@ def test_damage_has_the_address_as_its_place(tmp_path: Path) -> None:
 )
 def test_failures_that_a_restart_would_not_fix(tmp_path: Path, ended: AttemptEnd) -> None:
     write(tmp_path, 2, "rank-0", *steps(8))
-    outcome = explain_exit(RunFolder(tmp_path), 2, ended, 0, StateError("no room", hint="make some"))
+    outcome = explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 0, StateError("no room", hint="make some")))
     assert outcome.state == "failed"
     assert classify_failure(attempt_in(tmp_path), ended, outcome, -1).cause == "other"
 
@@ -197,7 +196,7 @@ def test_log_tail_is_not_part_of_the_failure(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "0002-rank-1.log").write_text("a\nb\n")
     ended = exits((1, -11), (0, 1))
-    outcome = explain_exit(RunFolder(tmp_path), 2, ended, 0)
+    outcome = explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 0))
     assert outcome.reason == "worker 1 was killed by signal 11 (SIGSEGV); the end of its log: a\nb"
     assert classified(tmp_path, ended).what == "worker 1 was killed by signal 11 (SIGSEGV)"
 
@@ -247,9 +246,9 @@ def test_second_stop_is_reported_as_stopped(tmp_path: Path) -> None:
     """Two stop requests count as stopped, whatever the workers died of."""
     write(tmp_path, 2, "rank-0", *steps(8), error())
     ended = exits((0, 1), (1, -9))
-    assert explain_exit(RunFolder(tmp_path), 2, ended, 2).state == "stopped"
-    assert explain_exit(RunFolder(tmp_path), 2, ended, 1).state == "failed"
-    assert [explain_exit(RunFolder(tmp_path), 2, exits((0, code), (1, code)), 1) for code in (75, 0)] == [
+    assert explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 2)).state == "stopped"
+    assert explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 1)).state == "failed"
+    assert [explain_exit(collect_evidence(RunFolder(tmp_path), 2, exits((0, code), (1, code)), 1)) for code in (75, 0)] == [
         AttemptOutcome("stopped", "stopped on request, state saved", f"headway resume {tmp_path.name}"),
         AttemptOutcome("finished", "all steps done", None),
     ]

@@ -338,7 +338,7 @@ def test_agent_that_died_with_its_workers_costs_a_try(tmp_path, recipe, zygote: 
     trained = Lived(
         attempt.folder,
         supervise_run(
-            attempt, warm=zygote, kept=FdStore(entries={"attempt": FdEntry({"first": fields, "now": fields})})
+            attempt, warm=zygote, fd_store=FdStore(entries={"attempt": FdEntry({"first": fields, "now": fields})})
         ),
     )
     first, *more = trained.events("end", "agent")

@@ -20,7 +20,8 @@ import pytest
 
 from eventually import CEILING_S, eventually
 from headway.agent.fd_store import FdStore
-from headway.agent.workers.worker_group import WorkerExit, WorkerGroup
+from headway.agent.workers.worker_group import WorkerGroup
+from headway.agent.workers.workers import WorkerExit
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import WorkerError
 from headway.recipe import Assignment
@@ -163,7 +164,7 @@ def hear_from(line: Channel, count: int = 1) -> list[Any]:
 
 def exits(crew: WorkerGroup, count: int) -> list[WorkerExit]:
     found = list[WorkerExit]()
-    eventually(lambda: found.extend(crew.hear()) or len(found) >= count)
+    eventually(lambda: found.extend(crew.poll()) or len(found) >= count)
     return found
 
 
@@ -182,7 +183,7 @@ def test_places_go_to_spares_with_what_belongs_to_them(crew: WorkerGroup, zygote
     os.kill(zygote.pid, signal.SIGCONT)
     eventually(lambda: len(children(zygote)) == 3)
     there = children(zygote)
-    assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
+    assert (crew.has_workers, crew.pids(), crew.channels()) == (False, {}, {})
     for rank in (0, 1, 2):
         memory = os.memfd_create("test")
         os.write(memory, f"of {rank}".encode())
@@ -192,11 +193,11 @@ def test_places_go_to_spares_with_what_belongs_to_them(crew: WorkerGroup, zygote
         assert (message.kind, message.fields["rank"], message.fields["more"]) == ("here", rank, [rank])
         assert message.fields["content"] == [f"of {rank}"]
         assert message.fields["sockets"] == 1, "its own line, and nobody else's"
-        eventually(lambda rank=rank: crew.hear() == [] and rank in crew.pids())
+        eventually(lambda rank=rank: crew.poll() == [] and rank in crew.pids())
         assert crew.pids()[rank] == message.fields["pid"]
-        assert crew.lines()[rank] is line
+        assert crew.channels()[rank] is line
     assert set(crew.pids().values()) == there
-    assert not crew.empty
+    assert crew.has_workers
 
 
 def test_there_are_as_many_spares_as_asked_for_and_no_more(crew: WorkerGroup, zygote: ZygoteClient) -> None:
@@ -231,12 +232,12 @@ def test_a_spare_that_died_gets_no_place(crew: WorkerGroup, zygote: ZygoteClient
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: not is_alive(victim))
     if heard:
-        eventually(lambda: crew.hear() == [] and not psutil.pid_exists(victim))
-        eventually(lambda: crew.hear() == [])
+        eventually(lambda: crew.poll() == [] and not psutil.pid_exists(victim))
+        eventually(lambda: crew.poll() == [])
     crew.fork(2)
     lines = [crew.assign(place(rank), [], more=0) for rank in (0, 1)]
     assert [hear_from(line)[0].fields["rank"] for line in lines] == [0, 1]
-    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.poll() == [] and len(crew.pids()) == 2)
     assert victim not in crew.pids().values()
 
 
@@ -244,7 +245,7 @@ def test_signals_reach_workers_and_not_spares(crew: WorkerGroup, zygote: ZygoteC
     spares(crew, zygote, 3)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.poll() == [] and len(crew.pids()) == 2)
     crew.signal(signal.SIGKILL, [1])
     assert [(one.rank, one.code) for one in exits(crew, 1)] == [(1, -9)]
     crew.signal(signal.SIGKILL)
@@ -257,12 +258,12 @@ def test_spares_stay_when_workers_are_dismissed(crew: WorkerGroup, zygote: Zygot
     """Also those that the zygote has not told of yet: they are what makes a restart short."""
     spares(crew, zygote, 2)
     workers = [hear_from(crew.assign(place(rank), [], more=0))[0].fields["pid"] for rank in (0, 1)]
-    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.poll() == [] and len(crew.pids()) == 2)
     os.kill(workers[0], signal.SIGSTOP)
     ahead = spares(crew, zygote, 2)
     crew.dismiss()
-    assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
-    eventually(lambda: crew.hear() == [] and children(zygote) == ahead)
+    assert (crew.has_workers, crew.pids(), crew.channels()) == (False, {}, {})
+    eventually(lambda: crew.poll() == [] and children(zygote) == ahead)
     crew.fork(2)
     again = [hear_from(crew.assign(place(rank), [], more=0))[0].fields["pid"] for rank in (0, 1)]
     assert set(again) == ahead == children(zygote)
@@ -284,20 +285,20 @@ def test_all_go_in_the_end(crew: WorkerGroup, zygote: ZygoteClient) -> None:
     before = descriptors()
     there = spares(crew, zygote, 3)
     hear_from(crew.assign(place(0), [], more=0))
-    eventually(lambda: crew.hear() == [] and crew.pids())
+    eventually(lambda: crew.poll() == [] and crew.pids())
     there |= spares(crew, zygote, 4)  # of two of which it has not heard
     for pid in there:
         os.kill(pid, signal.SIGSTOP)
     crew.close()
     assert children(zygote) == set()
-    assert (crew.empty, crew.pids(), crew.lines()) == (True, {}, {})
+    assert (crew.has_workers, crew.pids(), crew.channels()) == (False, {}, {})
     assert not descriptors() - before  # some of earlier tests may go in between
     following = WorkerGroup(zygote, FdStore())
     following.fork(1)
     again = following.assign(place(0), [], more=0)
     (message,) = hear_from(again)
-    eventually(lambda: following.hear() == [] and following.pids() == {0: message.fields["pid"]})
-    eventually(lambda: following.hear() == [] and children(zygote) == {message.fields["pid"]})
+    eventually(lambda: following.poll() == [] and following.pids() == {0: message.fields["pid"]})
+    eventually(lambda: following.poll() == [] and children(zygote) == {message.fields["pid"]})
     assert said_back(again, "alone")
     following.close()
     assert children(zygote) == set()
@@ -308,16 +309,16 @@ def test_all_go_in_the_end(crew: WorkerGroup, zygote: ZygoteClient) -> None:
 
 def succeed(crew: WorkerGroup, zygote: ZygoteClient) -> tuple[WorkerGroup, ZygoteClient]:
     """Another agent's crew and zygote, from what a keeper would hold; those of the dead are not used any more."""
-    kept = FdStore(entries={name: thing for name, thing in crew.kept.entries.items() if name != "crew"})
-    thing = crew.kept.get("crew")
+    kept = FdStore(entries={name: thing for name, thing in crew._fd_store.entries.items() if name != "crew"})
+    thing = crew._fd_store.get("crew")
     if thing is not None:
         kept.put("crew", [os.dup(descriptor) for descriptor in thing.descriptors], **thing.fields)
     next_zygote = ZygoteClient.take_over(os.dup(zygote.fileno()), zygote.pid, "")
     for process in crew._processes.values():
-        process.line.close()
+        process.channel.close()
     crew._processes.clear()
     following = WorkerGroup(next_zygote, kept)
-    following.take_over()
+    following.adopt()
     return following, next_zygote
 
 
@@ -333,24 +334,24 @@ def test_workers_go_on_under_the_next_agent(crew: WorkerGroup, zygote: ZygoteCli
     spares(crew, zygote, 2)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
+    eventually(lambda: crew.poll() == [] and len(crew.pids()) == 2)
     pids = crew.pids()
     spares(crew, zygote, 2)
-    crew.keep()
-    crew.lines()[1].send("say", said="heard by the next")
-    os.write(crew.lines()[0].fileno(), b'{"kind": "say", "said": "cut o')  # it dies in the middle of a word
+    crew.hold()
+    crew.channels()[1].send("say", said="heard by the next")
+    os.write(crew.channels()[0].fileno(), b'{"kind": "say", "said": "cut o')  # it dies in the middle of a word
     following, its_zygote = succeed(crew, zygote)
     assert following.pids() == pids
-    assert not following.empty
-    lines = following.lines()
+    assert following.has_workers
+    lines = following.channels()
     assert said_back(lines[0], "hello")
     assert hear_from(lines[1])[0].fields == {"said": "heard by the next"}
-    eventually(lambda: following.hear() == [] and children(zygote) == set(pids.values()))
+    eventually(lambda: following.poll() == [] and children(zygote) == set(pids.values()))
     spares(following, zygote, 1)
     third = following.assign(place(2), [], more=0)
     assert hear_from(third)[0].fields["rank"] == 2
     following.signal(signal.SIGKILL)
-    eventually(lambda: following.hear() == [] or True)
+    eventually(lambda: following.poll() == [] or True)
     end(following, its_zygote)
 
 
@@ -362,8 +363,8 @@ def test_a_worker_that_ended_meanwhile_is_told_to_the_next_agent(
     spares(crew, zygote, 2)
     for rank in (0, 1):
         hear_from(crew.assign(place(rank), [], more=0))
-    eventually(lambda: crew.hear() == [] and len(crew.pids()) == 2)
-    crew.keep()
+    eventually(lambda: crew.poll() == [] and len(crew.pids()) == 2)
+    crew.hold()
     pids = crew.pids()
     os.kill(pids[1], signal.SIGKILL)
     eventually(lambda: not psutil.pid_exists(pids[1]))
@@ -374,7 +375,7 @@ def test_a_worker_that_ended_meanwhile_is_told_to_the_next_agent(
     assert following.pids() == {0: pids[0]}
     following.fork(1)  # of which it tells after all that it has to say of the others
     told = list[WorkerExit]()
-    eventually(lambda: told.extend(following.hear()) or all(one.pid for one in following._processes.values()))
+    eventually(lambda: told.extend(following.poll()) or all(one.pid for one in following._processes.values()))
     assert told == [], "once"
     end(following, its_zygote)
 
@@ -386,8 +387,8 @@ def test_workers_that_nobody_kept_are_ended_by_the_next_agent(crew: WorkerGroup,
         hear_from(crew.assign(place(rank), [], more=0))
     os.kill(max(children(zygote)), signal.SIGSTOP)
     following, its_zygote = succeed(crew, zygote)
-    assert following.empty
-    eventually(lambda: following.hear() == [] and not children(zygote))
+    assert not following.has_workers
+    eventually(lambda: following.poll() == [] and not children(zygote))
     end(following, its_zygote)
 
 
@@ -402,7 +403,7 @@ def test_a_zygote_that_died_is_told_with_its_last_words(mortal: ZygoteClient, tm
     (tmp_path / "log").write_text("what happened\n")
     os.kill(mortal.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"ended with status -9: what happened"):
-        eventually(lambda: crew.hear() and False)
+        eventually(lambda: crew.poll() and False)
     eventually(lambda: not any(is_alive(pid) for pid in there))
     crew.close()
     (tmp_path / "log").write_text("")
@@ -422,4 +423,4 @@ def test_all_go_when_nobody_holds_the_zygotes_line(mortal: ZygoteClient) -> None
     os.close(keepers)
     eventually(lambda: not any(is_alive(pid) for pid in (*there, mortal.pid)))
     for process in list(crew._processes.values()):
-        process.line.close()
+        process.channel.close()

@@ -1,4 +1,4 @@
-"""How an agent comes to lead the nodes of a run: by a door that they call at, a key, and a lease that says so."""
+"""Becoming the leader of a run's nodes: a listener that they call, a key, and the leader lease."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaderLease, newest_lease
+from headway.agent.nodes.membership import Membership
 from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.saving.restore_points import need_store
@@ -27,64 +28,57 @@ if TYPE_CHECKING:
 
 __all__ = ["acquire_store_lease", "lead_nodes", "leader_answers"]
 
-LEAVE_S = 10.0
+EXIT_S = 10.0
 ANSWER_S = 5.0
 
 
 @contextlib.contextmanager
-def lead_nodes(attempt: Attempt, kept: FdStore) -> Iterator[NodeGroup]:
-    """A team for a run. Its nodes are started here where all of them are this machine; else they call by themselves,
-    and so they do where an agent led before this one."""
-    run, door, lease = attempt.folder, kept.get("door"), kept.get("lease")
+def lead_nodes(attempt: Attempt, fd_store: FdStore) -> Iterator[NodeGroup]:
+    """Lead the nodes of a run. Emulated nodes are started here; others call by themselves, as do all nodes of a run
+    whose leader this agent succeeds."""
+    run, door, stored_lease = attempt.folder, fd_store.get("door"), fd_store.get("lease")
     if door is None:
         listener = _listen(attempt.host or "127.0.0.1", attempt.port)
         _write_key(run)
-        kept.put("door", [listener.fileno()])
+        fd_store.put("door", [listener.fileno()])
     else:
         listener = socket.socket(fileno=door.descriptors[0])
-    right = LeaderLease(run.leases, attempt.lead, *listener.getsockname()[:2])
-    after = ""
+    lease = LeaderLease(run.leases, attempt.lead, *listener.getsockname()[:2])
+    succeeds = ""
     if attempt.apart:
-        right.witness = acquire_store_lease(attempt, kept, right.lead, right.host, right.port)
-    if lease is None:
-        right.begin()
+        lease.witness = acquire_store_lease(attempt, fd_store, lease.lead, lease.host, lease.port)
+    if stored_lease is None:
+        lease.begin()
         fence(run.checkpoints)
     else:
-        right.number, after = lease.fields["number"], lease.fields.get("after", "")
-        right.lead = lease.fields.get("lead", right.lead)
-    key = run.key_file.read_text().strip()
-    team = NodeGroup(
-        key,
-        listener,
-        worker_variables(attempt),
-        right,
-        kept,
-        RunFolderServer(run),
-        read_recipe(run).train.silent_node_s,
-    )
-    team.after = after
-    team.suspects = {} if attempt.host is None else read_suspects(run.path, time.time())
-    kept.put("lease", number=right.number, lead=right.lead)
+        lease.number, succeeds = stored_lease.fields["number"], stored_lease.fields.get("after", "")
+        lease.lead = stored_lease.fields.get("lead", lease.lead)
+    key, silent_s = run.key_file.read_text().strip(), read_recipe(run).train.silent_node_s
+    folder_server = RunFolderServer(run)
+    nodes = Membership(key, listener, worker_variables(attempt), lease, fd_store, folder_server, silent_s)
+    nodes.suspects = {} if attempt.host is None else read_suspects(run.path, time.time())
+    group = NodeGroup(nodes, fd_store, folder_server, succeeds)
+    fd_store.put("lease", number=lease.number, lead=lease.lead)
     if door is None and attempt.host is None:
         names = [f"n{number}" for number in range(attempt.nodes + attempt.spares)]
-        team.processes = _start_nodes(run, names, -(-attempt.workers // attempt.nodes))
+        group.processes = _start_nodes(run, names, -(-attempt.workers // attempt.nodes))
     try:
-        yield team
+        yield group
     finally:
-        team.close()
-        if right.witness is not None:
-            right.witness.close()
-        kept.drop("door")
-        for node in team.processes:
+        group.close()
+        if lease.witness is not None:
+            lease.witness.close()
+        fd_store.drop("door")
+        for node in group.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(0 if team.abdicated else LEAVE_S)
+                node.wait(0 if nodes.abdicated else EXIT_S)
             if node.poll() is None:
                 node.kill()
                 node.wait()
 
 
 def leader_answers(run: RunFolder) -> bool:
-    """Whether an agent that leads this run answers where its newest lease says."""
+    """Whether the leader of this run answers at the address in its newest lease."""
     lease = newest_lease(run.leases)
     if lease is None or not lease.port:
         return False
@@ -95,18 +89,18 @@ def leader_answers(run: RunFolder) -> bool:
     return True
 
 
-def acquire_store_lease(attempt: Attempt, kept: FdStore, lead: str, host: str = "", port: int = 0) -> "StoreLease":
-    """The lease in the store: that of the agent before this one under the same keeper, or the next. Of a run on one
-    machine nobody is to call."""
+def acquire_store_lease(attempt: Attempt, fd_store: FdStore, lead: str, host: str = "", port: int = 0) -> "StoreLease":
+    """The lease in the object store: that of the agent before this one under the same launcher, or the next. Without
+    host and port, nobody is to call: the run is on one machine."""
     from headway.agent.nodes.store_lease import StoreLease  # only runs that name a store need its library
 
-    run, before = attempt.folder, kept.get("witness")
+    run, before = attempt.folder, fd_store.get("witness")
     url = need_store(read_recipe(run), run.name)
-    witness = StoreLease(run, url, before.fields["number"] if before else 0)
+    lease = StoreLease(run, url, before.fields["number"] if before else 0)
     if before is None:
-        witness.begin(lead, host, port)
-    kept.put("witness", number=witness.number)
-    return witness
+        lease.begin(lead, host, port)
+    fd_store.put("witness", number=lease.number)
+    return lease
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -117,8 +111,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _write_key(run: RunFolder) -> None:
-    """That of the environment, which machines without the run's folder have too; else one for each time that somebody
-    starts the run."""
+    """Write the key from the environment, which machines without the run folder have too; else a new one."""
     key = given_key() or new_key()
     with contextlib.suppress(FileNotFoundError):
         run.key_file.unlink()
@@ -128,7 +121,7 @@ def _write_key(run: RunFolder) -> None:
 
 
 def _start_nodes(run: RunFolder, names: Sequence[str], slots: int) -> list["subprocess.Popen[bytes]"]:
-    """Nodes that are this machine, each an agent in a process group of its own."""
+    """Start emulated nodes, each an agent in a process group of its own."""
     run.logs.mkdir(exist_ok=True)
     started = []
     for name in names:

@@ -1,19 +1,18 @@
-"""A node as the agent that leads knows it, and what its workers have: lines and memory, as if they were here."""
+"""A node as the leader knows it, and the channels and buffers of the workers there."""
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from headway.state import BufferPlan, Channel, ChannelClosed, Message, ShardEntry, shard_name
+from headway.agent.saving.buffers import SnapshotBuffer
+from headway.state import BufferPlan, Channel, ChannelClosed, Message, MessageChannel, OpenCheckpoint, ShardEntry
 from headway.state.save_buffer import FilePlan
 
-if TYPE_CHECKING:
-    from headway.agent.nodes.node_group import NodeGroup
-
-__all__ = ["Member", "RemoteBuffer", "RemoteChannel", "unreachable_member"]
+__all__ = ["BufferReader", "Member", "RemoteBuffer", "RemoteChannel", "unreachable_member"]
 
 
 @dataclass
@@ -24,91 +23,111 @@ class Member:
     line: Channel
     host: str
     port: int
-    """Where its memory is served."""
+    """Where its snapshots are served."""
     slots: int
     machine: str
     domain: str
     pid: int
     free_bytes: int
     apart: bool = False
-    """Whether it does not see the run's folder."""
+    """Whether it does not see the run folder."""
     ready: bool = False
     files: dict[str, list[int]] = field(default_factory=dict)
-    """What its memory held when it called, and of which steps."""
+    """The files in its memory when it joined, and of which steps."""
     heard: float = field(default_factory=time.monotonic)
     joined: float = field(default_factory=time.monotonic)
     copies: dict[str, list[int]] = field(default_factory=dict)
-    """Files of other nodes that it has copies of, and of which steps."""
+    """Replicas of other nodes' files that it holds, and of which steps."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message; a node that is gone is noticed when it is polled."""
+        with contextlib.suppress(ChannelClosed, OSError):
+            self.line.send(kind, **fields)
 
 
-class RemoteChannel:
-    """The line to a worker on another node, as if it were here."""
+class RemoteChannel(MessageChannel):
+    """The channel to a worker on another node; the node's agent relays it."""
 
-    def __init__(self, team: "NodeGroup", rank: int, member: Member) -> None:
-        self._team, self._rank, self._member = team, rank, member
+    def __init__(self, rank: int, member: Member, on_free: Callable[[int], None]) -> None:
+        """`on_free` is called with the number of a buffer that the worker may fill again."""
+        self._rank, self._member, self._on_free = rank, member, on_free
         self.messages = deque[Message]()
         self.gone = False
 
     def fileno(self) -> int:
-        """For select."""
+        """The descriptor to select on: that of the node's channel."""
         return self._member.line.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Say something; memory is made by the node, so that only how much of it is said."""
+        """Send a message; of descriptors only their number, since the node makes the memory."""
         more = {"count": len(descriptors)} if kind == "buffers" else {}
         if kind == "free":
-            self._team.freed(self._rank, fields["buffer"])
-        self._team.send(self._member, "to", rank=self._rank, said=kind, fields=fields | more)
+            self._on_free(fields["buffer"])
+        self._member.send("to", rank=self._rank, said=kind, fields=fields | more)
 
-    def receive(self) -> list[Message]:
-        """What it has said; nothing waits here."""
+    def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """The messages that the node has relayed; never waits."""
         if self.gone and not self.messages:
             raise ChannelClosed
-        found = list(self.messages)
+        messages = list(self.messages)
         self.messages.clear()
-        return found
+        return messages
 
     def close(self) -> None:
-        """There is nothing to hang up here."""
+        """The node's channel stays open."""
+
+
+class BufferReader(Protocol):
+    """Reads buffers of nodes, for those that hold none themselves."""
+
+    def holder(self, buffer: "RemoteBuffer", part: FilePlan, step: int) -> Member | None:
+        """A node that holds a file of a step's state."""
+
+    def write(self, partial: Path, buffer: "RemoteBuffer", part: FilePlan, step: int) -> ShardEntry:
+        """Have a file of a buffer written into a checkpoint's folder."""
 
 
 @dataclass
-class RemoteBuffer:
-    """A worker's memory on the node that it is on, as far as it is known here."""
+class RemoteBuffer(SnapshotBuffer):
+    """A worker's buffer in the memory of its node, as far as the leader knows it."""
 
-    team: "NodeGroup"
+    reader: BufferReader
     rank: int
     plan: BufferPlan
     home: Member
     descriptor: int = -1
+    writes_at_once: int = 32
     step: int | None = None
     note: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, step: int) -> bool:
-        """Whether the whole state of this step can be had, from there or from a copy."""
-        return all(self.team.holder(self, part, step) is not None for part in self.plan.parts)
+        """Whether the complete state of this step can be read, from its node or from a replica."""
+        return all(self.reader.holder(self, part, step) is not None for part in self.plan.parts)
 
     def read_note(self) -> dict[str, Any]:
-        """What the worker said of it."""
+        """What its worker reported with the state."""
         return self.note
 
-    def write(self, partial: Path, part: FilePlan, step: int) -> ShardEntry:
-        """Have its node write one of its files; one that does not see the folder sends it here."""
-        if self.home.apart:
-            return self.team.fetch(partial, self, part, step)
-        told = self.team.ask(self.home, "write", name=self.name(part), step=step, folder=str(partial))
-        return ShardEntry.model_validate(told["shard"])
+    def write(
+        self,
+        partial: Path,
+        part: FilePlan,
+        step: int,
+        before: OpenCheckpoint | None,
+        threads: int,
+    ) -> ShardEntry:
+        """Have its node write one of its files."""
+        return self.reader.write(partial, self, part, step)
 
-    def name(self, part: FilePlan) -> str:
-        """What one of its files is called."""
-        return shard_name(self.rank, part.still)
+    def local(self) -> None:
+        """Its memory is on another machine."""
 
     def close(self) -> None:
-        """It is given back by its node."""
+        """Its node gives the memory back."""
 
 
 def unreachable_member(name: str) -> Member:
-    """A node that is known by its name alone."""
+    """A node of which only the name is known."""
     line, other = Channel.pair()
     line.close()
     other.close()

@@ -31,7 +31,7 @@ from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaseRecord, newest_lease, take_lease, takeover_delay_s
 from headway.agent.nodes.snapshot_server import SnapshotServer
 from headway.agent.remote.join import RemoteRun
-from headway.agent.saving.snapshots import available_memory, plan_from
+from headway.agent.saving.buffers import available_memory, plan_from
 from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.outcome import AttemptOutcome, recorded_exit_status
 from headway.agent.supervise.stop_signals import StopSignals
@@ -410,7 +410,7 @@ class NodeAgent:
             line.send(kind, descriptors, **said)
 
     def _exits(self, line: Channel, crew: WorkerGroup) -> None:
-        exits = crew.hear()
+        exits = crew.poll()
         if exits:
             self._pass_records_on()  # whoever leads reads there why they ended
         for one in exits:

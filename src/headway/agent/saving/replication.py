@@ -5,14 +5,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from headway.agent.nodes.members import Member
+from headway.agent.nodes.membership import Membership
 from headway.errors import StateError
 from headway.state import BufferPlan, shard_name
-
-if TYPE_CHECKING:
-    from headway.agent.nodes.node_group import NodeGroup
 
 __all__ = ["SnapshotReplicator"]
 
@@ -31,8 +28,9 @@ class _Copy:
 class SnapshotReplicator:
     """A thread that has nodes copy files from each other, one at a time."""
 
-    def __init__(self, node_group: "NodeGroup") -> None:
-        self._node_group = node_group
+    def __init__(self, nodes: Membership, placement: Mapping[int, Member]) -> None:
+        """`placement` is the node of each rank, as it changes."""
+        self._nodes, self._placement = nodes, placement
         self._to_copy: SimpleQueue[list[_Copy]] = SimpleQueue()
         self._replicated: SimpleQueue[int] = SimpleQueue()
         threading.Thread(target=self._copy_all, name="replicator", daemon=True).start()
@@ -41,7 +39,7 @@ class SnapshotReplicator:
         """Queue every file of a state for a copy on a second node."""
         copies = list[_Copy]()
         for rank, plan in plans.items():
-            home = self._node_group.place(rank)
+            home = self._placement[rank]
             second = self._second(home)
             if second is None:
                 return
@@ -57,14 +55,14 @@ class SnapshotReplicator:
 
     def _second(self, home: Member) -> Member | None:
         """The node that holds another's copies: the next by name, in another failure domain if there is one."""
-        others = [member for _, member in sorted(self._node_group.members.items()) if member is not home]
+        others = [member for _, member in sorted(self._nodes.members.items()) if member is not home]
         others = [member for member in others if not home.domain or member.domain != home.domain] or others
         after = [member for member in others if member.name > home.name]
         return next(iter([*after, *others]), None)
 
     def _copy_all(self) -> None:
         """In a thread: copy file by file, and of several queued states only the newest."""
-        ask = self._node_group.ask
+        request = self._nodes.request
         while True:
             copies = self._to_copy.get()
             while not self._to_copy.empty():
@@ -72,9 +70,9 @@ class SnapshotReplicator:
             with contextlib.suppress(StateError):  # a node is lost, which others detect; or it has overwritten the file
                 for copy in copies:
                     address = {"host": copy.home.host, "port": copy.home.port}
-                    ask(copy.second, "copy", name=copy.name, step=copy.step, size=copy.size, **address)
+                    request(copy.second, "copy", name=copy.name, step=copy.step, size=copy.size, **address)
                 for copy in copies:
                     copy.second.copies[copy.name] = [copy.step]
                 for second in {copy.second.name: copy.second for copy in copies}.values():
-                    ask(second, "trim", step=copies[0].step)
+                    request(second, "trim", step=copies[0].step)
                 self._replicated.put(copies[0].step)

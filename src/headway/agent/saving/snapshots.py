@@ -5,13 +5,11 @@ With two buffers or more, the newest complete state stays until a newer one is c
 Buffers outlive the workers, and the next workers reuse them if they hold the same pieces.
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.agent.nodes.members import RemoteBuffer
-from headway.agent.nodes.node_group import NodeGroup
+from headway.agent.saving.buffers import BufferHost, SnapshotBuffer, StateFiles
 from headway.errors import StateError
 from headway.state import (
     BufferPlan,
@@ -20,16 +18,13 @@ from headway.state import (
     FileEntry,
     PieceEntry,
     PieceShape,
-    SaveBuffer,
     TensorEntry,
     dump_manifest,
-    plan_buffer,
-    shard_name,
 )
 from headway.state.manifest import digest_of
 from headway.state.tiers import Tier
 
-__all__ = ["MOST", "SMALL_BYTES", "SnapshotBuffers", "StateSnapshot", "available_memory", "count_buffers", "plan_from"]
+__all__ = ["MOST", "SMALL_BYTES", "SnapshotBuffers", "StateSnapshot", "count_buffers"]
 
 ENOUGH = 2
 """Buffers per worker: one that is held or written, one that is filled meanwhile."""
@@ -69,18 +64,6 @@ class StateSnapshot:
         return self.facts.model_copy(update={"rng": self.rng})
 
 
-def plan_from(fields: Mapping[str, Any]) -> BufferPlan:
-    """Plan a worker's buffers from the pieces that it reported."""
-    trained, frozen = (
-        [
-            PieceShape(name, dtype, tuple(shape), tuple(start), tuple(local))
-            for name, dtype, shape, start, local in pieces
-        ]
-        for pieces in (fields["trained"], fields["still"])
-    )
-    return plan_buffer(trained, frozen)
-
-
 def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> int:
     """How many buffers each worker gets; all workers' together hold a state of `state_bytes` per buffer."""
     if state_bytes > free_bytes:
@@ -99,24 +82,12 @@ def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> 
     return min(MOST, int(min(bound_gb * 1e9, free_bytes) // state_bytes))
 
 
-def available_memory() -> int:
-    """Memory available on this machine, in bytes."""
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123  (not a user's file)
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 class SnapshotBuffers:
-    """All buffers of a run, on this machine or on the nodes of a group."""
+    """All buffers of a run, on this machine or on its nodes."""
 
-    def __init__(self, node_group: NodeGroup | None = None) -> None:
-        self._node_group = node_group
-        self._buffers: dict[int, list[SaveBuffer | RemoteBuffer]] = {}
+    def __init__(self, host: BufferHost) -> None:
+        self._host = host
+        self._buffers: dict[int, list[SnapshotBuffer]] = {}
         self._in_use: dict[tuple[int, int], StateSnapshot] = {}
         self.newest: StateSnapshot | None = None
         """The newest complete state, if there is one."""
@@ -140,29 +111,25 @@ class SnapshotBuffers:
             return
         self.drop()
         for rank, plan in plans.items():
-            self._buffers[rank] = [self._make(rank, number, plan) for number in range(count)]
+            self._allocate(rank, plan, count)
 
     def _reallocate_moved(self) -> None:
         """Allocate new buffers for workers that are on another node now."""
         for rank, buffers in self._buffers.items():
-            if self._node_group is None or getattr(buffers[0], "home", None) is self._node_group.place(rank):
-                continue
-            self._buffers[rank] = [self._make(rank, number, buffer.plan) for number, buffer in enumerate(buffers)]
-            self._in_use = {key: snapshot for key, snapshot in self._in_use.items() if key[0] != rank}
+            if self._host.has_moved(buffers[0]):
+                self._allocate(rank, buffers[0].plan, len(buffers))
+                self._in_use = {key: snapshot for key, snapshot in self._in_use.items() if key[0] != rank}
 
-    def _make(self, rank: int, number: int, plan: BufferPlan) -> SaveBuffer | RemoteBuffer:
-        return SaveBuffer.make(plan) if self._node_group is None else self._node_group.make_buffer(rank, number, plan)
+    def _allocate(self, rank: int, plan: BufferPlan, count: int) -> None:
+        self._buffers[rank] = [self._host.make_buffer(rank, number, plan) for number in range(count)]
 
     def plans(self) -> dict[int, BufferPlan]:
         """The plan of each worker's buffers."""
         return {rank: buffers[0].plan for rank, buffers in self._buffers.items()}
 
-    def take_over(self, plans: Mapping[int, BufferPlan], descriptors: Sequence[int]) -> None:
-        """Adopt the buffers that another agent allocated, given rank by rank."""
-        each = len(descriptors) // max(1, len(plans))
-        for index, (rank, plan) in enumerate(sorted(plans.items())):
-            own = descriptors[index * each : (index + 1) * each]
-            self._buffers[rank] = [SaveBuffer(plan, descriptor) for descriptor in own]
+    def adopt(self, buffers: Mapping[int, list[SnapshotBuffer]]) -> None:
+        """Adopt the buffers that another agent allocated."""
+        self._buffers = dict(buffers)
 
     def all_descriptors(self) -> list[int]:
         """The descriptors of all buffers, rank by rank."""
@@ -177,22 +144,13 @@ class SnapshotBuffers:
         snapshot = self._in_use.get((rank, number))
         return snapshot is not None and snapshot.step == step
 
-    def contents(self) -> dict[tuple[int, int], dict[int, int]]:
-        """What the buffers hold: by attempt and step of a state, the buffer of each rank that has saved it."""
-        states: dict[tuple[int, int], dict[int, int]] = {}
-        for rank, buffers in self._buffers.items():
-            for number, buffer in enumerate(buffers):
-                if buffer.step is not None:
-                    states.setdefault((buffer.read_note()["attempt"], buffer.step), {})[rank] = number
-        return dict(sorted(states.items()))
-
     def drop(self) -> None:
         """Free all memory."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer.close()
-        if self._node_group is not None and self._buffers:
-            self._node_group.drop()
+        if self._buffers:
+            self._host.drop()
         self._buffers, self._in_use, self.newest, self.replicated = {}, {}, None, None
 
     def descriptors(self, rank: int) -> list[int]:
@@ -250,7 +208,7 @@ class SnapshotBuffers:
         snapshot = self.restorable()
         return -1 if snapshot is None else snapshot.step
 
-    def buffer(self, snapshot: StateSnapshot, rank: int) -> SaveBuffer | RemoteBuffer:
+    def buffer(self, snapshot: StateSnapshot, rank: int) -> SnapshotBuffer:
         """The buffer with a worker's part of a snapshot."""
         return self._buffers[rank][snapshot.buffers[rank]]
 
@@ -260,16 +218,24 @@ class SnapshotBuffers:
         for rank in sorted(snapshot.buffers):
             buffer = self.buffer(snapshot, rank)
             for part in buffer.plan.parts:
-                files.append((shard_name(rank, part.still), buffer.descriptor, part.begin, part.image.bytes))
+                files.append((buffer.file_name(part), buffer.descriptor, part.begin, part.image.bytes))
         return files
+
+    def state_files(self) -> StateFiles | None:
+        """The newest complete state as the files of a checkpoint."""
+        snapshot = self.restorable()
+        if snapshot is None:
+            return None
+        return StateFiles(snapshot.step, self.manifest(snapshot), self.files(snapshot))
 
     def manifest(self, snapshot: StateSnapshot) -> bytes:
         """The manifest of a snapshot, without checksums."""
         files: dict[str, FileEntry] = {}
         tensor_pieces: dict[str, tuple[PieceShape, list[PieceEntry]]] = {}
         for rank in sorted(snapshot.buffers):
-            for part in self.buffer(snapshot, rank).plan.parts:
-                name, image = shard_name(rank, part.still), part.image
+            buffer = self.buffer(snapshot, rank)
+            for part in buffer.plan.parts:
+                name, image = buffer.file_name(part), part.image
                 files[name] = FileEntry(
                     bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3
                 )

@@ -12,13 +12,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from headway.agent.nodes.members import RemoteBuffer
+from headway.agent.saving.buffers import SnapshotBuffer
 from headway.agent.saving.restore_points import newest_on_disk
 from headway.agent.saving.snapshots import MOST, SMALL_BYTES, SnapshotBuffers, StateSnapshot
 from headway.agent.supervise.fault_injector import AgentFaultInjector
@@ -26,7 +26,6 @@ from headway.errors import StateError
 from headway.recipe import Checkpoint as Rules
 from headway.state import (
     OpenCheckpoint,
-    SaveBuffer,
     ShardEntry,
     abandon,
     begin_checkpoint,
@@ -35,11 +34,10 @@ from headway.state import (
     merge,
     open_checkpoint,
     prune,
-    shard_name,
-    write_shard,
 )
 from headway.state.address import store_url
 from headway.state.read_checkpoint import check_file
+from headway.state.save_buffer import FilePlan
 from headway.state.tiers import Tier
 
 __all__ = ["CheckpointWriter", "WriteResult"]
@@ -179,11 +177,12 @@ class CheckpointWriter:
         shards, files = list[ShardEntry](), list[memoryview]()
         for rank in sorted(snapshot.buffers):
             buffer = self._memory.buffer(snapshot, rank)
-            if not isinstance(buffer, SaveBuffer):
+            memory = buffer.local()
+            if memory is None:
                 raise StateError("snapshots of other nodes are uploaded from disk, and the write to disk failed")
             for part in buffer.plan.parts:
-                shards.append(describe_shard(shard_name(rank, part.still), buffer.pieces(part), self._threads))
-                files.append(buffer.file(part)[: part.image.bytes])
+                shards.append(describe_shard(buffer.file_name(part), memory.pieces(part), self._threads))
+                files.append(memory.file(part)[: part.image.bytes])
         return _Upload(snapshot, shards, files, from_memory=True)
 
     def _upload_all(self) -> None:
@@ -237,25 +236,18 @@ class CheckpointWriter:
         return shards, _warning(lambda: prune(self._folder, rules.keep_last, rules.keep_every_steps, always=step))
 
     def _write_files(self, snapshot: StateSnapshot, partial: Path) -> list[ShardEntry]:
-        before, shards = self._verified_checkpoint(), list[ShardEntry]()
-        buffers = {rank: self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)}
-        remote = [buffer for buffer in buffers.values() if isinstance(buffer, RemoteBuffer)]
-        if remote:
-            return _write_remote(remote, snapshot.step, partial)
-        for rank, buffer in buffers.items():
-            assert isinstance(buffer, SaveBuffer)
-            for part in buffer.plan.parts:
-                shards.append(
-                    write_shard(
-                        partial,
-                        shard_name(rank, part.still),
-                        buffer.pieces(part),
-                        memory=buffer.file(part),
-                        before=before if part.still else None,
-                        threads=self._threads,
-                    )
-                )
-        return shards
+        before = self._verified_checkpoint()
+        buffers = [self._memory.buffer(snapshot, rank) for rank in sorted(snapshot.buffers)]
+        parts = [(buffer, part) for buffer in buffers for part in buffer.plan.parts]
+
+        def write(pair: tuple[SnapshotBuffer, FilePlan]) -> ShardEntry:
+            return pair[0].write(partial, pair[1], snapshot.step, before, self._threads)
+
+        at_once = min(len(parts), buffers[0].writes_at_once)
+        if at_once == 1:
+            return [write(pair) for pair in parts]
+        with ThreadPoolExecutor(at_once, thread_name_prefix="remote-write") as pool:
+            return list(pool.map(write, parts))
 
     def _verified_checkpoint(self) -> OpenCheckpoint | None:
         """The newest checkpoint, whose frozen files may be hard-linked; each is read once before, to verify it."""
@@ -300,17 +292,10 @@ class CheckpointWriter:
 
     def _is_remote(self, snapshot: StateSnapshot) -> bool:
         """Whether part of it is in other nodes' memory: they write it to disk, from where it is uploaded."""
-        return any(isinstance(self._memory.buffer(snapshot, rank), RemoteBuffer) for rank in snapshot.buffers)
+        return any(self._memory.buffer(snapshot, rank).local() is None for rank in snapshot.buffers)
 
     def _bytes(self, snapshot: StateSnapshot) -> int:
         return sum(size for _, _, _, size in self._memory.files(snapshot))
-
-
-def _write_remote(buffers: Sequence[RemoteBuffer], step: int, partial: Path) -> list[ShardEntry]:
-    """Have all nodes write their files in parallel."""
-    parts = [(buffer, part) for buffer in buffers for part in buffer.plan.parts]
-    with ThreadPoolExecutor(min(len(parts), 32), thread_name_prefix="remote-write") as pool:
-        return list(pool.map(lambda pair: pair[0].write(partial, pair[1], step), parts))
 
 
 def _lower_priority() -> None:

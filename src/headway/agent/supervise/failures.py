@@ -3,50 +3,19 @@
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from headway.agent.attempt import Attempt
-from headway.agent.supervise.outcome import AttemptOutcome
+from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure
-from headway.agent.supervise.worker_monitor import LostWorker
-from headway.agent.workers.worker_group import WorkerExit
 from headway.track import RunFolder, read_record, record_path
 
-__all__ = ["AttemptEnd", "as_fields", "classify_failure", "collateral_ranks", "failures_before", "last_step"]
+__all__ = ["as_fields", "classify_failure", "collateral_ranks", "failures_before", "last_step"]
 
 RETRYABLE = "WorkerError"
 """Error type of exceptions in user or library code; every other type is known to repeat."""
 OUT_OF_MEMORY = "out of memory"
-
-
-@dataclass
-class AttemptEnd:
-    """How an attempt's workers ended."""
-
-    exits: list[WorkerExit] = field(default_factory=list)
-    """In the order in which the agent learned of them."""
-    hang: LostWorker | None = None
-    """The hang for which the agent ended them."""
-    bystanders: set[int] = field(default_factory=set)
-    """Ranks that the agent ended, or that failed because a peer had exited."""
-    lost_nodes: list[tuple[str, str]] = field(default_factory=list)
-    """Names of lost nodes, and how they were lost."""
-    room: int = 0
-    """The number of workers that fit again, if that is why the agent ended them."""
-    killed_for_memory: bool = False
-    zygote_died: bool = False
-
-    @property
-    def codes(self) -> dict[int, int]:
-        """Exit codes by rank."""
-        return {end.rank: end.code for end in self.exits}
-
-    @property
-    def first_failure(self) -> WorkerExit | None:
-        """The first worker that neither finished nor stopped on request; a bystander only if no other failed."""
-        failed = [end for end in self.exits if end.code not in (0, AttemptOutcome.STOPPED_CODE)]
-        return min(failed, key=lambda end: end.rank in self.bystanders, default=None)
 
 
 def classify_failure(attempt: Attempt, ended: AttemptEnd, outcome: AttemptOutcome, snapshot_step: int) -> Failure:

@@ -1,23 +1,30 @@
-"""How an attempt ended, in one sentence: who failed, of what, and what to try."""
+"""How an attempt ended, in one sentence: which worker failed, why, and what to try."""
 
 import shutil
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from headway.agent.supervise.worker_monitor import LostWorker
+from headway.agent.workers.workers import WorkerExit
 from headway.agent.workers.zygote import log_tail
 from headway.errors import StateError
 from headway.track import RunFolder, read_record, record_path
 
-if TYPE_CHECKING:
-    from headway.agent.supervise.failures import AttemptEnd
+__all__ = [
+    "AttemptEnd",
+    "AttemptOutcome",
+    "ExitEvidence",
+    "collect_evidence",
+    "explain_exit",
+    "out_of_memory_kills",
+    "recorded_exit_status",
+]
 
-__all__ = ["AttemptOutcome", "explain_exit", "out_of_memory_kills", "recorded_exit_status"]
-
-
-ALL_TOGETHER = ("BadNumbers", "Corrupted")
-"""Errors that all workers come to at the same step: none of them is to blame."""
+COMMON_ERRORS = ("BadNumbers", "Corrupted")
+"""Errors that all workers raise at the same step: none of them is to blame."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +42,109 @@ class AttemptOutcome:
 
     @property
     def exit_status(self) -> int:
-        """What the command exits with: 75 says that the run is worth resuming."""
+        """What the command exits with: 75 means that the run is worth resuming."""
         return {"finished": 0, "stopped": 75, "failed": 1}[self.state]
 
 
-def explain_exit(
-    run: RunFolder, attempt: int, ended: "AttemptEnd", stops_asked: int, unsaved: StateError | None = None
-) -> AttemptOutcome:
-    """What the workers' exit codes, their last events and their logs say together."""
-    if ended.first_failure is None and unsaved is not None:
+@dataclass
+class AttemptEnd:
+    """How an attempt's workers ended."""
+
+    exits: list[WorkerExit] = field(default_factory=list)
+    """In the order in which they were reported."""
+    hang: LostWorker | None = None
+    """The hang for which they were ended."""
+    bystanders: set[int] = field(default_factory=set)
+    """Ranks that the agent ended, or that ended because another had."""
+    lost_nodes: list[tuple[str, str]] = field(default_factory=list)
+    """Nodes that were lost, and how."""
+    room: int = 0
+    """The number of workers that fit again, for which they were ended."""
+    killed_for_memory: bool = False
+    zygote_died: bool = False
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Exit codes by rank."""
+        return {exited.rank: exited.code for exited in self.exits}
+
+    @property
+    def first_failure(self) -> WorkerExit | None:
+        """The first that neither finished nor stopped as asked; a bystander only where there is no other."""
+        failed = [exited for exited in self.exits if exited.code not in (0, AttemptOutcome.STOPPED_CODE)]
+        return min(failed, key=lambda exited: exited.rank in self.bystanders, default=None)
+
+
+@dataclass(frozen=True)
+class ExitEvidence:
+    """What is known of an attempt after its workers have ended."""
+
+    run: RunFolder
+    """For the names of its files; nothing is read."""
+    end: AttemptEnd
+    stops_requested: int = 0
+    unsaved: StateError | None = None
+    """Why the last state could not be saved."""
+    errors: Mapping[int, dict[str, Any] | None] = field(default_factory=dict)
+    """The error that each worker recorded, if any; the first to fail comes first."""
+    log_tail: str = ""
+    """The last lines of the log of the first that failed."""
+    free_bytes: int = 0
+    """Space on the run folder's disk."""
+
+
+def collect_evidence(
+    run: RunFolder, attempt: int, end: AttemptEnd, stops_requested: int, unsaved: StateError | None = None
+) -> ExitEvidence:
+    """Read the workers' records and logs."""
+    if end.first_failure is None:
+        return ExitEvidence(run, end, stops_requested, unsaved)
+    rank = end.first_failure.rank
+    errors = {
+        other: _recorded_error(record_path(run.events, attempt, f"rank-{other}"))
+        for other in (rank, *sorted(end.codes))
+    }
+    tail = log_tail(run.logs / f"{attempt:04d}-rank-{rank}.log", 3)
+    free_bytes = shutil.disk_usage(run.path).free if run.path.exists() else 0
+    return ExitEvidence(run, end, stops_requested, unsaved, errors, tail, free_bytes)
+
+
+def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
+    """What exit codes, recorded errors and logs say together."""
+    run, end, unsaved = evidence.run, evidence.end, evidence.unsaved
+    resume = f"headway resume {run.name}"
+    first = end.first_failure
+    if first is None and unsaved is not None:
         return AttemptOutcome("failed", f"the last state could not be saved: {unsaved.message}", unsaved.hint)
-    if ended.first_failure is None:
-        if AttemptOutcome.STOPPED_CODE in ended.codes.values():
-            return AttemptOutcome("stopped", "stopped on request, state saved", f"headway resume {run.name}")
+    if first is None:
+        if AttemptOutcome.STOPPED_CODE in end.codes.values():
+            return AttemptOutcome("stopped", "stopped on request, state saved", resume)
         return AttemptOutcome("finished", "all steps done", None)
-    if stops_asked >= 2:
-        return AttemptOutcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
-    if ended.lost_nodes:
-        name, how = ended.lost_nodes[0]
-        return AttemptOutcome("failed", f"node {name} was lost: {how}", f"headway resume {run.name}")
-    if ended.room:
-        return AttemptOutcome("failed", f"there is room for {ended.room} workers again", f"headway resume {run.name}")
-    if ended.hang is not None:
-        return AttemptOutcome("failed", ended.hang.text, f"the stacks of all workers are in {run.stacks}")
-    rank, code, codes = ended.first_failure.rank, ended.first_failure.code, ended.codes
+    if evidence.stops_requested >= 2:
+        return AttemptOutcome("stopped", "stopped at once on request, state not saved", resume)
+    if end.lost_nodes:
+        name, how = end.lost_nodes[0]
+        return AttemptOutcome("failed", f"node {name} was lost: {how}", resume)
+    if end.room:
+        return AttemptOutcome("failed", f"there is room for {end.room} workers again", resume)
+    if end.hang is not None:
+        return AttemptOutcome("failed", end.hang.text, f"the stacks of all workers are in {run.stacks}")
+    rank, code = first.rank, first.code
     if code == AttemptOutcome.RECORD_LOST_CODE:
-        free = shutil.disk_usage(run.path).free
+        free = f"{evidence.free_bytes / 1e6:,.1f} MB are free there"
         return AttemptOutcome(
             "failed",
-            f"worker {rank} could not write the run's record in {run.events} ({free / 1e6:,.1f} MB are free there)",
-            f"free some space, then headway resume {run.name}",
+            f"worker {rank} could not write the run's record in {run.events} ({free})",
+            f"free some space, then {resume}",
         )
-    told = {
-        teller: _told_error(record_path(run.events, attempt, f"rank-{teller}")) for teller in (rank, *sorted(codes))
-    }
-    if told[rank] is not None:
+    if evidence.errors.get(rank) is not None:
         # When all stop together, the one to blame may not be the first to go.
-        for teller, error in told.items():
+        for other, error in evidence.errors.items():
             if error is not None and error["type"] != "PeerFailed":
-                hint = error["hint"] or f"headway logs {run.name} --rank {teller} shows all of its log"
-                who = "" if error["type"] in ALL_TOGETHER else f"worker {teller} failed: "
+                hint = error["hint"] or f"headway logs {run.name} --rank {other} shows all of its log"
+                who = "" if error["type"] in COMMON_ERRORS else f"worker {other} failed: "
                 return AttemptOutcome("failed", f"{who}{error['message']}", hint)
-    log = run.logs / f"{attempt:04d}-rank-{rank}.log"
-    if code == -signal.SIGKILL and ended.killed_for_memory:
+    if code == -signal.SIGKILL and end.killed_for_memory:
         return AttemptOutcome(
             "failed",
             f"worker {rank} was killed by the kernel: the machine ran out of memory",
@@ -86,13 +153,13 @@ def explain_exit(
     how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with status {code}"
     return AttemptOutcome(
         "failed",
-        f"worker {rank} {how}; the end of its log: {log_tail(log, 3)}",
-        f"headway logs {run.name} --rank {rank} shows all of it; headway resume {run.name} goes on",
+        f"worker {rank} {how}; the end of its log: {evidence.log_tail}",
+        f"headway logs {run.name} --rank {rank} shows all of it; {resume} continues the run",
     )
 
 
 def recorded_exit_status(run: RunFolder) -> int | None:
-    """The status that a run ended with, as whoever led it has recorded; None where it goes on, or should."""
+    """The status that a run ended with, as its leader recorded it; None where it continues, or should."""
     records = sorted(run.events.glob("*-agent.jsonl"))
     events = read_record(records[-1]).events if records else []
     end = next((event for event in reversed(events) if event["kind"] == "end"), None)
@@ -102,7 +169,7 @@ def recorded_exit_status(run: RunFolder) -> int | None:
 
 
 def out_of_memory_kills() -> int:
-    """How often the kernel has killed for memory since it started; 0 where it does not say."""
+    """How often the kernel has killed for memory since it started; 0 where that is unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -112,8 +179,8 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def _told_error(events: Path) -> dict[str, Any] | None:
-    """The error a worker recorded before it went, if it could."""
+def _recorded_error(events: Path) -> dict[str, Any] | None:
+    """The error a worker recorded before it ended, if it could."""
     if not events.exists():
         return None
     return next((event for event in reversed(read_record(events).events) if event["kind"] == "error"), None)

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdStore
-from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.supervise.fault_injector import AgentFaultInjector
 from headway.agent.supervise.hang_detector import LEAST_S, HangDetector, HeartbeatSample, Stall
 from headway.agent.supervise.recover import Failure, Situation, recover
 from headway.agent.supervise.stack_dumps import blocking_rank, describe_location, describe_state
-from headway.agent.workers.worker_group import WorkerGroup
+from headway.agent.workers.workers import Workers
 from headway.recipe import FaultPlan, Recipe
 from headway.track import Recorder, RunFolder
 from headway.track.heartbeat import HeartbeatPages
@@ -21,8 +20,6 @@ from headway.track.stragglers import straggler
 
 __all__ = ["LostWorker", "WorkerMonitor"]
 
-Workers = WorkerGroup | NodeGroup
-"""The workers of a run, on this machine or on several."""
 STRAGGLERS_EVERY_S = 5.0
 MAX_CONTINUES = 3
 """How often a stopped worker is continued before it is given up."""

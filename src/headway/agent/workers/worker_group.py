@@ -1,7 +1,7 @@
-"""The processes of a run on this machine: forked ahead, given a place in an attempt, heard of when they end.
+"""The workers of a run on this machine: forked ahead as spares, assigned a rank, polled until they end.
 
-A process that has no place yet is a spare: forked by the zygote, waiting on its line. Spares make a restart shorter,
-and take a device only when they get a place.
+A spare is a process that the zygote has forked and that waits on its channel for an assignment. Spares shorten a
+restart, and take a device only when they are assigned a rank.
 """
 
 import contextlib
@@ -9,129 +9,134 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
+from headway.agent.attempt import Attempt, make_assignment
 from headway.agent.fd_store import FdStore
+from headway.agent.saving.buffers import LocalMemory, StateFiles
 from headway.agent.supervise.hang_detector import process_state
+from headway.agent.supervise.recover import Failure
 from headway.agent.supervise.stack_dumps import StackDump, collect
+from headway.agent.workers.workers import WorkerExit, Workers
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import WorkerError
-from headway.recipe import Assignment
-from headway.state import Channel, ChannelClosed
+from headway.recipe import Assignment, Recipe
+from headway.state import Channel, ChannelClosed, MessageChannel
+from headway.track import Recorder
+from headway.track.heartbeat import HeartbeatPages
 
-__all__ = ["WorkerExit", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
-LEAVE_S = 2.0
+POLL_S = 0.15
+EXIT_S = 2.0
 TRIES = 20
-"""Spares that may be found dead before one is not."""
+"""Dead spares to pass over before giving up."""
 
 
 @dataclass
 class _Process:
     number: int
-    line: Channel
+    channel: Channel
     pid: int | None = None
-    """None until the zygote has told."""
+    """None until the zygote has reported it."""
     rank: int | None = None
-    """Its place; None is a spare."""
+    """None for a spare."""
 
 
-@dataclass(frozen=True)
-class WorkerExit:
-    """How a worker ended."""
+@final
+class WorkerGroup(Workers):
+    """Workers and spares of one machine."""
 
-    rank: int
-    pid: int
-    code: int
+    def __init__(
+        self,
+        zygote: ZygoteClient,
+        fd_store: FdStore,
+        new_zygote: Callable[[Attempt], ZygoteClient] | None = None,
+    ) -> None:
+        """`new_zygote` replaces a zygote that died."""
+        self._zygote, self._fd_store, self._new_zygote = zygote, fd_store, new_zygote
+        self.memory = LocalMemory(fd_store)
+        self.lost_nodes, self.preempted, self.takeover, self.store_lease = [], False, "", None
+        self._heartbeats: HeartbeatPages | None = None
+        self._processes: dict[int, _Process] = {}
+        self._channels_of_dead: list[Channel] = []
+        self._next = int.from_bytes(os.urandom(4))
 
+    # -- an attempt
 
-@dataclass
-class WorkerGroup:
-    """Workers and spares."""
-
-    zygote: ZygoteClient
-    kept: FdStore
-    _processes: dict[int, _Process] = field(default_factory=dict)
-    _lines_of_the_dead: list[Channel] = field(default_factory=list)
-    _next: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
+    def gather(
+        self, attempt: Attempt, heartbeats: HeartbeatPages, recorder: Recorder, tick: Callable[[], None]
+    ) -> None:
+        """Wait for the zygote to have imported torch."""
+        self._heartbeats = heartbeats
+        while not self._zygote.ready(POLL_S):
+            tick()
+        self._zygote.keep(self._fd_store)
 
     def fork(self, count: int) -> None:
         """Have so many spares."""
         for _ in range(count - sum(process.rank is None for process in self._processes.values())):
-            ours, theirs = Channel.pair()
-            with contextlib.closing(theirs):
-                self.zygote.fork(self._next, theirs)
-            self._processes[self._next] = _Process(self._next, ours)
+            channel, other = Channel.pair()
+            with contextlib.closing(other):
+                self._zygote.fork(self._next, other)
+            self._processes[self._next] = _Process(self._next, channel)
             self._next += 1
 
-    def ready(self, timeout_s: float) -> bool:
-        """Whether workers can be forked, waiting that long at most."""
-        if not self.zygote.ready(timeout_s):
-            return False
-        self.zygote.keep(self.kept)
-        return True
+    def survey(self) -> None:
+        """There are no nodes to poll."""
 
-    def attend(self) -> None:
-        """What the zygote says waits until it is asked."""
+    def assign_initializer(self, attempt: Attempt) -> None:
+        """Start the process that initializes the weights of a custom model, as rank 0."""
+        self.assign(make_assignment(attempt, 0, draw=True), [])
 
-    def filenos(self) -> list[int]:
-        """For select."""
-        return [self.zygote.fileno()]
+    def assign_all(self, attempt: Attempt, state: StateFiles | None) -> Iterator[tuple[int, MessageChannel]]:
+        """Give every rank its assignment, the heartbeat pages and the memory of the state to resume from."""
+        assert self._heartbeats is not None, "gathered before"
+        with _files_in_memory(state) as (descriptors, files):
+            for rank in range(attempt.workers):
+                passed = [self._heartbeats.descriptor, *descriptors]
+                yield rank, self.assign(make_assignment(attempt, rank), passed, files=files)
 
     def assign(self, assignment: Assignment, descriptors: Sequence[int], **fields: object) -> Channel:
-        """Give a place to a spare; returns the line to it."""
-        told = assignment.model_dump(mode="json")
+        """Assign a rank to a spare; return the channel to it."""
+        message = assignment.model_dump(mode="json")
         for _ in range(TRIES):
             self.fork(1)
             process = next(process for process in self._processes.values() if process.rank is None)
             try:
-                process.line.send("assign", descriptors, assignment=told, **fields)
-            except ChannelClosed:  # killed while it waited; the zygote tells of it
+                process.channel.send("assign", descriptors, assignment=message, **fields)
+            except ChannelClosed:  # killed while it waited; the zygote reports it
                 self._forget(process)
                 continue
             process.rank = assignment.rank
-            return process.line
+            return process.channel
         raise WorkerError("no process could be started for a worker", hint="something ends them as they start")
 
-    def hear(self) -> list[WorkerExit]:
-        """Learn who is there; returns the workers that have ended."""
-        ended = list[WorkerExit]()
-        for message in self.zygote.messages(0.0):
+    def poll(self) -> list[WorkerExit]:
+        """Process what the zygote has reported; return the workers that have ended."""
+        exits = list[WorkerExit]()
+        for message in self._zygote.messages(0.0):
             pid = message.fields.get("pid", 0)
             if message.kind == "forked":
-                self._born(message.fields["id"], pid)
-            elif message.kind == "exit" and (process := self._of(pid)) is not None:
+                self._forked(message.fields["id"], pid)
+            elif message.kind == "exit" and (process := self._by_pid(pid)) is not None:
                 if process.rank is not None:
-                    ended.append(WorkerExit(process.rank, pid, message.fields["code"]))
+                    exits.append(WorkerExit(process.rank, pid, message.fields["code"]))
                 self._forget(process)
-        return ended
+        return exits
 
-    def close(self) -> None:
-        """End everybody, and see that nobody is left; a zygote that is gone has taken them along."""
-        for process in list(self._processes.values()):
-            self._end(process)
-        self.dismiss()
-        with contextlib.suppress(WorkerError, ChannelClosed):
-            if self.zygote.ready(0.0):
-                self._see_them_off(time.monotonic() + LEAVE_S)
+    def attend(self) -> None:
+        """There are no nodes to attend to."""
 
-    def _see_them_off(self, deadline: float) -> None:
-        """Ask who is left until nobody is; one question at a time, or both ends would wait for the other to read."""
-        self.zygote.ask()
-        while time.monotonic() < deadline:
-            for message in self.zygote.messages(0.05):
-                if message.kind == "forked":
-                    self._born(message.fields["id"], message.fields["pid"])
-                elif message.kind == "listed" and message.fields["living"] == 0:
-                    return
-                elif message.kind == "listed":
-                    time.sleep(0.005)
-                    self.zygote.ask()
+    def filenos(self) -> list[int]:
+        """Descriptors to select on."""
+        return [self._zygote.fileno()]
 
     def pids(self) -> dict[int, int]:
-        """Workers that live, by rank."""
+        """Process ids of live workers by rank."""
         return {
             process.rank: process.pid
             for process in self._processes.values()
@@ -139,81 +144,147 @@ class WorkerGroup:
         }
 
     def state(self, rank: int) -> str:
-        """The kernel's letter for what a worker does."""
+        """The kernel's letter for a worker's state."""
         return process_state(self.pids()[rank])
 
     def stacks(self, folder: Path, attempt: int, native: bool = True) -> StackDump:
-        """What all workers do."""
+        """The stacks of all workers."""
         return collect(self.pids(), folder, attempt, native=native)
-
-    def lines(self) -> dict[int, Channel]:
-        """The lines to workers, by rank."""
-        return {process.rank: process.line for process in self._processes.values() if process.rank is not None}
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to workers, all or some."""
         for rank, pid in self.pids().items():
             if ranks is None or rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                _kill(pid, number)
+
+    def channels(self) -> dict[int, Channel]:
+        """The channels to workers, by rank."""
+        return {process.rank: process.channel for process in self._processes.values() if process.rank is not None}
 
     def dismiss(self) -> None:
         """End all workers at once; spares stay."""
         for process in [process for process in self._processes.values() if process.rank is not None]:
             self._end(process)
-        for line in self._lines_of_the_dead:
-            line.close()
-        self._lines_of_the_dead = []
+        for channel in self._channels_of_dead:
+            channel.close()
+        self._channels_of_dead = []
 
-    def forget_all(self) -> None:
-        """The zygote is gone, and everybody with it."""
+    def finish(self, exit_status: int) -> None:
+        """There are no nodes that need to know."""
+
+    def close(self) -> None:
+        """End all processes, and see that none is left; a zygote that is gone has taken them along."""
         for process in list(self._processes.values()):
-            self._forget(process)
+            self._end(process)
         self.dismiss()
+        with contextlib.suppress(WorkerError, ChannelClosed):
+            if self._zygote.ready(0.0):
+                self._await_exits(time.monotonic() + EXIT_S)
+
+    def _await_exits(self, deadline: float) -> None:
+        """Ask for the number of live processes until it is 0; one question at a time, or both ends would block."""
+        self._zygote.ask()
+        while time.monotonic() < deadline:
+            for message in self._zygote.messages(0.05):
+                if message.kind == "forked":
+                    self._forked(message.fields["id"], message.fields["pid"])
+                elif message.kind == "listed" and message.fields["living"] == 0:
+                    return
+                elif message.kind == "listed":
+                    time.sleep(0.005)
+                    self._zygote.ask()
+
+    # -- processes
 
     def _end(self, process: _Process) -> None:
         if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            _kill(process.pid, signal.SIGKILL)
         self._forget(process)
 
-    def _born(self, number: int, pid: int) -> None:
-        """A process is there; one that nobody here asked for was another agent's, and is ended."""
+    def _forked(self, number: int, pid: int) -> None:
+        """A process was forked; one that is unknown here was another agent's, and is ended."""
         process = self._processes.get(number)
         if process is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid, signal.SIGKILL)
         else:
             process.pid = pid
 
-    def _of(self, pid: int) -> _Process | None:
+    def _by_pid(self, pid: int) -> _Process | None:
         return next((process for process in self._processes.values() if process.pid == pid), None)
 
     def _forget(self, process: _Process) -> None:
-        """It has ended; what it said last may still have to be heard."""
+        """It has ended; its last messages may still have to be received."""
         self._processes.pop(process.number, None)
-        self._lines_of_the_dead.append(process.line)
+        self._channels_of_dead.append(process.channel)
 
-    # -- over the death of an agent
-
-    def keep(self) -> None:
-        """Have the keeper hold what another agent needs to go on with these workers."""
-        workers = [process for process in self._processes.values() if process.rank is not None]
-        told = [[process.number, process.pid, process.rank] for process in workers]
-        self.kept.put("crew", [process.line.fileno() for process in workers], workers=told, next=self._next)
-
-    def take_over(self) -> None:
-        """Go on with the workers of an agent that died; whoever is not known is ended when the zygote tells of it."""
-        self.zygote.ask()
-        thing = self.kept.get("crew")
-        if thing is None:
-            return
-        for (number, pid, rank), descriptor in zip(thing.fields["workers"], thing.descriptors, strict=True):
-            line = Channel(socket.socket(fileno=descriptor))
-            line.take_over()
-            self._processes[number] = _Process(number, line, pid, rank)
+    # -- when an agent or the zygote dies
 
     @property
-    def empty(self) -> bool:
-        """Whether there is no worker."""
-        return all(process.rank is None for process in self._processes.values())
+    def has_workers(self) -> bool:
+        """Whether there are workers."""
+        return any(process.rank is not None for process in self._processes.values())
+
+    def hold(self) -> None:
+        """Have the launcher hold what another agent needs to adopt these workers."""
+        workers = [process for process in self._processes.values() if process.rank is not None]
+        rows = [[process.number, process.pid, process.rank] for process in workers]
+        self._fd_store.put("crew", [process.channel.fileno() for process in workers], workers=rows, next=self._next)
+
+    def release(self) -> None:
+        """The attempt is over: nothing is left to adopt."""
+        self._fd_store.drop("crew")
+
+    def adopt(self) -> Mapping[int, MessageChannel]:
+        """Take over the workers of an agent that died; unknown ones are ended when the zygote reports them."""
+        self._zygote.ask()
+        entry = self._fd_store.get("crew")
+        if entry is not None:
+            for (number, pid, rank), descriptor in zip(entry.fields["workers"], entry.descriptors, strict=True):
+                channel = Channel(socket.socket(fileno=descriptor))
+                channel.take_over()
+                self._processes[number] = _Process(number, channel, pid, rank)
+        return self.channels()
+
+    def restart(self, attempt: Attempt, avoid: str, why: str, zygote_died: bool) -> None:
+        """Replace a zygote that died, and every process with it."""
+        if zygote_died:
+            for process in list(self._processes.values()):
+                self._forget(process)
+            self.dismiss()
+            assert self._new_zygote is not None, "supervised runs can start one"
+            self._zygote = self._new_zygote(attempt)
+
+    # -- a single machine never changes
+
+    minority = False
+
+    def slots(self, joined_for_s: float) -> int:
+        """No node can join."""
+        return 0
+
+    def node_of(self, failure: Failure) -> str:
+        """There are no nodes."""
+        return ""
+
+    def capacity(self, recipe: Recipe, attempt: Attempt, wanted: int) -> None:
+        """It cannot change."""
+
+
+@contextlib.contextmanager
+def _files_in_memory(state: StateFiles | None) -> Iterator[tuple[list[int], list[tuple[str, int, int]]]]:
+    """Descriptors of a state's files, manifest first; and name, offset and size of each."""
+    if state is None:
+        yield [], []
+        return
+    manifest = os.memfd_create("headway-manifest", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(manifest, state.manifest, 0)
+        files = [("manifest.json", manifest, 0, len(state.manifest)), *state.files]
+        yield [file[1] for file in files], [(name, offset, size) for name, _, offset, size in files]
+    finally:
+        os.close(manifest)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
