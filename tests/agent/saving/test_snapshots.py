@@ -567,7 +567,7 @@ def saved(heard):
             told.hands[rank].fill(told.attempt, told.step)
             if rank in heard:
                 told.hands[rank].deliver()
-                told.agent.hear()
+                told.agent.poll()
         told.done.append((told.attempt, told.step))
 
     return deed
@@ -596,7 +596,7 @@ def filled(rank, heard):
             told.done.append((told.attempt, told.step))
         if heard:
             told.hands[rank].deliver()
-            told.agent.hear()
+            told.agent.poll()
 
     return deed
 

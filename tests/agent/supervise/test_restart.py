@@ -171,7 +171,7 @@ def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, 
     """The machine has less to spare when they come, while a state of the old ones is still to be written."""
     reference = unharmed[1]
     free = iter([10**12, 0])
-    monkeypatch.setattr("headway.agent.saving.coordinator.available_memory", lambda: next(free))
+    monkeypatch.setattr("headway.agent.saving.buffers.available_memory", lambda: next(free))
     settings = SETTINGS | {"checkpoint.every_steps": 4, "checkpoint.keep_last": 9}
     slow = FaultPlan().stall("write", 4, 1.0, rank=AGENT)
     lived = lab.train(recipe(settings), faults=together(slow, killed(6)))
