@@ -123,5 +123,5 @@ def test_nobody_leads_while_another_hears_who_does() -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="no lease to lead by can be written"):
+    with pytest.raises(RunError, match="cannot write a leader lease"):
         take_lease(tmp_path / "file" / "leases", LeaseRecord(1, "a", "h", 1))

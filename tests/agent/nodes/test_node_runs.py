@@ -334,5 +334,5 @@ def test_a_spare_that_is_lost_costs_no_worker(led: Led) -> None:
 
 
 def test_more_nodes_than_workers_are_refused(lab: Lab, recipe) -> None:
-    with pytest.raises(UsageError, match="--nodes 3, and 2 workers"):
+    with pytest.raises(UsageError, match="--nodes 3, but only 2 workers"):
         lab.train(recipe(SETTINGS), workers=2, nodes=3)

@@ -248,7 +248,9 @@ def test_second_stop_is_reported_as_stopped(tmp_path: Path) -> None:
     ended = exits((0, 1), (1, -9))
     assert explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 2)).state == "stopped"
     assert explain_exit(collect_evidence(RunFolder(tmp_path), 2, ended, 1)).state == "failed"
-    assert [explain_exit(collect_evidence(RunFolder(tmp_path), 2, exits((0, code), (1, code)), 1)) for code in (75, 0)] == [
+    assert [
+        explain_exit(collect_evidence(RunFolder(tmp_path), 2, exits((0, code), (1, code)), 1)) for code in (75, 0)
+    ] == [
         AttemptOutcome("stopped", "stopped on request, state saved", f"headway resume {tmp_path.name}"),
         AttemptOutcome("finished", "all steps done", None),
     ]

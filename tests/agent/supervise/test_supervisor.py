@@ -188,7 +188,7 @@ def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, datase
 
 
 def test_a_branch_that_has_no_state_for_its_optimizer_is_refused_at_once(lab, recipe, done) -> None:
-    with pytest.raises(StateError, match=r"has the state of adamw, and train\.optimizer is muon") as refused:
+    with pytest.raises(StateError, match=r"has the state of adamw, but train\.optimizer is muon") as refused:
         lab.train(recipe({"train.steps": 4, "train.optimizer": "muon"}), origin=done.name)
     assert "model.init=" in (refused.value.hint or "")
     frozen = lab.train(recipe({"train.freeze": ["embed.weight"]})).run
@@ -199,7 +199,7 @@ def test_a_branch_that_has_no_state_for_its_optimizer_is_refused_at_once(lab, re
 
 
 def test_a_branch_without_steps_to_do_is_refused(lab, recipe, done) -> None:
-    with pytest.raises(RecipeError, match=r"has done 2 steps, and train\.steps is 2"):
+    with pytest.raises(RecipeError, match=r"is at step 2, but train\.steps is 2"):
         lab.train(recipe({"train.steps": 2}), origin=done.name)
     with pytest.raises(StateError, match=r"no checkpoint of step 1|step 1"):
         lab.train(recipe({"train.steps": 4}), origin=f"{done.name}@1")
@@ -227,7 +227,7 @@ def test_a_damaged_recipe_is_named(lab, done) -> None:
         with pytest.raises(RunError, match=r"recipe\.json is not a valid recipe"):
             lab.resume(done)
     done.recipe_file.unlink()
-    with pytest.raises(RunError, match=r"recipe\.json cannot be read"):
+    with pytest.raises(RunError, match=r"cannot read .*recipe\.json"):
         lab.resume(done)
 
 
