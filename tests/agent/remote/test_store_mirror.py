@@ -41,8 +41,8 @@ FACTS = CheckpointFacts(cursor=0, chain="", data_version="", recipe={}, mesh={})
 @pytest.fixture(autouse=True)
 def closed_leases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close the leases that a test leaves open, so that their threads end."""
-    leases, look_on = list[StoreLease](), StoreLease._look_on
-    monkeypatch.setattr(StoreLease, "_look_on", lambda self: (leases.append(self), look_on(self))[1])
+    leases, start_checks = list[StoreLease](), StoreLease._start_checks
+    monkeypatch.setattr(StoreLease, "_start_checks", lambda self: (leases.append(self), start_checks(self))[1])
     yield
     for lease in leases:
         lease.close()
@@ -111,10 +111,10 @@ def test_of_agents_that_start_at_once_one_leads(run: RunFolder, url: str) -> Non
 
 @ON_BOTH
 def test_superseded_leader_commits_nothing_to_the_store(run: RunFolder, url: str, monkeypatch) -> None:
-    monkeypatch.setattr("headway.agent.nodes.store_lease.LOOK_S", 0.05)
+    monkeypatch.setattr("headway.agent.nodes.store_lease.CHECK_S", 0.05)
     first, second = StoreLease(run, url), StoreLease(run, url)
     first.begin("a", "h", 1)
-    right = LeaderLease(run.leases, "a", "h", 1, witness=first)
+    right = LeaderLease(run.leases, "a", "h", 1, store_lease=first)
     right.begin()
     store = open_store(url)
     assert right.holds_in_store()

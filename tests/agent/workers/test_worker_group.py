@@ -326,7 +326,7 @@ def end(crew: WorkerGroup, zygote: ZygoteClient) -> None:
     """Leave without ending the zygote, which its fixture does."""
     crew.close()
     socket.socket(fileno=os.dup(zygote.fileno())).close()
-    zygote._line.close()
+    zygote._channel.close()
 
 
 def test_workers_go_on_under_the_next_agent(crew: WorkerGroup, zygote: ZygoteClient) -> None:
@@ -402,7 +402,7 @@ def test_a_zygote_that_died_is_told_with_its_last_words(mortal: ZygoteClient, tm
     os.kill(max(there), signal.SIGSTOP)
     (tmp_path / "log").write_text("what happened\n")
     os.kill(mortal.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"ended with status -9: what happened"):
+    with pytest.raises(WorkerError, match=r"exited with status -9: what happened"):
         eventually(lambda: crew.poll() and False)
     eventually(lambda: not any(is_alive(pid) for pid in there))
     crew.close()
@@ -416,7 +416,7 @@ def test_all_go_when_nobody_holds_the_zygotes_line(mortal: ZygoteClient) -> None
     line = crew.assign(place(0), [], more=0)
     hear_from(line)
     keepers = os.dup(mortal.fileno())
-    mortal._line.close()
+    mortal._channel.close()
     with contextlib.closing(Channel(socket.socket(fileno=os.dup(keepers)))) as keepers_line:
         assert living(ZygoteClient(keepers_line, mortal.pid, Path(), ready=True)) == 2
     assert said_back(line, "still here")

@@ -1,4 +1,4 @@
-"""The zygote and its workers go when the agent goes, however it goes."""
+"""The zygote and its workers exit when the agent dies."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def test_a_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
+def test_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
     command = [sys.executable, "-c", AGENT, recipe().model_dump_json(), str(tmp_path)]
     agent = subprocess.Popen(command)
     events = tmp_path / "r" / "events" / "0001-rank-0.jsonl"
@@ -33,8 +33,8 @@ def test_a_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
     assert len(processes) == 5, "a zygote, two workers, two spares"
     agent.kill()
     agent.wait()
-    gone, alive = psutil.wait_procs(processes, timeout=CEILING_S)
+    exited, alive = psutil.wait_procs(processes, timeout=CEILING_S)
     assert alive == []
-    assert len(gone) == 5
+    assert len(exited) == 5
     header = json.loads((tmp_path / "r" / "events" / "0001-agent.jsonl").read_text().splitlines()[0])
     assert header["pid"] == agent.pid

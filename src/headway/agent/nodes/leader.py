@@ -46,7 +46,7 @@ def lead_nodes(attempt: Attempt, fd_store: FdStore) -> Iterator[NodeGroup]:
     lease = LeaderLease(run.leases, attempt.lead, *listener.getsockname()[:2])
     succeeds = ""
     if attempt.apart:
-        lease.witness = acquire_store_lease(attempt, fd_store, lease.lead, lease.host, lease.port)
+        lease.store_lease = acquire_store_lease(attempt, fd_store, lease.lead, lease.host, lease.port)
     if stored_lease is None:
         lease.begin()
         fence(run.checkpoints)
@@ -66,8 +66,8 @@ def lead_nodes(attempt: Attempt, fd_store: FdStore) -> Iterator[NodeGroup]:
         yield group
     finally:
         group.close()
-        if lease.witness is not None:
-            lease.witness.close()
+        if lease.store_lease is not None:
+            lease.store_lease.close()
         fd_store.drop("door")
         for node in group.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.agent.fd_store import FdStore
-from headway.agent.nodes.lease import LeaseRecord, newest_lease, take_lease, takeover_delay_s
+from headway.agent.nodes.lease import newest_lease, take_lease, takeover_delay_s
+from headway.agent.nodes.lease_record import LeaseRecord
 from headway.agent.nodes.snapshot_server import SnapshotServer
 from headway.agent.remote.join import RemoteRun
 from headway.agent.saving.buffers import available_memory, plan_from

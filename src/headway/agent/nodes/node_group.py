@@ -57,7 +57,7 @@ class NodeGroup(Workers):
         self.nodes, self._folder_server = nodes, folder_server
         self.memory = NodeMemory(nodes, fd_store, succeeds)
         self.takeover = f"leader {succeeds} was lost; {nodes.lease.lead} is the new leader" if succeeds else ""
-        self.lost_nodes, self.preempted, self.store_lease = [], False, nodes.lease.witness
+        self.lost_nodes, self.preempted, self.store_lease = [], False, nodes.lease.store_lease
         self.processes: list[subprocess.Popen[bytes]] = []
         """The agents of the nodes, where all of them are on this machine."""
         self._exit_status = 1
@@ -87,7 +87,7 @@ class NodeGroup(Workers):
             self.nodes.wait(POLL_S)
             tick()
             now = time.monotonic()
-            if text := waiting.words(self.nodes.members, now):
+            if text := waiting.message(self.nodes.members, now):
                 recorder.event("waiting", text=text)
             if first and self.nodes.able():
                 first, deadline, soon = False, now + JOIN_S, now + TOGETHER_S

@@ -1,18 +1,16 @@
-"""The right to lead a run whose machines see no common folder: numbered leases in its object store.
+"""Leader leases in a run's object store, for machines that share no folder.
 
-An object that must not be there yet is made by one alone, whoever hears whom. An agent takes the next lease when it
-begins to lead, and puts checkpoints and records there only as long as no newer one is there. Those who join find its
-address in it.
+Conditional creation of an object succeeds for one agent only. An agent takes the next numbered lease when it begins to
+lead, and writes checkpoints and records to the store only as long as there is no newer one. Other agents read the
+leader's address from it.
 """
 
 import contextlib
-import json
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 
-from headway.agent.nodes.lease import LeaseRecord
+from headway.agent.nodes.lease_record import LeaseRecord
 from headway.errors import HeadwayError, RunError, StateError
 from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import claim_prefix
@@ -22,64 +20,66 @@ __all__ = ["StoreLease", "leader_finder", "lease_in_store"]
 
 FOLDER = "leases"
 PATIENCE_S = 10.0
-LOOK_S = 2.0
-"""Between two looks for a newer lease; before each commit there is another one."""
+CHECK_S = 2.0
+"""Between two checks for a newer lease; each commit checks again."""
 _KEY = re.compile(rf"{FOLDER}/(\d{{6,}})\.json")
 
 
 def lease_in_store(url: str, patience_s: float = PATIENCE_S) -> LeaseRecord | None:
-    """Who leads a run, as its store says; None before the first."""
+    """The newest lease of a run in its store; None before the first."""
     return _newest(open_store(url, patience_s=patience_s))
 
 
 class StoreLease:
-    """What an agent has that leads such a run."""
+    """The lease of this agent, which leads."""
 
     def __init__(self, run: RunFolder, url: str, number: int = 0) -> None:
-        """`number` is that of a lease that this agent's predecessor had taken here; 0 takes one with `begin`."""
+        """`number` is the lease that this agent's predecessor took on this machine; 0 if `begin` takes one."""
         self._run, self._url, self._store = run, url, open_store(url, patience_s=PATIENCE_S)
         self.number = number
-        self.overtaken = False
-        """Whether another agent leads, by the last look."""
-        self._ended = threading.Event()
+        self.superseded = False
+        """Whether another agent led at the last check."""
+        self._closed = threading.Event()
         if number:
-            self._look_on()
+            self._start_checks()
 
     def begin(self, lead: str, host: str, port: int) -> None:
-        """Take the next lease, whoever had the last; RunError where another agent does so at this instant."""
-        store = open_store(self._url)  # with patience: without the lease nothing begins
+        """Take the next lease, whoever had the last; raise RunError if another agent takes it first."""
+        store = open_store(self._url)  # with the default patience: without a lease nothing can start
         if not claim_prefix(store, run_id(self._run)):
-            raise RunError(f"{self._url} has checkpoints of another run of this name", hint="another --name")
+            raise RunError(f"{self._url} has checkpoints of another run of this name", hint="choose another --name")
         newest = _newest(store)
         number = 1 if newest is None else newest.number + 1
-        lease = json.dumps(asdict(LeaseRecord(number, lead, host, port))).encode()
+        lease = LeaseRecord(number, lead, host, port).encode()
         if not store.create(f"{FOLDER}/{number:06d}.json", lease):
-            raise RunError(f"another agent has begun to lead run {self._run.name}", hint=f"{self._url} tells which")
+            raise RunError(
+                f"another agent has begun to lead run {self._run.name}", hint=f"its lease is in {self._url}/{FOLDER}"
+            )
         self.number = number
-        self._look_on()
+        self._start_checks()
 
     def holds(self) -> bool:
-        """Whether this agent still leads, asked now; False too where the store does not say."""
+        """Check now whether this agent still leads; False if the store does not answer."""
         try:
             return self.number > 0 and max(_numbers(self._store)) == self.number
         except (StateError, ValueError):
             return False
 
     def close(self) -> None:
-        """Look no more."""
-        self._ended.set()
+        """Stop checking."""
+        self._closed.set()
 
-    def _look_on(self) -> None:
-        threading.Thread(target=self._look, name="witness", daemon=True).start()
+    def _start_checks(self) -> None:
+        threading.Thread(target=self._check, name="store-lease", daemon=True).start()
 
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S) and not self.overtaken:
-            with contextlib.suppress(StateError):  # a store that does not answer has nothing to say
-                self.overtaken = max(_numbers(self._store), default=0) > self.number
+    def _check(self) -> None:
+        while not self._closed.wait(CHECK_S) and not self.superseded:
+            with contextlib.suppress(StateError):  # the store does not answer: nothing is known
+                self.superseded = max(_numbers(self._store), default=0) > self.number
 
 
 def leader_finder(url: str) -> Callable[[], tuple[str, int] | None]:
-    """Finds out who leads, as often as asked; None where nobody does, or the store does not say."""
+    """A function that returns the leader's address; None if there is none, or the store does not answer."""
     store = open_store(url, patience_s=PATIENCE_S)
 
     def find() -> tuple[str, int] | None:
@@ -100,8 +100,4 @@ def _newest(store: ObjectStore) -> LeaseRecord | None:
     number = max(_numbers(store), default=None)
     if number is None:
         return None
-    content = store.find(f"{FOLDER}/{number:06d}.json") or b""
-    try:
-        return LeaseRecord(**json.loads(content))
-    except (ValueError, TypeError):
-        return LeaseRecord(number, "", "", 0)
+    return LeaseRecord.decode(number, store.find(f"{FOLDER}/{number:06d}.json") or b"")

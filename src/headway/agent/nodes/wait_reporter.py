@@ -1,4 +1,4 @@
-"""What an agent that leads says of the machines that it waits for: not at once, and not again and again."""
+"""Reports which nodes the leader waits for: not at once, and not too often."""
 
 import re
 from collections.abc import Iterable
@@ -9,44 +9,44 @@ from headway.agent.attempt import Attempt
 __all__ = ["WaitReporter"]
 
 FIRST_S = 3.0
-"""Machines that are started together come within so long, and nobody needs to hear of it."""
+"""Machines that are started together join within this time, and need no report."""
 AGAIN_S = 10.0
-"""Between two words of it."""
+"""Between two reports."""
 _RANK = re.compile(r".*-(\d+)")
 
 
 @dataclass
 class WaitReporter:
-    """Who is missing, as far as was said."""
+    """The missing nodes, as last reported."""
 
     attempt: Attempt
     host: str
     port: int
-    """Where the agent that leads listens."""
+    """Where the leader listens."""
     began: float
     url: str = ""
-    """Where machines have the run from that see no common folder."""
-    _said: tuple[int, ...] = ()
-    _when: float | None = None
+    """The run's address in its object store, if machines share no folder."""
+    _reported: tuple[int, ...] = ()
+    _reported_at: float | None = None
 
-    def words(self, there: Iterable[str], now: float) -> str | None:
-        """What to say now that nodes of these names are there; None for nothing, or nothing new."""
-        missing = self._missing(there)
-        soon = now < self.began + FIRST_S if self._when is None else now < self._when + AGAIN_S
-        if self.attempt.host is None or not missing or missing == self._said or soon:
+    def message(self, joined: Iterable[str], now: float) -> str | None:
+        """What to report when the nodes of these names have joined; None if there is nothing new."""
+        missing = self._missing(joined)
+        too_soon = now < self.began + FIRST_S if self._reported_at is None else now < self._reported_at + AGAIN_S
+        if self.attempt.host is None or not missing or missing == self._reported or too_soon:
             return None
-        self._said, self._when = missing, now
+        self._reported, self._reported_at = missing, now
         attempt, many = self.attempt, len(missing) > 1
         ranks = f"rank{'s' * many} {', '.join(map(str, missing))}"
         spares = f" --spares {attempt.spares}" if attempt.spares else ""
-        each = "I, each on its machine" if many else str(missing[0])
-        other = "" if self.url else f"; without this folder, --join {self.host}:{self.port}"
+        rank = "I on each machine" if many else str(missing[0])
+        join = "" if self.url else f"; on machines without this folder, --join {self.host}:{self.port}"
         return (
             f"waiting for {ranks} of {attempt.nodes + attempt.spares}: headway agent --run "
-            f"{self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {each}{other}"
+            f"{self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {rank}{join}"
         )
 
-    def _missing(self, there: Iterable[str]) -> tuple[int, ...]:
-        """Ranks of nodes that are not there, by the names that `headway agent` gives them."""
-        known = {int(match[1]) for name in there if (match := _RANK.fullmatch(name))}
+    def _missing(self, joined: Iterable[str]) -> tuple[int, ...]:
+        """Ranks of nodes that have not joined, by the names that `headway agent` gives them."""
+        known = {int(match[1]) for name in joined if (match := _RANK.fullmatch(name))}
         return tuple(rank for rank in range(self.attempt.nodes + self.attempt.spares) if rank not in known)

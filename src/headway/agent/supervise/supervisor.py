@@ -257,7 +257,7 @@ def _store_lease(attempt: Attempt, fd_store: FdStore) -> "Iterator[StoreLease | 
 
 
 def _tick(on_tick: Callable[[int], None], stop_signals: StopSignals, store_lease: "StoreLease | None") -> None:
-    if store_lease is not None and store_lease.overtaken:
+    if store_lease is not None and store_lease.superseded:
         raise LeaseSuperseded
     on_tick(stop_signals.asked)
 

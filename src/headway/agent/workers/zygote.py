@@ -1,7 +1,7 @@
-"""The agent's end of the zygote: a process that has imported torch and forks workers on request.
+"""Client of the zygote: a process that has imported torch and forks workers on request.
 
-The other end is `headway.train.zygote`. They speak over a line (state/channel.py); when this end closes, for whatever
-reason, the zygote kills its workers and goes. A keeper that holds this end too has them outlive an agent.
+`headway.train.zygote` is the other end of the channel (state/channel.py). When the agent's end closes for any reason,
+the zygote kills its workers and exits. If the launcher holds that end too, they outlive the agent.
 """
 
 import contextlib
@@ -24,81 +24,81 @@ CLOSE_S = 10.0
 
 
 class ZygoteDied(WorkerError):
-    """It had started well, and is gone now: another may do better. Its workers are gone with it."""
+    """The zygote exited after it had started; its workers died with it, and a new one may work."""
 
 
 class ZygoteClient:
-    """Talks to the zygote process; `start` starts one, another agent may take it over."""
+    """Connection to the zygote process; another agent may take it over."""
 
-    def __init__(self, line: Channel, pid: int, log: Path, ready: bool = False) -> None:
-        self._line, self.pid, self._log, self._ready = line, pid, log, ready
+    def __init__(self, channel: Channel, pid: int, log: Path, ready: bool = False) -> None:
+        self._channel, self.pid, self._log, self._ready = channel, pid, log, ready
 
     @classmethod
     def start(cls, log: Path, environment: Mapping[str, str]) -> "ZygoteClient":
-        """A new one, in a session of its own: Ctrl-C on the terminal reaches the agent alone, which stops workers."""
-        ours, theirs = Channel.pair()
-        with contextlib.closing(theirs), log.open("ab") as output:
+        """Start a zygote in its own session: Ctrl-C in the terminal reaches only the agent, which stops the workers."""
+        agent_end, zygote_end = Channel.pair()
+        with contextlib.closing(zygote_end), log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "headway.train.zygote", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "headway.train.zygote", str(zygote_end.fileno())],
+                pass_fds=[zygote_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=dict(environment),
                 start_new_session=True,
             )
-        process.returncode = 0  # it is waited for by its id, by whichever agent has it then
-        return cls(ours, process.pid, log)
+        process.returncode = 0  # whichever agent holds it then waits for its pid
+        return cls(agent_end, process.pid, log)
 
     @classmethod
     def take_over(cls, descriptor: int, pid: int, log: str) -> "ZygoteClient":
-        """That of an agent that died."""
-        line = Channel(socket.socket(fileno=descriptor))
-        line.take_over()
-        return cls(line, pid, Path(log), ready=True)
+        """Connect to the zygote of an agent that died."""
+        channel = Channel(socket.socket(fileno=descriptor))
+        channel.take_over()
+        return cls(channel, pid, Path(log), ready=True)
 
-    def keep(self, kept: FdStore) -> None:
-        """Have the keeper hold it too."""
-        kept.put("zygote", [self._line.fileno()], pid=self.pid, log=str(self._log))
+    def keep(self, fd_store: FdStore) -> None:
+        """Have the launcher hold the channel too."""
+        fd_store.put("zygote", [self._channel.fileno()], pid=self.pid, log=str(self._log))
 
     def fileno(self) -> int:
         """For select."""
-        return self._line.fileno()
+        return self._channel.fileno()
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether it has imported everything, waiting that long at most."""
+        """Whether it has imported everything, waiting up to `timeout_s`."""
         if not self._ready:
             self._ready = any(message.kind == "ready" for message in self.messages(timeout_s))
         return self._ready
 
-    def fork(self, number: int, line: Channel) -> None:
-        """Ask for one worker, which gets the line; a `forked` message with this id and its pid answers."""
-        self._line.send("fork", [line.fileno()], id=number)
+    def fork(self, number: int, channel: Channel) -> None:
+        """Fork a worker with this channel; a `forked` message with this id and its pid answers."""
+        self._channel.send("fork", [channel.fileno()], id=number)
 
     def ask(self) -> None:
-        """Have it tell again who lives and who has ended."""
-        self._line.send("list")
+        """Request another report of live and exited workers."""
+        self._channel.send("list")
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """What the zygote has to say by then: `ready`, `forked` (id, pid), `exit` (pid, code), `listed` (living)."""
+        """Messages received within `timeout_s`: `ready`, `forked` (id, pid), `exit` (pid, code), `listed` (living)."""
         try:
-            return self._line.receive(timeout_s)
+            return self._channel.receive(timeout_s)
         except ChannelClosed:
             code = _wait_for(self.pid, None)
             kind = ZygoteDied if self._ready else WorkerError
             raise kind(
-                f"the process that starts workers ended with status {code}: {log_tail(self._log, 3)}",
+                f"the zygote, which starts workers, exited with status {code}: {log_tail(self._log, 3)}",
                 hint=f"its log is {self._log}",
             ) from None
 
     def kill(self) -> None:
-        """End it at once, in the middle of an import if need be; workers die with it."""
+        """Kill it at once, even during its imports; its workers die with it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the zygote and whatever workers it still has, in the middle of its imports if need be."""
-        self._line.close()
+        """End the zygote and its remaining workers, even during its imports."""
+        self._channel.close()
         if not self._ready:
             self.kill()
         if _wait_for(self.pid, CLOSE_S) is None:
@@ -107,12 +107,12 @@ class ZygoteClient:
 
 
 def _wait_for(pid: int, timeout_s: float | None) -> int | None:
-    """The status a process ended with, whether it is this one's child or that of an agent that died (then 0)."""
+    """The exit status of a process: a child of this agent, or of one that died (then 0); None after `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         try:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 return os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             if not Path(f"/proc/{pid}").exists():
@@ -123,7 +123,7 @@ def _wait_for(pid: int, timeout_s: float | None) -> int | None:
 
 
 def log_tail(log: Path, count: int) -> str:
-    """The end of a log, for an error message."""
+    """The last `count` lines of a log, for an error message."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
