@@ -1,6 +1,6 @@
-"""Machines that cannot hear each other for a while: network namespaces, a cable each to a switch in one of its own.
+"""Network partitions between machines: a network namespace each, connected to a switch.
 
-All of them see the run's folder all the time, so that nothing but the leases keeps two agents from leading at once.
+All of them see the run's folder all the time, so only the leases keep two agents from leading at once.
 """
 
 import os
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from machines import Machines, machines
+from machines import Machines, make_machines
 
 from conftest import Lived
 from headway.agent.nodes.lease import newest_lease
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
 SETTINGS = {
@@ -36,7 +36,7 @@ class Network:
     name: str = f"hw{os.getpid()}"
 
     def make(self) -> None:
-        """All but the switch's own namespace, which is there."""
+        """Create everything but the switch's namespace."""
         within(self.switch, "ip", "link", "add", "switch", "type", "bridge")
         within(self.switch, "ip", "link", "set", "switch", "up")
         for number in range(3):
@@ -69,89 +69,91 @@ class Network:
     def plug(self, number: int) -> None:
         within(self.switch, "ip", "link", "set", f"cable{number}", "up")
 
-    def part(self, one: int, other: int, do: str = "add") -> None:
-        """Have two machines not reach each other, though both reach the third."""
-        for here, there in ((one, other), (other, one)):
-            within(self.space(here), "ip", "route", do, "blackhole", f"{self.address(there)}/32")
+    def block(self, first: int, second: int, action: str = "add") -> None:
+        """Cut two machines off from each other, while both reach the third."""
+        for here, peer in ((first, second), (second, first)):
+            within(self.space(here), "ip", "route", action, "blackhole", f"{self.address(peer)}/32")
 
 
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
 
 
-def within(space: str, *words: str) -> None:
-    run("ip", "netns", "exec", space, *words)
+def within(space: str, *command: str) -> None:
+    run("ip", "netns", "exec", space, *command)
 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    made = Network()
+    network = Network()
     if (
         shutil.which("ip") is None
-        or subprocess.run(["ip", "netns", "add", made.switch], capture_output=True).returncode
+        or subprocess.run(["ip", "netns", "add", network.switch], capture_output=True).returncode
     ):
-        pytest.skip("network namespaces cannot be made here")
+        pytest.skip("cannot create network namespaces here")
     try:
-        made.make()
-        yield made
+        network.make()
+        yield network
     finally:
-        made.remove()
+        network.remove()
 
 
 @pytest.fixture
-def there(network: Network, recipe, tmp_path) -> Iterator[Machines]:
-    """Two machines with a worker each, and a spare, that have trained for a while."""
+def cluster(network: Network, recipe, tmp_path) -> Iterator[Machines]:
+    """Two machines with one worker each, and a spare, after some training."""
     more = {"prefix": lambda number: ("ip", "netns", "exec", network.space(number)), "host": network.address}
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2, **more) as made:
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2, **more) as machines:
         for number in range(3):
-            made.start(number)
-        made.until(lambda: made.copied() > 20)
-        yield made
+            machines.start(number)
+        machines.until(lambda: machines.copied() > 20)
+        yield machines
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """Two workers on one node, that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+def reference(tmp_path_factory, make_lab, recipe) -> Lived:
+    """An undisturbed run of two workers on one node."""
+    lived = make_lab(tmp_path_factory.mktemp("reference")).train(recipe(SETTINGS), workers=2)
     assert lived.outcome.state == "finished", lived.outcome
     return lived
 
 
-def assert_ends_well(there: Machines, unharmed: Lived) -> None:
-    assert there.ends() == {0: 0, 1: 0, 2: 0}, there.said()
-    there.assert_same_end(unharmed)
+def assert_ends_well(cluster: Machines, reference: Lived) -> None:
+    assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.output()
+    cluster.assert_same_end(reference)
 
 
-def test_a_link_is_cut_and_healed(there: Machines, network: Network, unharmed: Lived) -> None:
-    """A machine that does not lead: a spare takes its place, and it is the spare when it is back."""
+def test_link_is_cut_and_restored(cluster: Machines, network: Network, reference: Lived) -> None:
+    """Of a machine that does not lead: a spare replaces it, and it is a spare when it is back."""
     network.pull(1)
-    there.until(lambda: len(there.events("attempt")) == 2)
+    cluster.until(lambda: len(cluster.events("attempt")) == 2)
     network.plug(1)
-    assert_ends_well(there, unharmed)
-    (told,) = there.ways_on
-    assert re.fullmatch(r"node \S+-1 was lost: it has said nothing for 5 s; resuming from step \d+ \(memory\)", told)
-    assert newest_lease(there.run.leases).lead.endswith("-0")
+    assert_ends_well(cluster, reference)
+    (recovery,) = cluster.recoveries
+    assert re.fullmatch(
+        r"node \S+-1 was lost: it has said nothing for 5 s; resuming from step \d+ \(memory\)", recovery
+    )
+    assert newest_lease(cluster.run.leases).lead.endswith("-0")
 
 
-def test_the_smaller_part_stops_itself_though_it_led(there: Machines, network: Network, unharmed: Lived) -> None:
+def test_former_leader_steps_down_after_partition(cluster: Machines, network: Network, reference: Lived) -> None:
     network.pull(0)
-    there.until(lambda: len(there.events("attempt")) == 2)
-    lease = newest_lease(there.run.leases)
+    cluster.until(lambda: len(cluster.events("attempt")) == 2)
+    lease = newest_lease(cluster.run.leases)
     assert not lease.lead.endswith("-0")
-    there.until(lambda: "another machine's agent leads this run now" in there.said())
+    cluster.until(lambda: "another machine's agent leads this run now" in cluster.output())
     network.plug(0)
-    assert_ends_well(there, unharmed)
-    (told,) = there.ways_on
-    assert re.fullmatch(r"leader \S+-0 was lost; \S+ is the new leader; resuming from step \d+ \(memory\)", told)
-    assert newest_lease(there.run.leases) == lease
+    assert_ends_well(cluster, reference)
+    (recovery,) = cluster.recoveries
+    assert re.fullmatch(r"leader \S+-0 was lost; \S+ is the new leader; resuming from step \d+ \(memory\)", recovery)
+    assert newest_lease(cluster.run.leases) == lease
 
 
-def test_two_that_do_not_hear_each_other_while_a_third_hears_both(
-    there: Machines, network: Network, unharmed: Lived
+def test_no_takeover_while_a_third_machine_hears_the_leader(
+    cluster: Machines, network: Network, reference: Lived
 ) -> None:
-    """Nobody takes the lead from one that others hear."""
-    network.part(0, 1)
-    there.until(lambda: len(there.events("attempt")) == 2)
-    network.part(0, 1, do="delete")
-    assert_ends_well(there, unharmed)
-    assert newest_lease(there.run.leases).lead.endswith("-0")
+    """Two machines cannot reach each other, but both reach the third."""
+    network.block(0, 1)
+    cluster.until(lambda: len(cluster.events("attempt")) == 2)
+    network.block(0, 1, action="delete")
+    assert_ends_well(cluster, reference)
+    assert newest_lease(cluster.run.leases).lead.endswith("-0")

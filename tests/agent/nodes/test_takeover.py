@@ -1,4 +1,4 @@
-"""The machine that leads is lost: another one does, and the run ends in the bits of one that nothing happened to."""
+"""The leader's machine is lost: another one leads, and the run ends bit for bit as an undisturbed one."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from machines import machines
+from machines import make_machines
 
 from conftest import Lived
 from eventually import CEILING_S
@@ -22,75 +22,77 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """Two workers on one node, that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+def reference(tmp_path_factory, make_lab, recipe) -> Lived:
+    """An undisturbed run of two workers on one node."""
+    lived = make_lab(tmp_path_factory.mktemp("reference")).train(recipe(SETTINGS), workers=2)
     assert lived.outcome.state == "finished", lived.outcome
     return lived
 
 
 @pytest.mark.slow
-def test_the_machine_that_leads_is_lost(recipe, tmp_path, unharmed: Lived) -> None:
-    """Three machines for two workers: the third takes the first's place, the second leads."""
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as there:
+def test_leader_is_lost(recipe, tmp_path, reference: Lived) -> None:
+    """Three machines for two workers: the third replaces the first, the second leads."""
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as cluster:
         for number in range(3):
-            there.start(number)
-        there.until(lambda: there.copied() > 20)
-        there.lose(0)
-        assert there.ends() == {1: 0, 2: 0}, there.said()
-        there.assert_same_end(unharmed)
-        (told,) = there.ways_on
-        assert re.fullmatch(r"leader \S+-0 was lost; \S+-1 is the new leader; resuming from step \d+ \(memory\)", told)
-        assert newest_lease(there.run.leases).number == 3  # to lead, and for the attempt
+            cluster.start(number)
+        cluster.until(lambda: cluster.copied() > 20)
+        cluster.lose(0)
+        assert cluster.wait() == {1: 0, 2: 0}, cluster.output()
+        cluster.assert_same_end(reference)
+        (recovery,) = cluster.recoveries
+        assert re.fullmatch(
+            r"leader \S+-0 was lost; \S+-1 is the new leader; resuming from step \d+ \(memory\)", recovery
+        )
+        assert newest_lease(cluster.run.leases).number == 3  # one to lead, one for the attempt
 
 
 @pytest.mark.slow
-def test_the_machine_that_leads_is_lost_and_there_is_one_left(recipe, tmp_path) -> None:
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as there:
-        there.start(0)
-        there.start(1)
-        there.until(lambda: there.copied() > 20)
-        there.lose(0)
-        assert there.ends() == {1: 0}, there.said()
-        assert [event["workers"] for event in there.events("attempt")] == [2, 1]
-        (told,) = there.ways_on
+def test_leader_is_lost_and_one_machine_is_left(recipe, tmp_path) -> None:
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as cluster:
+        cluster.start(0)
+        cluster.start(1)
+        cluster.until(lambda: cluster.copied() > 20)
+        cluster.lose(0)
+        assert cluster.wait() == {1: 0}, cluster.output()
+        assert [event["workers"] for event in cluster.events("attempt")] == [2, 1]
+        (recovery,) = cluster.recoveries
         assert re.search(
-            r"-1 is the new leader; resuming from step \d+ \(memory\), with one worker instead of 2$", told
+            r"-1 is the new leader; resuming from step \d+ \(memory\), with one worker instead of 2$", recovery
         )
 
 
 @pytest.mark.slow
-def test_who_led_and_was_away_stops_and_serves(recipe, tmp_path, unharmed: Lived) -> None:
-    """The machine that leads is frozen as a whole; when it moves again another leads, and it commits nothing."""
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as there:
+def test_former_leader_steps_down_after_it_was_suspended(recipe, tmp_path, reference: Lived) -> None:
+    """The leader's machine is suspended; when it continues another one leads, and it commits nothing."""
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as cluster:
         for number in range(3):
-            there.start(number)
-        there.until(lambda: there.copied() > 20)
-        frozen = there.everything_of(0)
+            cluster.start(number)
+        cluster.until(lambda: cluster.copied() > 20)
+        frozen = cluster.processes_of(0)
         for process in frozen:
             process.suspend()
-        there.until(lambda: there.ways_on)
+        cluster.until(lambda: cluster.recoveries)
         for process in frozen:
             process.resume()
-        assert there.ends() == {0: 0, 1: 0, 2: 0}, there.said()
-        there.assert_same_end(unharmed)
-        assert "another machine's agent leads this run now" in there.said()
-        assert len(there.ways_on) == 1
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.output()
+        cluster.assert_same_end(reference)
+        assert "another machine's agent leads this run now" in cluster.output()
+        assert len(cluster.recoveries) == 1
 
 
 @pytest.mark.slow
-def test_a_machine_that_comes_back_has_workers_again(recipe, tmp_path) -> None:
-    """Two machines, one of them lost: one worker goes on, and two as soon as it is there again."""
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as there:
-        there.start(0)
-        there.start(1)
-        there.until(lambda: there.copied() > 20)
-        there.lose(1)
-        there.until(lambda: len(there.events("attempt")) == 2)
-        there.start(1)
-        assert there.ends() == {0: 0, 1: 0}, there.said()
-        assert [event["workers"] for event in there.events("attempt")] == [2, 1, 2]
-        lost, room = there.ways_on
+def test_machine_that_returns_gets_workers_again(recipe, tmp_path) -> None:
+    """One of two machines is lost: one worker resumes, and two as soon as it is back."""
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as cluster:
+        cluster.start(0)
+        cluster.start(1)
+        cluster.until(lambda: cluster.copied() > 20)
+        cluster.lose(1)
+        cluster.until(lambda: len(cluster.events("attempt")) == 2)
+        cluster.start(1)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.output()
+        assert [event["workers"] for event in cluster.events("attempt")] == [2, 1, 2]
+        lost, room = cluster.recoveries
         assert re.search(r"with one worker instead of 2$", lost)
         assert re.fullmatch(
             r"there is room for 2 workers again; resuming from step \d+ \(memory\), with 2 .* of 1", room
@@ -98,63 +100,65 @@ def test_a_machine_that_comes_back_has_workers_again(recipe, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_wants_all_its_workers_waits_for_the_machine(recipe, tmp_path, unharmed: Lived) -> None:
-    with machines(recipe(SETTINGS | {"train.fewest_workers": 2}), tmp_path, count=2, spares=0, workers=2) as there:
-        there.start(0)
-        there.start(1)
-        there.until(lambda: there.copied() > 20)
-        there.lose(1)
-        there.until(lambda: there.ways_on)
-        there.start(1)
-        assert there.ends() == {0: 0, 1: 0}, there.said()
-        there.assert_same_end(unharmed)
-        (told,) = there.ways_on
-        assert re.search(r"resuming from step \d+ \((memory|disk)\), once a replacement node joins$", told)
+def test_run_that_needs_all_workers_waits_for_the_machine(recipe, tmp_path, reference: Lived) -> None:
+    with make_machines(
+        recipe(SETTINGS | {"train.fewest_workers": 2}), tmp_path, count=2, spares=0, workers=2
+    ) as cluster:
+        cluster.start(0)
+        cluster.start(1)
+        cluster.until(lambda: cluster.copied() > 20)
+        cluster.lose(1)
+        cluster.until(lambda: cluster.recoveries)
+        cluster.start(1)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.output()
+        cluster.assert_same_end(reference)
+        (recovery,) = cluster.recoveries
+        assert re.search(r"resuming from step \d+ \((memory|disk)\), once a replacement node joins$", recovery)
 
 
 @pytest.mark.slow
-def test_a_machine_is_lost_while_the_run_recovers_from_the_loss_of_another(recipe, tmp_path, unharmed: Lived) -> None:
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=2, workers=2) as there:
+def test_second_machine_is_lost_during_recovery(recipe, tmp_path, reference: Lived) -> None:
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=2, workers=2) as cluster:
         for number in range(4):
-            there.start(number)
-        there.until(lambda: there.copied() > 20)
-        there.lose(1)
-        there.until(lambda: there.ways_on)
-        there.lose(2)
-        assert there.ends() == {0: 0, 3: 0}, there.said()
-        there.assert_same_end(unharmed)
+            cluster.start(number)
+        cluster.until(lambda: cluster.copied() > 20)
+        cluster.lose(1)
+        cluster.until(lambda: cluster.recoveries)
+        cluster.lose(2)
+        assert cluster.wait() == {0: 0, 3: 0}, cluster.output()
+        cluster.assert_same_end(reference)
 
 
 @pytest.mark.slow
-def test_a_machine_whose_workers_die_twice_is_done_without_and_engines_are_told(recipe, tmp_path, unharmed) -> None:
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as there:
+def test_machine_whose_workers_die_twice_is_excluded_and_reported(recipe, tmp_path, reference) -> None:
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=1, workers=2) as cluster:
         for number in range(3):
-            there.start(number)
-        there.until(lambda: there.copied() > 20)
+            cluster.start(number)
+        cluster.until(lambda: cluster.copied() > 20)
         for attempt in (1, 2):
-            there.until(lambda: len(there.events("worker")) == 2 * attempt)  # noqa: B023
-            (pid,) = [event["pid"] for event in there.events("worker")[-2:] if event["rank"] == 1]
+            cluster.until(lambda: len(cluster.events("worker")) == 2 * attempt)  # noqa: B023
+            (pid,) = [event["pid"] for event in cluster.events("worker")[-2:] if event["rank"] == 1]
             os.kill(pid, signal.SIGKILL)
-        assert there.ends() == {0: 0, 1: 0, 2: 0}, there.said()
-        there.assert_same_end(unharmed)
-        assert "without node" in there.ways_on[1]
-        assert list(read_suspects(there.run.path, time.time())) == ["b"]
-        assert "worker 1 was killed by signal 9" in there.run.suspects_file.read_text()
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.output()
+        cluster.assert_same_end(reference)
+        assert "without node" in cluster.recoveries[1]
+        assert list(read_suspects(cluster.run.path, time.time())) == ["b"]
+        assert "worker 1 was killed by signal 9" in cluster.run.suspects_file.read_text()
 
 
 @pytest.mark.slow
-def test_a_second_agent_of_a_machine_is_refused_and_harms_nobody(recipe, tmp_path, unharmed: Lived) -> None:
-    with machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as there:
-        there.start(0)
-        there.start(1)
-        there.until(lambda: there.copied() > 5)
-        first = there.processes.pop(1)
-        there.start(1)
-        assert there.processes.pop(1).wait(CEILING_S) == (1 if first.poll() is None else 0), there.said()
-        there.processes[1] = first
-        assert there.ends() == {0: 0, 1: 0}, there.said()
-        there.assert_same_end(unharmed)
-        assert there.ways_on == []
-        there.start(1)  # of a run that is over
-        assert there.ends() == {0: 0, 1: 0}
-        assert "has finished already" in there.said()
+def test_second_agent_of_a_machine_is_refused(recipe, tmp_path, reference: Lived) -> None:
+    with make_machines(recipe(SETTINGS), tmp_path, count=2, spares=0, workers=2) as cluster:
+        cluster.start(0)
+        cluster.start(1)
+        cluster.until(lambda: cluster.copied() > 5)
+        first = cluster.processes.pop(1)
+        cluster.start(1)
+        assert cluster.processes.pop(1).wait(CEILING_S) == (1 if first.poll() is None else 0), cluster.output()
+        cluster.processes[1] = first
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.output()
+        cluster.assert_same_end(reference)
+        assert cluster.recoveries == []
+        cluster.start(1)  # of a finished run
+        assert cluster.wait() == {0: 0, 1: 0}
+        assert "has finished already" in cluster.output()
