@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-    from headway.agent.nodes.lease import LeaseRecord
+    from headway.agent.nodes.lease_record import LeaseRecord
     from headway.agent.nodes.node_agent import Things
     from headway.track import RunFolder
 
