@@ -1,4 +1,4 @@
-"""Faults in real runs: a short part of the matrix, with keepers, agents and workers of their own."""
+"""Faults in real runs: a small part of the matrix, with launchers, agents and workers of their own."""
 
 import json
 import subprocess
@@ -22,170 +22,168 @@ NAMES = ("kill-worker", "kill-agent")
 SETTINGS = {"train.steps": 18, "checkpoint.every_steps": 6, "checkpoint.memory_every_steps": 1}
 
 
-class Struck(NamedTuple):
-    """The part of the matrix that was run, where, and what was said meanwhile."""
+class MatrixRun(NamedTuple):
+    """A part of the matrix, its folder, and its progress messages."""
 
     matrix: FaultMatrix
     root: Path
-    told: list[str]
+    progress: list[str]
 
     def result(self, name: str) -> CaseResult:
-        return next(result for result in self.matrix.results if result.row.name == name)
+        return next(result for result in self.matrix.results if result.case.name == name)
 
     def events(self, run: str, process: str) -> list[dict[str, Any]]:
-        """What a process wrote over all attempts, without Headway's own reading of it."""
+        """Read the events of a process over all attempts, without Headway's own reader."""
         paths = sorted((self.root / run / "events").glob(f"*-{process}.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def struck(recipe: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Struck:
-    root, told = tmp_path_factory.mktemp("chaos"), list[str]()
-    with track_descendants() as family:
-        stage = ChaosHarness(root, 2, start_launcher, family)
-        matrix = chaos(stage, recipe(SETTINGS), select_cases(",".join(NAMES), 2), 1, told.append)
-    return Struck(matrix, root, told)
+def matrix_run(recipe: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> MatrixRun:
+    root, progress = tmp_path_factory.mktemp("chaos"), list[str]()
+    with track_descendants() as tree:
+        harness = ChaosHarness(root, 2, start_launcher, tree)
+        matrix = chaos(harness, recipe(SETTINGS), select_cases(",".join(NAMES), 2), 1, progress.append)
+    return MatrixRun(matrix, root, progress)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_lived_through(struck: Struck, name: str) -> None:
-    (one,) = struck.result(name).tries
-    assert one.complaints == ()
-    assert one.left == ()
-    assert one.figures is not None
-    assert one.figures.noticed_s is not None
+def test_run_recovers_from_a_fault(matrix_run: MatrixRun, name: str) -> None:
+    (run,) = matrix_run.result(name).tries
+    assert run.complaints == ()
+    assert run.left == ()
+    assert run.figures is not None
+    assert run.figures.noticed_s is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_end_is_the_unfaulted_runs_bit_for_bit(struck: Struck, name: str) -> None:
+def test_faulted_run_ends_bit_for_bit_like_the_unfaulted_one(matrix_run: MatrixRun, name: str) -> None:
     ends = []
-    for run in ("truth-1", f"{name}-1"):
-        last = [event for event in struck.events(run, "rank-0") if event["kind"] == "step"][-1]
-        manifest = struck.root / run / "checkpoints" / "step-00000018" / "manifest.json"
+    for run in ("reference-1", f"{name}-1"):
+        last = [event for event in matrix_run.events(run, "rank-0") if event["kind"] == "step"][-1]
+        manifest = matrix_run.root / run / "checkpoints" / "step-00000018" / "manifest.json"
         ends.append((last["step"], last["chain"], json.loads(manifest.read_bytes())["digest"]))
     assert ends[0] == ends[1]
     assert ends[0][0] == 18
-    (mark,) = {path.name[:4] for path in (struck.root / f"{name}-1" / "faults").glob("*.json")}
-    assert mark == "0000", "and it was struck, by the one fault of its plan"
+    (mark,) = {path.name[:4] for path in (matrix_run.root / f"{name}-1" / "faults").glob("*.json")}
+    assert mark == "0000", "the one fault of its plan fired"
 
 
 @pytest.mark.slow
-def test_what_was_done_about_each(struck: Struck) -> None:
-    killed, agent = (struck.result(name).tries[0] for name in NAMES)
+def test_agent_messages_and_recovery_times(matrix_run: MatrixRun) -> None:
+    killed, agent = (matrix_run.result(name).tries[0] for name in NAMES)
     assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); resuming from step 5 (memory)",)
     assert killed.figures is not None
     assert killed.figures.redone == 0
     assert killed.figures.stepping_s > killed.figures.noticed_s > 0
     assert killed.figures.lost_s > 0
     assert agent.said == ("the agent died; a new agent took over its workers",)
-    assert not [event for event in struck.events("kill-agent-1", "agent") if event["kind"] == "end-span"][2:]
+    assert not [event for event in matrix_run.events("kill-agent-1", "agent") if event["kind"] == "end-span"][2:]
 
 
 @pytest.mark.slow
-def test_a_stop_and_an_error_that_comes_again(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    with track_descendants() as family:
-        stage = ChaosHarness(tmp_path, 2, start_launcher, family)
-        matrix = chaos(stage, recipe(SETTINGS), select_cases("stop-worker,same-error", 2), 1, lambda _: None)
+def test_stopped_worker_is_continued_and_repeated_error_is_refused(
+    recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    with track_descendants() as tree:
+        harness = ChaosHarness(tmp_path, 2, start_launcher, tree)
+        matrix = chaos(harness, recipe(SETTINGS), select_cases("stop-worker,same-error", 2), 1, lambda _: None)
     assert matrix.met
-    (woken,), (refused,) = (result.tries for result in matrix.results)
-    assert any("woken" in words for words in woken.said)
+    (stopped,), (refused,) = (result.tries for result in matrix.results)
+    assert any("continued with SIGCONT" in message for message in stopped.said)
     assert "a second time" in refused.said[-1]
     assert refused.figures is not None
     assert refused.figures.stepping_s is None
 
 
 @pytest.mark.slow
-def test_nothing_of_it_is_left(struck: Struck) -> None:
-    mine = []
+def test_no_process_is_left(matrix_run: MatrixRun) -> None:
+    leftover = []
     for process in psutil.process_iter():
         try:
-            if str(struck.root) in " ".join(
+            if str(matrix_run.root) in " ".join(
                 [process.cwd(), *process.cmdline(), *(f.path for f in process.open_files())]
             ):
-                mine.append(process)
+                leftover.append(process)
         except psutil.Error:
             continue
-    assert mine == []
+    assert leftover == []
 
 
 @pytest.mark.slow
-def test_it_tells_how_far_it_is_and_shows_it_in_80_columns(struck: Struck) -> None:
-    rows = [f"{name}, {number} of {len(NAMES)}" for number, name in enumerate(NAMES, start=1)]
-    assert struck.told == ["the unfaulted run", *rows]
-    lines = matrix_lines(struck.matrix)
+def test_progress_is_reported_and_the_table_fits_80_columns(matrix_run: MatrixRun) -> None:
+    cases = [f"{name}, {number} of {len(NAMES)}" for number, name in enumerate(NAMES, start=1)]
+    assert matrix_run.progress == ["the unfaulted run", *cases]
+    lines = matrix_lines(matrix_run.matrix)
     assert max(map(len, lines)) <= 80
-    assert struck.matrix.met
+    assert matrix_run.matrix.met
     assert lines[-1] == f"{len(NAMES)} of {len(NAMES)} faults handled as expected."
 
 
-# -- the driver, with keepers that only pretend
+# -- the driver, with fake launchers
 
 
 @pytest.fixture
-def pretend(recipe: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[[str], FaultedRun]]:
-    """Has a run live whose keeper is a line of shell, on a machine where nobody else has shared memory."""
+def run_fake(recipe: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[[str], FaultedRun]]:
+    """Run with a shell command as the launcher, on a machine where nobody else has shared memory."""
     (tmp_path / "shared").mkdir()
-    with track_descendants() as family:
+    with track_descendants() as tree:
 
-        def pretend(shell: str, patience_s: float = 60.0) -> FaultedRun:
+        def run_fake(shell: str, patience_s: float = 60.0) -> FaultedRun:
             def start(_: Attempt) -> "subprocess.Popen[bytes]":
                 return subprocess.Popen(["sh", "-c", shell], start_new_session=True)
 
             shared = tmp_path / "shared"
-            stage = ChaosHarness(tmp_path / "runs", 1, start, family, patience_s, leave_s=0.2, shared_memory=shared)
-            return run_with_faults(stage, recipe(SETTINGS), "pretends")
+            harness = ChaosHarness(tmp_path / "runs", 1, start, tree, patience_s, exit_s=0.2, shared_memory=shared)
+            return run_with_faults(harness, recipe(SETTINGS), "fake")
 
-        yield pretend
-        assert family.living() == {}, "whatever was left has been ended"
+        yield run_fake
+        assert tree.alive() == {}, "what was left has been killed"
 
 
-def test_a_run_that_leaves_a_process_behind_is_told_of(pretend: Callable[[str], FaultedRun]) -> None:
-    lived = pretend("sleep 300 & until grep -q sleep /proc/$!/comm; do :; done; exit 0")
-    assert lived.statuses == [0]
-    (left,) = lived.left
+def test_leftover_process_is_reported(run_fake: Callable[[str], FaultedRun]) -> None:
+    faulted = run_fake("sleep 300 & until grep -q sleep /proc/$!/comm; do :; done; exit 0")
+    assert faulted.statuses == [0]
+    (left,) = faulted.left
     assert left.startswith("process ")
     assert left.endswith("(sleep: sleep 300)")
 
 
-def test_a_run_that_does_not_end_is_given_up(pretend: Callable[..., FaultedRun]) -> None:
-    lived = pretend("sleep 300", patience_s=0.5)
-    assert lived.statuses == [None]
-    assert lived.left == []
+def test_run_that_does_not_end_is_given_up(run_fake: Callable[..., FaultedRun]) -> None:
+    faulted = run_fake("sleep 300", patience_s=0.5)
+    assert faulted.statuses == [None]
+    assert faulted.left == []
 
 
-def test_a_run_that_leaves_shared_memory_behind_is_told_of(
-    pretend: Callable[[str], FaultedRun], tmp_path: Path
-) -> None:
-    assert pretend(f"touch {tmp_path}/shared/segment").left == ["shared memory segment"]
+def test_leftover_shared_memory_is_reported(run_fake: Callable[[str], FaultedRun], tmp_path: Path) -> None:
+    assert run_fake(f"touch {tmp_path}/shared/segment").left == ["shared memory segment"]
 
 
-def test_a_fault_that_never_strikes_proves_nothing(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_fault_that_never_fires_is_a_violation(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     def start(_: Attempt) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(["true"])
 
-    with track_descendants() as family:
+    with track_descendants() as tree:
         matrix = chaos(
-            ChaosHarness(tmp_path, 2, start, family),
+            ChaosHarness(tmp_path, 2, start, tree),
             recipe(SETTINGS),
             select_cases("kill-worker", 2),
             2,
             lambda _: None,
         )
-    assert [one.complaints for one in matrix.results[0].tries] == [("the fault never struck",)] * 2
+    assert [run.complaints for run in matrix.results[0].tries] == [("the fault never fired",)] * 2
     assert not matrix.met
 
 
-def test_without_a_truth_there_is_nothing_to_hold_anything_against(
-    recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_failed_unfaulted_run_is_an_error(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     def start(_: Attempt) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
 
-    with track_descendants() as family, pytest.raises(RunError, match="the unfaulted run failed"):
+    with track_descendants() as tree, pytest.raises(RunError, match="the unfaulted run failed"):
         chaos(
-            ChaosHarness(tmp_path, 2, start, family),
+            ChaosHarness(tmp_path, 2, start, tree),
             recipe(SETTINGS),
             select_cases("kill-worker", 2),
             1,

@@ -54,13 +54,13 @@ def start(desk: Path, *words: str) -> "subprocess.Popen[str]":
     ("words", "status", "message"),
     [
         (["none.toml"], 2, "none.toml: no such recipe"),
-        (["tiny.toml", "--faults", "kill-everybody"], 2, "there is no fault 'kill-everybody'"),
+        (["tiny.toml", "--faults", "kill-everybody"], 2, "unknown fault 'kill-everybody'"),
         (["tiny.toml", "--faults", "slow-rank", "--workers", "1"], 2, "slow-rank needs 2 workers or more, not 1"),
         (["tiny.toml", "--random", "3", "--faults", "all"], 2, "--random draws its own faults"),
         (["tiny.toml", "--random", "3", "--beside", "torchrun"], 2, "--random draws its own faults"),
         (["tiny.toml", "--runs", "."], 2, ". has something in it"),
-        (["tiny.toml", "--set", "train.steps=3"], 2, "a run of 3 steps is over before a fault can strike"),
-        (["tiny.toml", "--set", "checkpoint.every_steps=auto"], 2, "faults strike at known steps"),
+        (["tiny.toml", "--set", "train.steps=3"], 2, "train.steps is 3: too few for a fault and a recovery"),
+        (["tiny.toml", "--set", "checkpoint.every_steps=auto"], 2, "faults need known save steps"),
         (["tiny.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
     ],
 )
@@ -148,7 +148,7 @@ BAD = CaseResult(
     (
         tried(figures=FIGURES[0], said=(LONG, "and then this")),
         tried(figures=FIGURES[1], left=("process 7 (sleep)",)),
-        tried(complaints=("the fault never struck",)),
+        tried(complaints=("the fault never fired",)),
     ),
 )
 PEERS = [
@@ -172,7 +172,7 @@ def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
     assert "  kill-worker             0.0200 s    2.00 s       1    2.50 s  met 3 of 3" in lines
     assert rows["kill-agent-and-keeper,"][0] == "kill-agent-and-keeper,"
     assert "  kill-agent-and-keeper, try 2: left behind: process 7 (sleep)" in lines
-    assert "  kill-agent-and-keeper, try 3: the fault never struck" in lines
+    assert "  kill-agent-and-keeper, try 3: the fault never fired" in lines
     assert "  kill-worker              0.600 s    12.0 s     2 of 3  (1 job lost)" in lines
     assert "  stop-worker                    -         -     0 of 3  (3 not in time)" in lines
     assert lines[-1] == "1 of 2 faults handled as expected."
@@ -182,7 +182,7 @@ def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
 
 def test_one_try_is_told_in_a_word() -> None:
     refused = CaseResult(BY_NAME["same-error"], (tried(figures=RecoveryTimes(0.02, None, 0, 3.0)),))
-    lines = matrix_lines(matrix(CaseResult(GOOD.row, GOOD.tries[:1]), CaseResult(BAD.row, BAD.tries[2:]), refused))
+    lines = matrix_lines(matrix(CaseResult(GOOD.case, GOOD.tries[:1]), CaseResult(BAD.case, BAD.tries[2:]), refused))
     assert any(line.startswith("  kill-worker") and line.endswith("  equal") for line in lines)
     assert any(line.startswith("  kill-agent-and-keeper") and line.endswith("-  NOT MET") for line in lines)
     assert any(line.startswith("  same-error") and line.endswith("  refused") for line in lines)

@@ -1,4 +1,4 @@
-"""Faults on purpose: the matrix of what can break, and long runs that many faults strike."""
+"""Fault injection: the matrix of what can break, and long runs under many faults."""
 
 from headway.chaos.cases import CASES, FaultCase, select_cases
 from headway.chaos.driver import ChaosHarness

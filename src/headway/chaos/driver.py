@@ -1,7 +1,7 @@
-"""Lets runs live under faults: starts a keeper for each, strikes from outside where a row says so, resumes, cleans up.
+"""Runs small real runs under faults: starts a launcher for each, signals it if a case says so, resumes, cleans up.
 
-Runs are real: `headway train` starts the same processes. This one starts them, waits for their end, and looks for what
-they leave behind.
+The runs have the same processes as those of `headway train`. The driver waits for their end and looks for what they
+leave behind.
 """
 
 import contextlib
@@ -18,42 +18,42 @@ from signal import Signals
 from headway.agent.attempt import Attempt
 from headway.agent.launch.prepare import new_run, resume_run
 from headway.agent.workers.zygote import log_tail
-from headway.chaos.process_tree import SHARED_MEMORY, HeldResources, ProcessTree, belongings
+from headway.chaos.process_tree import SHARED_MEMORY, HeldResources, ProcessTree, held_resources
 from headway.errors import HeadwayError
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import read_fired_faults
 from headway.track import Record, RunFolder, Tail, read_run, record_path, summarize
 
-__all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "forget", "run_with_faults"]
+__all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "remove_run", "run_with_faults"]
 
 POLL_S = 0.01
 
 Start = Callable[[Attempt], "subprocess.Popen[bytes]"]
-"""Starts a keeper that has an attempt run to its end."""
+"""Starts a launcher that runs an attempt to its end."""
 
 
 @dataclass(frozen=True)
 class ChaosHarness:
-    """Where runs live, and by what means."""
+    """Where and how runs are started."""
 
     root: Path
-    """Folder of their runs."""
+    """Folder of the runs."""
     workers: int
     start: Start
-    offspring: ProcessTree
+    processes: ProcessTree
     patience_s: float = math.inf
     """How long a run may take before it is given up."""
     keep: bool = True
-    """Whether the folders of runs are kept once they have been looked at."""
-    leave_s: float = 10.0
-    """How long processes may take to go once their keeper is gone."""
+    """Whether run folders stay once they have been examined."""
+    exit_s: float = 10.0
+    """How long processes may take to exit after their launcher."""
     shared_memory: Path = SHARED_MEMORY
-    """Where named segments of memory are that runs could leave behind."""
+    """Folder of the named shared memory segments that runs could leave behind."""
 
 
 @dataclass(frozen=True)
 class LauncherSignal:
-    """A signal for the keeper, when the run gets to a step."""
+    """A signal for the launcher when the run reaches a step."""
 
     signal: Signals
     step: int
@@ -64,108 +64,105 @@ class FaultedRun:
     """A run that has ended."""
 
     run: RunFolder
-    struck: list[int] = field(default_factory=list)
-    """Moments (monotonic ns) at which something struck."""
+    fault_times: list[int] = field(default_factory=list)
+    """When faults fired (monotonic ns)."""
     statuses: list[int | None] = field(default_factory=list)
-    """What its keepers ended with; None is no end in time."""
-    seen_ns: int | None = None
-    """When its first processes were gone, where somebody had to resume it."""
+    """Exit statuses of its launchers; None if one did not exit in time."""
+    ended_ns: int | None = None
+    """When its first processes were gone, if it had to be resumed."""
     left: list[str] = field(default_factory=list)
-    """What it left behind, in words."""
+    """What it left behind."""
     seconds: float = 0.0
     """From its first process to its last."""
     not_resumed: str | None = None
-    """Why it could not be resumed, where it had to be."""
+    """Why it could not be resumed, if it had to be."""
 
     @property
     def reason(self) -> str:
-        """Why it ended: in its agent's words, else in its keeper's."""
+        """Why it ended, as its agent recorded it, else as its launcher logged it."""
         logs = sorted(self.run.logs.glob("*-keeper.log"))
         return summarize(self.run).reason or (log_tail(logs[-1], 1) if logs else "it did not start")
 
     def records(self) -> list[Record]:
-        """What its processes wrote."""
+        """Read the records of its processes."""
         return read_run(self.run)
 
 
 def run_with_faults(
-    stage: ChaosHarness, recipe: Recipe, name: str, faults: FaultPlan | None = None, *,
-    blow: LauncherSignal | None = None, resumes: bool = False, nodes: int = 1, spares: int = 0,
+    harness: ChaosHarness, recipe: Recipe, name: str, faults: FaultPlan | None = None, *,
+    launcher_signal: LauncherSignal | None = None, resumes: bool = False, nodes: int = 1, spares: int = 0,
 ) -> FaultedRun:  # fmt: skip
-    """Have a run of a recipe live through faults to its end, and once more where it has to be resumed."""
-    before, began = belongings(stage.shared_memory), time.monotonic()
-    attempt = new_run(recipe, stage.root, name=name, workers=stage.workers, nodes=nodes, spares=spares)
-    lived = FaultedRun(attempt.folder)
-    blows = _watch_over(stage, attempt.model_copy(update={"faults": faults or FaultPlan()}), lived, blow)
+    """Run a recipe under faults to its end, and resume it once if its case says so."""
+    faults = faults or FaultPlan()
+    before, started = held_resources(harness.shared_memory), time.monotonic()
+    attempt = new_run(recipe, harness.root, name=name, workers=harness.workers, nodes=nodes, spares=spares)
+    faulted = FaultedRun(attempt.folder)
+    _run_launcher(harness, attempt.model_copy(update={"faults": faults}), faulted, launcher_signal)
     if resumes:
-        lived.left += _still_there(stage)
-        lived.seen_ns = time.monotonic_ns()
-        _resume(stage, lived)
-    lived.seconds = time.monotonic() - began
-    waits = {number for number, fault in enumerate((faults or FaultPlan()).faults) if fault.action == "stall"}
-    hits = [one.at_ns for one in read_fired_faults(attempt.folder.faults) if one.number not in waits]
-    lived.struck = sorted([*blows, *hits])
-    lived.left += [*_still_there(stage), *_left_behind(stage, before)]
-    return lived
+        faulted.left += _leftover_processes(harness)
+        faulted.ended_ns = time.monotonic_ns()
+        try:
+            again = resume_run(faulted.run, [], workers=harness.workers)
+        except HeadwayError as error:
+            faulted.not_resumed = error.message
+        else:
+            _run_launcher(harness, again.model_copy(update={"faults": FaultPlan()}), faulted)
+    faulted.seconds = time.monotonic() - started
+    fired = read_fired_faults(attempt.folder.faults)
+    faulted.fault_times += [fault.at_ns for fault in fired if faults.faults[fault.number].action != "stall"]
+    faulted.fault_times.sort()
+    faulted.left += [*_leftover_processes(harness), *_leftover_resources(harness, before)]
+    return faulted
 
 
-def _resume(stage: ChaosHarness, lived: FaultedRun) -> None:
-    try:
-        again = resume_run(lived.run, [], workers=stage.workers)
-    except HeadwayError as error:
-        lived.not_resumed = error.message
-        return
-    _watch_over(stage, again.model_copy(update={"faults": FaultPlan()}), lived)
+def remove_run(harness: ChaosHarness, faulted: FaultedRun) -> None:
+    """Remove a run's folder, unless the harness keeps runs."""
+    if not harness.keep:
+        shutil.rmtree(faulted.run.path, ignore_errors=True)
 
 
-def forget(stage: ChaosHarness, lived: FaultedRun) -> None:
-    """Remove a run's folder, unless it is to be kept."""
-    if not stage.keep:
-        shutil.rmtree(lived.run.path, ignore_errors=True)
-
-
-def _watch_over(
-    stage: ChaosHarness, attempt: Attempt, lived: FaultedRun, blow: LauncherSignal | None = None
-) -> list[int]:
-    """Start a keeper and wait for its end; the moments at which it was struck from here."""
-    process = stage.start(attempt)
-    stage.offspring.own(process.pid)
-    deadline, blows = time.monotonic() + stage.patience_s, list[int]()
+def _run_launcher(
+    harness: ChaosHarness, attempt: Attempt, faulted: FaultedRun, launcher_signal: LauncherSignal | None = None
+) -> None:
+    """Start a launcher, signal it at a step if asked to, and wait for its end."""
+    process = harness.start(attempt)
+    harness.processes.leave_to_caller(process.pid)
+    deadline = time.monotonic() + harness.patience_s
     steps = Tail(record_path(attempt.folder.events, attempt.number, "rank-0"))
     while process.poll() is None:
         if time.monotonic() > deadline:
-            stage.offspring.end()
+            harness.processes.kill()
             process.wait()
-            lived.statuses.append(None)
-            return blows
-        if blow is not None and not blows and _reached(steps, blow.step):
-            blows.append(time.monotonic_ns())
+            faulted.statuses.append(None)
+            return
+        if launcher_signal is not None and _reached(steps, launcher_signal.step):
+            faulted.fault_times.append(time.monotonic_ns())
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, blow.signal)
+                os.kill(process.pid, launcher_signal.signal)
+            launcher_signal = None
         time.sleep(POLL_S)
-    lived.statuses.append(process.returncode)
-    return blows
+    faulted.statuses.append(process.returncode)
 
 
 def _reached(steps: Tail, step: int) -> bool:
     return any(event["kind"] == "step" and event["step"] >= step for event in steps.poll())
 
 
-def _still_there(stage: ChaosHarness) -> list[str]:
-    """Processes that do not go by themselves; they are ended."""
-    found = stage.offspring.wait(stage.leave_s)
-    stage.offspring.end()
-    return [f"process {pid} ({command})" for pid, command in found.items()]
+def _leftover_processes(harness: ChaosHarness) -> list[str]:
+    """Kill the processes that do not exit by themselves, and list them."""
+    commands = harness.processes.wait(harness.exit_s)
+    harness.processes.kill()
+    return [f"process {pid} ({command})" for pid, command in commands.items()]
 
 
-def _left_behind(stage: ChaosHarness, before: HeldResources) -> list[str]:
-    """What this process and this machine have more than before; others may use shared memory for a moment."""
-    deadline = time.monotonic() + stage.leave_s
+def _leftover_resources(harness: ChaosHarness, before: HeldResources) -> list[str]:
+    """List what this process and this machine hold more than before; others may use shared memory for a moment."""
+    deadline = time.monotonic() + harness.exit_s
     while True:
-        now = belongings(stage.shared_memory)
-        more = [f"shared memory {name}" for name in sorted(now.shared - before.shared)]
+        now = held_resources(harness.shared_memory)
+        leftover = [f"shared memory {name}" for name in sorted(now.shared - before.shared)]
         if now.descriptors > before.descriptors:
-            more.append(f"{now.descriptors - before.descriptors} descriptors")
-        if not more or time.monotonic() > deadline:
-            return more
+            leftover.append(f"{now.descriptors - before.descriptors} descriptors")
+        if not leftover or time.monotonic() > deadline:
+            return leftover
         time.sleep(POLL_S)

@@ -1,25 +1,25 @@
-"""The fault matrix: the unfaulted run first, then one run a row, each held against the truth that is its own.
+"""The fault matrix: an unfaulted run first, then one run per case, each compared with its reference.
 
-truth     a run of the same recipe that nothing happens to; rows that need another recipe have a truth of their own
-try       one run that a row's faults strike: figures, sentences, and what is not as it must be
+reference     an unfaulted run of the same recipe; cases that need another recipe have a reference of their own
+try           one run under the faults of a case: recovery times, messages, and violations of its oracle
 """
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from headway.chaos.cases import FaultCase, scene_of
-from headway.chaos.driver import ChaosHarness, FaultedRun, LauncherSignal, forget, run_with_faults
+from headway.chaos.cases import FaultCase, make_context
+from headway.chaos.driver import ChaosHarness, FaultedRun, LauncherSignal, remove_run, run_with_faults
 from headway.chaos.random_faults import draw_fault_plan, steps_needed
 from headway.chaos.recovery_times import (
     RecoveryTimes,
-    in_words,
+    agent_messages,
+    describe_statuses,
+    differences,
+    known_median,
     lost_s,
     measure,
     median_step_s,
     oracle_violations,
-    parted,
-    said,
 )
 from headway.errors import RunError
 from headway.recipe import FaultPlan, Recipe, with_settings
@@ -29,55 +29,55 @@ from headway.track import RunFolder, compare_runs, read_recipe
 __all__ = ["CaseResult", "CaseRun", "FaultMatrix", "SoakResult", "chaos", "run_soak"]
 
 RESTARTS = 3
-"""A recipe that wants fewer has as many here: what is tried out is going on."""
+"""A recipe with fewer restarts gets this many: recovery is what is tested."""
 PATIENCE = 20.0
-"""How many times as long as the unfaulted run a faulted one may take, beside LEAST_PATIENCE_S."""
-LEAST_PATIENCE_S = 120.0
+"""How many times as long as the unfaulted run a faulted one may take, in addition to MIN_PATIENCE_S."""
+MIN_PATIENCE_S = 120.0
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class CaseRun:
-    """One run that a row's faults struck."""
+    """One run under the faults of a case."""
 
     figures: RecoveryTimes | None
-    """None when nothing struck."""
+    """None if no fault fired."""
     said: tuple[str, ...]
+    """The agent's messages."""
     complaints: tuple[str, ...]
-    """What is not as it must be; nothing where the oracle is met."""
+    """Violations of the oracle; empty if it is met."""
     left: tuple[str, ...]
     """What it left behind."""
     seconds: float
-    """The whole run took."""
+    """Duration of the whole run."""
 
     @property
     def met(self) -> bool:
-        """Whether all is as it must be."""
+        """Whether the oracle is met and nothing was left behind."""
         return not self.complaints and not self.left
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A row and its tries."""
+    """A case and its tries."""
 
-    row: FaultCase
+    case: FaultCase
     tries: tuple[CaseRun, ...]
 
     @property
     def met(self) -> int:
-        """Tries in which all was as it must be."""
-        return sum(one.met for one in self.tries)
+        """Number of tries that met the oracle."""
+        return sum(run.met for run in self.tries)
 
     def median(self, figure: Callable[[RecoveryTimes], float | None]) -> float | None:
-        """Of a figure, over the tries that have it."""
-        found = [value for one in self.tries if one.figures and (value := figure(one.figures)) is not None]
-        return statistics.median(found) if found else None
+        """Return the median of a figure over the tries that have it."""
+        return known_median(figure(run.figures) for run in self.tries if run.figures)
 
 
 @dataclass(frozen=True)
 class FaultMatrix:
-    """All rows."""
+    """The results of all cases."""
 
     recipe: str
     workers: int
@@ -85,139 +85,144 @@ class FaultMatrix:
     step_s: float
     """Median step of the unfaulted run."""
     results: tuple[CaseResult, ...]
-    truth: RunFolder
+    reference: RunFolder
     """The unfaulted run."""
 
     @property
     def met(self) -> bool:
-        """Whether every try of every row met its oracle."""
+        """Whether every try of every case met its oracle."""
         return all(result.met == len(result.tries) for result in self.results)
 
 
 @dataclass(frozen=True)
 class SoakResult:
-    """One run that many faults struck."""
+    """One run under many faults."""
 
     seed: int
     faults: FaultPlan
     struck: tuple[int, ...]
-    """The numbers of those that did."""
+    """Numbers of the faults that fired."""
     steps: int
     attempts: int
     lost_s: float
-    """Of all workers, on noticing, starting again and redoing."""
+    """Worker-seconds of detection, restart and rework."""
     complaints: tuple[str, ...]
     left: tuple[str, ...]
     seconds: float
-    """The whole run took."""
+    """Duration of the whole run."""
 
     @property
     def met(self) -> bool:
-        """Whether all struck, it ended as if nothing had happened, and left nothing behind."""
+        """Whether all faults fired, it ended like the unfaulted run, and left nothing behind."""
         return not self.complaints and not self.left and len(self.struck) == len(self.faults.faults)
 
 
-class _Truths:
-    """Unfaulted runs, each made when it is first asked for."""
+class _ReferenceRuns:
+    """Unfaulted runs by recipe, each run when first needed."""
 
-    def __init__(self, stage: ChaosHarness, tell: Tell) -> None:
-        self._stage, self._tell = stage, tell
-        self._made: list[tuple[Recipe, FaultedRun]] = []
+    def __init__(self, harness: ChaosHarness, report: Report) -> None:
+        self._harness, self._report = harness, report
+        self._runs: list[tuple[Recipe, FaultedRun]] = []
 
     def of(self, recipe: Recipe) -> FaultedRun:
-        """The run of a recipe that nothing happens to."""
-        for other, lived in self._made:
+        """Return the unfaulted run of a recipe."""
+        for other, run in self._runs:
             if other == recipe:
-                return lived
-        self._tell("the unfaulted run" + (f" of {recipe.train.steps} steps" if self._made else ""))
-        lived = run_with_faults(self._stage, recipe, f"truth-{len(self._made) + 1}")
-        if lived.statuses != [0] or lived.left:
-            why = lived.left[0] + " was left behind" if lived.left else lived.reason
-            raise RunError(
-                f"the unfaulted run failed: {why}", hint="headway train shows whether the recipe runs at all"
-            )
-        self._made.append((recipe, lived))
-        return lived
+                return run
+        self._report("the unfaulted run" + (f" of {recipe.train.steps} steps" if self._runs else ""))
+        run = run_with_faults(self._harness, recipe, f"reference-{len(self._runs) + 1}")
+        if run.statuses != [0] or run.left:
+            why = run.left[0] + " was left behind" if run.left else run.reason
+            raise RunError(f"the unfaulted run failed: {why}", hint="check that headway train runs the recipe")
+        self._runs.append((recipe, run))
+        return run
 
 
-def chaos(stage: ChaosHarness, recipe: Recipe, rows: Sequence[FaultCase], repeat: int, tell: Tell) -> FaultMatrix:
-    """Strike a recipe's runs with every row, so often."""
-    recipe, truths = _with_restarts(recipe), _Truths(stage, tell)
-    for row in rows:  # what cannot be planned is told before anything runs
-        row.plan(scene_of(recipe, stage.workers))
-    truth = truths.of(recipe)
-    stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * truth.seconds)
-    step_s = median_step_s(truth.records())
+def chaos(
+    harness: ChaosHarness, recipe: Recipe, cases: Sequence[FaultCase], repeat: int, report: Report
+) -> FaultMatrix:
+    """Run a recipe under every case, `repeat` times each."""
+    recipe, references = _with_restarts(recipe), _ReferenceRuns(harness, report)
+    for case in cases:  # report what cannot be planned before anything runs
+        case.plan(make_context(recipe, harness.workers))
+    reference = references.of(recipe)
+    harness = replace(harness, patience_s=MIN_PATIENCE_S + PATIENCE * reference.seconds)
+    step_s = median_step_s(reference.records())
     results = []
-    for number, row in enumerate(rows, start=1):
+    for number, case in enumerate(cases, start=1):
         tries = []
         for turn in range(1, repeat + 1):
-            tell(f"{row.name}, {number} of {len(rows)}" + (f", try {turn} of {repeat}" if repeat > 1 else ""))
-            tries.append(_try(stage, recipe, row, step_s, truths, f"{row.name}-{turn}"))
-        results.append(CaseResult(row, tuple(tries)))
-    return FaultMatrix(recipe.name, stage.workers, recipe.train.steps, step_s, tuple(results), truth.run)
+            report(f"{case.name}, {number} of {len(cases)}" + (f", try {turn} of {repeat}" if repeat > 1 else ""))
+            tries.append(_run_case(harness, recipe, case, step_s, references, f"{case.name}-{turn}"))
+        results.append(CaseResult(case, tuple(tries)))
+    return FaultMatrix(recipe.name, harness.workers, recipe.train.steps, step_s, tuple(results), reference.run)
 
 
 def _with_restarts(recipe: Recipe) -> Recipe:
     return with_settings(recipe, [f"train.restarts={max(RESTARTS, recipe.train.restarts)}"])
 
 
-def _try(stage: ChaosHarness, recipe: Recipe, row: FaultCase, step_s: float, truths: _Truths, name: str) -> CaseRun:
-    """One run under a row's faults, and what came of it."""
-    recipe = with_settings(recipe, row.settings(scene_of(recipe, stage.workers, step_s)))
-    scene = scene_of(recipe, stage.workers, step_s)
-    blow = None if row.signal is None else LauncherSignal(row.signal, scene.step)
-    resumes = row.way == "resumed"
-    lived = run_with_faults(
-        stage, recipe, name, row.plan(scene), blow=blow, resumes=resumes, nodes=row.nodes, spares=row.spares
-    )
-    if not lived.struck:
-        return CaseRun(None, (), ("the fault never struck",), tuple(lived.left), lived.seconds)
-    truth = None if row.way == "refused" else truths.of(_same_skips(recipe, lived) if row.skips else recipe)
-    records, moment = lived.records(), lived.struck[0]
-    found = oracle_violations(
-        row, records, statuses=lived.statuses, struck_ns=moment, rank=scene.last, steps=recipe.train.steps,
-        against=None if truth is None else compare_runs(truth.run, lived.run),
+def _run_case(
+    harness: ChaosHarness, recipe: Recipe, case: FaultCase, step_s: float, references: _ReferenceRuns, name: str
+) -> CaseRun:
+    """Run a recipe once under the faults of a case, and check it against its oracle."""
+    recipe = with_settings(recipe, case.settings(make_context(recipe, harness.workers, step_s)))
+    context = make_context(recipe, harness.workers, step_s)
+    faulted = run_with_faults(
+        harness, recipe, name, case.plan(context),
+        launcher_signal=None if case.signal is None else LauncherSignal(case.signal, context.step),
+        resumes=case.way == "resumed", nodes=case.nodes, spares=case.spares,
     )  # fmt: skip
-    figures = measure(records, moment, row.way, row.signs, lived.seen_ns)
-    usual = 0.0 if truth is None else lost_s(truth.records())
+    if not faulted.fault_times:
+        return CaseRun(None, (), ("the fault never fired",), tuple(faulted.left), faulted.seconds)
+    reference = None
+    if case.way != "refused":
+        reference = references.of(_with_same_skips(recipe, faulted) if case.skips else recipe)
+    records, fault_ns = faulted.records(), faulted.fault_times[0]
+    violations = oracle_violations(
+        case, records, statuses=faulted.statuses, fault_ns=fault_ns, rank=context.last, steps=recipe.train.steps,
+        against=None if reference is None else compare_runs(reference.run, faulted.run),
+    )  # fmt: skip
+    figures = measure(records, fault_ns, case.way, case.signs, faulted.ended_ns)
+    usual = 0.0 if reference is None else lost_s(reference.records())
     figures = replace(figures, lost_s=max(0.0, figures.lost_s - usual))
-    if lived.not_resumed is not None:
-        found.append(f"it could not be resumed: {lived.not_resumed}")
-    forget(stage, lived)
-    return CaseRun(figures, tuple(said(records, moment)), tuple(found), tuple(lived.left), lived.seconds)
+    if faulted.not_resumed is not None:
+        violations.append(f"it could not be resumed: {faulted.not_resumed}")
+    remove_run(harness, faulted)
+    messages = agent_messages(records, fault_ns)
+    return CaseRun(figures, tuple(messages), tuple(violations), tuple(faulted.left), faulted.seconds)
 
 
-def _same_skips(recipe: Recipe, lived: FaultedRun) -> Recipe:
-    """The recipe with the samples passed over that a run came to pass over."""
-    skip = [list(samples) for samples in read_recipe(lived.run).data.skip]
+def _with_same_skips(recipe: Recipe, faulted: FaultedRun) -> Recipe:
+    """Return the recipe with the samples skipped that a run skipped."""
+    skip = [list(samples) for samples in read_recipe(faulted.run).data.skip]
     return with_settings(recipe, [f"data.skip={skip}"])
 
 
-def run_soak(stage: ChaosHarness, recipe: Recipe, count: int, seed: int, tell: Tell) -> SoakResult:
-    """One run into which faults strike one after the other, as the seed has it."""
-    scene = scene_of(recipe, stage.workers)
+def run_soak(harness: ChaosHarness, recipe: Recipe, count: int, seed: int, report: Report) -> SoakResult:
+    """Run a recipe once under many faults, one after the other, drawn from a seed."""
+    context = make_context(recipe, harness.workers)
     faults = draw_fault_plan(
-        seed, count, stage.workers, saved_every=scene.memory_every or scene.disk_every, disk_every=scene.disk_every,
-        replicas=recipe.parallel is not None and recipe.parallel.replicate > 1,
+        seed, count, harness.workers, saved_every=context.memory_every or context.disk_every,
+        disk_every=context.disk_every, replicas=recipe.parallel is not None and recipe.parallel.replicate > 1,
     )  # fmt: skip
     recipe = with_settings(_with_restarts(recipe), [f"train.steps={steps_needed(faults)}"])
-    truth = _Truths(stage, tell).of(recipe)
-    tell(f"{count} faults in {recipe.train.steps} steps")
-    stage = replace(stage, patience_s=LEAST_PATIENCE_S + PATIENCE * (truth.seconds + count))
-    lived = run_with_faults(stage, recipe, f"random-{seed}", faults)
-    records, met = lived.records(), {one.number for one in read_fired_faults(lived.run.faults)}
-    found = parted(records, recipe.train.steps, compare_runs(truth.run, lived.run))
-    if lived.statuses != [0]:
-        found = [f"it ended with {in_words(lived.statuses)}: {lived.reason}", *found]
+    reference = _ReferenceRuns(harness, report).of(recipe)
+    report(f"{count} faults in {recipe.train.steps} steps")
+    harness = replace(harness, patience_s=MIN_PATIENCE_S + PATIENCE * (reference.seconds + count))
+    faulted = run_with_faults(harness, recipe, f"random-{seed}", faults)
+    records = faulted.records()
+    violations = differences(records, recipe.train.steps, compare_runs(reference.run, faulted.run))
+    if faulted.statuses != [0]:
+        violations = [f"it exited with {describe_statuses(faulted.statuses)}: {faulted.reason}", *violations]
     return SoakResult(
         seed=seed,
         faults=faults,
-        struck=tuple(sorted(met)),
+        struck=tuple(sorted({fault.number for fault in read_fired_faults(faulted.run.faults)})),
         steps=recipe.train.steps,
         attempts=max(record.header.attempt for record in records),
         lost_s=lost_s(records),
-        complaints=tuple(found),
-        left=tuple(lived.left),
-        seconds=lived.seconds,
+        complaints=tuple(violations),
+        left=tuple(faulted.left),
+        seconds=faulted.seconds,
     )

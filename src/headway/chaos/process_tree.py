@@ -1,7 +1,7 @@
-"""Every process that comes of this one, however deep and whoever of those between has died (Linux).
+"""All descendants of this process, even if processes between have died (Linux).
 
-While it is open, this process is the parent of all orphans below it, so that nothing a killed keeper or agent leaves
-can hide; what is there at the end is ended, by its id.
+While a `ProcessTree` is open, this process adopts all orphans below it, so that nothing a killed launcher or agent
+leaves can hide; what is left at the end is killed, by its pid.
 """
 
 import contextlib
@@ -18,50 +18,50 @@ import psutil
 
 from headway.errors import UsageError
 
-__all__ = ["SHARED_MEMORY", "HeldResources", "ProcessTree", "belongings", "track_descendants"]
+__all__ = ["SHARED_MEMORY", "HeldResources", "ProcessTree", "held_resources", "track_descendants"]
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 POLL_S = 0.02
-GONE_S = 10.0
-"""How long what was killed may take to go."""
+KILL_S = 10.0
+"""How long killed processes may take to exit."""
 ZOMBIE = ""
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
 class ProcessTree:
-    """Descendants that were not there when it was made."""
+    """Descendants that did not exist when it was made."""
 
     _before: frozenset[int]
-    _own: set[int] = field(default_factory=set)
+    _reaped_elsewhere: set[int] = field(default_factory=set)
 
-    def own(self, pid: int) -> None:
-        """A process that somebody here waits for: its end is not taken from them."""
-        self._own.add(pid)
+    def leave_to_caller(self, pid: int) -> None:
+        """Never reap this process: somebody else waits for it."""
+        self._reaped_elsewhere.add(pid)
 
-    def living(self) -> dict[int, str]:
-        """Who lives: process ids and commands."""
-        found = dict[int, str]()
+    def alive(self) -> dict[int, str]:
+        """Return the live descendants: commands by pid."""
+        commands = dict[int, str]()
         for pid, command in _descendants().items():
             if command != ZOMBIE and pid not in self._before:
-                found[pid] = command
-            elif pid not in self._before | self._own:
-                with contextlib.suppress(ChildProcessError):  # its parent is not yet dead, and waits for it
+                commands[pid] = command
+            elif pid not in self._before | self._reaped_elsewhere:
+                with contextlib.suppress(ChildProcessError):  # its parent is alive and waits for it
                     os.waitpid(pid, os.WNOHANG)
-        return found
+        return commands
 
     def wait(self, seconds: float) -> dict[int, str]:
-        """Wait until nobody lives, that long at most; who still does."""
+        """Wait at most that long until all have exited; return those still alive."""
         deadline = time.monotonic() + seconds
-        while (found := self.living()) and time.monotonic() < deadline:
+        while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return found
+        return alive
 
-    def end(self) -> None:
-        """End everybody, also who is born meanwhile."""
-        deadline = time.monotonic() + GONE_S
-        while (found := self.living()) and time.monotonic() < deadline:
-            for pid in found:
+    def kill(self) -> None:
+        """Kill all, including those started meanwhile."""
+        deadline = time.monotonic() + KILL_S
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
@@ -69,42 +69,42 @@ class ProcessTree:
 
 @contextlib.contextmanager
 def track_descendants() -> Iterator[ProcessTree]:
-    """Know all processes that come of this one from here on; end what is left of them on the way out."""
+    """Track all descendants of this process from here on; kill what is left of them at the end."""
     if sys.platform != "linux":
-        raise UsageError("faults are injected on Linux only", hint="what is left behind could not be found elsewhere")
-    kernel, was = ctypes.CDLL(None), ctypes.c_int()
-    kernel.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
-    kernel.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    family = ProcessTree(frozenset(_descendants()))
+        raise UsageError("faults can be injected on Linux only", hint="leftover processes cannot be found elsewhere")
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    tree = ProcessTree(frozenset(_descendants()))
     try:
-        yield family
+        yield tree
     finally:
-        family.end()
-        kernel.prctl(PR_SET_CHILD_SUBREAPER, was.value, 0, 0, 0)
+        tree.kill()
+        libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def _descendants() -> dict[int, str]:
-    """Children, their children and so on: process ids and commands."""
-    found = dict[int, str]()
+    """Return all descendants: commands by pid."""
+    commands = dict[int, str]()
     for process in psutil.Process().children(recursive=True):
-        found[process.pid] = ZOMBIE
+        commands[process.pid] = ZOMBIE
         with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, which has no command
-            found[process.pid] = f"{process.name()}: {' '.join(process.cmdline())}"
-    return found
+            commands[process.pid] = f"{process.name()}: {' '.join(process.cmdline())}"
+    return commands
 
 
 @dataclass(frozen=True)
 class HeldResources:
-    """What this process and this machine hold that a run could leave behind."""
+    """Resources of this process and this machine that a run could leave behind."""
 
     descriptors: int
     """Open in this process."""
     shared: frozenset[str]
-    """Named segments of memory of this user."""
+    """Named shared memory segments of this user."""
 
 
-def belongings(shared_memory: Path = SHARED_MEMORY) -> HeldResources:
-    """What there is now."""
+def held_resources(shared_memory: Path = SHARED_MEMORY) -> HeldResources:
+    """Return the resources held now."""
     shared = set[str]()
     for path in shared_memory.iterdir() if shared_memory.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -1,11 +1,12 @@
-"""How a run took a fault, from its records alone: noticed when, stepping again when, at what cost, in what words.
+"""How a run recovered from a fault, computed from its records: detection time, recovery time, lost work, messages.
 
-Pure: records and moments in, numbers out. All moments are on the machine's monotonic clock, which every record ties
-its own times to.
+Pure: records and times in, numbers out. All times are on the machine's monotonic clock, to which every record ties its
+own.
 """
 
 import itertools
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.chaos.cases import FaultCase, Way
@@ -15,23 +16,24 @@ from headway.track.metrics import history
 __all__ = [
     "RecoveryTimes",
     "TimedEvent",
-    "in_words",
+    "agent_messages",
+    "describe_statuses",
+    "differences",
+    "known_median",
     "lost_s",
     "measure",
     "median_step_s",
     "oracle_violations",
-    "parted",
-    "said",
-    "told",
+    "process_events",
 ]
 
 LOST = ("detection", "restart", "rework")
-"""Accounts of the ledger that a fault fills."""
+"""Accounts of the ledger that a fault adds to."""
 
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """An event, and when and in which attempt it was."""
+    """An event, its time and its attempt."""
 
     at_ns: int
     attempt: int
@@ -39,99 +41,106 @@ class TimedEvent:
 
     @property
     def kind(self) -> str:
-        """The event's."""
+        """The event's kind."""
         return str(self.event["kind"])
 
 
 @dataclass(frozen=True)
 class RecoveryTimes:
-    """What a fault did to a run; None where there is no such moment."""
+    """What a fault did to a run; None if there is no such time."""
 
     noticed_s: float | None
-    """From the strike to the agent's first word about it."""
+    """From the fault to the agent's first event about it."""
     stepping_s: float | None
-    """From the strike to the end of the first step after that; where no step has to wait, the longest gap between
-    two."""
+    """From the fault to the end of the first step after that; if no step has to wait, the longest gap between two."""
     redone: int
-    """Steps that were made again."""
+    """Steps done again."""
     lost_s: float
-    """Of all workers, on noticing, starting again and redoing."""
+    """Worker-seconds of detection, restart and rework."""
 
 
-def told(records: Sequence[Record], process: str) -> list[TimedEvent]:
-    """All events of a process over all attempts, in the order in which they happened."""
-    found = [
+def process_events(records: Sequence[Record], process: str) -> list[TimedEvent]:
+    """Return all events of a process over all attempts, in the order in which they happened."""
+    events = [
         TimedEvent(record.header.mono + event["t"], record.header.attempt, event)
         for record in records
         if record.header.process == process
         for event in record.events
         if isinstance(event.get("t"), int)
     ]
-    return sorted(found, key=lambda one: one.at_ns)
+    return sorted(events, key=lambda event: event.at_ns)
+
+
+def _step_events(records: Sequence[Record]) -> list[TimedEvent]:
+    return [event for event in process_events(records, "rank-0") if event.kind == "step"]
+
+
+def _agent_events(records: Sequence[Record], since_ns: int) -> list[TimedEvent]:
+    return [event for event in process_events(records, "agent") if event.at_ns >= since_ns]
 
 
 def measure(
-    records: Sequence[Record], struck_ns: int, way: Way, signs: Sequence[str], seen_ns: int | None = None
+    records: Sequence[Record], fault_ns: int, way: Way, signs: Sequence[str], ended_ns: int | None = None
 ) -> RecoveryTimes:
-    """What came of a fault that struck at a moment; `seen_ns` is when its end was seen from outside, if it was."""
-    noticed = seen_ns if seen_ns is not None else _noticed(told(records, "agent"), struck_ns, signs)
-    steps = [one for one in told(records, "rank-0") if one.kind == "step"]
-    ledger = account(records)
+    """Measure the recovery from a fault; `ended_ns` is when the run's processes had ended, if it had to be resumed."""
+    noticed = ended_ns
+    if noticed is None:
+        noticed = next((event.at_ns for event in _agent_events(records, fault_ns) if event.kind in signs), None)
     return RecoveryTimes(
-        noticed_s=None if noticed is None else (noticed - struck_ns) / 1e9,
-        stepping_s=None if noticed is None else _stepping_s(steps, struck_ns, noticed, way),
-        redone=ledger.lost_steps,
+        noticed_s=None if noticed is None else (noticed - fault_ns) / 1e9,
+        stepping_s=None if noticed is None else _stepping_s(_step_events(records), fault_ns, noticed, way),
+        redone=account(records).lost_steps,
         lost_s=lost_s(records),
     )
 
 
-def _noticed(events: Sequence[TimedEvent], struck_ns: int, signs: Sequence[str]) -> int | None:
-    return next((one.at_ns for one in events if one.at_ns >= struck_ns and one.kind in signs), None)
-
-
-def _stepping_s(steps: Sequence[TimedEvent], struck_ns: int, noticed_ns: int, way: Way) -> float | None:
+def _stepping_s(steps: Sequence[TimedEvent], fault_ns: int, noticed_ns: int, way: Way) -> float | None:
     if way == "refused":
         return None
     if way == "unhurt":
-        return _longest_gap_s(steps, struck_ns)
-    before = [one.attempt for one in steps if one.at_ns < struck_ns]
-    # The step in which it struck may end, be recorded and not count: only a later life has gone on.
-    least = max(before, default=0) + (way != "woken")
-    after = (one.at_ns for one in steps if one.at_ns > noticed_ns and one.attempt >= least)
-    ended = next(after, None)
-    return None if ended is None else (ended - struck_ns) / 1e9
+        return _longest_gap_s(steps, fault_ns)
+    before = [step.attempt for step in steps if step.at_ns < fault_ns]
+    # The step under way may end and be recorded without counting: only a later attempt has resumed.
+    first = max(before, default=0) + (way != "woken")
+    ended = next((step.at_ns for step in steps if step.at_ns > noticed_ns and step.attempt >= first), None)
+    return None if ended is None else (ended - fault_ns) / 1e9
 
 
-def _longest_gap_s(steps: Sequence[TimedEvent], struck_ns: int) -> float | None:
-    """Between the ends of two steps, from the last one before the strike on."""
-    before = [one.at_ns for one in steps if one.at_ns <= struck_ns][-1:]
-    ends = before + [one.at_ns for one in steps if one.at_ns > struck_ns]
+def _longest_gap_s(steps: Sequence[TimedEvent], fault_ns: int) -> float | None:
+    """Return the longest time between the ends of two steps, from the last one before the fault on."""
+    before = [step.at_ns for step in steps if step.at_ns <= fault_ns][-1:]
+    ends = before + [step.at_ns for step in steps if step.at_ns > fault_ns]
     return max(((later - earlier) / 1e9 for earlier, later in itertools.pairwise(ends)), default=None)
 
 
 def lost_s(records: Sequence[Record]) -> float:
-    """Worker-seconds on noticing faults, starting again and redoing steps."""
+    """Return the worker-seconds of detection, restart and rework."""
     ledger = account(records)
     return sum(ledger.seconds(name) for name in LOST)
 
 
 def median_step_s(records: Sequence[Record]) -> float:
-    """From the end of a step to that of the next, as a rule."""
-    ends = [one.at_ns for one in told(records, "rank-0") if one.kind == "step"]
-    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(ends))
-    return gaps[len(gaps) // 2] / 1e9 if gaps else 0.0
+    """Return the median time from the end of a step to that of the next."""
+    gaps = [later.at_ns - earlier.at_ns for earlier, later in itertools.pairwise(_step_events(records))]
+    return statistics.median_high(gaps) / 1e9 if gaps else 0.0
 
 
-# -- what it said
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
-def said(records: Sequence[Record], struck_ns: int) -> list[str]:
-    """The agent's sentences about what happened since a moment, each once."""
-    found = [_sentence(one.event) for one in told(records, "agent") if one.at_ns >= struck_ns]
-    return list(dict.fromkeys(sentence for sentence in found if sentence))
+# -- messages
 
 
-def _sentence(event: Event) -> str:
+def agent_messages(records: Sequence[Record], fault_ns: int) -> list[str]:
+    """Return the agent's messages about what happened since a fault, without repeats."""
+    messages = [_message(timed.event) for timed in _agent_events(records, fault_ns)]
+    return list(dict.fromkeys(message for message in messages if message))
+
+
+def _message(event: Event) -> str:
     match event["kind"]:
         case "woken" | "adopted" | "straggler":
             return str(event.get("text", ""))
@@ -146,55 +155,52 @@ def _sentence(event: Event) -> str:
 
 
 def oracle_violations(
-    row: FaultCase,
+    case: FaultCase,
     records: Sequence[Record],
     *,
     statuses: Sequence[int | None],
-    struck_ns: int,
+    fault_ns: int,
     rank: int,
     steps: int,
     against: RunComparison | None,
 ) -> list[str]:
-    """What of a row is not as it must be; nothing if its oracle is met.
+    """List what a case expects and the run did not do; empty if its oracle is met.
 
-    `rank` is the worker that was struck, `steps` are those of the whole run; `against` compares with the run that
-    nothing happened to, None where this one had to be refused.
+    `rank` is the faulted worker, `steps` are those of the whole run; `against` compares it with the unfaulted run, None
+    if this one had to be refused.
     """
-    found = list[str]()
-    if tuple(statuses) != row.statuses:
-        found.append(f"its keepers ended with {in_words(statuses)}, not {in_words(row.statuses)}")
+    violations = list[str]()
+    if tuple(statuses) != case.statuses:
+        expected = describe_statuses(case.statuses)
+        violations.append(f"its launchers exited with {describe_statuses(statuses)}, not {expected}")
     attempts = max((record.header.attempt for record in records), default=0)
-    if attempts != row.attempts:
-        found.append(f"{attempts} attempts, not {row.attempts}")
-    events = [one for one in told(records, "agent") if one.at_ns >= struck_ns]
-    if row.signs and not any(one.kind in row.signs for one in events):
-        found.append(f"not noticed: no event of {' or '.join(row.signs)}")
-    if row.names:
-        found += _misnamed(events, row.signs, rank)
-    if row.way == "refused":
-        reason = next((str(one.event.get("reason")) for one in reversed(events) if one.kind == "end"), "")
-        return found if "a second time" in reason else [*found, f"the reason does not say why: {reason!r}"]
-    return [*found, *parted(records, steps, against)]
+    if attempts != case.attempts:
+        violations.append(f"{attempts} attempts, not {case.attempts}")
+    events = _agent_events(records, fault_ns)
+    if case.signs and not any(event.kind in case.signs for event in events):
+        violations.append(f"not noticed: no {' or '.join(case.signs)} event")
+    if case.names:
+        named = {event.event.get("rank") for event in events if event.kind in case.signs}
+        violations += [f"worker {other} was named for worker {rank}" for other in sorted(map(str, named - {rank}))]
+    if case.way == "refused":
+        reason = next((str(event.event.get("reason")) for event in reversed(events) if event.kind == "end"), "")
+        return violations if "a second time" in reason else [*violations, f"the reason does not say why: {reason!r}"]
+    return [*violations, *differences(records, steps, against)]
 
 
-def _misnamed(events: Sequence[TimedEvent], signs: Sequence[str], rank: int) -> list[str]:
-    named = {one.event.get("rank") for one in events if one.kind in signs}
-    return [f"worker {other} was named for worker {rank}" for other in sorted(map(str, named - {rank}))]
-
-
-def parted(records: Sequence[Record], steps: int, against: RunComparison | None) -> list[str]:
-    """How a run differs from the one that nothing happened to."""
+def differences(records: Sequence[Record], steps: int, against: RunComparison | None) -> list[str]:
+    """List how a run differs from the unfaulted one."""
     if against is None:
-        return ["there is no run to hold it against"]
-    found = [] if against.equal else [against.sentence]
+        return ["there is no unfaulted run to compare with"]
+    messages = [] if against.equal else [against.sentence]
     done = [event["step"] for event in history(records)]
     if not done or done[-1] != steps:
-        found.append(f"it got to step {done[-1] if done else 0} of {steps}")
+        messages.append(f"it reached step {done[-1] if done else 0} of {steps}")
     elif steps not in checkpoint_digests(records):
-        found.append("its last state was not saved")
-    return found
+        messages.append("its last state was not saved")
+    return messages
 
 
-def in_words(statuses: Sequence[int | None]) -> str:
-    """What keepers ended with."""
-    return ", then ".join("no end in time" if status is None else f"status {status}" for status in statuses)
+def describe_statuses(statuses: Sequence[int | None]) -> str:
+    """Describe the exit statuses of launchers."""
+    return ", then ".join("no exit in time" if status is None else f"status {status}" for status in statuses)

@@ -84,7 +84,7 @@ def chaos(
             lines, document = long_lines(result), long_object(result, wanted.name, count)
         else:
             result = strike(stage, wanted, rows, repeat, tell)
-            peers = strike_torchrun(stage, read_recipe(result.truth), rows, repeat, tell) if beside else []
+            peers = strike_torchrun(stage, read_recipe(result.reference), rows, repeat, tell) if beside else []
             lines, document = matrix_lines(result, peers), matrix_object(result, peers)
     if json:
         from headway.cli.text import print_json

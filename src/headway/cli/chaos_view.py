@@ -38,7 +38,7 @@ def _table(matrix: FaultMatrix) -> Iterator[str]:
         stepping = _seconds(result.median(lambda figures: figures.stepping_s))
         redone, lost = result.median(lambda figures: figures.redone), result.median(lambda figures: figures.lost_s)
         yield (
-            f"  {result.row.name:<{NAME}}  {noticed:>8}  {stepping:>8}  {'-' if redone is None else f'{redone:g}':>6}"
+            f"  {result.case.name:<{NAME}}  {noticed:>8}  {stepping:>8}  {'-' if redone is None else f'{redone:g}':>6}"
             f"  {_seconds(lost):>8}  {_verdict(result)}"
         )
 
@@ -47,7 +47,7 @@ def _verdict(result: CaseResult) -> str:
     if len(result.tries) > 1:
         return f"met {result.met} of {len(result.tries)}"
     if result.met:
-        return "refused" if result.row.way == "refused" else "equal"
+        return "refused" if result.case.way == "refused" else "equal"
     return "NOT MET"
 
 
@@ -60,7 +60,7 @@ def _beside(peers: Sequence[BaselineResult]) -> Iterator[str]:
     for peer in peers:
         restarted = _seconds(peer.median(lambda one: one.restarted_s))
         stepping = _seconds(peer.median(lambda one: one.stepping_s))
-        row = f"  {peer.row.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {f'{peer.recovered} of {len(peer.tries)}':>9}"
+        row = f"  {peer.case.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {f'{peer.recovered} of {len(peer.tries)}':>9}"
         yield f"{row}{_otherwise(peer)}"
 
 
@@ -77,7 +77,7 @@ def _said(matrix: FaultMatrix) -> Iterator[str]:
     for result in matrix.results:
         words = result.tries[0].said
         if words:
-            yield from _wrapped(f"{result.row.name}: {'; then: '.join(words)}")
+            yield from _wrapped(f"{result.case.name}: {'; then: '.join(words)}")
     yield ""
 
 
@@ -87,7 +87,7 @@ def _trouble(matrix: FaultMatrix) -> Iterator[str]:
         for number, one in enumerate(result.tries, start=1):
             which = f", try {number}" if len(result.tries) > 1 else ""
             for text in _complaints(one):
-                yield from _wrapped(f"{result.row.name}{which}: {text}")
+                yield from _wrapped(f"{result.case.name}{which}: {text}")
 
 
 def _complaints(one: CaseRun) -> list[str]:
@@ -118,9 +118,9 @@ def matrix_object(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> 
 
 def _object(result: CaseResult) -> dict[str, Any]:
     return {
-        "name": result.row.name,
-        "what": result.row.what,
-        "way": result.row.way,
+        "name": result.case.name,
+        "what": result.case.what,
+        "way": result.case.way,
         "met": result.met,
         "noticed_s": result.median(lambda figures: figures.noticed_s),
         "stepping_s": result.median(lambda figures: figures.stepping_s),
@@ -132,7 +132,7 @@ def _object(result: CaseResult) -> dict[str, Any]:
 
 def _peer_object(peer: BaselineResult) -> dict[str, Any]:
     return {
-        "name": peer.row.name,
+        "name": peer.case.name,
         "recovered": peer.recovered,
         "restarted_s": peer.median(lambda one: one.restarted_s),
         "stepping_s": peer.median(lambda one: one.stepping_s),
