@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventually import CEILING_S, eventually
-from headway.chaos import CASES, FaultCase, select_cases, track_descendants
-from headway.chaos.cases import CaseContext, make_context
-from headway.chaos.process_tree import held_resources
+from headway.chaos.cases import CASES, CaseContext, FaultCase, make_context, select_cases
+from headway.chaos.process_tree import held_resources, track_descendants
 from headway.chaos.random_faults import KINDS, count_kinds, draw_fault_plan, steps_needed
 from headway.chaos.recovery_times import agent_messages, lost_s, measure, median_step_s, oracle_violations
 from headway.chaos.torchrun_baseline import COMPARABLE, BaselineRun, baseline_outcome

@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from headway.agent import Attempt
-from headway.chaos import CaseResult, ChaosHarness, FaultMatrix, chaos, select_cases, track_descendants
-from headway.chaos.driver import FaultedRun, run_with_faults
+from headway.chaos.cases import select_cases
+from headway.chaos.driver import ChaosHarness, FaultedRun, run_with_faults
+from headway.chaos.matrix import CaseResult, FaultMatrix, run_matrix
+from headway.chaos.process_tree import track_descendants
 from headway.cli.chaos_view import matrix_lines
 from headway.cli.launch import start_launcher
 from headway.errors import RunError
@@ -43,7 +45,7 @@ def matrix_run(recipe: Callable[..., Recipe], tmp_path_factory: pytest.TempPathF
     root, progress = tmp_path_factory.mktemp("chaos"), list[str]()
     with track_descendants() as tree:
         harness = ChaosHarness(root, 2, start_launcher, tree)
-        matrix = chaos(harness, recipe(SETTINGS), select_cases(",".join(NAMES), 2), 1, progress.append)
+        matrix = run_matrix(harness, recipe(SETTINGS), select_cases(",".join(NAMES), 2), 1, progress.append)
     return MatrixRun(matrix, root, progress)
 
 
@@ -89,7 +91,7 @@ def test_stopped_worker_is_continued_and_repeated_error_is_refused(
 ) -> None:
     with track_descendants() as tree:
         harness = ChaosHarness(tmp_path, 2, start_launcher, tree)
-        matrix = chaos(harness, recipe(SETTINGS), select_cases("stop-worker,same-error", 2), 1, lambda _: None)
+        matrix = run_matrix(harness, recipe(SETTINGS), select_cases("stop-worker,same-error", 2), 1, lambda _: None)
     assert matrix.met
     (stopped,), (refused,) = (result.tries for result in matrix.results)
     assert any("continued with SIGCONT" in message for message in stopped.said)
@@ -166,7 +168,7 @@ def test_fault_that_never_fires_is_a_violation(recipe: Callable[..., Recipe], tm
         return subprocess.Popen(["true"])
 
     with track_descendants() as tree:
-        matrix = chaos(
+        matrix = run_matrix(
             ChaosHarness(tmp_path, 2, start, tree),
             recipe(SETTINGS),
             select_cases("kill-worker", 2),
@@ -182,7 +184,7 @@ def test_failed_unfaulted_run_is_an_error(recipe: Callable[..., Recipe], tmp_pat
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
 
     with track_descendants() as tree, pytest.raises(RunError, match="the unfaulted run failed"):
-        chaos(
+        run_matrix(
             ChaosHarness(tmp_path, 2, start, tree),
             recipe(SETTINGS),
             select_cases("kill-worker", 2),

@@ -16,10 +16,11 @@ import pytest
 
 from eventually import CEILING_S, eventually
 from headway.agent import Attempt
-from headway.chaos import BaselineResult, BaselineRun, CaseResult, CaseRun, FaultMatrix, SoakResult
 from headway.chaos.cases import CASES
+from headway.chaos.matrix import CaseResult, CaseRun, FaultMatrix, SoakResult
 from headway.chaos.random_faults import draw_fault_plan
 from headway.chaos.recovery_times import RecoveryTimes
+from headway.chaos.torchrun_baseline import BaselineResult, BaselineRun
 from headway.cli.chaos import chaos
 from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
 from headway.cli.main import main

@@ -90,10 +90,6 @@ class ParityReport:
         return all(mesh.equal for mesh in self.meshes)
 
 
-class _Stopped(Exception):
-    """A stop was requested."""
-
-
 def check_parity(
     recipe: Recipe,
     meshes: Sequence[Parallel],
@@ -115,7 +111,9 @@ def check_parity(
     with _folder(keep) as folder, _stoppable():
         try:
             # 1 validate, and refuse what cannot run
-            single = _prepare_single(recipe, folder)
+            unsharded = recipe.model_copy(update={"parallel": None})
+            single = new_run(unsharded, folder, name="single", workers=1)
+            single = single.model_copy(update={"faults": FaultPlan()})  # faults are injected into the mesh only
             attempts = [_prepare_mesh(recipe, mesh, folder, i) for i, mesh in enumerate(meshes, 1)]
             with _shared_zygote(folder, single, warm) as zygote:
                 # 2 one process
@@ -131,7 +129,7 @@ def check_parity(
                     results.append(_compare_mesh(single, attempt, name, steps, zygote))
                     if keep is None:
                         shutil.rmtree(attempt.run)
-        except (_Stopped, KeyboardInterrupt):
+        except KeyboardInterrupt:
             raise WorkerError(f"stopped on request after {len(results)} of {len(meshes)} meshes") from None
     return ParityReport(
         recipe.name, steps, recipe.train.dtype, single.device, TOLERANCES[recipe.train.dtype], losses, tuple(results)
@@ -166,11 +164,6 @@ def _with_device(recipe: Recipe, meshes: Sequence[Parallel]) -> Recipe:
     too_few = available.kind == "cuda" and most > available.count and recipe.train.device == "auto"
     train = recipe.train.model_copy(update={"device": "cpu" if too_few else available.kind})
     return recipe.model_copy(update={"train": train})
-
-
-def _prepare_single(recipe: Recipe, folder: Path) -> Attempt:
-    attempt = new_run(recipe.model_copy(update={"parallel": None}), folder, name="single", workers=1)
-    return attempt.model_copy(update={"faults": FaultPlan()})  # faults are injected into the mesh only
 
 
 def _prepare_mesh(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:
@@ -226,13 +219,13 @@ def _shared_zygote(folder: Path, attempt: Attempt, warm: ZygoteClient | None) ->
 
 
 def _run(attempt: Attempt, steps: int, zygote: ZygoteClient) -> AttemptOutcome:
-    """Run one trial; raise _Stopped if a stop was requested, whatever the outcome."""
+    """Run one trial; raise KeyboardInterrupt if a stop was requested, whatever the outcome."""
     attempt.folder.logs.mkdir(exist_ok=True)
     stops = [0]
     trial = ParityTrial(folder=str(_trial_folder(attempt)), steps=steps)
     outcome = supervise_run(attempt.model_copy(update={"trial": trial}), on_tick=stops.append, warm=zygote)
     if stops[-1] or outcome.state == "stopped":
-        raise _Stopped
+        raise KeyboardInterrupt
     return outcome
 
 

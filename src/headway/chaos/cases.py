@@ -18,7 +18,7 @@ from typing import Literal
 
 from headway.errors import RecipeError, UsageError
 from headway.recipe import FaultPlan, Recipe
-from headway.recipe.faults import AGENT, KEEPER
+from headway.recipe.faults import AGENT, KEEPER, Action, WorkerPoint
 
 __all__ = ["CASES", "CaseContext", "FaultCase", "Way", "make_context", "next_multiple", "select_cases"]
 
@@ -131,22 +131,17 @@ class FaultCase:
         return (1,) if self.way == "refused" else (0,)
 
 
-def _hang(point: Literal["data", "collective", "optimizer"]) -> Callable[[CaseContext], FaultPlan]:
-    return lambda context: FaultPlan().add("hang", point=point, step=context.step, rank=context.last, attempt=None)
+def _at_worker(action: Action, point: WorkerPoint) -> Callable[[CaseContext], FaultPlan]:
+    return lambda context: FaultPlan().add(action, point=point, step=context.step, rank=context.last, attempt=None)
 
 
-def _kill_worker(context: CaseContext) -> FaultPlan:
-    return FaultPlan().add("kill", point="compute", step=context.step, rank=context.last, attempt=None)
+def _at_agent(action: Action) -> Callable[[CaseContext], FaultPlan]:
+    return lambda context: FaultPlan().add(action, point="watch", step=context.step, rank=AGENT, attempt=None)
 
 
-def _at_agent(*ranks: int, action: Literal["kill", "stop"] = "kill") -> Callable[[CaseContext], FaultPlan]:
-    def plan(context: CaseContext) -> FaultPlan:
-        faults = FaultPlan()
-        for rank in ranks:
-            faults = faults.add(action, point="watch", step=context.step, rank=rank, attempt=None)
-        return faults
-
-    return plan
+def _kill_launcher_and_agent(context: CaseContext) -> FaultPlan:
+    launcher = FaultPlan().add("kill", point="watch", step=context.step, rank=KEEPER, attempt=None)
+    return launcher.add("kill", point="watch", step=context.step, rank=AGENT, attempt=None)
 
 
 def _slow(context: CaseContext) -> FaultPlan:
@@ -169,10 +164,10 @@ def _nan(context: CaseContext, always: bool = False) -> FaultPlan:
 
 def _kill_twice(context: CaseContext) -> FaultPlan:
     """Kill a worker, and again while it is restored."""
-    return _kill_worker(context).add("kill", point="restore", rank=context.last, attempt=2)
+    return _at_worker("kill", "compute")(context).add("kill", point="restore", rank=context.last, attempt=2)
 
 
-def _at_node(action: Literal["kill-node", "stop-node"]) -> Callable[[CaseContext], FaultPlan]:
+def _at_node(action: Action) -> Callable[[CaseContext], FaultPlan]:
     """A fault of a node, after the snapshot before it has reached a second node."""
     return lambda context: _after_replication(FaultPlan(), context.step, context.last).add(
         action, step=context.step, rank=context.last
@@ -191,34 +186,33 @@ def _after_replication(plan: FaultPlan, step: int, rank: int, attempt: int = 1) 
 
 
 CASES = (
-    FaultCase("kill-worker", "SIGKILL of a worker", "restarted", ("exit",), _kill_worker),
+    FaultCase("kill-worker", "SIGKILL of a worker", "restarted", ("exit",), _at_worker("kill", "compute")),
     FaultCase(
         "kill-all", "SIGKILL of all workers", "restarted", ("exit",),
         # In the first attempt only: a worker may die of its neighbour's death before it gets there.
         lambda context: FaultPlan().kill(step=context.step, point="start"),
     ),
-    FaultCase("kill-agent", "SIGKILL of the agent", "unhurt", ("adopted",), _at_agent(AGENT), attempts=1),
-    FaultCase("kill-agent-and-keeper", "SIGKILL of agent and launcher", "resumed", (), _at_agent(KEEPER, AGENT)),
+    FaultCase("kill-agent", "SIGKILL of the agent", "unhurt", ("adopted",), _at_agent("kill"), attempts=1),
+    FaultCase("kill-agent-and-keeper", "SIGKILL of agent and launcher", "resumed", (), _kill_launcher_and_agent),
     FaultCase(
-        "stop-worker", "SIGSTOP of a worker", "woken", ("hang", "woken"),
-        lambda context: FaultPlan().add("stop", point="compute", step=context.step, rank=context.last, attempt=None),
+        "stop-worker", "SIGSTOP of a worker", "woken", ("hang", "woken"), _at_worker("stop", "compute"),
         attempts=1, names=True,
     ),
-    FaultCase("stop-agent", "SIGSTOP of the agent", "unhurt", ("alive",), _at_agent(AGENT, action="stop"), attempts=1),
-    FaultCase(
-        "exception", "an exception at a step", "restarted", ("exit",),
-        lambda context: FaultPlan().add("raise", point="compute", step=context.step, rank=context.last, attempt=None),
-    ),
+    FaultCase("stop-agent", "SIGSTOP of the agent", "unhurt", ("alive",), _at_agent("stop"), attempts=1),
+    FaultCase("exception", "an exception at a step", "restarted", ("exit",), _at_worker("raise", "compute")),
     FaultCase(
         "exit-in-save", "a worker exits in the middle of a save", "restarted", ("exit",),
         lambda context: FaultPlan().add("exit", point="saved", step=context.saved, rank=context.last, attempt=None),
     ),
-    FaultCase("hang-data", "a hang in the data loader", "restarted", ("hang",), _hang("data"), names=True),
+    FaultCase("hang-data", "a hang in the data loader", "restarted", ("hang",), _at_worker("hang", "data"), names=True),
     FaultCase(
-        "hang-collective", "a hang inside a collective", "restarted", ("hang",), _hang("collective"), names=True,
-        min_workers=2,
+        "hang-collective", "a hang inside a collective", "restarted", ("hang",), _at_worker("hang", "collective"),
+        names=True, min_workers=2,
     ),
-    FaultCase("hang-optimizer", "a hang in the optimizer", "restarted", ("hang",), _hang("optimizer"), names=True),
+    FaultCase(
+        "hang-optimizer", "a hang in the optimizer", "restarted", ("hang",), _at_worker("hang", "optimizer"),
+        names=True,
+    ),
     FaultCase(
         "slow-rank", f"a worker whose data is late by {SLOWDOWN:.0%} of a step from then on", "unhurt", ("straggler",),
         _slow, attempts=1, settings=_enough_steps, names=True, min_workers=2,
@@ -235,8 +229,7 @@ CASES = (
         settings=lambda _: ["health.if_not_finite=skip"], skips=True,
     ),
     FaultCase(
-        "flipped-bit", "a bit of a parameter flips in one replica", "restarted", ("exit",),
-        lambda context: FaultPlan().add("flip", point="start", step=context.step, rank=context.last, attempt=None),
+        "flipped-bit", "a bit of a parameter flips in one replica", "restarted", ("exit",), _at_worker("flip", "start"),
         settings=lambda context: ["parallel.replicate=2", f"parallel.shard={context.workers // 2}"], min_workers=2,
         even=True,
     ),
@@ -262,7 +255,7 @@ CASES = (
     ),
     FaultCase(
         "kill-lead", "SIGKILL of the leader", "restarted", ("end",),
-        _at_agent(AGENT), min_workers=2, nodes=2,
+        _at_agent("kill"), min_workers=2, nodes=2,
     ),
 )  # fmt: skip
 """All cases, in the order of the table."""

@@ -7,7 +7,6 @@ leave behind.
 import contextlib
 import math
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from headway.chaos.process_tree import SHARED_MEMORY, HeldResources, ProcessTree
 from headway.errors import HeadwayError
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import read_fired_faults
-from headway.track import Record, RunFolder, Tail, read_run, record_path, summarize
+from headway.track import RunFolder, Tail, record_path, summarize
 
-__all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "remove_run", "run_with_faults"]
+__all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "run_with_faults"]
 
 POLL_S = 0.01
 
@@ -83,10 +82,6 @@ class FaultedRun:
         logs = sorted(self.run.logs.glob("*-keeper.log"))
         return summarize(self.run).reason or (log_tail(logs[-1], 1) if logs else "it did not start")
 
-    def records(self) -> list[Record]:
-        """Read the records of its processes."""
-        return read_run(self.run)
-
 
 def run_with_faults(
     harness: ChaosHarness, recipe: Recipe, name: str, faults: FaultPlan | None = None, *,
@@ -115,12 +110,6 @@ def run_with_faults(
     return faulted
 
 
-def remove_run(harness: ChaosHarness, faulted: FaultedRun) -> None:
-    """Remove a run's folder, unless the harness keeps runs."""
-    if not harness.keep:
-        shutil.rmtree(faulted.run.path, ignore_errors=True)
-
-
 def _run_launcher(
     harness: ChaosHarness, attempt: Attempt, faulted: FaultedRun, launcher_signal: LauncherSignal | None = None
 ) -> None:
@@ -135,17 +124,15 @@ def _run_launcher(
             process.wait()
             faulted.statuses.append(None)
             return
-        if launcher_signal is not None and _reached(steps, launcher_signal.step):
+        if launcher_signal is not None and any(
+            event["kind"] == "step" and event["step"] >= launcher_signal.step for event in steps.poll()
+        ):
             faulted.fault_times.append(time.monotonic_ns())
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, launcher_signal.signal)
             launcher_signal = None
         time.sleep(POLL_S)
     faulted.statuses.append(process.returncode)
-
-
-def _reached(steps: Tail, step: int) -> bool:
-    return any(event["kind"] == "step" and event["step"] >= step for event in steps.poll())
 
 
 def _leftover_processes(harness: ChaosHarness) -> list[str]:

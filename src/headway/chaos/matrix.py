@@ -4,11 +4,12 @@ reference     an unfaulted run of the same recipe; cases that need another recip
 try           one run under the faults of a case: recovery times, messages, and violations of its oracle
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headway.chaos.cases import FaultCase, make_context
-from headway.chaos.driver import ChaosHarness, FaultedRun, LauncherSignal, remove_run, run_with_faults
+from headway.chaos.driver import ChaosHarness, FaultedRun, LauncherSignal, run_with_faults
 from headway.chaos.random_faults import draw_fault_plan, steps_needed
 from headway.chaos.recovery_times import (
     RecoveryTimes,
@@ -24,9 +25,9 @@ from headway.chaos.recovery_times import (
 from headway.errors import RunError
 from headway.recipe import FaultPlan, Recipe, with_settings
 from headway.recipe.faults import read_fired_faults
-from headway.track import RunFolder, compare_runs, read_recipe
+from headway.track import RunFolder, compare_runs, read_recipe, read_run
 
-__all__ = ["CaseResult", "CaseRun", "FaultMatrix", "SoakResult", "chaos", "run_soak"]
+__all__ = ["CaseResult", "CaseRun", "FaultMatrix", "SoakResult", "run_matrix", "run_soak"]
 
 RESTARTS = 3
 """A recipe with fewer restarts gets this many: recovery is what is tested."""
@@ -138,7 +139,7 @@ class _ReferenceRuns:
         return run
 
 
-def chaos(
+def run_matrix(
     harness: ChaosHarness, recipe: Recipe, cases: Sequence[FaultCase], repeat: int, report: Report
 ) -> FaultMatrix:
     """Run a recipe under every case, `repeat` times each."""
@@ -147,7 +148,7 @@ def chaos(
         case.plan(make_context(recipe, harness.workers))
     reference = references.of(recipe)
     harness = replace(harness, patience_s=MIN_PATIENCE_S + PATIENCE * reference.seconds)
-    step_s = median_step_s(reference.records())
+    step_s = median_step_s(read_run(reference.run))
     results = []
     for number, case in enumerate(cases, start=1):
         tries = []
@@ -177,26 +178,24 @@ def _run_case(
         return CaseRun(None, (), ("the fault never fired",), tuple(faulted.left), faulted.seconds)
     reference = None
     if case.way != "refused":
-        reference = references.of(_with_same_skips(recipe, faulted) if case.skips else recipe)
-    records, fault_ns = faulted.records(), faulted.fault_times[0]
+        if case.skips:  # skip the samples that the run came to skip
+            skip = [list(samples) for samples in read_recipe(faulted.run).data.skip]
+            recipe = with_settings(recipe, [f"data.skip={skip}"])
+        reference = references.of(recipe)
+    records, fault_ns = read_run(faulted.run), faulted.fault_times[0]
     violations = oracle_violations(
         case, records, statuses=faulted.statuses, fault_ns=fault_ns, rank=context.last, steps=recipe.train.steps,
         against=None if reference is None else compare_runs(reference.run, faulted.run),
     )  # fmt: skip
     figures = measure(records, fault_ns, case.way, case.signs, faulted.ended_ns)
-    usual = 0.0 if reference is None else lost_s(reference.records())
+    usual = 0.0 if reference is None else lost_s(read_run(reference.run))
     figures = replace(figures, lost_s=max(0.0, figures.lost_s - usual))
     if faulted.not_resumed is not None:
         violations.append(f"it could not be resumed: {faulted.not_resumed}")
-    remove_run(harness, faulted)
+    if not harness.keep:
+        shutil.rmtree(faulted.run.path, ignore_errors=True)
     messages = agent_messages(records, fault_ns)
     return CaseRun(figures, tuple(messages), tuple(violations), tuple(faulted.left), faulted.seconds)
-
-
-def _with_same_skips(recipe: Recipe, faulted: FaultedRun) -> Recipe:
-    """Return the recipe with the samples skipped that a run skipped."""
-    skip = [list(samples) for samples in read_recipe(faulted.run).data.skip]
-    return with_settings(recipe, [f"data.skip={skip}"])
 
 
 def run_soak(harness: ChaosHarness, recipe: Recipe, count: int, seed: int, report: Report) -> SoakResult:
@@ -211,7 +210,7 @@ def run_soak(harness: ChaosHarness, recipe: Recipe, count: int, seed: int, repor
     report(f"{count} faults in {recipe.train.steps} steps")
     harness = replace(harness, patience_s=MIN_PATIENCE_S + PATIENCE * (reference.seconds + count))
     faulted = run_with_faults(harness, recipe, f"random-{seed}", faults)
-    records = faulted.records()
+    records = read_run(faulted.run)
     violations = differences(records, recipe.train.steps, compare_runs(reference.run, faulted.run))
     if faulted.statuses != [0]:
         violations = [f"it exited with {describe_statuses(faulted.statuses)}: {faulted.reason}", *violations]

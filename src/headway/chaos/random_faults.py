@@ -6,12 +6,11 @@ Faults after which the run must be resumed by hand (agent and launcher both kill
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.chaos.cases import next_multiple
 from headway.recipe import Fault, FaultPlan
-from headway.recipe.faults import AGENT
+from headway.recipe.faults import AGENT, Action, Point
 
 __all__ = ["count_kinds", "draw_fault_plan", "steps_needed"]
 
@@ -29,8 +28,8 @@ class _Kind:
 
     name: str
     weight: float
-    make: Callable[[int, int | None], Fault]
-    """Makes the fault of a step and a rank."""
+    action: Action
+    point: Point
     all_workers: bool = False
     agent: bool = False
     lasts: int = 0
@@ -42,30 +41,28 @@ class _Kind:
     rests: bool = False
     """Whether REST other faults come before the next of its kind."""
 
-
-def _fault(action: str, point: str) -> Callable[[int, int | None], Fault]:
-    return lambda step, rank: Fault.model_validate(
-        {"action": action, "point": point, "step": step, "rank": rank, "attempt": None}
-    )
+    def make(self, step: int, rank: int | None) -> Fault:
+        """Make the fault of a step and a rank."""
+        return Fault(action=self.action, point=self.point, step=step, rank=rank, attempt=None)
 
 
 KINDS = (
-    _Kind("kill a worker at a step's start", 10, _fault("kill", "start")),
-    _Kind("kill a worker in the forward pass", 10, _fault("kill", "compute")),
-    _Kind("kill a worker before the update", 10, _fault("kill", "optimizer")),
-    _Kind("kill all workers", 10, _fault("kill", "start"), all_workers=True),
-    _Kind("kill the agent", 10, _fault("kill", "watch"), agent=True, lasts=50, rests=True),
-    _Kind("stop a worker", 4, _fault("stop", "compute")),
-    _Kind("stop the agent", 2, _fault("stop", "watch"), agent=True, lasts=120),
-    _Kind("an exception", 12, _fault("raise", "compute")),
-    _Kind("leave in a save", 12, _fault("exit", "saved"), at="saved"),
-    _Kind("leave before a save", 6, _fault("exit", "save"), at="saved"),
-    _Kind("hang in the data loader", 1, _fault("hang", "data")),
-    _Kind("hang in a collective", 1, _fault("hang", "collective")),
-    _Kind("hang in the optimizer", 1, _fault("hang", "optimizer")),
-    _Kind("a full disk", 5, _fault("full-disk", "write"), agent=True, at="disk"),
-    _Kind("a loss that is no number", 10, _fault("nan", "collective")),
-    _Kind("a flipped bit", 10, _fault("flip", "start"), replicas=True),
+    _Kind("kill a worker at a step's start", 10, "kill", "start"),
+    _Kind("kill a worker in the forward pass", 10, "kill", "compute"),
+    _Kind("kill a worker before the update", 10, "kill", "optimizer"),
+    _Kind("kill all workers", 10, "kill", "start", all_workers=True),
+    _Kind("kill the agent", 10, "kill", "watch", agent=True, lasts=50, rests=True),
+    _Kind("stop a worker", 4, "stop", "compute"),
+    _Kind("stop the agent", 2, "stop", "watch", agent=True, lasts=120),
+    _Kind("an exception", 12, "raise", "compute"),
+    _Kind("leave in a save", 12, "exit", "saved", at="saved"),
+    _Kind("leave before a save", 6, "exit", "save", at="saved"),
+    _Kind("hang in the data loader", 1, "hang", "data"),
+    _Kind("hang in a collective", 1, "hang", "collective"),
+    _Kind("hang in the optimizer", 1, "hang", "optimizer"),
+    _Kind("a full disk", 5, "full-disk", "write", agent=True, at="disk"),
+    _Kind("a loss that is no number", 10, "nan", "collective"),
+    _Kind("a flipped bit", 10, "flip", "start", replicas=True),
 )
 
 
@@ -75,22 +72,18 @@ def draw_fault_plan(
     """Draw `count` faults, one after the other; states are saved every `saved_every` steps, to disk every `disk_every`
     (0: never)."""
     rng = random.Random(f"headway chaos {seed}")
-    possible = [kind for kind in KINDS if _possible(kind, saved_every, disk_every, replicas)]
+    intervals = {"any": 1, "saved": saved_every, "disk": disk_every}
+    possible = [kind for kind in KINDS if intervals[kind.at] and (replicas or not kind.replicas)]
     drawn, faults, step = list[_Kind](), list[Fault](), FIRST
     for _ in range(count):
         candidates = [kind for kind in possible if not (kind.rests and kind in drawn[-REST:])]
         kind = rng.choices(candidates, [kind.weight for kind in candidates])[0]
         drawn.append(kind)
-        step = next_multiple(step + rng.randint(*INTERVAL), {"saved": saved_every, "disk": disk_every}.get(kind.at, 1))
+        step = next_multiple(step + rng.randint(*INTERVAL), intervals[kind.at])
         rank = AGENT if kind.agent else None if kind.all_workers else rng.randrange(workers)
         faults.append(kind.make(step, rank))
         step += kind.lasts
     return FaultPlan(faults=tuple(faults))
-
-
-def _possible(kind: _Kind, saved_every: int, disk_every: int, replicas: bool) -> bool:
-    intervals = {"any": 1, "saved": saved_every, "disk": disk_every}
-    return intervals[kind.at] > 0 and (replicas or not kind.replicas)
 
 
 def steps_needed(plan: FaultPlan) -> int:

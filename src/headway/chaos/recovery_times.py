@@ -98,19 +98,15 @@ def _stepping_s(steps: Sequence[TimedEvent], fault_ns: int, noticed_ns: int, way
     if way == "refused":
         return None
     if way == "unhurt":
-        return _longest_gap_s(steps, fault_ns)
+        # the longest gap between the ends of two steps, from the last one before the fault on
+        last = max((index for index, step in enumerate(steps) if step.at_ns <= fault_ns), default=0)
+        gaps = ((later.at_ns - earlier.at_ns) / 1e9 for earlier, later in itertools.pairwise(steps[last:]))
+        return max(gaps, default=None)
     before = [step.attempt for step in steps if step.at_ns < fault_ns]
     # The step under way may end and be recorded without counting: only a later attempt has resumed.
     first = max(before, default=0) + (way != "woken")
     ended = next((step.at_ns for step in steps if step.at_ns > noticed_ns and step.attempt >= first), None)
     return None if ended is None else (ended - fault_ns) / 1e9
-
-
-def _longest_gap_s(steps: Sequence[TimedEvent], fault_ns: int) -> float | None:
-    """Return the longest time between the ends of two steps, from the last one before the fault on."""
-    before = [step.at_ns for step in steps if step.at_ns <= fault_ns][-1:]
-    ends = before + [step.at_ns for step in steps if step.at_ns > fault_ns]
-    return max(((later - earlier) / 1e9 for earlier, later in itertools.pairwise(ends)), default=None)
 
 
 def lost_s(records: Sequence[Record]) -> float:

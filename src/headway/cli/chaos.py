@@ -59,9 +59,11 @@ def chaos(
     tries), noticed_s, stepping_s, redone, lost_s (medians) and tries. With --random: recipe, workers, seed, steps,
     attempts, met, kinds, faults, struck, lost_s, seconds, complaints and left.
     """
-    from headway.chaos import ChaosHarness, run_soak, select_cases, track_descendants
-    from headway.chaos import chaos as strike
-    from headway.chaos import run_torchrun as strike_torchrun
+    from headway.chaos.cases import select_cases
+    from headway.chaos.driver import ChaosHarness
+    from headway.chaos.matrix import run_matrix, run_soak
+    from headway.chaos.process_tree import track_descendants
+    from headway.chaos.torchrun_baseline import run_torchrun
     from headway.cli.chaos_view import long_lines, long_object, matrix_lines, matrix_object
     from headway.cli.launch import start_launcher
     from headway.errors import UsageError
@@ -83,8 +85,8 @@ def chaos(
             result = run_soak(stage, wanted, random, seed, tell)
             lines, document = long_lines(result), long_object(result, wanted.name, count)
         else:
-            result = strike(stage, wanted, rows, repeat, tell)
-            peers = strike_torchrun(stage, read_recipe(result.reference), rows, repeat, tell) if beside else []
+            result = run_matrix(stage, wanted, rows, repeat, tell)
+            peers = run_torchrun(stage, read_recipe(result.reference), rows, repeat, tell) if beside else []
             lines, document = matrix_lines(result, peers), matrix_object(result, peers)
     if json:
         from headway.cli.text import print_json

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headway.chaos import BaselineResult, CaseResult, CaseRun, FaultMatrix, SoakResult
+from headway.chaos.matrix import CaseResult, CaseRun, FaultMatrix, SoakResult
 from headway.chaos.random_faults import count_kinds
+from headway.chaos.torchrun_baseline import BaselineResult
 from headway.cli.text import short_seconds
 
 __all__ = ["long_lines", "long_object", "matrix_lines", "matrix_object"]
@@ -60,7 +61,8 @@ def _beside(peers: Sequence[BaselineResult]) -> Iterator[str]:
     for peer in peers:
         restarted = _seconds(peer.median(lambda one: one.restarted_s))
         stepping = _seconds(peer.median(lambda one: one.stepping_s))
-        row = f"  {peer.case.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {f'{peer.recovered} of {len(peer.tries)}':>9}"
+        recovered = f"{peer.recovered} of {len(peer.tries)}"
+        row = f"  {peer.case.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {recovered:>9}"
         yield f"{row}{_otherwise(peer)}"
 
 

@@ -404,7 +404,7 @@ def test_custom_class_needs_a_layout_for_tensor_and_pipeline(recipe, mesh, layou
         ({"replicate": 2, "shard": 2, "tensor": 2}, 8, 1, 8),
         ({"tensor": 3}, None, 8, "3 workers, which does not divide 8"),
         ({"tensor": 2, "shard": 2}, 3, 8, "tensor 2: 4 workers, but 3 were requested"),
-        ({"shard": 2}, 3, 8, "parallel.shard is 2, but 3 workers were requested"),
+        ({"shard": 2}, 3, 8, "shard 2: 2 workers, but 3 were requested"),
     ],
 )
 def test_workers_are_the_product_of_the_axes(recipe, mesh, requested, default, count) -> None:
@@ -468,7 +468,7 @@ def test_other_number_of_workers_gets_a_new_plan_from_its_step_on(lab, recipe) -
     first = read_plan(run)
     lab.resume(run, "train.steps=6")
     assert read_plan(run) == first, "the same workers: the plan holds for all steps"
-    with pytest.raises(RecipeError, match=r"parallel\.shard is 2, but 4 workers were requested"):
+    with pytest.raises(RecipeError, match="shard 2: 2 workers, but 4 were requested"):
         resume_run(run, ["train.steps=8"], workers=4)
     resumed = lab.resume(run, "train.steps=8", "parallel.shard=4")
     assert resumed.outcome.state == "finished", resumed.outcome

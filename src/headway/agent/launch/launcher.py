@@ -151,21 +151,15 @@ def _receive(agent: _Agent, entries: dict[str, FdEntry], now: float) -> bool:
         agent.last_message = now
         if not agent.ready:
             agent.started, agent.ready = now, True
-        message = agent.reassembler.join(chunk)
-        if message is not None:
-            _process(agent, message, entries)
+        match agent.reassembler.join(chunk):
+            case Message("keep", fields, descriptors):
+                _drop(entries, fields["name"])
+                entries[fields["name"]] = FdEntry(fields["fields"], tuple(descriptors))
+            case Message("drop", fields):
+                _drop(entries, fields["name"])
+            case Message("outcome", fields):
+                agent.outcome = AttemptOutcome(**fields)
     return True
-
-
-def _process(agent: _Agent, message: Message, entries: dict[str, FdEntry]) -> None:
-    match message.kind:
-        case "keep":
-            _drop(entries, message.fields["name"])
-            entries[message.fields["name"]] = FdEntry(message.fields["fields"], tuple(message.descriptors))
-        case "drop":
-            _drop(entries, message.fields["name"])
-        case "outcome":
-            agent.outcome = AttemptOutcome(**message.fields)
 
 
 def _drop(entries: dict[str, FdEntry], name: str) -> None:

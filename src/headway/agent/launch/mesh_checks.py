@@ -108,15 +108,19 @@ def check_stated_layout(recipe: Recipe, workers: int) -> None:
             f"parallel.stages has {len(stages)} numbers, but the pipeline has {count} stages",
             hint=f"give {count} numbers, or none",
         )
-    settings = Settings(mesh, recipe.data.seq, default_microbatch(recipe, mesh), recipe.train.batch)
-    settings = replace(settings, schedule=parallel.schedule, chunks=parallel.chunks)
-    software = trainer_software(recipe, known_chip("cpu"))
+    settings = _pipeline_settings(recipe, mesh, recipe.train.batch)
     check_microbatch(settings)
     try:
         check_schedule(settings.schedule, mesh.pipeline, settings.chunks, settings.microbatches, count)
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
-    check_trainer_schedule(replace(settings, software=software))
+    check_trainer_schedule(settings)
+
+
+def _pipeline_settings(recipe: Recipe, mesh: Mesh, batch: int) -> Settings:
+    parallel, software = recipe.parallel or Parallel(), trainer_software(recipe, known_chip("cpu"))
+    settings = Settings(mesh, recipe.data.seq, default_microbatch(recipe, mesh), batch, software=software)
+    return replace(settings, schedule=parallel.schedule, chunks=parallel.chunks)
 
 
 def check_microbatch(settings: Settings) -> None:
@@ -166,11 +170,6 @@ def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
         return count
     stated = parallel.shard * others
     if requested not in (None, stated):
-        if others == 1:
-            raise RecipeError(
-                f"parallel.shard is {stated}, but {requested} workers were requested",
-                hint=f"--workers {stated}, or --set parallel.shard={requested}",
-            )
         hint = f"--workers {stated}"
         if requested is not None and requested % others == 0:
             hint += f", or --set parallel.shard={requested // others}"
@@ -201,7 +200,11 @@ def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
                 else f"use {nearest}, or another number of workers",
             )
     if mesh.pipeline > 1 and recipe.train.batch_ramp:
-        _check_ramp(recipe, mesh)
+        # microbatches have one size in all steps, and each step needs enough of them
+        for batch in recipe.train.batches:
+            settings = _pipeline_settings(recipe, mesh, batch)
+            check_microbatch(settings)
+            check_trainer_schedule(settings)
 
 
 def mesh_can_run(recipe: Recipe, workers: int) -> bool:
@@ -214,14 +217,3 @@ def mesh_can_run(recipe: Recipe, workers: int) -> bool:
     except HeadwayError:
         return False
     return True
-
-
-def _check_ramp(recipe: Recipe, mesh: Mesh) -> None:
-    """Check that a pipeline's microbatches have one size in all steps, and that each step has enough of them."""
-    parallel, size = recipe.parallel or Parallel(), default_microbatch(recipe, mesh)
-    software = trainer_software(recipe, known_chip("cpu"))
-    for batch in recipe.train.batches:
-        settings = Settings(mesh, recipe.data.seq, size, batch, software=software)
-        settings = replace(settings, schedule=parallel.schedule, chunks=parallel.chunks)
-        check_microbatch(settings)
-        check_trainer_schedule(settings)

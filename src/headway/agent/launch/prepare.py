@@ -102,8 +102,7 @@ def new_run(
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("run headway check: a wrong model.layout is silent")
-    attempt = make_attempt(run, 1, count, available, checkpoint, notes=notes)
-    return attempt.model_copy(update={"nodes": nodes, "spares": spares})
+    return make_attempt(run, 1, count, available, checkpoint, notes=notes, nodes=nodes, spares=spares)
 
 
 def resume_run(
@@ -167,9 +166,17 @@ def resume_run(
             notes.append(f"{change}: state is exact, later steps may differ")
     recipe_changes = {key: list(pair) for key, pair in changed.items()}
     nodes_then, spares_then = emulated_nodes(starts[-1] if starts else {})
-    update = {"nodes": nodes or min(nodes_then, count), "spares": spares_then if spares is None else spares}
-    attempt = make_attempt(run, next_attempt(run), count, available, checkpoint, recipe_changes, notes)
-    return attempt.model_copy(update=update)
+    return make_attempt(
+        run,
+        next_attempt(run),
+        count,
+        available,
+        checkpoint,
+        recipe_changes=recipe_changes,
+        notes=notes,
+        nodes=nodes or min(nodes_then, count),
+        spares=spares_then if spares is None else spares,
+    )
 
 
 def emulated_nodes(start: dict[str, Any]) -> tuple[int, int]:
@@ -202,7 +209,7 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
     store = open_store(rules.url, patience_s=STORE_PATIENCE_S)
     try:
         if ask:
-            store.list("headway-asks-whether-you-are-there")
+            store.list("headway-probe")
     except StateError as error:
         return [f"the object store does not answer yet: {error.message}"]
     return []
@@ -243,12 +250,10 @@ def make_attempt(
     workers: int,
     available: Devices,
     checkpoint: str | None,
-    recipe_changes: dict[str, Any] | None = None,
-    notes: list[str] | None = None,
+    **fields: Any,
 ) -> Attempt:
-    """Make an attempt; cores are divided among workers."""
+    """Make an attempt with other fields as given; cores are divided among workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    step = open_address(checkpoint).manifest.step if checkpoint else 0
     return Attempt(
         run=run.path,
         number=number,
@@ -256,10 +261,9 @@ def make_attempt(
         device=available.kind,
         threads=max(1, cores // workers),
         checkpoint=checkpoint,
-        from_step=step,
-        recipe_changes=recipe_changes or {},
-        notes=notes or [],
+        from_step=open_address(checkpoint).manifest.step if checkpoint else 0,
         faults=_faults(),
+        **fields,
     )
 
 

@@ -8,8 +8,9 @@ Names come from the other machine and are matched against these patterns before 
 folder, and none names a file that only the leader writes.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -22,6 +23,7 @@ __all__ = [
     "FileStamps",
     "bundle_names",
     "bundle_path",
+    "fetch_file",
     "growing_files",
     "growing_path",
     "record_files",
@@ -92,6 +94,22 @@ def _path(run: RunFolder, name: str, pattern: "re.Pattern[str]") -> Path:
     if not isinstance(name, str) or not pattern.fullmatch(name):
         raise RunError(f"{str(name)[:80]!r} is not a run file that another machine may read or append to")
     return run.path / name
+
+
+def fetch_file(path: Path, size: int, read: Callable[[int, memoryview], None], mode: int = 0o666) -> None:
+    """Write a file piece by piece with `read(offset, piece)`; it gets its name once it is complete."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}", hint="name another folder with --runs") from None
+    with os.fdopen(descriptor, "wb") as file:
+        for offset in range(0, size, READ_BYTES):
+            piece = bytearray(min(READ_BYTES, size - offset))
+            read(offset, memoryview(piece))
+            file.write(piece)
+    partial.replace(path)
 
 
 class FileStamps:

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.agent.remote.bundle import READ_BYTES, FileStamps, bundle_path
+from headway.agent.remote.bundle import FileStamps, bundle_path, fetch_file
 from headway.agent.remote.forwarder import RecordForwarder
 from headway.errors import DataError, RunError, StateError, UsageError
 from headway.recipe import Assignment
@@ -108,7 +109,7 @@ class RemoteRun:
         for name, size, stamp in bundle["files"]:
             path = bundle_path(self.run, name)
             if not path.exists() or self._stamps.of(path) != (size, stamp):
-                _fetch(leader, path, name, size)
+                fetch_file(path, size, partial(_read, leader, name), mode=0o600)
                 if self._stamps.of(path) != (size, stamp):
                     path.unlink()
                     raise StateError(f"{name} of run {self.run.name} arrived damaged", hint="it is fetched again")
@@ -239,23 +240,12 @@ def _make_folder(root: Path, name: str, bundle: dict[str, Any]) -> RunFolder:
     return run
 
 
-def _fetch(leader: socket.socket, path: Path, name: str, size: int) -> None:
-    """Fetch a file of the bundle piece by piece; it gets its name once it is complete."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}", hint="name another folder with --runs") from None
-    with open(file, "wb") as out:  # noqa: PTH123 (a descriptor)
-        for begin in range(0, size, READ_BYTES):
-            piece = bytearray(min(READ_BYTES, size - begin))
-            reply = peer_request(leader, "fetch", name=name, begin=begin, size=len(piece))
-            if "error" in reply:
-                raise StateError(f"cannot fetch {name} from the leader: {reply['error']}")
-            fill(leader, memoryview(piece))
-            out.write(piece)
-    partial.replace(path)
+def _read(leader: socket.socket, name: str, offset: int, piece: memoryview) -> None:
+    """Read a piece of a file of the bundle."""
+    reply = peer_request(leader, "fetch", name=name, begin=offset, size=len(piece))
+    if "error" in reply:
+        raise StateError(f"cannot fetch {name} from the leader: {reply['error']}")
+    fill(leader, piece)
 
 
 def _check_data(run: RunFolder) -> None:

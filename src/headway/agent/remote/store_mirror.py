@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -29,6 +30,7 @@ from headway.agent.remote.bundle import (
     FileStamps,
     bundle_names,
     bundle_path,
+    fetch_file,
     record_files,
     stored_record_path,
 )
@@ -190,11 +192,11 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
         for name, item in sorted(files.items()):
             path = bundle_path(run, name)
             if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
-                _fetch(store, item.key, path, item.bytes)
+                fetch_file(path, item.bytes, partial(store.read, item.key))
                 fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
         for item in store.list(SAID):
             if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
-                _fetch(store, item.key, run.path / item.key, item.bytes)
+                fetch_file(run.path / item.key, item.bytes, partial(store.read, item.key))
         records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
         first = min((key for key in records if key not in fetched), default="~")
         for key in records:
@@ -261,17 +263,6 @@ def _apply_records(run: RunFolder, content: bytes, key: str, ends: dict[str, int
             os.close(descriptor)
         ends[name] = max(ends.get(name, 0), offset + size)
     return overwritten
-
-
-def _fetch(store: ObjectStore, key: str, path: Path, size: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        for begin in range(0, size, READ_BYTES):
-            piece = bytearray(min(READ_BYTES, size - begin))
-            store.read(key, begin, memoryview(piece))
-            file.write(piece)
-    partial.replace(path)
 
 
 def _grown(run: RunFolder, sent: dict[str, int]) -> Iterator[tuple[str, int]]:
