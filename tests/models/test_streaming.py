@@ -28,7 +28,7 @@ from headway.state import (
     commit,
     open_checkpoint,
     shard_name,
-    spread,
+    sharded,
     write_shard,
 )
 from headway.state.hf_import import import_run
@@ -145,7 +145,7 @@ def cut_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     for name, tensor in tensors.items():
         shape, bits = tuple(tensor.shape), tensor.view(torch.int16).numpy().view("<u2")
         cuts = [(0, 0), (1, 1)] if len(shape) > 1 else [(0, 0)]
-        for part in spread(shape, (2, 2), cuts).parts:
+        for part in sharded(shape, (2, 2), cuts).parts:
             if len(shape) > 1 or part.holder % 2 == 0:
                 data = np.ascontiguousarray(bits[part.box.slices((0,) * len(shape))])
                 files[part.holder].append(
@@ -283,8 +283,8 @@ def big_folder(folder: Path) -> None:
     image = plan_file((SMALL.hf_name(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(image.header)
-        for number, place in enumerate(image.places.values()):
+        file.write(layout.header)
+        for number, place in enumerate(layout.spans.values()):
             left = place.end - place.begin
             shift = 2 * number
             while left:

@@ -10,7 +10,7 @@ class Counting(CheckpointSource):
 
     def __init__(self, path: Path) -> None:
         self._folder = FolderCheckpoint(path)
-        self.place = str(path)
+        self.location = str(path)
         self.reads: list[tuple[str, int, int]] = []
 
     def manifest(self) -> bytes:

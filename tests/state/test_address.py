@@ -38,7 +38,7 @@ def test_a_folder_is_opened(tmp_path):
     shard = write_shard(begun.partial, shard_name(0), [Piece("w", "float32", (2, 3), (0, 0), (2, 3), BITS)])
     path = commit(begun, CheckpointFacts(cursor=0, chain="", data_version="v"), [shard], workers=1)
     checkpoint = open_address(str(path))
-    assert checkpoint.place == str(path)
+    assert checkpoint.location == str(path)
     assert np.array_equal(read_box(checkpoint, "w", (0, 0), (2, 3)), BITS)
 
 

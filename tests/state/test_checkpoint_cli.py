@@ -24,7 +24,7 @@ from headway.state import (
     commit,
     open_checkpoint,
     shard_name,
-    spread,
+    sharded,
     verify_checkpoint,
     write_shard,
 )
@@ -50,7 +50,7 @@ def save(run: Path, step: int, tensors: dict[str, np.ndarray], workers: int = 2,
     """A checkpoint that each worker has some rows of every tensor of."""
     files: dict[int, list[Piece]] = {rank: [] for rank in range(workers)}
     for name, array in tensors.items():
-        for part in spread(array.shape, (workers,), [(0, 0)]).parts:
+        for part in sharded(array.shape, (workers,), [(0, 0)]).parts:
             bits = np.ascontiguousarray(array[part.box.slices((0,) * array.ndim)]).view("<u4")
             files[part.holder].append(Piece(name, "float32", array.shape, part.box.start, part.box.shape, bits))
     saving = begin_checkpoint(run / "checkpoints", step)
@@ -247,7 +247,7 @@ def test_how_a_tensor_is_cut(shape: Any, mesh: Any, cuts: Any, words: str) -> No
     def piece(box: Any) -> dict[str, Any]:
         return {"file": shard_name(0), "offset": 0, "start": box.start, "shape": box.shape, "xxh3": []}
 
-    boxes = {part.box for part in spread(shape, mesh, cuts).parts}
+    boxes = {part.box for part in sharded(shape, mesh, cuts).parts}
     entry = {"dtype": "float32", "shape": shape, "digest": "0" * 16, "pieces": [piece(box) for box in boxes]}
     assert checkpoint_view.cut_of(TensorEntry.model_validate(entry)) == words
 

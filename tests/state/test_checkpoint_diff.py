@@ -20,7 +20,7 @@ from headway.state import (
     commit,
     open_checkpoint,
     shard_name,
-    spread,
+    sharded,
     write_shard,
 )
 from headway.state import bands as bands_module
@@ -44,7 +44,7 @@ def save(
     files: dict[int, list[Piece]] = {rank: [] for rank in range(math.prod(cuts))}
     for name, (dtype, bits) in tensors.items():
         used = cuts[: bits.ndim]
-        for part in spread(bits.shape, used, [(axis, axis) for axis in range(len(used))]).parts:
+        for part in sharded(bits.shape, used, [(axis, axis) for axis in range(len(used))]).parts:
             data = np.ascontiguousarray(bits[part.box.slices((0,) * bits.ndim)])
             if data.size or part.holder == 0:
                 piece = Piece(name, dtype, bits.shape, part.box.start, part.box.shape, data)
@@ -131,7 +131,7 @@ def test_the_same_state_on_another_mesh_is_equal_by_digest(tmp_path: Path) -> No
         "n": ("int64", np.array(3, "<u8")),
     }
     a, b = save(tmp_path / "a", tensors, (2, 3)), save(tmp_path / "b", tensors, (4,))
-    for file in Path(b.place).glob("*.safetensors"):
+    for file in Path(b.location).glob("*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody reads them
     found = diff_checkpoints(a, b)
     assert (found.equal, found.by, found.tensors) == (True, "digest", 3)
@@ -227,7 +227,7 @@ def test_digests_of_two_functions_are_not_compared(tmp_path: Path) -> None:
 def test_damage_is_not_a_difference(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"w": ("float32", floats(50))})
     b = save(tmp_path / "b", {"w": ("float32", floats(50, seed=1))})
-    file = Path(b.place) / "rank-00000.safetensors"
+    file = Path(b.location) / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -237,7 +237,7 @@ def test_damage_is_not_a_difference(tmp_path: Path) -> None:
 
 def test_a_copy_elsewhere_is_the_same(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"w": ("float32", floats(50))})
-    shutil.copytree(a.place, tmp_path / "copy")
+    shutil.copytree(a.location, tmp_path / "copy")
     everything: Any = diff_checkpoints(a, open_checkpoint(tmp_path / "copy"))
     assert everything.equal
     assert everything.facts == {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.state.hf_sidecars import lay_companions, pass_on_companions, save_sidecars
+from headway.state.hf_sidecars import apply_sidecars, copy_sidecars, save_sidecars
 
 CONFIG = {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": None}
 OURS = {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 9, "hidden_size": 4}
@@ -25,9 +25,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_they_come_back(folder: Path, tmp_path: Path) -> None:
     save_sidecars(folder, tmp_path / "kept", folder / "tokenizer.json")
-    pass_on_companions(tmp_path / "kept", folder / "tokenizer.json", tmp_path / "again", folder / "tokenizer.json")
+    copy_sidecars(tmp_path / "kept", folder / "tokenizer.json", tmp_path / "again", folder / "tokenizer.json")
     (tmp_path / "out").mkdir()
-    config = lay_companions(tmp_path / "again", tmp_path / "out", OURS)
+    config = apply_sidecars(tmp_path / "again", tmp_path / "out", OURS)
     assert config == {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": [2, 5], "hidden_size": 4}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"chat_template.jinja", "generation_config.json"}
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{% for m in messages %}"
@@ -40,9 +40,9 @@ def test_with_other_tokens_only_the_length_is_known(folder: Path, tmp_path: Path
         tokenizer.write_text(other)
     save_sidecars(folder, tmp_path / "kept", tokenizer)
     (tmp_path / "out").mkdir()
-    assert lay_companions(tmp_path / "kept", tmp_path / "out", OURS) == OURS | {"max_position_embeddings": 8192}
+    assert apply_sidecars(tmp_path / "kept", tmp_path / "out", OURS) == OURS | {"max_position_embeddings": 8192}
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_run_that_began_from_nothing_has_none(tmp_path: Path) -> None:
-    assert lay_companions(tmp_path / "nowhere", tmp_path, OURS) == OURS
+    assert apply_sidecars(tmp_path / "nowhere", tmp_path, OURS) == OURS

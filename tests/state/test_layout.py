@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.state.box import Box
-from headway.state.layout import BoxIndex, Layout, LayoutPart, box_at, layout_fault, spread, whole
+from headway.state.layout import BoxIndex, Layout, LayoutPart, box_at, layout_fault, replicated, sharded
 from thinned import examples
 
 
@@ -74,7 +74,7 @@ def test_a_box_is_what_nested_chunks_leave(case):
 def test_spread_puts_the_tensor_once_on_the_cut_axes_and_copies_on_the_others(case, random):
     shape, mesh, cuts = case
     ranks = random.sample(range(100), math.prod(mesh))
-    layout = spread(shape, mesh, cuts, ranks)
+    layout = sharded(shape, mesh, cuts, ranks)
     assert layout.shape == shape
     assert layout_fault(layout) is None
     copies = math.prod(size for axis, size in enumerate(mesh) if axis not in dict(cuts))
@@ -109,11 +109,11 @@ TABLE = [
 
 @pytest.mark.parametrize(("shape", "mesh", "cuts", "want"), [case[1:] for case in TABLE], ids=[c[0] for c in TABLE])
 def test_spread_by_hand(shape, mesh, cuts, want):
-    assert {part.holder: part.box for part in spread(shape, mesh, cuts).parts} == want
+    assert {part.holder: part.box for part in sharded(shape, mesh, cuts).parts} == want
 
 
 def test_ranks_are_named_in_the_order_of_the_mesh():
-    layout = spread((4,), (2, 2), [(0, 0)], ranks=[12, 8, 13, 9])
+    layout = sharded((4,), (2, 2), [(0, 0)], ranks=[12, 8, 13, 9])
     assert layout.parts == (
         LayoutPart(12, at(0, 2)),
         LayoutPart(8, at(0, 2)),
@@ -124,7 +124,7 @@ def test_ranks_are_named_in_the_order_of_the_mesh():
 
 def test_whole_is_a_copy_on_each_holder():
     box = Box((0, 0), (2, 3))
-    assert whole((2, 3), [7, 5]) == Layout((2, 3), (LayoutPart(7, box), LayoutPart(5, box)))
+    assert replicated((2, 3), [7, 5]) == Layout((2, 3), (LayoutPart(7, box), LayoutPart(5, box)))
 
 
 @pytest.mark.parametrize("shape", [(13,), (4, 6), (1, 5, 3), (0, 2)])
@@ -156,9 +156,9 @@ def assert_same_boxes(shape, mesh, cuts, placements):
 
 def test_what_spread_refuses_is_our_own_mistake():
     with pytest.raises(AssertionError, match="3 ranks"):
-        spread((4,), (2, 2), [(0, 0)], ranks=[0, 1, 2])
+        sharded((4,), (2, 2), [(0, 0)], ranks=[0, 1, 2])
     with pytest.raises(AssertionError, match="cuts twice"):
-        spread((4, 4), (2,), [(0, 0), (0, 1)])
+        sharded((4, 4), (2,), [(0, 0), (0, 1)])
 
 
 @settings(deadline=None, max_examples=examples(50))

@@ -72,7 +72,7 @@ class Told(CheckpointSource):
     """A checkpoint whose manifest says something else than the one that was written."""
 
     def __init__(self, path, manifest):
-        self.place = str(path)
+        self.location = str(path)
         self._path, self._manifest = path, manifest
 
     def manifest(self):

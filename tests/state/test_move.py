@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.state.box import Box
-from headway.state.layout import Layout, LayoutPart, layout_fault, spread, whole
+from headway.state.layout import Layout, LayoutPart, layout_fault, replicated, sharded
 from headway.state.move import Move, all_moves, moves
 from thinned import examples
 
@@ -21,7 +21,7 @@ def meshed(draw, shape):
     axes = draw(st.permutations(range(len(mesh))))[: draw(st.integers(0, len(mesh)))] if shape else []
     cuts = [(axis, draw(st.integers(0, len(shape) - 1))) for axis in axes]
     first, size = draw(st.integers(0, 8)), math.prod(mesh)
-    return spread(shape, mesh, cuts, draw(st.permutations(range(first, first + size))))
+    return sharded(shape, mesh, cuts, draw(st.permutations(range(first, first + size))))
 
 
 @st.composite
@@ -156,7 +156,7 @@ def test_one_part_of_a_layout_gets_what_it_gets_among_all(pair, data):
 def test_copies_share_the_sending_of_a_whole_state(data):
     copies, shards, tensors = (data.draw(st.integers(1, 4)) for _ in range(3))
     shape = tuple(data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=2)))
-    src = spread(shape, (copies, shards), [(1, 0)])
+    src = sharded(shape, (copies, shards), [(1, 0)])
     laid_out = {f"w{i}": data.draw(meshed(shape)) for i in range(tensors)}
     # Other numbers than the sources have: nothing is there already.
     dst = {
@@ -177,31 +177,31 @@ def test_copies_share_the_sending_of_a_whole_state(data):
 
 def test_the_largest_tensors_are_shared_out_first():
     # In the order given, 1 + 1 + 4 would leave one copy with 5 elements to send; 4 first leaves 4 and 2.
-    src = {"a": whole((1,), [0, 1]), "b": whole((1,), [0, 1]), "c": whole((4,), [0, 1])}
-    dst = {name: whole(layout.shape, [9]) for name, layout in src.items()}
+    src = {"a": replicated((1,), [0, 1]), "b": replicated((1,), [0, 1]), "c": replicated((4,), [0, 1])}
+    dst = {name: replicated(layout.shape, [9]) for name, layout in src.items()}
     planned = all_moves(src, dst)
     assert list(planned) == ["a", "b", "c"]
     assert [planned[name][0].source for name in "cab"] == [0, 1, 1]
 
 
 def test_what_is_there_already_is_no_work_for_the_one_who_has_it():
-    src = {"large": whole((8,), [0, 1]), "small": whole((2,), [0, 1])}
-    dst = {"large": whole((8,), [0]), "small": whole((2,), [9])}
+    src = {"large": replicated((8,), [0, 1]), "small": replicated((2,), [0, 1])}
+    dst = {"large": replicated((8,), [0]), "small": replicated((2,), [9])}
     assert all_moves(src, dst)["small"] == [Move(0, 9, Box((0,), (2,)))]
 
 
 def test_a_tensor_that_the_source_lacks_is_an_error():
     with pytest.raises(KeyError, match="head"):
-        all_moves({"embed": whole((2,), [0])}, {"embed": whole((2,), [1]), "head": whole((2,), [1])})
+        all_moves({"embed": replicated((2,), [0])}, {"embed": replicated((2,), [1]), "head": replicated((2,), [1])})
 
 
 def test_what_is_no_layout_of_the_same_tensor_is_our_own_mistake():
     with pytest.raises(AssertionError, match=r"shape \(4,\) cannot become one of shape \(2, 2\)"):
-        moves(whole((4,), [0]), whole((2, 2), [1]))
+        moves(replicated((4,), [0]), replicated((2, 2), [1]))
     with pytest.raises(AssertionError, match="2 of the 4 elements"):
-        moves(Layout((4,), (LayoutPart(0, at(0, 2)),)), whole((4,), [1]))
+        moves(Layout((4,), (LayoutPart(0, at(0, 2)),)), replicated((4,), [1]))
     with pytest.raises(AssertionError, match="0 of the 1 elements"):
-        moves(Layout((), ()), whole((), [1]))
+        moves(Layout((), ()), replicated((), [1]))
 
 
 def at(start, stop):
@@ -218,25 +218,25 @@ BESIDE = Layout(
     (6, 2), (LayoutPart(0, Box((0, 0), (6, 1))), *(LayoutPart(1 + row, Box((row, 1), (1, 1))) for row in range(6)))
 )
 TABLE = [
-    ("gather", spread((5,), (2,), [(0, 0)]), whole((5,), [9]), {}, [(0, 9, at(0, 3)), (1, 9, at(3, 5))]),
-    ("scatter", whole((5,), [9]), spread((5,), (2,), [(0, 0)]), {}, [(9, 0, at(0, 3)), (9, 1, at(3, 5))]),
-    ("scalar to each", whole((), [0]), whole((), [0, 1]), {}, [(0, 0, Box((), ())), (0, 1, Box((), ()))]),
-    ("nothing to move", spread((0, 4), (2,), [(0, 1)]), whole((0, 4), [5]), {}, []),
-    ("an empty part", spread((2,), (2,), [(0, 0)]), spread((2,), (4,), [(0, 0)], [6, 7, 8, 9]), {},
+    ("gather", sharded((5,), (2,), [(0, 0)]), replicated((5,), [9]), {}, [(0, 9, at(0, 3)), (1, 9, at(3, 5))]),
+    ("scatter", replicated((5,), [9]), sharded((5,), (2,), [(0, 0)]), {}, [(9, 0, at(0, 3)), (9, 1, at(3, 5))]),
+    ("scalar to each", replicated((), [0]), replicated((), [0, 1]), {}, [(0, 0, Box((), ())), (0, 1, Box((), ()))]),
+    ("nothing to move", sharded((0, 4), (2,), [(0, 1)]), replicated((0, 4), [5]), {}, []),
+    ("an empty part", sharded((2,), (2,), [(0, 0)]), sharded((2,), (4,), [(0, 0)], [6, 7, 8, 9]), {},
      [(0, 6, at(0, 1)), (1, 7, at(1, 2))]),
-    ("copies in turn", whole((6,), [3, 1]), spread((6,), (3,), [(0, 0)], [7, 8, 9]), {},
+    ("copies in turn", replicated((6,), [3, 1]), sharded((6,), (3,), [(0, 0)], [7, 8, 9]), {},
      [(1, 7, at(0, 2)), (3, 8, at(2, 4)), (1, 9, at(4, 6))]),
-    ("a copy that is busy", whole((6,), [3, 1]), spread((6,), (3,), [(0, 0)], [7, 8, 9]), {1: 3},
+    ("a copy that is busy", replicated((6,), [3, 1]), sharded((6,), (3,), [(0, 0)], [7, 8, 9]), {1: 3},
      [(3, 7, at(0, 2)), (3, 8, at(2, 4)), (1, 9, at(4, 6))]),
-    ("own copy though busy", whole((2,), [0, 1]), whole((2,), [1]), {1: 99}, [(1, 1, at(0, 2))]),
-    ("rows to columns", spread((2, 2), (2,), [(0, 0)]), spread((2, 2), (2,), [(0, 1)]), {},
+    ("own copy though busy", replicated((2,), [0, 1]), replicated((2,), [1]), {1: 99}, [(1, 1, at(0, 2))]),
+    ("rows to columns", sharded((2, 2), (2,), [(0, 0)]), sharded((2, 2), (2,), [(0, 1)]), {},
      [(0, 0, Box((0, 0), (1, 1))), (1, 0, Box((1, 0), (1, 1))),
       (0, 1, Box((0, 1), (1, 1))), (1, 1, Box((1, 1), (1, 1)))]),
     ("no grid", PINWHEEL, lay((3, 3), r9=Box((1, 0), (1, 3))), {},
      [(3, 9, Box((1, 0), (1, 1))), (4, 9, Box((1, 1), (1, 1))), (1, 9, Box((1, 2), (1, 1)))]),
     ("a long box beside short ones", BESIDE, lay((6, 2), r9=Box((5, 0), (1, 2))), {},
      [(0, 9, Box((5, 0), (1, 1))), (6, 9, Box((5, 1), (1, 1)))]),
-    ("four ranks to six", spread((12,), (4,), [(0, 0)]), spread((12,), (6,), [(0, 0)]), {},
+    ("four ranks to six", sharded((12,), (4,), [(0, 0)]), sharded((12,), (6,), [(0, 0)]), {},
      [(0, 0, at(0, 2)), (0, 1, at(2, 3)), (1, 1, at(3, 4)), (1, 2, at(4, 6)), (2, 3, at(6, 8)), (2, 4, at(8, 9)),
       (3, 4, at(9, 10)), (3, 5, at(10, 12))]),
 ]  # fmt: skip
@@ -249,8 +249,8 @@ def test_moves_by_hand(src, dst, busy, want):
 
 def test_checkpoint_files_to_ranks():
     """Eight files, rows; ranks of another mesh read what they need: two shards by rows and columns, twice."""
-    files = spread((16, 6), (8,), [(0, 0)], ranks=range(1000, 1008))
-    ranks = spread((16, 6), (2, 2, 2), [(1, 0), (2, 1)])
+    files = sharded((16, 6), (8,), [(0, 0)], ranks=range(1000, 1008))
+    ranks = sharded((16, 6), (2, 2, 2), [(1, 0), (2, 1)])
     planned = moves(files, ranks)
     assert_right(files, ranks, planned)
     assert len(planned) == 8 * 4
@@ -259,8 +259,8 @@ def test_checkpoint_files_to_ranks():
 
 def test_ranks_to_checkpoint_files():
     """Four shards with three copies each; every element is written to a file once, and the copies share the work."""
-    ranks = spread((12,), (3, 4), [(1, 0)])
-    files = spread((12,), (12,), [(0, 0)], ranks=range(1000, 1012))
+    ranks = sharded((12,), (3, 4), [(1, 0)])
+    files = sharded((12,), (12,), [(0, 0)], ranks=range(1000, 1012))
     planned = moves(ranks, files)
     assert_right(ranks, files, planned)
     assert sent(planned) == dict.fromkeys(range(12), 1)
@@ -269,7 +269,7 @@ def test_ranks_to_checkpoint_files():
 def test_a_node_to_its_peer():
     """Each rank of a node that came back gets all it needs from the one that holds the same, and from no other."""
     cut = [(1, 0), (0, 0)]
-    here, there = (spread((10, 4), (4, 2), cut, ranks=range(first, first + 8)) for first in (0, 8))
+    here, there = (sharded((10, 4), (4, 2), cut, ranks=range(first, first + 8)) for first in (0, 8))
     planned = moves(here, there)
     assert_right(here, there, planned)
     # Ten rows, halved and cut in four: 2, 2, 1 and none, so that the last two ranks of each node have nothing.
@@ -278,7 +278,7 @@ def test_a_node_to_its_peer():
 
 def test_a_live_resize_keeps_what_stays():
     """Four ranks become six: elements that a rank has before and after never leave it."""
-    before, after = spread((60, 2), (4,), [(0, 0)]), spread((60, 2), (6,), [(0, 0)])
+    before, after = sharded((60, 2), (4,), [(0, 0)]), sharded((60, 2), (6,), [(0, 0)])
     planned = moves(before, after)
     assert_right(before, after, planned)
     # Rank r has rows 15r to 15r + 15 before, 10r to 10r + 10 after: 10, 5, 0 and 0 of them are the same.
@@ -290,9 +290,9 @@ def test_a_training_mesh_to_inference_engines():
     stages = [range(8), range(8, 16)]
     cuts = {"up": [(1, 0), (0, 0)], "down": [(1, 1), (0, 0)], "norm": [(0, 0)]}
     shapes = {"up": (24, 8), "down": (8, 24), "norm": (8,)}
-    src = {f"{s}.{n}": spread(shapes[n], (4, 2), cuts[n], stages[s]) for s in (0, 1) for n in shapes}
+    src = {f"{s}.{n}": sharded(shapes[n], (4, 2), cuts[n], stages[s]) for s in (0, 1) for n in shapes}
     engine = {"up": [(1, 0)], "down": [(1, 1)], "norm": []}
-    dst = {f"{s}.{n}": spread(shapes[n], (2, 4), engine[n], range(1000, 1008)) for s in (0, 1) for n in shapes}
+    dst = {f"{s}.{n}": sharded(shapes[n], (2, 4), engine[n], range(1000, 1008)) for s in (0, 1) for n in shapes}
     planned = all_moves(src, dst)
     for name in dst:
         assert_right(src[name], dst[name], planned[name])
@@ -307,8 +307,8 @@ def test_a_training_mesh_to_inference_engines():
 def test_thousands_of_ranks(dim):
     """Trying each pair would take eight million overlaps."""
     shape = (3, 1 << 16) if dim else (1 << 16, 3)
-    src = spread(shape, (4096,), [(0, dim)])
-    dst = spread(shape, (2048,), [(0, dim)], ranks=range(10_000, 12_048))
+    src = sharded(shape, (4096,), [(0, dim)])
+    dst = sharded(shape, (2048,), [(0, dim)], ranks=range(10_000, 12_048))
     assert [(move.source, move.target) for move in moves(src, dst)] == [
         (rank, 10_000 + rank // 2) for rank in range(4096)
     ]

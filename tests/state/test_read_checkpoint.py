@@ -197,7 +197,7 @@ class Spoiled(CheckpointSource):
     """A checkpoint in memory with one byte that can be changed; reading it costs no disk."""
 
     def __init__(self, path):
-        self.place = str(path)
+        self.location = str(path)
         self.files = {file.name: bytearray(file.read_bytes()) for file in path.iterdir()}
 
     def manifest(self):
@@ -360,4 +360,4 @@ def test_an_unknown_tensor_is_named(saved):
 
 def test_an_open_checkpoint_says_where_it_is(saved):
     checkpoint = open_checkpoint(saved)
-    assert checkpoint.place == str(saved) == replace(checkpoint).place
+    assert checkpoint.location == str(saved) == replace(checkpoint).location

@@ -51,7 +51,7 @@ def told(buffer: SaveBuffer) -> ShardEntry:
 
 def reads(buffer: SaveBuffer) -> Callable[[int, memoryview], None]:
     (part,) = buffer.plan.parts
-    whole = buffer.file(part)[: part.image.bytes]
+    whole = buffer.file(part)[: part.layout.bytes]
 
     def read(begin: int, out: memoryview) -> None:
         out[:] = whole[begin : begin + len(out)]
@@ -85,7 +85,7 @@ def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(
     tmp_path: Path, buffer: SaveBuffer, at: int
 ) -> None:
     (part,) = buffer.plan.parts
-    place = at % part.image.bytes
+    place = at % part.layout.bytes
 
     def read(begin: int, out: memoryview) -> None:
         reads(buffer)(begin, out)

@@ -40,25 +40,25 @@ def random_tensor(dtype, shape, seed=0):
 
 def write(path, blocks):
     """Plan a file and write it, tensor by tensor."""
-    image = plan_file((block.name, block.dtype, block.shape) for block in blocks)
+    layout = plan_file((block.name, block.dtype, block.shape) for block in blocks)
     views = {block.name: np.ascontiguousarray(block.bits).reshape(-1).view(np.uint8).data for block in blocks}
-    write_file(path, image.header, [views[name] for name in image.places])
-    return image
+    write_file(path, layout.header, [views[name] for name in layout.spans])
+    return layout
 
 
 def read(path):
     """Every tensor's dtype, shape and bytes, by where the header says that it lies."""
     content = path.read_bytes()
-    places = read_header(path).places
+    places = read_header(path).spans
     return {name: (place.dtype, place.shape, content[place.begin : place.end]) for name, place in places.items()}
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0, 4)])
 def test_the_library_opens_what_we_write(tmp_path, shape):
     blocks = [random_tensor(dtype, shape, seed) for seed, dtype in enumerate(DTYPES)]
-    image = write(tmp_path / "x.safetensors", blocks)
-    assert image.bytes == (tmp_path / "x.safetensors").stat().st_size
-    assert image == read_header(tmp_path / "x.safetensors")
+    layout = write(tmp_path / "x.safetensors", blocks)
+    assert layout.bytes == (tmp_path / "x.safetensors").stat().st_size
+    assert layout == read_header(tmp_path / "x.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
     assert set(loaded) == {block.name for block in blocks}
     for block in blocks:
@@ -71,16 +71,16 @@ def test_the_library_opens_what_we_write(tmp_path, shape):
 
 def test_tensors_lie_at_pages_and_at_multiples_of_their_elements():
     blocks = [random_tensor(dtype, (3,)) for dtype in DTYPES]
-    image = plan_file((block.name, block.dtype, block.shape) for block in blocks)
-    assert len(image.header) % 4096 == 0
-    assert image.header_xxh3 == xxhash.xxh3_64_hexdigest(image.header)
-    assert image.bytes == len(image.header) + 3 * sum(size for _, size in DTYPES.values())
-    end = len(image.header)
-    for place in image.places.values():
+    layout = plan_file((block.name, block.dtype, block.shape) for block in blocks)
+    assert len(layout.header) % 4096 == 0
+    assert layout.header_xxh3 == xxhash.xxh3_64_hexdigest(layout.header)
+    assert layout.bytes == len(layout.header) + 3 * sum(size for _, size in DTYPES.values())
+    end = len(layout.header)
+    for place in layout.spans.values():
         assert (place.begin, place.begin % DTYPES[place.dtype][1]) == (end, 0)
         end = place.end
     shuffled = plan_file((block.name, block.dtype, block.shape) for block in reversed(blocks))
-    assert shuffled == image
+    assert shuffled == layout
 
 
 def test_we_open_what_the_library_writes(tmp_path):
@@ -267,7 +267,7 @@ def test_broken_headers_never_raise_anything_else(whole_file, data):
     kept = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     path.write_bytes(bytes(content[:kept]))
     try:
-        places = read_header(path).places.values()
+        places = read_header(path).spans.values()
     except StateError as error:
         said = error.message
     else:

@@ -78,14 +78,14 @@ def in_child(work, *args):
 def test_files_lie_at_pages_and_the_marks_behind_them():
     plan = plan_buffer(TRAINED, STILL)
     trained, still = plan.parts
-    assert (trained.still, still.still) == (False, True)
+    assert (trained.frozen, still.frozen) == (False, True)
     assert (trained.begin, trained.begin % 4096, still.begin % 4096, plan.marks % 4096) == (0, 0, 0, 0)
-    assert trained.image.bytes <= still.begin < trained.image.bytes + 4096
-    assert still.begin + still.image.bytes <= plan.marks < still.begin + still.image.bytes + 4096
+    assert trained.layout.bytes <= still.begin < trained.layout.bytes + 4096
+    assert still.begin + still.layout.bytes <= plan.marks < still.begin + still.layout.bytes + 4096
     assert (plan.bytes - plan.marks) % 4096 == 0
     assert plan == plan_buffer(TRAINED, STILL)  # both sides plan it alone
-    assert [part.still for part in plan_buffer(TRAINED, []).parts] == [False]
-    assert [part.still for part in plan_buffer([], STILL).parts] == [True]
+    assert [part.frozen for part in plan_buffer(TRAINED, []).parts] == [False]
+    assert [part.frozen for part in plan_buffer([], STILL).parts] == [True]
     assert (plan_buffer([], []).marks, plan_buffer([], []).bytes) == (0, plan.bytes - plan.marks)
 
 
@@ -134,12 +134,12 @@ def test_what_another_process_fills_becomes_files_that_the_library_opens(tmp_pat
     assert not buffer.holds(6)
     begun = begin_checkpoint(tmp_path, 7)
     shards = [
-        write_shard(begun.partial, shard_name(0, part.still), buffer.pieces(part), memory=buffer.file(part))
+        write_shard(begun.partial, shard_name(0, part.frozen), buffer.pieces(part), memory=buffer.file(part))
         for part in plan.parts
     ]
     for part, shard in zip(plan.parts, shards, strict=True):
         path = begun.partial / shard.name
-        assert path.stat().st_size == part.image.bytes == shard.file.bytes
+        assert path.stat().st_size == part.layout.bytes == shard.file.bytes
         found = safetensors.numpy.load_file(path)
         assert found.keys() == {piece.name for piece in part.pieces}
         for piece in part.pieces:
@@ -198,8 +198,8 @@ def test_memory_is_read_back_as_a_checkpoint():
             for piece in part.pieces:
                 bits = whole[piece.box.slices((0, 0))] if piece.name == "w" else truth(piece)
                 buffer.bits(part, piece)[...] = bits
-            name = shard_name(rank, part.still)
-            files.append((name, part.begin, part.image.bytes))
+            name = shard_name(rank, part.frozen)
+            files.append((name, part.begin, part.layout.bytes))
             descriptors.append(os.dup(buffer.descriptor))
             shards.append(describe_shard(name, buffer.pieces(part)))
         buffer.close()
@@ -212,15 +212,15 @@ def test_memory_is_read_back_as_a_checkpoint():
         assert np.array_equal(read_box(checkpoint, "w", (1, 1), (4, 2)), whole[1:5, 1:3])
         assert np.array_equal(read_box(checkpoint, "frozen", (0,), (1025,)), truth(STILL[0]))
         assert read_box(checkpoint, "n", (), ()) == truth(shape("n", "int64", ()))
-        assert checkpoint.place == "the agent's memory"
+        assert checkpoint.location == "the agent's memory"
     verify_checkpoint(MemoryCheckpoint(mapped | {"manifest.json": memoryview(dump_manifest(manifest))}))
 
 
 def test_memory_that_a_reader_maps_cannot_be_changed_by_it():
     buffer = SaveBuffer.make(plan_buffer(TRAINED, []))
-    mapped = map_files([os.dup(buffer.descriptor)], [("rank-00000.safetensors", 0, buffer.plan.parts[0].image.bytes)])
+    mapped = map_files([os.dup(buffer.descriptor)], [("rank-00000.safetensors", 0, buffer.plan.parts[0].layout.bytes)])
     assert mapped["rank-00000.safetensors"].readonly
-    assert bytes(mapped["rank-00000.safetensors"]) == bytes(buffer.memory[: buffer.plan.parts[0].image.bytes])
+    assert bytes(mapped["rank-00000.safetensors"]) == bytes(buffer.memory[: buffer.plan.parts[0].layout.bytes])
     buffer.close()
 
 

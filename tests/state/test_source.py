@@ -25,7 +25,7 @@ def read(source, begin, size, file="rank-00000.safetensors"):
 def test_any_range_is_read(folder):
     source = FolderCheckpoint(folder)
     content = (folder / "rank-00000.safetensors").read_bytes()
-    assert (source.place, source.checked) == (str(folder), True)
+    assert (source.location, source.checked) == (str(folder), True)
     assert source.manifest() == b"{}"
     assert source.size("rank-00000.safetensors") == 10240
     assert source.name("rank-00000.safetensors") == f"{folder}/rank-00000.safetensors"

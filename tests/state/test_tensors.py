@@ -13,13 +13,13 @@ from headway.state import CheckpointFacts, begin_checkpoint, commit, open_checkp
 from headway.state.tensors import (
     ModelShare,
     as_tensor,
+    frozen_names,
     load_state,
     load_weights,
     named_state,
-    owned,
+    owned_pieces,
     pieces,
     read_tensors,
-    still_names,
 )
 from headway.train.build import build_optimizer
 
@@ -191,9 +191,9 @@ def test_nothing_is_copied_to_write(tmp_path):
 def test_plain_tensors_are_written_by_one_rank_each():
     """All who hold the same part of the model share the work; what has no elements is the first one's."""
     tensors = {name: torch.zeros(size) for name, size in {"a": 5, "b": 40, "c": 5, "d": 30, "e": 0}.items()}
-    assert [own.piece.name for own in owned(tensors)] == ["a", "b", "c", "d", "e"]
+    assert [own.piece.name for own in owned_pieces(tensors)] == ["a", "b", "c", "d", "e"]
     ranks = (3, 5)
-    shares = {rank: [own.piece.name for own in owned(tensors, ModelShare(rank, ranks))] for rank in ranks}
+    shares = {rank: [own.piece.name for own in owned_pieces(tensors, ModelShare(rank, ranks))] for rank in ranks}
     assert sorted(shares[3] + shares[5]) == ["a", "b", "c", "d", "e"]
     assert "e" in shares[3]
     assert {sum(tensors[name].numel() for name in share) for share in shares.values()} == {40}
@@ -201,13 +201,13 @@ def test_plain_tensors_are_written_by_one_rank_each():
 
 def test_what_another_stage_owns_is_not_written():
     tensors = {name: torch.zeros(3) for name in ("model/embed", "model/own", "optimizer/embed/step")}
-    held = ModelShare(borrowed={"head.weight": "embed"})
-    assert [own.piece.name for own in owned(tensors, held)] == ["model/own"]
+    share = ModelShare(borrowed={"head.weight": "embed"})
+    assert [own.piece.name for own in owned_pieces(tensors, share)] == ["model/own"]
 
 
 def test_what_is_owned_is_the_live_tensor():
     weight = torch.zeros(2, 3).t()
-    (own,) = owned({"w": weight})
+    (own,) = owned_pieces({"w": weight})
     own.tensor[1, 0] = 5
     assert weight[1, 0] == 5
     assert (own.piece.name, own.piece.dtype) == ("w", "float32")
@@ -216,11 +216,11 @@ def test_what_is_owned_is_the_live_tensor():
 
 def test_frozen_weights_are_named():
     model = LikeCompiled(Net())
-    assert still_names(model) == frozenset()
+    assert frozen_names(model) == frozenset()
     model._orig_mod.embed.weight.requires_grad = False
     model._orig_mod.body[0].bias.requires_grad = False
-    assert still_names(model) == {"model/embed.weight", "model/body.0.bias"}
-    assert still_names(model) < named_state(model).keys()
+    assert frozen_names(model) == {"model/embed.weight", "model/body.0.bias"}
+    assert frozen_names(model) < named_state(model).keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)

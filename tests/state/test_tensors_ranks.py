@@ -26,7 +26,7 @@ from headway.state import (
     verify_checkpoint,
     write_shard,
 )
-from headway.state.tensors import ModelShare, load_state, named_state, owned, pieces, read_tensors
+from headway.state.tensors import ModelShare, load_state, named_state, owned_pieces, pieces, read_tensors
 from processes import run_ranks
 
 FACTS = CheckpointFacts(cursor=0, chain="", data_version="v")
@@ -73,8 +73,8 @@ def save_together(rank, world, folder, state):
     begun = begin_checkpoint(folder, 1) if rank == 0 else None
     if world > 1:
         dist.barrier()
-    partial, held = partial_folder(folder, 1), ModelShare(rank, tuple(range(world)))
-    leave_shard_entry(partial, write_shard(partial, shard_name(rank), pieces(state, held)))
+    partial, share = partial_folder(folder, 1), ModelShare(rank, tuple(range(world)))
+    leave_shard_entry(partial, write_shard(partial, shard_name(rank), pieces(state, share)))
     if world > 1:
         dist.barrier()
     if begun is not None:
@@ -211,7 +211,9 @@ def story_copies(rank, world, folder):
         state[f"model/{i}.plain"] = whole
     save_together(rank, world, folder, state)
     return {
-        "owned": torch.tensor(sum(own.tensor.nbytes for own in owned(state, ModelShare(rank, tuple(range(world))))))
+        "owned": torch.tensor(
+            sum(own.tensor.nbytes for own in owned_pieces(state, ModelShare(rank, tuple(range(world)))))
+        )
     }
 
 

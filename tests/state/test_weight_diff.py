@@ -7,7 +7,7 @@ import pytest
 
 from headway.errors import ModelError
 from headway.state.huggingface import LazyWeight
-from headway.state.weight_diff import unlike, weight_differences
+from headway.state.weight_diff import tensor_mismatches, weight_differences
 
 
 def weight(array: np.ndarray, dtype: str, cut: int) -> LazyWeight:
@@ -66,9 +66,9 @@ def test_one_that_ends_early_is_an_error() -> None:
 def test_names_shapes_and_dtypes() -> None:
     first = {"a": ("float32", (2, 3)), "b": ("float32", (4,)), "c": ("float32", (1,)), "e": (None, (5,))}
     second = {"a": ("float32", (3, 2)), "b": ("bfloat16", (4,)), "d": ("float32", (1,)), "e": ("float32", (5,))}
-    found = unlike(first, second)
+    found = tensor_mismatches(first, second)
     assert (found.only_first, found.only_second) == (("c",), ("d",))
     assert found.shapes == {"a": ((2, 3), (3, 2))}
     assert found.dtypes == {"b": ("float32", "bfloat16")}
     assert not found.none
-    assert unlike(first, first).none
+    assert tensor_mismatches(first, first).none

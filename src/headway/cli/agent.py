@@ -247,9 +247,9 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
 def _need_key(what: str) -> str:
     """The run's key, of which machines know each other that share no folder to read it from."""
     from headway.errors import UsageError
-    from headway.state.handshake import KEY_VARIABLE, given_key
+    from headway.state.handshake import KEY_VARIABLE, key_from_env
 
-    key = given_key()
+    key = key_from_env()
     if key is None:
         raise UsageError(
             f"{what}, and {KEY_VARIABLE} has no key",

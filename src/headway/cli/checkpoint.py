@@ -165,7 +165,7 @@ def export_command(
             recipe.model,
             ordered,
             tokenizer=tokenizer,
-            companions=_home(one).companions,
+            sidecars=_home(one).companions,
             seq=recipe.data.seq,
             progress=progress,
         )
@@ -208,7 +208,7 @@ def import_command(
             source=source,
             seq=seq,
             tokenizer=tokenizer,
-            companions=folder,
+            sidecars=folder,
             progress=progress,
         )
     manifest = open_checkpoint(find_checkpoint(made.checkpoints)).manifest
@@ -405,7 +405,7 @@ def _averaged(checkpoint: "OpenCheckpoint") -> set[str]:
     found = {name.removeprefix("ema/") for name in checkpoint.manifest.tensors if name.startswith("ema/")}
     if not found:
         raise StateError(
-            f"{checkpoint.place} has no average of its weights",
+            f"{checkpoint.location} has no average of its weights",
             hint="train.ema keeps one, from the first step on; without --ema the weights themselves are written",
         )
     return found

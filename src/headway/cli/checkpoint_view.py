@@ -34,7 +34,7 @@ class CountingSource(CheckpointSource):
     """A source that tells how many bytes were read of it, and of how many."""
 
     def __init__(self, inner: CheckpointSource, progress: Callable[[int, int], None]) -> None:
-        self.place, self.request_bytes = inner.place, inner.request_bytes
+        self.location, self.request_bytes = inner.location, inner.request_bytes
         self._inner, self._progress = inner, progress
         self._sizes: dict[str, int] = {}
         self._done = 0

@@ -15,7 +15,7 @@ from headway.cli.data_mix import mix_command
 
 if TYPE_CHECKING:
     from headway.data import BuildProgress, BuildResult, Dataset
-    from headway.data.build import Elsewhere
+    from headway.data.build import RemoteEncoders
 
 __all__ = ["app"]
 
@@ -78,7 +78,7 @@ def build_command(
             options,
             force=force,
             engine=tokenizer_engine,
-            elsewhere=_elsewhere(engine, tokenizer_engine),
+            remote_encoders=_elsewhere(engine, tokenizer_engine),
             progress=progress,
             on_skip=_say_skipped,
             on_note=_say_note,
@@ -96,7 +96,7 @@ def build_command(
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
 
 
-def _elsewhere(engine: str, tokenizer_engine: str) -> "Elsewhere | None":
+def _elsewhere(engine: str, tokenizer_engine: str) -> "RemoteEncoders | None":
     """What encodes on a cluster, where that is wanted."""
     if engine == "local":
         return None

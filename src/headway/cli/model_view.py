@@ -166,11 +166,11 @@ def diff_document(
     a: "NamedModel", b: "NamedModel", first: Kinds, second: Kinds, values: "Sequence[TensorDifference] | None"
 ) -> dict[str, Any]:
     """In what two models differ, for programs; pairs are (first, second)."""
-    from headway.state.weight_diff import unlike
+    from headway.state.weight_diff import tensor_mismatches
 
     one, other = _fields(a.model), _fields(b.model)
     fields = {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}
-    tensors = unlike(first, second)
+    tensors = tensor_mismatches(first, second)
     parts = None if values is None else _by_part(values)
     return {
         "same": not fields and tensors.none and not any(part["differing"] for part in (parts or {}).values()),

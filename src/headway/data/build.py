@@ -28,7 +28,7 @@ from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, tr
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
 from headway.errors import DataError
 
-__all__ = ["BuildOptions", "BuildProgress", "BuildResult", "Elsewhere", "Engine", "build_dataset"]
+__all__ = ["BuildOptions", "BuildProgress", "BuildResult", "Engine", "RemoteEncoders", "build_dataset"]
 
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
@@ -102,7 +102,7 @@ def build_dataset(
     *,
     force: bool = False,
     engine: Engine = "auto",
-    elsewhere: "Elsewhere | None" = None,
+    remote_encoders: "RemoteEncoders | None" = None,
     progress: Callable[[BuildProgress], None] | None = None,
     on_skip: Callable[[str], None] | None = None,
     on_note: Callable[[str], None] | None = None,
@@ -129,8 +129,8 @@ def build_dataset(
     task = _Task(target, reader, encoder, options, origin, force, on_skip or (lambda _: None))
     note = on_note or (lambda _: None)
     slow = f"tokenizers {installed_version('tokenizers')}"
-    if elsewhere is not None:
-        return _make(task, lambda: elsewhere(encoder), slow)
+    if remote_encoders is not None:
+        return _make(task, lambda: remote_encoders(encoder), slow)
     fast = _fast(encoder, engine, reader.total, note)
     if fast is None:
         return _make(task, _here(encoder.encode_batch), slow)
@@ -290,7 +290,7 @@ def _is_sound(target: Path) -> bool:
 
 
 _Open = Callable[[], AbstractContextManager[Encoders]]
-Elsewhere = Callable[[TextTokenizer], AbstractContextManager[Encoders]]
+RemoteEncoders = Callable[[TextTokenizer], AbstractContextManager[Encoders]]
 """Opens encoders for a tokenizer, on other machines."""
 
 

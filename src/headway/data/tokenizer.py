@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headway.data.sources import TextBlock
 from headway.errors import DataError
 
-__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "same_tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "tokenizer_from_bytes", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends a document, in tokenizers trained here."""
@@ -127,7 +127,7 @@ def load_tokenizer(
     return TextTokenizer(raw, end_of_text)
 
 
-def same_tokenizer(content: bytes, end_of_text: int, *, special_tokens: bool) -> TextTokenizer:
+def tokenizer_from_bytes(content: bytes, end_of_text: int, *, special_tokens: bool) -> TextTokenizer:
     """A tokenizer again, on another machine, from what `to_bytes` made of it and how it was loaded."""
     from tokenizers import Tokenizer
 

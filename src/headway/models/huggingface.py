@@ -72,7 +72,7 @@ def _open(file: Path, model: Model) -> Iterable[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for stored in opened.keys():  # noqa: SIM118  (not a dict)
-                name = folders.known_as(stored, model)
+                name = folders.current_name(stored, model)
                 if name is not None:
                     yield name, opened.get_tensor(stored)
     except FileNotFoundError:

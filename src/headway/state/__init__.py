@@ -6,7 +6,7 @@
 from headway.state.box import Box
 from headway.state.channel import Channel, ChannelClosed, Message, MessageChannel
 from headway.state.digest import digest_box, state_digest
-from headway.state.layout import Layout, LayoutPart, spread, whole
+from headway.state.layout import Layout, LayoutPart, replicated, sharded
 from headway.state.manifest import (
     CheckpointFacts,
     CheckpointManifest,
@@ -32,12 +32,12 @@ from headway.state.write_checkpoint import (
     describe_shard,
     fence,
     find_checkpoint,
-    image_of,
     leave_shard_entry,
     list_checkpoints,
     merge,
     partial_folder,
     prune,
+    shard_layout,
     shard_name,
     write_shard,
 )
@@ -78,7 +78,6 @@ __all__ = [
     "dump_manifest",
     "fence",
     "find_checkpoint",
-    "image_of",
     "leave_shard_entry",
     "list_checkpoints",
     "map_files",
@@ -89,10 +88,11 @@ __all__ = [
     "plan_buffer",
     "prune",
     "read_box",
+    "replicated",
+    "shard_layout",
     "shard_name",
-    "spread",
+    "sharded",
     "state_digest",
     "verify_checkpoint",
-    "whole",
     "write_shard",
 ]

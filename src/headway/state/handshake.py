@@ -15,7 +15,15 @@ import socket
 
 from headway.errors import UsageError
 
-__all__ = ["KEY_VARIABLE", "HandshakeFailed", "call", "client_handshake", "given_key", "new_key", "server_handshake"]
+__all__ = [
+    "KEY_VARIABLE",
+    "HandshakeFailed",
+    "client_handshake",
+    "connect",
+    "key_from_env",
+    "new_key",
+    "server_handshake",
+]
 
 KEY_VARIABLE = "HEADWAY_KEY"
 """Has the key where machines share no folder; arguments would be seen by everybody on the machine."""
@@ -34,7 +42,7 @@ def new_key() -> str:
     return secrets.token_hex(NUMBER_BYTES)
 
 
-def given_key() -> str | None:
+def key_from_env() -> str | None:
     """The key that the environment has; None where it has none."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and len(key) < SHORTEST:
@@ -45,7 +53,7 @@ def given_key() -> str | None:
     return key or None
 
 
-def call(
+def connect(
     address: tuple[str, int], key: str, timeout_s: float = PATIENCE_S, answer_s: float = PATIENCE_S
 ) -> socket.socket:
     """Connect to whoever listens there, and see that it is one of ours; OSError or Stranger where it cannot be."""

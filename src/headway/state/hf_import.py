@@ -43,7 +43,7 @@ def import_run(
     source: str,
     seq: int,
     tokenizer: TokenizerFile | None = None,
-    companions: Path | None = None,
+    sidecars: Path | None = None,
     progress: Progress | None = None,
 ) -> RunFolder:
     """Make a run of weights by our names; it appears whole or not at all.
@@ -61,8 +61,8 @@ def import_run(
             data = {"path": str(final.path / NO_DATA), "seq": seq}
             recipe = Recipe.model_validate({"name": name, "model": model, "data": data})
             _write_small_files(run, recipe, tokenizer, source)
-            if companions is not None:
-                save_sidecars(companions, run.companions, None if tokenizer is None else tokenizer.path)
+            if sidecars is not None:
+                save_sidecars(sidecars, run.companions, None if tokenizer is None else tokenizer.path)
             _save(run.checkpoints, weights, _facts(recipe, source), progress)
             run.path.rename(final.path)
             make_durable(root)
@@ -122,26 +122,26 @@ def _save(
 ) -> None:
     """Write the checkpoint of step 0, one file of all tensors."""
     tensors = {f"model/{name}": weight for name, weight in weights.items()}
-    image = plan_file((name, weight.dtype, weight.shape) for name, weight in tensors.items())
-    save = begin_checkpoint(checkpoints, 0, needs_bytes=image.bytes)
+    layout = plan_file((name, weight.dtype, weight.shape) for name, weight in tensors.items())
+    save = begin_checkpoint(checkpoints, 0, needs_bytes=layout.bytes)
     try:
-        described = _write(save.partial / shard_name(0), image, tensors, progress)
+        described = _write(save.partial / shard_name(0), layout, tensors, progress)
     except BaseException:
         abandon(save)
         raise
-    file = FileEntry(bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3)
+    file = FileEntry(bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3)
     commit(save, facts, [ShardEntry(name=shard_name(0), file=file, tensors=described)], workers=1)
 
 
 def _write(
-    path: Path, image: SafetensorsLayout, tensors: Mapping[str, LazyWeight], progress: Progress | None
+    path: Path, layout: SafetensorsLayout, tensors: Mapping[str, LazyWeight], progress: Progress | None
 ) -> dict[str, TensorEntry]:
     """Write a file block by block and make it durable; what the manifest says of each tensor is taken on the way."""
     total, done = sum(weight.bytes for weight in tensors.values()), 0
     described = {}
     with path.open("xb") as file:
-        file.write(image.header)
-        for name in image.places:
+        file.write(layout.header)
+        for name in layout.spans:
             entry = _Entry(tensors[name])
             for block in tensors[name].blocks():
                 file.write(block)
@@ -149,7 +149,7 @@ def _write(
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
-            described[name] = entry.finish(path.name, image.places[name].begin)
+            described[name] = entry.finish(path.name, layout.spans[name].begin)
         file.flush()
         os.fsync(file.fileno())
     return described

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["lay_companions", "pass_on_companions", "save_sidecars"]
+__all__ = ["apply_sidecars", "copy_sidecars", "save_sidecars"]
 
 CONFIG = "config.json"
 OF_THE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -16,10 +16,10 @@ MOST_BYTES = 16 << 20
 
 def save_sidecars(folder: Path, into: Path, tokenizer: Path | None) -> None:
     """Copy them from a folder; what speaks of tokens only where the run has the folder's own `tokenizer`."""
-    pass_on_companions(folder, folder / "tokenizer.json", into, tokenizer)
+    copy_sidecars(folder, folder / "tokenizer.json", into, tokenizer)
 
 
-def pass_on_companions(kept: Path, its_tokenizer: Path, into: Path, tokenizer: Path | None) -> None:
+def copy_sidecars(kept: Path, its_tokenizer: Path, into: Path, tokenizer: Path | None) -> None:
     """The same from where another run keeps them."""
     same = tokenizer is not None and its_tokenizer.exists() and its_tokenizer.read_bytes() == tokenizer.read_bytes()
     into.mkdir()
@@ -29,7 +29,7 @@ def pass_on_companions(kept: Path, its_tokenizer: Path, into: Path, tokenizer: P
             shutil.copyfile(path, into / name)
 
 
-def lay_companions(kept: Path, into: Path, config: dict[str, Any]) -> dict[str, Any]:
+def apply_sidecars(kept: Path, into: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Copy them into a folder that is being written; returns its config with what only the first folder knew."""
     if not (kept / CONFIG).exists():
         return config

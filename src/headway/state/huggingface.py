@@ -24,7 +24,7 @@ from headway.recipe.huggingface import config_from_model
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
 from headway.state.bands import band_bytes, read_bands
-from headway.state.hf_sidecars import lay_companions
+from headway.state.hf_sidecars import apply_sidecars
 from headway.state.manifest import CHUNK_BYTES
 from headway.state.read_checkpoint import OpenCheckpoint, read_box
 from headway.state.safetensors_file import DTYPES, SafetensorsLayout, bits_dtype, plan_file, read_header
@@ -36,8 +36,8 @@ __all__ = [
     "Progress",
     "TokenizerFile",
     "check_weights",
+    "current_name",
     "from_hf",
-    "known_as",
     "saved_weights",
     "stored_weights",
     "to_hf",
@@ -81,7 +81,7 @@ class TokenizerFile:
     end_token: str | None = None
 
 
-def known_as(name: str, model: Model) -> str | None:
+def current_name(name: str, model: Model) -> str | None:
     """What a tensor of theirs is called today; None for one that says nothing, since it follows from others."""
     for pattern, now in model.OLD_NAMES.items():
         name = re.sub(pattern, now, name)
@@ -93,8 +93,8 @@ def stored_weights(folder: Path, model: Model) -> dict[str, LazyWeight]:
     """The weights of a Hugging Face folder by our names, checked against the shapes that a model has."""
     found: dict[str, LazyWeight] = {}
     for file in weight_files(folder):
-        for stored, place in _image(file).places.items():
-            name = known_as(stored, model)
+        for stored, place in _image(file).spans.items():
+            name = current_name(stored, model)
             if name is None:
                 continue
             if name in found:
@@ -208,7 +208,7 @@ def saved_weights(checkpoint: OpenCheckpoint, shapes: Shapes, prefix: str = "mod
         for name, entry in checkpoint.manifest.tensors.items()
         if name.startswith(prefix)
     }
-    check_weights({name: weight.shape for name, weight in found.items()}, shapes, checkpoint.place)
+    check_weights({name: weight.shape for name, weight in found.items()}, shapes, checkpoint.location)
     return found
 
 
@@ -252,7 +252,7 @@ def write_folder(
     weights: Mapping[str, LazyWeight],
     *,
     tokenizer: TokenizerFile | None = None,
-    companions: Path | None = None,
+    sidecars: Path | None = None,
     seq: int = 2048,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -272,8 +272,8 @@ def write_folder(
         if tokenizer is not None:
             _write_tokenizer(beside, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id
-        if companions is not None:
-            config = lay_companions(companions, beside, config)
+        if sidecars is not None:
+            config = apply_sidecars(sidecars, beside, config)
         dtype = weights["norm.weight"].dtype
         _write_json(beside / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
         make_durable(beside)
@@ -312,10 +312,10 @@ def _write_weights(
 
 def _write_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
     """Write one file and make it durable, saying how many bytes each block had."""
-    image = plan_file((name, weight.dtype, weight.shape) for name, weight in weights.items())
+    layout = plan_file((name, weight.dtype, weight.shape) for name, weight in weights.items())
     with path.open("xb") as file:
-        file.write(_told_format(image))
-        for name in image.places:
+        file.write(_told_format(layout))
+        for name in layout.spans:
             for block in weights[name].blocks():
                 file.write(block)
                 yield len(block)
@@ -323,9 +323,9 @@ def _write_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
         os.fsync(file.fileno())
 
 
-def _told_format(image: SafetensorsLayout) -> bytes:
+def _told_format(layout: SafetensorsLayout) -> bytes:
     """The file's header with the note that older versions of `transformers` insist on."""
-    entries = json.loads(image.header[8:])
+    entries = json.loads(layout.header[8:])
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

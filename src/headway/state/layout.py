@@ -12,7 +12,7 @@ from itertools import accumulate, product
 
 from headway.state.box import Box, overlap
 
-__all__ = ["BoxIndex", "Layout", "LayoutPart", "box_at", "layout_fault", "spread", "whole"]
+__all__ = ["BoxIndex", "Layout", "LayoutPart", "box_at", "layout_fault", "replicated", "sharded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Layout:
     parts: tuple[LayoutPart, ...]
 
 
-def whole(shape: Sequence[int], holders: Sequence[int]) -> Layout:
+def replicated(shape: Sequence[int], holders: Sequence[int]) -> Layout:
     """A copy of the whole tensor on each holder."""
     box = Box((0,) * len(shape), tuple(shape))
     return Layout(tuple(shape), tuple(LayoutPart(holder, box) for holder in holders))
 
 
-def spread(
+def sharded(
     shape: Sequence[int],
     mesh: Sequence[int],
     cuts: Sequence[tuple[int, int]],

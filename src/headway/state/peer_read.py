@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DamagedState
-from headway.state.handshake import HandshakeFailed, call
+from headway.state.handshake import HandshakeFailed, connect
 from headway.state.source import CheckpointSource
 
 __all__ = ["PeerCheckpoint", "PeerFile", "PeerReader", "fill", "peer_request", "read_line"]
@@ -62,7 +62,7 @@ class PeerReader:
             free = self._free.get(address)
             if free:
                 return free.pop()
-        return call(address, self.key)
+        return connect(address, self.key)
 
     def close(self) -> None:
         """Hang up."""
@@ -75,7 +75,7 @@ class PeerCheckpoint(CheckpointSource):
     """A checkpoint on the disk of another machine; unlike what is in memory, its bytes have checksums."""
 
     def __init__(self, place: str, manifest: bytes, files: Sequence[PeerFile], far: PeerReader) -> None:
-        self.place, self._manifest, self._far = place, manifest, far
+        self.location, self._manifest, self._far = place, manifest, far
         self._files = {file.name: file for file in files}
 
     def manifest(self) -> bytes:

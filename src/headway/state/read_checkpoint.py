@@ -52,9 +52,9 @@ class OpenCheckpoint:
     _checked: set[str] = field(default_factory=set, repr=False)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """How messages call it."""
-        return self.source.place
+        return self.source.location
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_box(
     """The bits of one box of a tensor, as unsigned integers of the dtype's size; into `out` if given."""
     tensor = checkpoint.manifest.tensors.get(name)
     if tensor is None:
-        raise StateError(f"{checkpoint.place} has no tensor {name}", hint="it may be of another model")
+        raise StateError(f"{checkpoint.location} has no tensor {name}", hint="it may be of another model")
     want = Box(tuple(start), tuple(shape))
     assert want.inside(tensor.shape), f"{want} is outside {name} of shape {tensor.shape}"
     if out is None:
@@ -118,7 +118,7 @@ def verify_checkpoint(source: Path | CheckpointSource) -> VerifyResult:
     for name, tensor in manifest.tensors.items():
         digest = sum(_digest_piece(checkpoint, name, tensor, piece) for piece in tensor.pieces)
         if manifest.digest_function == 2 and digest & MASK != int(tensor.digest, 16):
-            raise DamagedState(f"{checkpoint.place} is damaged: the digest of tensor {name} is wrong", hint=_HINT)
+            raise DamagedState(f"{checkpoint.location} is damaged: the digest of tensor {name} is wrong", hint=_HINT)
     return VerifyResult(manifest.step, manifest.digest, len(manifest.tensors), len(manifest.files), manifest.bytes)
 
 
@@ -265,19 +265,19 @@ def _offset(box: Box, piece: PieceEntry) -> int:
 
 def _locate(source: CheckpointSource, manifest: CheckpointManifest) -> CheckpointManifest:
     """A manifest of format 1 with the places that its files' headers tell."""
-    images = {name: read_header(Path(source.name(name))) for name in manifest.files}
-    for name, image in images.items():
-        if image.header_xxh3 != manifest.files[name].header_xxh3:
+    layouts = {name: read_header(Path(source.name(name))) for name in manifest.files}
+    for name, layout in layouts.items():
+        if layout.header_xxh3 != manifest.files[name].header_xxh3:
             raise DamagedState(f"{source.name(name)} is damaged: the checksum of its header is wrong", hint=_HINT)
     tensors = {}
     for name, tensor in manifest.tensors.items():
-        places = [(piece, images[piece.file].places.get(name)) for piece in tensor.pieces]
+        places = [(piece, layouts[piece.file].spans.get(name)) for piece in tensor.pieces]
         if any(place is None or (place.dtype, place.shape) != (tensor.dtype, piece.shape) for piece, place in places):
-            raise DamagedState(f"{source.place} does not hold what its manifest says of tensor {name}", hint=_HINT)
+            raise DamagedState(f"{source.location} does not hold what its manifest says of tensor {name}", hint=_HINT)
         pieces = tuple(piece.model_copy(update={"offset": place.begin}) for piece, place in places if place)
         tensors[name] = tensor.model_copy(update={"pieces": pieces})
     files = {
-        name: file.model_copy(update={"header_bytes": len(images[name].header)})
+        name: file.model_copy(update={"header_bytes": len(layouts[name].header)})
         for name, file in manifest.files.items()
     }
     return manifest.model_copy(update={"tensors": tensors, "files": files})

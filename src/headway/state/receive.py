@@ -53,12 +53,12 @@ def _check_plan(shard: ShardEntry, part: FilePlan) -> None:
         for name, tensor in shard.tensors.items()
         for piece in tensor.pieces
     }
-    image, file = part.image, shard.file
-    sizes = (file.bytes, file.header_bytes, file.header_xxh3) == (image.bytes, len(image.header), image.header_xxh3)
+    layout, file = part.layout, shard.file
+    sizes = (file.bytes, file.header_bytes, file.header_xxh3) == (layout.bytes, len(layout.header), layout.header_xxh3)
     placed = all(
-        [(piece.file, piece.offset) for piece in tensor.pieces] == [(shard.name, image.places[name].begin)]
+        [(piece.file, piece.offset) for piece in tensor.pieces] == [(shard.name, layout.spans[name].begin)]
         for name, tensor in shard.tensors.items()
-        if name in image.places
+        if name in layout.spans
     )
     if told != planned or not sizes or not placed:
         raise StateError(f"{shard.name} is not what its worker said that it saves")
@@ -67,7 +67,7 @@ def _check_plan(shard: ShardEntry, part: FilePlan) -> None:
 def _chunks(shard: ShardEntry, part: FilePlan) -> Iterator[tuple[int, int, str]]:
     """Each stretch of a file in its order: where it begins, its size, its checksum."""
     yield 0, shard.file.header_bytes, shard.file.header_xxh3
-    for name, place in sorted(part.image.places.items(), key=lambda one: one[1].begin):
+    for name, place in sorted(part.layout.spans.items(), key=lambda one: one[1].begin):
         (piece,) = shard.tensors[name].pieces
         size = place.end - place.begin
         counts = range(0, size, CHUNK_BYTES)

@@ -74,12 +74,12 @@ class SafetensorsLayout:
     """A whole file but for the bytes of its tensors."""
 
     header: bytes
-    places: Mapping[str, TensorSpan]
+    spans: Mapping[str, TensorSpan]
 
     @property
     def bytes(self) -> int:
         """The file's size."""
-        return max((place.end for place in self.places.values()), default=len(self.header))
+        return max((place.end for place in self.spans.values()), default=len(self.header))
 
     @property
     def header_xxh3(self) -> str:
@@ -149,8 +149,8 @@ def read_header(path: Path) -> SafetensorsLayout:
             header = file.read(length)
     except OSError as error:
         raise DamagedState(f"{path} cannot be read: {error.strerror or error}") from error
-    places = dict(_entries(path, header, size - 8 - length))
-    return SafetensorsLayout(length.to_bytes(8, "little") + header, places)
+    spans = dict(_entries(path, header, size - 8 - length))
+    return SafetensorsLayout(length.to_bytes(8, "little") + header, spans)
 
 
 def _place(entry: Mapping[str, Any], origin: int) -> TensorSpan:

@@ -25,7 +25,7 @@ from headway.errors import StateError
 from headway.state.peer_read import PeerFile, PeerReader
 from headway.state.safetensors_file import SafetensorsLayout, bits_dtype
 from headway.state.source import MANIFEST, CheckpointSource
-from headway.state.write_checkpoint import Piece, PieceShape, image_of
+from headway.state.write_checkpoint import Piece, PieceShape, shard_layout
 
 __all__ = ["BufferPlan", "FilePlan", "MemoryCheckpoint", "SaveBuffer", "map_files", "plan_buffer"]
 
@@ -41,9 +41,9 @@ NOTE_BYTES = 16 * PAGE
 class FilePlan:
     """One file of a buffer, and where it begins there."""
 
-    still: bool
+    frozen: bool
     begin: int
-    image: SafetensorsLayout
+    layout: SafetensorsLayout
     pieces: tuple[PieceShape, ...]
 
 
@@ -56,7 +56,7 @@ class BufferPlan:
     @property
     def marks(self) -> int:
         """Where the marks begin."""
-        return max((part.begin + _pages(part.image.bytes) for part in self.parts), default=0)
+        return max((part.begin + _pages(part.layout.bytes) for part in self.parts), default=0)
 
     @property
     def bytes(self) -> int:
@@ -89,7 +89,7 @@ class SaveBuffer:
             ) from error
         buffer.mark(NEVER, NEVER)
         for part in plan.parts:
-            buffer.memory[part.begin : part.begin + len(part.image.header)] = part.image.header
+            buffer.memory[part.begin : part.begin + len(part.layout.header)] = part.layout.header
         return buffer
 
     def mark(self, begun: int, done: int) -> None:
@@ -127,14 +127,14 @@ class SaveBuffer:
 
     def bits(self, part: FilePlan, shape: PieceShape) -> NDArray[np.unsignedinteger]:
         """The memory of one piece."""
-        place = part.image.places[shape.name]
+        place = part.layout.spans[shape.name]
         dtype = bits_dtype(shape.dtype)
         count = (place.end - place.begin) // dtype.itemsize
         return np.frombuffer(self.memory, dtype, count, part.begin + place.begin).reshape(shape.local_shape)
 
     def file(self, part: FilePlan) -> memoryview:
         """The memory of one of its files, to the end of its last page."""
-        return memoryview(self.memory)[part.begin : part.begin + _pages(part.image.bytes)]
+        return memoryview(self.memory)[part.begin : part.begin + _pages(part.layout.bytes)]
 
     def close(self) -> None:
         """Give the memory up; views of it that are still around keep it mapped."""
@@ -145,7 +145,7 @@ class MemoryCheckpoint(CheckpointSource):
     """A checkpoint whose files lie in buffers: what a restarted worker goes on from."""
 
     checked = False
-    place = "the agent's memory"
+    location = "the agent's memory"
 
     def __init__(
         self,
@@ -191,9 +191,9 @@ def plan_buffer(trained: Sequence[PieceShape], still: Sequence[PieceShape]) -> B
     begin = 0
     for is_still, pieces in ((False, trained), (True, still)):
         if pieces:
-            image = image_of(pieces)
-            parts.append(FilePlan(is_still, begin, image, tuple(pieces)))
-            begin += _pages(image.bytes)
+            layout = shard_layout(pieces)
+            parts.append(FilePlan(is_still, begin, layout, tuple(pieces)))
+            begin += _pages(layout.bytes)
     return BufferPlan(tuple(parts))
 
 

@@ -21,7 +21,7 @@ _HINT = "headway checkpoint ls lists what there is; headway checkpoint verify fi
 class CheckpointSource(ABC):
     """One checkpoint's files. Several threads may read at once."""
 
-    place: str
+    location: str
     """How messages call it."""
     checked: ClassVar[bool] = True
     """Whether its bytes must have checksums: those that never left this machine's memory have none."""
@@ -42,14 +42,14 @@ class CheckpointSource(ABC):
 
     def name(self, file: str) -> str:
         """How messages call a file."""
-        return f"{self.place}/{file}"
+        return f"{self.location}/{file}"
 
 
 class FolderCheckpoint(CheckpointSource):
     """A checkpoint in a folder."""
 
     def __init__(self, path: Path) -> None:
-        self.place = str(path)
+        self.location = str(path)
         self._path = path
         self._descriptors: dict[str, int] = {}
 

@@ -76,7 +76,7 @@ class StoreCheckpoint(CheckpointSource):
     request_bytes = 32 << 20
 
     def __init__(self, store: ObjectStore, step: int) -> None:
-        self.place = store.name(_step_name(step))
+        self.location = store.name(_step_name(step))
         self._store, self._step = store, step
         self._content: bytes | None = None
 
@@ -105,7 +105,7 @@ class StoreCheckpoint(CheckpointSource):
     def _key(self, file: str) -> str:
         key = self._keys.get(file)
         if not isinstance(key, str):
-            raise DamagedState(f"{self.place} does not say where its file {file} is", hint=_HINT)
+            raise DamagedState(f"{self.location} does not say where its file {file} is", hint=_HINT)
         return key
 
     @cached_property
@@ -296,7 +296,7 @@ def _same_state(store: ObjectStore, ours: CheckpointManifest) -> str:
             f"{theirs.manifest.digest[:16]}, ours {ours.digest[:16]}); nothing was changed there",
             hint="two runs may share this url: give each its own; or this run has been here before on another course",
         )
-    return theirs.place
+    return theirs.location
 
 
 def _named(store: ObjectStore, step: int) -> set[str] | None:
@@ -367,4 +367,4 @@ def _verify_copy(source: StoreCheckpoint, manifest: CheckpointManifest, save: Pa
         message = error.message
         for name in manifest.files:
             message = message.replace(str(save.partial / name), source.name(name))
-        raise DamagedState(message.replace(str(save.partial), source.place), hint=_HINT) from error
+        raise DamagedState(message.replace(str(save.partial), source.location), hint=_HINT) from error

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.errors import StateError
 from headway.state.box import Box, bands
-from headway.state.layout import Layout, box_at, spread, whole
+from headway.state.layout import Layout, box_at, replicated, sharded
 from headway.state.move import all_moves
 from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint, read_box
 from headway.state.safetensors_file import DTYPES, bits_dtype
@@ -34,14 +34,14 @@ __all__ = [
     "box_of",
     "boxes_of",
     "fill",
+    "frozen_names",
     "load_state",
     "load_weights",
     "named_parameters",
     "named_state",
-    "owned",
+    "owned_pieces",
     "pieces",
     "read_tensors",
-    "still_names",
 ]
 
 Bits = NDArray[np.unsignedinteger]
@@ -82,30 +82,30 @@ class OwnedPiece:
     tensor: torch.Tensor
 
 
-def owned(tensors: Mapping[str, torch.Tensor], held: ModelShare = ALL) -> list[OwnedPiece]:
+def owned_pieces(tensors: Mapping[str, torch.Tensor], share: ModelShare = ALL) -> list[OwnedPiece]:
     """What this rank has to write of these tensors. Every rank finds its own share without asking another."""
-    others = {*held.borrowed.values()}
+    others = {*share.borrowed.values()}
     mine = {name: tensor for name, tensor in tensors.items() if _parameter_of(name) not in others}
-    lies = {name: _layout(name, tensor, held) for name, tensor in mine.items()}
-    sources = all_moves(lies, {name: whole(layout.shape, (_FILES,)) for name, layout in lies.items()})
+    lies = {name: _layout(name, tensor, share) for name, tensor in mine.items()}
+    sources = all_moves(lies, {name: replicated(layout.shape, (_FILES,)) for name, layout in lies.items()})
     found = []
     for name, tensor in mine.items():
         writers = {move.source for move in sources[name]}
-        if held.rank in writers or (not writers and held.rank == held.ranks[0]):
+        if share.rank in writers or (not writers and share.rank == share.ranks[0]):
             local, box = _local(name, tensor)
             shape = PieceShape(name, _dtype_name(name, local), tuple(tensor.shape), box.start, box.shape)
             found.append(OwnedPiece(shape, local))
     return found
 
 
-def pieces(tensors: Mapping[str, torch.Tensor], held: ModelShare = ALL) -> list[Piece]:
+def pieces(tensors: Mapping[str, torch.Tensor], share: ModelShare = ALL) -> list[Piece]:
     """What this rank has to write of these tensors, with its bytes; what lies on a GPU is copied to memory."""
-    return [mine.piece.filled(_bits(mine.tensor.contiguous().cpu())) for mine in owned(tensors, held)]
+    return [mine.piece.filled(_bits(mine.tensor.contiguous().cpu())) for mine in owned_pieces(tensors, share)]
 
 
-def still_names(model: nn.Module, held: ModelShare = ALL) -> frozenset[str]:
+def frozen_names(model: nn.Module, share: ModelShare = ALL) -> frozenset[str]:
     """Tensors that training leaves alone, by what the model says; they get a file of their own."""
-    return frozenset(f"model/{_plain(name, held)}" for name, p in model.named_parameters() if not p.requires_grad)
+    return frozenset(f"model/{_plain(name, share)}" for name, p in model.named_parameters() if not p.requires_grad)
 
 
 def box_of(tensor: torch.Tensor) -> Box:
@@ -118,10 +118,10 @@ def boxes_of(tensor: torch.Tensor) -> dict[int, Box]:
     return {part.holder: part.box for part in _layout("a tensor", tensor, ALL).parts}
 
 
-def named_parameters(model: nn.Module, held: ModelShare = ALL) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module, share: ModelShare = ALL) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters, each once, under the names they have without wrappers and with their owner."""
     for name, parameter in model.named_parameters():
-        yield _plain(name, held), parameter
+        yield _plain(name, share), parameter
 
 
 def as_tensor(bits: Bits, dtype: str) -> torch.Tensor:
@@ -138,14 +138,14 @@ def _parameter_of(name: str) -> str:
 def named_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    held: ModelShare = ALL,
+    share: ModelShare = ALL,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every tensor that a run must not lose, by name: model/<parameter>, optimizer/<parameter>/<key>, ema/<parameter>
     of an average of the weights."""
-    state = {f"model/{name}": tensor.detach() for name, tensor in _model_tensors(model, held)}
+    state = {f"model/{name}": tensor.detach() for name, tensor in _model_tensors(model, share)}
     if optimizer is not None:
-        for name, parameter in _optimized(model, optimizer, held):
+        for name, parameter in _optimized(model, optimizer, share):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     state[f"optimizer/{name}/{key}"] = _as(parameter, value.detach())
@@ -158,13 +158,13 @@ def load_state(
     checkpoint: Path | OpenCheckpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    held: ModelShare = ALL,
+    share: ModelShare = ALL,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Copy a checkpoint into a live model and optimizer, in place; nothing is touched unless all fits."""
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
-    live = named_state(model, optimizer, held, average)
-    _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/", "ema/"), held)
+    live = named_state(model, optimizer, share, average)
+    _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/", "ema/"), share)
     with ThreadPoolExecutor(min(_READERS, torch.get_num_threads()), thread_name_prefix="read") as readers:
         loads = [readers.submit(_load_tensor, source, name, tensor) for name, tensor in live.items()]
         try:
@@ -175,9 +175,9 @@ def load_state(
             raise
 
 
-def load_weights(checkpoint: Path | OpenCheckpoint, model: nn.Module, held: ModelShare = ALL) -> None:
+def load_weights(checkpoint: Path | OpenCheckpoint, model: nn.Module, share: ModelShare = ALL) -> None:
     """Copy only a checkpoint's weights into a live model, in place."""
-    load_state(checkpoint, model, held=held)
+    load_state(checkpoint, model, share=share)
 
 
 @torch.no_grad()
@@ -207,55 +207,55 @@ def _as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _model_tensors(model: nn.Module, held: ModelShare) -> Iterator[tuple[str, torch.Tensor]]:
+def _model_tensors(model: nn.Module, share: ModelShare) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, each once, under the names they have without wrappers and with their owner."""
-    yield from named_parameters(model, held)
+    yield from named_parameters(model, share)
     transient = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
     for name, buffer in model.named_buffers():
         if id(buffer) not in transient:
-            yield _plain(name, held), buffer
+            yield _plain(name, share), buffer
 
 
 def _optimized(
-    model: nn.Module, optimizer: torch.optim.Optimizer, held: ModelShare
+    model: nn.Module, optimizer: torch.optim.Optimizer, share: ModelShare
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that an optimizer holds, by their names in the model."""
-    names = {id(parameter): name for name, parameter in named_parameters(model, held)}
+    names = {id(parameter): name for name, parameter in named_parameters(model, share)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             assert id(parameter) in names, "the optimizer holds a parameter that the model does not have"
             yield names[id(parameter)], parameter
 
 
-def _plain(name: str, held: ModelShare) -> str:
+def _plain(name: str, share: ModelShare) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return held.borrowed.get(name, name)
+    return share.borrowed.get(name, name)
 
 
-def _check(source: OpenCheckpoint, live: Mapping[str, torch.Tensor], kinds: tuple[str, ...], held: ModelShare) -> None:
+def _check(source: OpenCheckpoint, live: Mapping[str, torch.Tensor], kinds: tuple[str, ...], share: ModelShare) -> None:
     """See that the checkpoint has exactly the tensors wanted, each with the same shape and dtype."""
     saved = source.manifest.tensors
     hint = "the checkpoint is of another model: compare the two recipes"
     for name, tensor in live.items():
         if name not in saved:
-            raise StateError(f"{source.place} has no tensor {name}", hint=hint)
+            raise StateError(f"{source.location} has no tensor {name}", hint=hint)
         entry = saved[name]
         if entry.shape != tuple(tensor.shape):
             raise StateError(
-                f"{source.place} has tensor {name} of shape {list(entry.shape)}, not {list(tensor.shape)}",
+                f"{source.location} has tensor {name} of shape {list(entry.shape)}, not {list(tensor.shape)}",
                 hint=hint,
             )
         # Weights alone are taken over in any precision; a state goes on in the one it has.
         converted = "optimizer/" not in kinds and "float" in entry.dtype and tensor.is_floating_point()
         if entry.dtype != _dtype_name(name, tensor) and not converted:
             raise StateError(
-                f"{source.place} has tensor {name} in {entry.dtype}, not {_dtype_name(name, tensor)}",
+                f"{source.location} has tensor {name} in {entry.dtype}, not {_dtype_name(name, tensor)}",
                 hint=hint,
             )
     for name in saved:
-        if name.startswith(kinds) and name not in live and _parameter_of(name) not in held.elsewhere:
-            raise StateError(f"{source.place} has a tensor {name}, for which there is no place", hint=hint)
+        if name.startswith(kinds) and name not in live and _parameter_of(name) not in share.elsewhere:
+            raise StateError(f"{source.location} has a tensor {name}, for which there is no place", hint=hint)
 
 
 @torch.no_grad()
@@ -279,13 +279,13 @@ def _load_tensor(source: OpenCheckpoint, name: str, tensor: torch.Tensor) -> Non
         local[part.slices(box.start)].copy_(read)
 
 
-def _layout(name: str, tensor: torch.Tensor, held: ModelShare) -> Layout:
+def _layout(name: str, tensor: torch.Tensor, share: ModelShare) -> Layout:
     """How a tensor lies on the ranks: a plain one whole on each that holds this part of the model."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return whole(shape, held.ranks)
+        return replicated(shape, share.ranks)
     mesh = tensor.device_mesh
-    return spread(shape, tuple(mesh.shape), _cuts(name, tensor), _ranks(mesh))
+    return sharded(shape, tuple(mesh.shape), _cuts(name, tensor), _ranks(mesh))
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from headway.state.checkpoint_diff import Bits, TensorDifference, distance, valu
 from headway.state.huggingface import LazyWeight, Progress
 from headway.state.safetensors_file import DTYPES
 
-__all__ = ["TensorMismatches", "unlike", "weight_differences"]
+__all__ = ["TensorMismatches", "tensor_mismatches", "weight_differences"]
 
 _BLOCK = 1 << 18  # elements that are turned into float64 at a time
 
@@ -37,7 +37,7 @@ class TensorMismatches:
         return not (self.only_first or self.only_second or self.shapes or self.dtypes)
 
 
-def unlike(first: Mapping[str, Kind], second: Mapping[str, Kind]) -> TensorMismatches:
+def tensor_mismatches(first: Mapping[str, Kind], second: Mapping[str, Kind]) -> TensorMismatches:
     """Compare names, shapes and dtypes; where one side has no dtypes yet, they are no difference."""
     common = [name for name in first if name in second]
     shapes = {n: (first[n][1], second[n][1]) for n in common if first[n][1] != second[n][1]}

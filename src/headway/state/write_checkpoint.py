@@ -58,13 +58,13 @@ __all__ = [
     "explain_write_errors",
     "fence",
     "find_checkpoint",
-    "image_of",
     "leave_shard_entry",
     "link_unchanged",
     "list_checkpoints",
     "merge",
     "partial_folder",
     "prune",
+    "shard_layout",
     "shard_name",
     "write_shard",
 ]
@@ -182,7 +182,7 @@ def shard_name(rank: int, still: bool = False) -> str:
     return f"rank-{rank:05d}{'-still' if still else ''}.safetensors"
 
 
-def image_of(pieces: Sequence[Piece] | Sequence[PieceShape]) -> SafetensorsLayout:
+def shard_layout(pieces: Sequence[Piece] | Sequence[PieceShape]) -> SafetensorsLayout:
     """How these pieces lie in a file."""
     return plan_file((piece.name, piece.dtype, piece.local_shape) for piece in pieces)
 
@@ -201,28 +201,28 @@ def write_shard(
     `memory` is the whole file, where the pieces already lie as in one. A file that has not changed since the
     checkpoint `before` is not written again: it gets a second name. When the disk refuses, nothing is left.
     """
-    image = image_of(pieces)
+    layout = shard_layout(pieces)
     path = partial / name
     pool = ThreadPoolExecutor(threads, thread_name_prefix="digest")
     with explain_write_errors(f"{name} could not be written in {partial}", removes=(path,)):
         try:
-            described = {piece.name: pool.submit(_describe, piece, name, image) for piece in pieces}
-            if before is None or not link_unchanged(before, path, _shard(name, image, described)):
+            described = {piece.name: pool.submit(_describe, piece, name, layout) for piece in pieces}
+            if before is None or not link_unchanged(before, path, _shard(name, layout, described)):
                 if memory is None:
                     views = {piece.name: _bytes(piece) for piece in pieces}
-                    write_file(path, image.header, (views[tensor] for tensor in image.places))
+                    write_file(path, layout.header, (views[tensor] for tensor in layout.spans))
                 else:
-                    write_memory(path, memory, image.bytes)
-            return _shard(name, image, described)
+                    write_memory(path, memory, layout.bytes)
+            return _shard(name, layout, described)
         finally:
             pool.shutdown(cancel_futures=True)  # they matter no longer once the disk has refused
 
 
 def describe_shard(name: str, pieces: Sequence[Piece], threads: int = 1) -> ShardEntry:
     """What the manifest will say of a file that is not written here."""
-    image = image_of(pieces)
+    layout = shard_layout(pieces)
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
-        return _shard(name, image, {piece.name: pool.submit(_describe, piece, name, image) for piece in pieces})
+        return _shard(name, layout, {piece.name: pool.submit(_describe, piece, name, layout) for piece in pieces})
 
 
 def leave_shard_entry(partial: Path, shard: ShardEntry) -> None:
@@ -362,9 +362,9 @@ def _merge_tensor(name: str, parts: list[TensorEntry]) -> TensorEntry:
     return first.model_copy(update={"digest": f"{digest:016x}", "pieces": pieces})
 
 
-def _describe(piece: Piece, file: str, image: SafetensorsLayout) -> TensorEntry:
+def _describe(piece: Piece, file: str, layout: SafetensorsLayout) -> TensorEntry:
     """What the manifest will say of one piece: its place, checksums and digest, taken from memory."""
-    offset, checksums = image.places[piece.name].begin, chunk_checksums(_bytes(piece))
+    offset, checksums = layout.spans[piece.name].begin, chunk_checksums(_bytes(piece))
     digest = digest_box(piece.data, piece.shape, piece.box)
     written = PieceEntry(file=file, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=checksums)
     return TensorEntry(dtype=piece.dtype, shape=piece.shape, digest=f"{digest:016x}", pieces=(written,))
@@ -374,10 +374,10 @@ def _bytes(piece: Piece) -> memoryview:
     return np.ascontiguousarray(piece.data).reshape(-1).view(np.uint8).data
 
 
-def _shard(name: str, image: SafetensorsLayout, described: Mapping[str, Future[TensorEntry]]) -> ShardEntry:
+def _shard(name: str, layout: SafetensorsLayout, described: Mapping[str, Future[TensorEntry]]) -> ShardEntry:
     """A file's entry, when all of its pieces are described."""
-    file = FileEntry(bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3)
-    return ShardEntry(name=name, file=file, tensors={tensor: described[tensor].result() for tensor in image.places})
+    file = FileEntry(bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3)
+    return ShardEntry(name=name, file=file, tensors={tensor: described[tensor].result() for tensor in layout.spans})
 
 
 def link_unchanged(before: OpenCheckpoint, path: Path, shard: ShardEntry) -> bool:

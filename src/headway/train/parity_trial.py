@@ -66,12 +66,12 @@ def trial(parts: Parts, spec: ParityTrial) -> bool:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-parts.recipe.train.lr)
-        write(parts, folder / "parameters", step, named_state(model, held=parts.held))
+        write(parts, folder / "parameters", step, named_state(model, share=parts.held))
         if step < spec.steps:
             parts.optimizer.zero_grad(set_to_none=True)
 
     parts.optimizer.step()
-    write(parts, folder / "adamw", spec.steps, named_state(model, held=parts.held))
+    write(parts, folder / "adamw", spec.steps, named_state(model, share=parts.held))
     if world.first:
         order = [name for name, _ in model.named_parameters()]
         (folder / "trial.json").write_text(json.dumps({"losses": losses, "order": order}))

@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.errors import StateError, WorkerError
 from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffer, plan_buffer
 from headway.state.save_buffer import NEVER
-from headway.state.tensors import OwnedPiece, as_tensor, named_state, owned, still_names
+from headway.state.tensors import OwnedPiece, as_tensor, frozen_names, named_state, owned_pieces
 from headway.state.tiers import Tier
 from headway.train.build import Parts
 from headway.train.rng import rng_state
@@ -54,9 +54,9 @@ class SaveClient:
         model, held, world = parts.spread.model, parts.held, parts.world
         self._line, self._model, self._held, self._world = line, model, held, world
         self._recorder, self._faults, self._beat = parts.recorder, parts.faults, parts.beat
-        still = still_names(model, held)
+        still = frozen_names(model, held)
         average = None if parts.average is None else parts.average.tensors
-        mine = owned(named_state(model, parts.optimizer, held, average), held)
+        mine = owned_pieces(named_state(model, parts.optimizer, held, average), held)
         self._owned = [own for own in mine if own.piece.name not in still]
         trained = len(self._owned)
         self._owned += [own for own in mine if own.piece.name in still]
@@ -171,8 +171,8 @@ class SaveClient:
         """A module may have put another tensor in a buffer's place; parameters and optimizer states stay put."""
         if not self._moving:
             return
-        now = owned({name: t for name, t in named_state(self._model, held=self._held).items() if name in self._moving},
-                    self._held)  # fmt: skip
+        state = named_state(self._model, share=self._held)
+        now = owned_pieces({name: tensor for name, tensor in state.items() if name in self._moving}, self._held)
         tensors = {own.piece: own.tensor for own in now}
         self._owned = [OwnedPiece(own.piece, tensors.get(own.piece, own.tensor)) for own in self._owned]
 

@@ -27,7 +27,7 @@ from headway.errors import UsageError
 from headway.recipe import Assignment, FaultPlan, Recipe
 from headway.recipe.faults import AGENT
 from headway.state import Channel
-from headway.state.handshake import call
+from headway.state.handshake import connect
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track.runs import RunFolder, create_run

@@ -13,7 +13,7 @@ import pytest
 from headway.agent.nodes.snapshot_server import SnapshotServer
 from headway.errors import DamagedState
 from headway.state import PieceShape, SaveBuffer, plan_buffer, shard_name
-from headway.state.handshake import HandshakeFailed, call
+from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import PeerFile, PeerReader, peer_request
 from headway.state.save_buffer import MemoryCheckpoint
 
@@ -53,7 +53,7 @@ def file_of(server: SnapshotServer, step: int) -> PeerFile:
 def content(server: SnapshotServer, step: int) -> bytes:
     (buffer,) = [buffer for buffer in server.buffers[0] if buffer.step == step]
     (part,) = buffer.plan.parts
-    return bytes(buffer.file(part)[: part.image.bytes])
+    return bytes(buffer.file(part)[: part.layout.bytes])
 
 
 def test_any_range_of_a_file_is_read_exactly(server: SnapshotServer) -> None:

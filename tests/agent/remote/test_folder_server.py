@@ -20,7 +20,7 @@ from headway.errors import DamagedState, DataError, RunError, StateError, UsageE
 from headway.recipe import Assignment
 from headway.recipe.load import parse_recipe
 from headway.state import CheckpointFacts, Piece, begin_checkpoint, commit, verify_checkpoint, write_shard
-from headway.state.handshake import KEY_VARIABLE, call, given_key, server_handshake
+from headway.state.handshake import KEY_VARIABLE, connect, key_from_env, server_handshake
 from headway.state.peer_read import PeerCheckpoint, PeerFile, PeerReader, fill, peer_request, read_line
 from headway.track import RunFolder, create_run
 
@@ -305,4 +305,4 @@ def test_addresses_and_keys(monkeypatch) -> None:
         given_key()
     assert "short" not in raised.value.message.replace("too short", "")
     monkeypatch.setenv(KEY_VARIABLE, "")
-    assert given_key() is None
+    assert key_from_env() is None

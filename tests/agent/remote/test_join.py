@@ -20,7 +20,7 @@ from headway.agent.nodes.lease import LeaderLease
 from headway.agent.nodes.membership import Membership
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.state import Channel, Message
-from headway.state.handshake import call, server_handshake
+from headway.state.handshake import connect, server_handshake
 from headway.state.peer_read import read_line
 from headway.track import RunFolder, create_run, lock_run
 

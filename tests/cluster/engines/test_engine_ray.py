@@ -177,7 +177,7 @@ def test_dataset_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tm
     options = BuildOptions(vocab_size=300, shard_tokens=100_000)
     here = build_dataset(tmp_path / "here", sources, options)
     there = build_dataset(
-        tmp_path / "there", sources, options, elsewhere=ray_encoders(RayEngine(cluster.address), 1 << 17)
+        tmp_path / "there", sources, options, remote_encoders=ray_encoders(RayEngine(cluster.address), 1 << 17)
     )
     assert there.manifest.version == here.manifest.version
     names = sorted(path.name for path in here.path.iterdir())

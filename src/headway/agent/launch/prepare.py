@@ -27,7 +27,7 @@ from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint
 from headway.state.address import is_in_store, open_address
 from headway.state.hf_import import NO_DATA
-from headway.state.hf_sidecars import pass_on_companions, save_sidecars
+from headway.state.hf_sidecars import copy_sidecars, save_sidecars
 from headway.track import (
     RunFolder,
     create_run,
@@ -326,7 +326,7 @@ def _copy_companions(run: RunFolder, init: str | None) -> None:
         return
     source = RunFolder(Path(init).parent.parent)
     if source.companions.is_dir() and source.tokenizer_file.is_file():
-        pass_on_companions(source.companions, source.tokenizer_file, run.companions, run.tokenizer_file)
+        copy_sidecars(source.companions, source.tokenizer_file, run.companions, run.tokenizer_file)
 
 
 def resolve_model(model: Model, root: Path) -> Model:

@@ -19,7 +19,7 @@ from headway.agent.saving.restore_points import need_store
 from headway.agent.workers.env import worker_variables
 from headway.errors import RunError
 from headway.state import fence
-from headway.state.handshake import HandshakeFailed, call, given_key, new_key
+from headway.state.handshake import HandshakeFailed, connect, key_from_env, new_key
 from headway.track import RunFolder, read_recipe
 from headway.track.suspects import read_suspects
 
@@ -83,7 +83,7 @@ def leader_answers(run: RunFolder) -> bool:
     if lease is None or not lease.port:
         return False
     try:
-        call((lease.host, lease.port), run.key_file.read_text().strip(), ANSWER_S, ANSWER_S).close()
+        connect((lease.host, lease.port), run.key_file.read_text().strip(), ANSWER_S, ANSWER_S).close()
     except (OSError, HandshakeFailed, ValueError):
         return False
     return True

@@ -42,7 +42,7 @@ from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import HeadwayError
 from headway.recipe import Assignment
 from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffer, fence
-from headway.state.handshake import HandshakeFailed, call
+from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import peer_request
 from headway.track import RunFolder
 from headway.track.heartbeat import HeartbeatPages
@@ -189,7 +189,7 @@ class NodeAgent:
             with contextlib.suppress(OSError, HandshakeFailed, ValueError):
                 lease = self._whom()
                 if lease is not None and lease.port:
-                    end = call((lease.host, lease.port), self._key, CONNECT_S)
+                    end = connect((lease.host, lease.port), self._key, CONNECT_S)
                     end.settimeout(SAY_S)
                     self._called = lease
                     return Channel(end)
@@ -258,7 +258,7 @@ class NodeAgent:
     def _hears(self, where: tuple[str, int]) -> bool | None:
         """Whether another node hears the agent that leads; None where it cannot be asked."""
         try:
-            with contextlib.closing(call((where[0], where[1]), self._key, CONNECT_S, CONNECT_S)) as end:
+            with contextlib.closing(connect((where[0], where[1]), self._key, CONNECT_S, CONNECT_S)) as end:
                 end.settimeout(CONNECT_S)
                 return bool(peer_request(end, "lead")["hears"])
         except (OSError, HandshakeFailed, ValueError, KeyError):

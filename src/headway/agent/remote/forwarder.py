@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.agent.remote.bundle import growing_files
 from headway.agent.remote.folder_server import PIECE_BYTES
-from headway.state.handshake import HandshakeFailed, call
+from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import read_line
 from headway.track import RunFolder
 

@@ -27,7 +27,7 @@ from headway.agent.remote.forwarder import RecordForwarder
 from headway.errors import DataError, RunError, StateError, UsageError
 from headway.recipe import Assignment
 from headway.state.address import is_in_store
-from headway.state.handshake import HandshakeFailed, call
+from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import fill, peer_request
 from headway.track import RunFolder, read_recipe
 

@@ -43,7 +43,9 @@ class SnapshotReplicator:
             second = self._second(home)
             if second is None:
                 return
-            copies += [_Copy(step, shard_name(rank, part.still), part.image.bytes, home, second) for part in plan.parts]
+            copies += [
+                _Copy(step, shard_name(rank, part.frozen), part.layout.bytes, home, second) for part in plan.parts
+            ]
         self._to_copy.put(copies)
 
     def replicated_step(self) -> int | None:

@@ -237,10 +237,10 @@ class SnapshotBuffers:
             for part in buffer.plan.parts:
                 name, image = buffer.file_name(part), part.image
                 files[name] = FileEntry(
-                    bytes=image.bytes, header_bytes=len(image.header), header_xxh3=image.header_xxh3
+                    bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3
                 )
                 for piece in part.pieces:
-                    offset = image.places[piece.name].begin
+                    offset = layout.spans[piece.name].begin
                     entry = PieceEntry(file=name, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=())
                     tensor_pieces.setdefault(piece.name, (piece, []))[1].append(entry)
         tensors = {

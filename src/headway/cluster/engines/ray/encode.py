@@ -83,4 +83,4 @@ def _tokenizer(content: bytes, end_of_text: int, special_tokens: bool) -> TextTo
     from headway.data.tokenizer import limit_threads, same_tokenizer
 
     limit_threads(1)
-    return same_tokenizer(content, end_of_text, special_tokens=special_tokens)
+    return tokenizer_from_bytes(content, end_of_text, special_tokens=special_tokens)
