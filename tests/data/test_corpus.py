@@ -211,7 +211,7 @@ def test_the_same_data_twice_is_refused(folders):
 
 def test_a_data_set_that_has_no_window_is_named(folders, tmp_path):
     short = write_dataset(tmp_path / "short", 1, tokens=3)
-    with pytest.raises(DataError, match=r"data set z: no window of 8 \+ 1 tokens fits"):
+    with pytest.raises(DataError, match=r"dataset z: no window of 8 \+ 1 tokens fits"):
         open_corpus(recipe_of(mixed({**folders, "z": short}, {"a": 1, "z": 1})))
 
 

@@ -24,8 +24,8 @@ TEXTS = {
 SMALL = BuildOptions(vocab_size=300)
 RUN = """
 import sys
-from headway.data import BuildOptions, build
-print(build(sys.argv[1], [sys.argv[2]], BuildOptions(vocab_size=300)).manifest.version)
+from headway.data import BuildOptions, build_dataset
+print(build_dataset(sys.argv[1], [sys.argv[2]], BuildOptions(vocab_size=300)).manifest.version)
 """
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_data_set_of_the_same_version_is_mended(texts, tmp_path):
 
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_data_set_is_never_touched(texts, tmp_path, force):
-    with pytest.raises(DataError, match="holds no data set"):
+    with pytest.raises(DataError, match="holds no dataset"):
         build_dataset(texts, [f"{texts}/*.txt"], SMALL, force=force)
     with pytest.raises(DataError, match="is a file"):
         build_dataset(texts / "a.txt", [f"{texts}/*.txt"], SMALL, force=force)

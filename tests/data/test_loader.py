@@ -118,9 +118,9 @@ def test_each_token_has_the_number_of_its_document_in_its_row(
             row = document_of[start : start + seq]
             want.append([list(dict.fromkeys(row)).index(one) for one in row])
     reader = WindowReader(dataset, seq, mask_boundaries=masks, documents=True)
-    places = reader.places(np.arange(reader.windows))
+    locations = reader.locate(np.arange(reader.windows))
     arrays = (np.full((len(want), seq + 1), -1), np.full((len(want), seq), -1, np.int32)) if given_arrays else ()
-    batch = reader.read_places(places, *arrays)
+    batch = reader.read_at(locations, *arrays)
     assert batch.documents.tolist() == want
     assert batch.documents.dtype == np.int32
     assert not given_arrays or batch.documents is arrays[1]

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from headway.data import split_windows, window_order
 from headway.data.mixture import (
-    MOST_PLACES,
+    MAX_SLOTS,
     DataMixture,
     MixturePhase,
-    dealt_rows,
     mixed_order_at,
     samples_before,
     shares_of,
+    shuffled_rows,
 )
 from headway.data.order import after_skips
 from headway.data.steps import first_sample
@@ -117,12 +117,12 @@ def test_far_samples_have_the_numbers_that_their_counts_say():
 def test_no_row_of_a_step_is_one_data_sets_for_ever(weights, batch):
     mixture = mixture_of([(0, weights)])
     cursors = np.arange(600) * batch
-    rows = dealt_rows(mixture, cursors, batch, np.arange(batch))
+    rows = shuffled_rows(mixture, cursors, batch, np.arange(batch))
     assert np.array_equal(np.sort(rows, axis=1), np.tile(np.arange(batch), (600, 1)))
     owners = np.array(whose(mixture, mixed_order_at(mixture, 0, 0, (cursors[:, None] + rows).ravel())))
     for row in owners.reshape(600, batch).T:
         assert set(row.tolist()) == set(range(len(weights)))
-    some = dealt_rows(mixture, cursors[5:7], batch, np.array([1, 0]))
+    some = shuffled_rows(mixture, cursors[5:7], batch, np.array([1, 0]))
     assert np.array_equal(some, rows[5:7, [1, 0]])
 
 
@@ -156,10 +156,10 @@ def test_shares_are_weights_as_people_wrote_them():
 def test_shares_that_share_no_small_denominator_are_rounded_and_still_make_one(weights):
     shares = shares_of(weights)
     assert sum(shares) == 1
-    assert all(MOST_PLACES % share.denominator == 0 or share.denominator <= MOST_PLACES for share in shares)
-    assert math.lcm(*(share.denominator for share in shares)) <= MOST_PLACES
+    assert all(MAX_SLOTS % share.denominator == 0 or share.denominator <= MAX_SLOTS for share in shares)
+    assert math.lcm(*(share.denominator for share in shares)) <= MAX_SLOTS
     for weight, share in zip(weights, shares, strict=True):
-        assert abs(weight / sum(weights) - share) < 1 / MOST_PLACES
+        assert abs(weight / sum(weights) - share) < 1 / MAX_SLOTS
 
 
 def test_a_share_too_small_to_be_had_is_refused():

@@ -81,7 +81,7 @@ def test_folders_empty_lists_and_excluded_everything(tree):
         find_sources([tree])
     with pytest.raises(DataError, match="no source"):
         find_sources([])
-    with pytest.raises(DataError, match="nothing is left of 1 files"):
+    with pytest.raises(DataError, match="--exclude removes all of 1 files"):
         find_sources([tree / "a.py"], exclude=["a.py"])
 
 
@@ -199,7 +199,7 @@ def test_replace_mends_characters_but_not_json(tmp_path):
 def test_half_a_gzip_file(tmp_path):
     whole = gzip.compress(b"some text " * 1000)
     for name, content in (("cut.gz", whole[:-20]), ("bad.gz", b"no gzip at all")):
-        with pytest.raises(DataError, match=f"{name} is not a whole gzip file"):
+        with pytest.raises(DataError, match=f"{name} is not a complete gzip file"):
             documents(write(tmp_path / name, content))
 
 
@@ -232,4 +232,4 @@ def test_a_torn_gzip_file_is_refused_or_skipped(tmp_path):
         documents(path)
     skipped = []
     assert documents(path, ReadOptions(errors="skip"), skipped.append) == []
-    assert "t.txt.gz is not a whole gzip file" in skipped[0]
+    assert "t.txt.gz is not a complete gzip file" in skipped[0]

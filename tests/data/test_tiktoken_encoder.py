@@ -171,7 +171,7 @@ def test_the_alphabet_is_the_librarys():
 
 REFUSED = {
     "pre-tokenizer": lambda: trained(byte_level(add_prefix_space=True)),
-    "is none that one": lambda: trained(
+    "not equivalent to one": lambda: trained(
         tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Whitespace(), byte_level()])
     ),
     "no one regular|pre-tokenizer": lambda: trained(split_by(LLAMA3, behavior="removed", invert=True)),
@@ -189,7 +189,7 @@ def test_what_cannot_be_proved_is_refused_with_the_reason(tmp_path, why):
 def test_added_tokens_that_take_in_spaces_are_refused(tmp_path):
     raw = KINDS["gpt2"]()
     raw.add_tokens([tokenizers.AddedToken("<x>", lstrip=True, normalized=False)])
-    with pytest.raises(NotProven, match="take in white space"):
+    with pytest.raises(NotProven, match="absorb white space"):
         fast_encoder(loaded(tmp_path, raw))
 
 
@@ -199,7 +199,7 @@ def test_merges_that_ranks_would_get_wrong_are_refused(tmp_path):
     letters = [letter for _, letter in _alphabet()]
     content["model"]["vocab"] = {token: i for i, token in enumerate([*letters, "bc", "ab", "abc", "<|endoftext|>"])}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(NotProven, match="could be merged in a way"):
+    with pytest.raises(NotProven, match="could be merged from a pair"):
         fast_encoder(load_tokenizer(tmp_path))
 
 

@@ -100,10 +100,10 @@ def test_files_that_are_no_tokenizers(tmp_path):
     with pytest.raises(DataError, match="no tokenizer at"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
 
 

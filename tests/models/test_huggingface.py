@@ -264,7 +264,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
     folder = folder_of(fresh(), tmp_path / "f")
     edit(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
-    refused(folder, "model.layers.0.self_attn.q_proj.bias", "no place")
+    refused(folder, "model.layers.0.self_attn.q_proj.bias", "does not have")
 
 
 def test_another_shape_is_named(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         (folder / "model.safetensors").write_bytes(damaged)
         refused(folder, "model.safetensors", "cannot be read")
     (folder / "model.safetensors").unlink()
-    refused(folder, "holds no model.safetensors")
+    refused(folder, "has no model.safetensors")
     (folder / "config.json").unlink()
     refused(folder, "config.json", "cannot be read")
 
@@ -318,8 +318,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, ["gone.safetensors", "missing"]),
         ({"weight_map": {"model.norm.weight": "../f/model.safetensors"}}, ["not a file of its folder"]),
         ({"weight_map": {"model.norm.weight": 3}}, ["index.json"]),
-        ({"weight_map": [1]}, ["not an index"]),
-        ([], ["not an index"]),
+        ({"weight_map": [1]}, ["not a safetensors index"]),
+        ([], ["not a safetensors index"]),
     ],
 )
 def test_a_bad_index_is_named(tmp_path: Path, index: Any, words: list[str]) -> None:
@@ -332,7 +332,7 @@ def test_writing_never_overwrites_or_leaves_half(tmp_path: Path) -> None:
     made = fresh()
     folder = folder_of(made, tmp_path / "deep/f")
     before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(ModelError, match="there already"):
+    with pytest.raises(ModelError, match="already exists"):
         folder_of(fresh(qk_norm=True), folder)
     assert (folder / "model.safetensors").read_bytes() == before
     with pytest.raises(ModelError, match="cannot be written"):

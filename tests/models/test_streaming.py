@@ -161,7 +161,7 @@ def cut_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 @pytest.mark.parametrize("band", [100, 32 << 20])
 def test_pieces_become_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, band: int) -> None:
-    monkeypatch.setattr("headway.state.bands.BAND_BYTES", band)
+    monkeypatch.setattr("headway.state.read_checkpoint._BAND_BYTES", band)
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in SMALL.tensors().items()}
     checkpoint = cut_checkpoint(tmp_path / "checkpoints", tensors)
     text, error = call("export", checkpoint, tmp_path / "out", runs=tmp_path / "none")
@@ -214,7 +214,7 @@ def test_folders_that_cannot_be_imported_are_told_apart(tmp_path: Path) -> None:
     save_file(tensors | {"model.norm.weight": torch.zeros(33)}, file)
     assert "norm.weight of shape (33,), the model's is (32,)" in import_of(folder, runs).message
     save_file(tensors | {"what.weight": torch.zeros(33)}, file)
-    assert "has what.weight, which the model has no place for" in import_of(folder, runs).message
+    assert "has what.weight, which the model does not have" in import_of(folder, runs).message
     file.rename(folder / "pytorch_model.bin")
     assert "never opened" in import_of(folder, runs).message
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
@@ -228,7 +228,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "in/more.safetensors")
     index = dict.fromkeys(tensors, "model.safetensors") | {"model.norm.weight": "more.safetensors"}
     (tmp_path / "in/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert "model.norm.weight in two of its files" in import_of(tmp_path / "in", tmp_path / "runs").message
+    assert "model.norm.weight in two files" in import_of(tmp_path / "in", tmp_path / "runs").message
 
 
 def test_names_of_imported_runs(tmp_path: Path) -> None:

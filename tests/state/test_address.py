@@ -49,7 +49,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path):
 
 @pytest.mark.parametrize("address", ["s3://bucket/runs/a", "s3://bucket/step-", "S3://b/r/step-1"])
 def test_what_is_no_address_of_a_checkpoint_is_refused(address):
-    with pytest.raises(UsageError, match="is no checkpoint's address") as refused:
+    with pytest.raises(UsageError, match="is not a checkpoint address") as refused:
         open_address(address)
     assert "step-" in refused.value.hint
 

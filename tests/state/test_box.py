@@ -44,7 +44,7 @@ def test_tiling_fault_is_none_exactly_when_every_element_is_painted_once(case):
 
 def test_tiling_fault_says_what_is_wrong():
     assert "overlap" in tiling_fault((4,), [Box((0,), (3,)), Box((2,), (2,))])
-    assert "3 of its 4" in tiling_fault((4,), [Box((0,), (3,))])
+    assert "3 of 4" in tiling_fault((4,), [Box((0,), (3,))])
     assert "outside" in tiling_fault((4,), [Box((0,), (5,))])
     assert "outside" in tiling_fault((4,), [Box((0, 0), (4, 1))])
     assert tiling_fault((), [Box((), ())]) is None

@@ -129,7 +129,7 @@ def test_ls_counts_files_that_two_checkpoints_share(run: Path) -> None:
     piece = Piece("model/still", "float32", (4, 4), (0, 0), (4, 4), weights)
     for step in (30, 40):
         saving = begin_checkpoint(run / "checkpoints", step)
-        shard = write_shard(saving.partial, shard_name(0, still=True), [piece], before=before)
+        shard = write_shard(saving.partial, shard_name(0, frozen=True), [piece], before=before)
         before = open_checkpoint(
             commit(saving, CheckpointFacts(cursor=0, chain="c", data_version="v"), [shard], workers=1)
         )
@@ -330,7 +330,7 @@ def test_export(run: Path, tmp_path: Path) -> None:
     assert (found["step"], found["tensors"]) == (20, len(SHAPES))
     _, error = call(run, "export", "demo", tmp_path / "more")
     assert isinstance(error, ModelError)
-    assert "is there already" in error.message
+    assert "already exists" in error.message
 
 
 def test_export_of_what_is_damaged_leaves_nothing(run: Path, tmp_path: Path) -> None:

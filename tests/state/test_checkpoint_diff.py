@@ -23,8 +23,8 @@ from headway.state import (
     sharded,
     write_shard,
 )
-from headway.state import bands as bands_module
 from headway.state import checkpoint_diff as compare_module
+from headway.state import read_checkpoint as read_module
 from headway.state.box import Box, bands
 from headway.state.checkpoint_diff import diff_checkpoints, distance, values
 
@@ -141,7 +141,7 @@ def test_the_same_state_on_another_mesh_is_equal_by_digest(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("limit", [40, 1 << 20])
 def test_differences_are_those_of_brute_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(bands_module, "BAND_BYTES", limit)
+    monkeypatch.setattr(read_module, "_BAND_BYTES", limit)
     monkeypatch.setattr(compare_module, "_BLOCK", 7)
     first, second = floats(9, 14), floats(9, 14)
     rng = np.random.default_rng(1)

@@ -214,7 +214,7 @@ def test_any_part_and_any_addition_is_refused(whole, data):
 
 def test_a_newer_format_is_told_from_damage(whole):
     fields = fields_of(whole) | {"format": 3, "something": "new"}
-    with pytest.raises(StateError, match="format 3, and this version reads up to 2") as error:
+    with pytest.raises(StateError, match="format 3; this version of Headway reads up to 2") as error:
         open_checkpoint(Told(whole, sealed(fields)))
     assert error.value.hint == "upgrade headway"
     assert not isinstance(error.value, DamagedState)

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_oracle import layout_fault
 
 from headway.state.box import Box
-from headway.state.layout import Layout, LayoutPart, layout_fault, replicated, sharded
+from headway.state.layout import Layout, LayoutPart, replicated, sharded
 from headway.state.move import Move, all_moves, moves
 from thinned import examples
 

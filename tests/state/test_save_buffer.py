@@ -231,7 +231,7 @@ def test_memory_that_is_refused_is_told_in_a_sentence(monkeypatch, code):
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(StateError, match=r"no memory for a saved state of 4\.0 GB") as refused:
+    with pytest.raises(StateError, match=r"cannot allocate 4\.0 GB of memory for a saved state") as refused:
         SaveBuffer.make(plan_buffer([shape("w", whole=(10**9,))], []))
     assert "checkpoint.memory_gb" in refused.value.hint
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -275,13 +275,13 @@ def test_a_still_file_in_memory_is_linked_when_it_has_not_changed(tmp_path):
         begun = begin_checkpoint(tmp_path, step)
         shard = write_shard(
             begun.partial,
-            shard_name(0, still=True),
+            shard_name(0, frozen=True),
             buffer.pieces(part),
             memory=buffer.file(part),
             before=open_checkpoint(paths[-1]) if paths else None,
         )
         paths.append(commit(begun, FACTS, [shard], workers=1))
         verify_checkpoint(paths[-1])
-    inodes = [(path / shard_name(0, still=True)).stat().st_ino for path in paths]
+    inodes = [(path / shard_name(0, frozen=True)).stat().st_ino for path in paths]
     assert inodes[0] == inodes[1] != inodes[2]
     buffer.close()

@@ -24,7 +24,7 @@ from headway.state.write_checkpoint import Piece, ShardEntry, begin_checkpoint, 
 pytest_plugins = ["s3"]
 
 FACTS = CheckpointFacts(cursor=8, chain="", data_version="v", mesh={"shard": 2})
-STILL = shard_name(0, still=True)
+STILL = shard_name(0, frozen=True)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_a_checkpoint_there_and_back(store, make, proxy, tmp_path):
         file["key"] = None
     assert {**there, "checksum": 0} == {**here, "checksum": 0}
     assert verify_checkpoint(path) == verified
-    with pytest.raises(StateError, match="is there already"):
+    with pytest.raises(StateError, match="already exists"):
         fetch(store, 7, tmp_path / "checkpoints")
 
 
@@ -292,7 +292,7 @@ def test_the_same_state_twice_is_no_conflict(store, make, proxy):
 def test_a_committed_step_that_is_damaged_is_not_taken_for_ours(store, make):
     save(store, 1, make(1), "a")
     store.delete(["step-00000001-a/rank-00001.safetensors"])
-    with pytest.raises(DamagedState, match=r"step-00000001-a/rank-00001\.safetensors is not there"):
+    with pytest.raises(DamagedState, match=r"step-00000001-a/rank-00001\.safetensors does not exist"):
         save(store, 1, make(1), "b")
 
 
@@ -326,9 +326,9 @@ def test_objects_that_are_missing_or_short_are_named(store, make):
             store.put(key, memoryview(content))
             checkpoint = open_checkpoint(StoreCheckpoint(store, 1))
             store.delete([key])
-            with pytest.raises(DamagedState, match=re.escape(f"{store.url}/{key} is not there")):
+            with pytest.raises(DamagedState, match=re.escape(f"{store.url}/{key} does not exist")):
                 open_checkpoint(StoreCheckpoint(store, 1))
-            with pytest.raises(DamagedState, match=re.escape(f"{store.url}/{key} is not there")):
+            with pytest.raises(DamagedState, match=re.escape(f"{store.url}/{key} does not exist")):
                 [read_box(checkpoint, name, (0, 0), t.shape) for name, t in checkpoint.manifest.tensors.items()]
         store.put(key, memoryview(content))
     assert holds(store, 1, make(1))
@@ -402,5 +402,5 @@ def test_fetching_what_is_not_there_leaves_nothing(store, make, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
     save(store, 5, make(5))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StateError, match="step 5 could not be begun"):
+    with pytest.raises(StateError, match="step 5 could not be started"):
         fetch(store, 5, tmp_path / "file")

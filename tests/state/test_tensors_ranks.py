@@ -170,7 +170,7 @@ def story_layouts(rank, world, folder):
     load_state(folder / "named" / "step-00000001", holder)
     for name, tensor in state.items():
         assert torch.equal(getattr(holder, name).to_local(), tensor.to_local()), name
-    with pytest.raises(StateError, match="tensor sum lies on its mesh as"):
+    with pytest.raises(StateError, match="tensor sum is placed as"):
         pieces({"sum": DTensor.from_local(torch.ones(2), line, [Partial()])}, ModelShare(rank, tuple(range(world))))
 
 

@@ -108,7 +108,7 @@ def test_shards_and_threads_do_not_change_the_digest(tmp_path):
 @pytest.mark.parametrize(
     ("shards", "why"),
     [
-        ([[piece(shape=(2, 3))], [piece(start=(3, 0), shape=(1, 3))]], "9 of its 12"),
+        ([[piece(shape=(2, 3))], [piece(start=(3, 0), shape=(1, 3))]], "9 of 12"),
         ([[piece(shape=(3, 3))], [piece(start=(2, 0), shape=(2, 3))]], "overlap"),
         ([[piece(shape=(2, 3))], [piece(start=(2, 0), shape=(2, 3), dtype="int32")]], "disagree"),
         ([[piece(shape=(2, 3))], [piece(whole=(5, 3), start=(2, 0), shape=(3, 3))]], "disagree"),
@@ -299,7 +299,7 @@ def test_a_disk_that_refuses_is_told_in_a_sentence(tmp_path, monkeypatch, code, 
 
 def test_a_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(StateError, match="step 1 could not be begun"):
+    with pytest.raises(StateError, match="step 1 could not be started"):
         begin_checkpoint(tmp_path / "checkpoints", 1)
 
 
@@ -341,7 +341,7 @@ def saved_with_still(folder, step, still, before=None):
     begun = begin_checkpoint(folder, step)
     shards = [
         write_shard(begun.partial, shard_name(0), [piece(seed=step)]),
-        write_shard(begun.partial, shard_name(0, still=True), [still], before=before and open_checkpoint(before)),
+        write_shard(begun.partial, shard_name(0, frozen=True), [still], before=before and open_checkpoint(before)),
     ]
     return commit(begun, FACTS, shards, workers=1)
 

@@ -1,4 +1,4 @@
-"""From sources to a data set: find the files, get a tokenizer, encode in parallel, write shards.
+"""Build a dataset: find the source files, load or train a tokenizer, encode in parallel, write shards.
 
 The same text, options and tokenizer give the same version, from any folder and with any number of threads.
 """
@@ -8,7 +8,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from itertools import accumulate
@@ -34,35 +34,35 @@ Engine = Literal["auto", "tokenizers", "tiktoken"]
 
 SOURCES = "sources.json"
 TRAIN_BYTES = 256 << 20
-"""A tokenizer is trained on about this much of the sources, taken evenly from all of them."""
+"""A tokenizer is trained on about this much text, sampled evenly from all sources."""
 PIECE_CHARS = 1 << 18
 """Long documents are encoded in pieces of about this size."""
 LONGEST_PIECE_CHARS = 1 << 23
-"""No piece is longer, even where a cut changes a token."""
+"""No piece is longer, even if a cut changes a token."""
 BATCH_CHARS_PER_CPU = 1 << 20
-"""Text given to the encoder at once: some 100 MB of its memory for each processor."""
+"""Text per batch and processor: the encoder needs some 100 MB of memory for it."""
 PROOF_BYTES_PER_TOKEN = 200
-"""Encoding so much of a source takes as long as it takes to prove tiktoken equal, for each token of the vocabulary."""
+"""Encoding this much text takes as long as proving tiktoken equal, per token of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Everything that decides what is in a data set, beside the sources."""
+    """Everything besides the sources that determines a dataset's content."""
 
     exclude: tuple[str, ...] = ()
     """Globs of files to leave out."""
     reading: ReadOptions = field(default_factory=ReadOptions)
     """How files become documents."""
     tokenizer: str | None = None
-    """A tokenizer.json, or a folder holding one; by default one is trained on the sources."""
+    """A tokenizer.json, or a folder with one; by default one is trained on the sources."""
     end_of_text: str | None = None
-    """Name of a loaded tokenizer's end-of-text token, where it is not a usual one."""
+    """A loaded tokenizer's end-of-text token, if it has an unusual name."""
     special_tokens: bool = False
-    """Read a loaded tokenizer's special tokens from the text instead of as plain letters."""
+    """Parse a loaded tokenizer's special tokens in the text instead of encoding them as plain text."""
     vocab_size: int = 4096
-    """Size of a trained tokenizer."""
+    """Vocabulary size of a trained tokenizer."""
     shard_tokens: int = 100_000_000
-    """Tokens in one shard; a longer document has a shard of its own."""
+    """Tokens per shard; a longer document has a shard of its own."""
 
     def __post_init__(self) -> None:
         if self.shard_tokens < 1:
@@ -70,7 +70,7 @@ class BuildOptions:
 
 
 class BuildProgress(NamedTuple):
-    """How far a build is, in bytes of the sources on disk."""
+    """Progress of a build, in bytes of the sources on disk."""
 
     stage: str
     """`tokenizer` or `encode`."""
@@ -80,19 +80,19 @@ class BuildProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build made, or found already made."""
+    """The dataset that a build created, or found up to date."""
 
     path: Path
     manifest: DatasetManifest
     changed: bool
-    """False when the folder already held this version."""
+    """False if the folder already held this version."""
     sources: int
     """Number of files read."""
     source_bytes: int
     skipped: int
-    """Files, lines and rows left out because they could not be read."""
+    """Files, lines and rows that could not be read."""
     engine: str
-    """The library that encoded, and its version."""
+    """The library that encoded, with its version."""
 
 
 def build_dataset(
@@ -107,107 +107,94 @@ def build_dataset(
     on_skip: Callable[[str], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> BuildResult:
-    """Build the folder `out`: all of it or nothing.
+    """Build a dataset in the folder `out`, atomically.
 
-    A folder that already holds this very version is left as it is, one with another version is only
-    replaced with `force`, and one that is no data set is never touched. `progress` is told of bytes done,
-    `on_skip` of what could not be read. `engine` chooses the library that encodes; they give the same tokens, and
-    where they turn out not to, `on_note` is told and `tokenizers` does it all again. `elsewhere` opens encoders that
-    are not in this process; they use `tokenizers`.
+    A folder that already holds this version is left as it is, one with another version is replaced only with `force`,
+    and one that is not a dataset is never touched. `progress` gets the bytes done, `on_skip` what could not be read.
+    `engine` chooses the library that encodes; both give the same tokens, and if they turn out not to, `on_note` is
+    called and `tokenizers` encodes everything again. `remote_encoders` encode in other processes, with `tokenizers`.
     """
     options = options or BuildOptions()
     target = Path(out).resolve()
     _refuse_foreign(target)
     files = find_sources(sources, exclude=options.exclude, format=options.reading.format)
     origin = _origin(files, options)
-    made = _already_built(target, origin)
-    if made is not None:
-        return made
+    existing = _already_built(target, origin)
+    if existing is not None:
+        return existing
 
     reader = _Reader(files, options.reading, progress or (lambda _: None))
-    encoder = _tokenizer(reader, options)
-    task = _Task(target, reader, encoder, options, origin, force, on_skip or (lambda _: None))
+    tokenizer = _tokenizer(reader, options)
     note = on_note or (lambda _: None)
-    slow = f"tokenizers {installed_version('tokenizers')}"
+
+    def encode_all(encoders: _OpenEncoders, library: str) -> BuildResult:
+        """Encode everything into a new folder, and rename it into place."""
+        skipped: list[str] = []
+
+        def skip(message: str) -> None:
+            skipped.append(message)
+            if on_skip is not None:
+                on_skip(message)
+
+        encoded_by = f"{library} {installed_version(library)}"
+        with new_folder(target) as folder:
+            try:
+                pieces = reader.encoded(tokenizer.separable, encoders, skip)
+                manifest = _write(folder, pieces, tokenizer, options.shard_tokens)
+                record = {**origin, "skipped": len(skipped), "engine": encoded_by}
+                write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
+                changed = _install(folder, target, manifest, force)
+            except OSError as error:
+                reason = error.strerror or error
+                raise DataError(f"cannot write {target}: {reason}", hint="is the disk full?") from error
+        return BuildResult(target, manifest, changed, len(files), reader.total, len(skipped), encoded_by)
+
     if remote_encoders is not None:
-        return _make(task, lambda: remote_encoders(encoder), slow)
-    fast = _fast(encoder, engine, reader.total, note)
-    if fast is None:
-        return _make(task, _here(encoder.encode_batch), slow)
-    try:
-        return _make(task, _here(fast.encode_batch), f"tiktoken {installed_version('tiktoken')}")
-    except EncodersDiffer as error:
-        note(f"{error}; tokenizers encodes all of it again")
-        return _make(task, _here(encoder.encode_batch), slow)
+        return encode_all(lambda: remote_encoders(tokenizer), "tokenizers")
+    fast = _tiktoken_encoder(tokenizer, engine, reader.total, note)
+    if fast is not None:
+        try:
+            return encode_all(_local(fast.encode_batch), "tiktoken")
+        except EncodersDiffer as error:
+            note(f"{error}; encoding everything again with tokenizers")
+    return encode_all(_local(tokenizer.encode_batch), "tokenizers")
 
 
-def _here(encode: Encode) -> "_Open":
+def _local(encode: Encode) -> "_OpenEncoders":
     return lambda: on_threads(encode, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1))
 
 
-def _fast(
-    encoder: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]
+def _tiktoken_encoder(
+    tokenizer: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]
 ) -> TiktokenEncoder | None:
-    """The encoder's tokens through tiktoken, where they are known to be the same and it is worth to find out."""
-    if engine == "tokenizers" or (engine == "auto" and source_bytes < PROOF_BYTES_PER_TOKEN * encoder.vocab_size):
+    """The tokenizer through tiktoken, if it is proven to give the same tokens and the sources are worth the proof."""
+    if engine == "tokenizers" or (engine == "auto" and source_bytes < PROOF_BYTES_PER_TOKEN * tokenizer.vocab_size):
         return None
     try:
-        return fast_encoder(encoder)
+        return fast_encoder(tokenizer)
     except (NotProven, EncodersDiffer) as error:
         if engine == "tiktoken":
             raise DataError(
                 f"tiktoken is not known to give the tokens of this tokenizer: {error}",
-                hint="--tokenizer-engine auto or tokenizers encodes it",
+                hint="use --tokenizer-engine auto or tokenizers",
             ) from None
         if isinstance(error, EncodersDiffer):
-            note(f"{error}; tokenizers encodes")
+            note(f"{error}; encoding with tokenizers")
         return None
 
 
-class _Task(NamedTuple):
-    """What is to be made, whichever library encodes."""
-
-    target: Path
-    reader: "_Reader"
-    encoder: TextTokenizer
-    options: BuildOptions
-    origin: dict[str, Any]
-    force: bool
-    on_skip: Callable[[str], None]
-
-
-def _make(task: _Task, encoders: "_Open", engine: str) -> BuildResult:
-    """Encode everything into a new folder, and put it in place."""
-    target, reader, skipped = task.target, task.reader, list[str]()
-
-    def note(sentence: str) -> None:
-        skipped.append(sentence)
-        task.on_skip(sentence)
-
-    with new_folder(target) as folder:
-        try:
-            pieces = reader.encoded(task.encoder.separable, encoders, note)
-            manifest = _write(folder, pieces, task.encoder, task.options.shard_tokens)
-            origin = {**task.origin, "skipped": len(skipped), "engine": engine}
-            write_file(folder / SOURCES, json.dumps(origin, indent=1).encode() + b"\n")
-            changed = _settle(folder, target, manifest, task.force)
-        except OSError as error:
-            raise DataError(f"cannot write {target}: {error.strerror or error}", hint="is the disk full?") from error
-    return BuildResult(target, manifest, changed, len(reader.files), reader.total, len(skipped), engine)
-
-
 def _refuse_foreign(target: Path) -> None:
-    """Whatever is asked, never replace something that Headway did not make."""
+    """Raise DataError rather than ever replace something that Headway did not create."""
     if target.is_dir():
         if (target / MANIFEST).is_file() or not any(target.iterdir()):
             return
-        raise DataError(f"{target} exists and holds no data set", hint="choose another folder")
+        raise DataError(f"{target} exists and holds no dataset", hint="choose another folder")
     if target.exists():
         raise DataError(f"{target} is a file", hint="choose another folder")
 
 
 def _origin(files: Sequence[SourceFile], options: BuildOptions) -> dict[str, Any]:
-    """Where a data set came from: kept beside it, no part of its version."""
+    """Where a dataset came from: stored beside it, not part of its version."""
     settings = asdict(options)
     if options.tokenizer is not None:
         path = Path(options.tokenizer)
@@ -220,13 +207,13 @@ def _origin(files: Sequence[SourceFile], options: BuildOptions) -> dict[str, Any
         "options": settings,
         "tokenizers": installed_version("tokenizers"),
         "files": [
-            {"path": str(one.path), "bytes": one.bytes, "mtime_ns": one.path.stat().st_mtime_ns} for one in files
+            {"path": str(file.path), "bytes": file.bytes, "mtime_ns": file.path.stat().st_mtime_ns} for file in files
         ],
     }
 
 
 def _already_built(target: Path, origin: dict[str, Any]) -> BuildResult | None:
-    """The data set in `target`, if it is sound and was made from exactly these files and options."""
+    """Return the dataset in `target` if it is intact and was built from exactly these files and options."""
     try:
         recorded = json.loads((target / SOURCES).read_bytes())
         skipped = int(recorded.pop("skipped"))
@@ -236,7 +223,7 @@ def _already_built(target: Path, origin: dict[str, Any]) -> BuildResult | None:
         manifest = open_dataset(target).manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return None
-    total = sum(one["bytes"] for one in origin["files"])
+    total = sum(file["bytes"] for file in origin["files"])
     return BuildResult(target, manifest, False, len(origin["files"]), total, skipped, engine)
 
 
@@ -249,11 +236,11 @@ def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
 def _write(
     folder: Path,
     pieces: Iterable[tuple[TextBlock, npt.NDArray[np.uint32]]],
-    encoder: TextTokenizer,
+    tokenizer: TextTokenizer,
     shard_tokens: int,
 ) -> DatasetManifest:
-    dtype = dtype_for(encoder.vocab_size)
-    writer = ShardWriter(folder, dtype=dtype, end_of_text=encoder.end_of_text, shard_tokens=shard_tokens)
+    dtype = dtype_for(tokenizer.vocab_size)
+    writer = ShardWriter(folder, dtype=dtype, end_of_text=tokenizer.end_of_text, shard_tokens=shard_tokens)
     try:
         for block, ids in pieces:
             writer.add(ids, prompt=block.prompt)
@@ -261,37 +248,30 @@ def _write(
                 writer.end_document()
         if not writer.documents:
             raise DataError("the sources hold no text", hint="check the globs, the fields and what was skipped")
-        return finish_dataset(folder, writer, vocab_size=encoder.vocab_size, tokenizer=encoder.to_bytes())
+        return finish_dataset(folder, writer, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.to_bytes())
     finally:
         writer.abandon()
 
 
-def _settle(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
-    """Put the new data set in place; False when the old one is the same and sound."""
+def _install(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
+    """Rename the new dataset into place; return False if the old one is the same and intact."""
     if (target / MANIFEST).is_file() and not force:
-        found = read_manifest(target).version
-        if found != manifest.version:
+        existing = read_manifest(target).version
+        if existing != manifest.version:
             raise DataError(
-                f"{target} holds version {found}, this build makes {manifest.version}",
-                hint="--force replaces it; or choose another folder",
+                f"{target} holds version {existing}, this build makes {manifest.version}",
+                hint="replace it with --force, or choose another folder",
             )
-        if _is_sound(target):
+        with suppress(DataError):
+            open_dataset(target, verify="full")
             return False
     install_folder(folder, target)
     return True
 
 
-def _is_sound(target: Path) -> bool:
-    try:
-        open_dataset(target, verify="full")
-    except DataError:
-        return False
-    return True
-
-
-_Open = Callable[[], AbstractContextManager[Encoders]]
+_OpenEncoders = Callable[[], AbstractContextManager[Encoders]]
 RemoteEncoders = Callable[[TextTokenizer], AbstractContextManager[Encoders]]
-"""Opens encoders for a tokenizer, on other machines."""
+"""Opens encoders for a tokenizer on other machines."""
 
 
 class _Reader:
@@ -300,13 +280,13 @@ class _Reader:
     def __init__(
         self, files: Sequence[SourceFile], reading: ReadOptions, progress: Callable[[BuildProgress], None]
     ) -> None:
-        self.files = files
-        self.total = sum(one.bytes for one in files)
+        self._files = files
+        self.total = sum(file.bytes for file in files)
         self._reading = reading
         self._progress = progress
 
     def sample(self, limit: int) -> Iterator[str]:
-        """Text of about `limit` bytes in all, spread evenly over the blocks of all sources."""
+        """About `limit` bytes of text, sampled evenly from the blocks of all sources."""
         share = min(1.0, limit / max(self.total, 1))
         due = 1.0 - share
         for block in self._blocks(None):
@@ -317,19 +297,19 @@ class _Reader:
             self._progress(BuildProgress("tokenizer", block.position, self.total))
 
     def encoded(
-        self, separable: Callable[[str, str], bool], encoders: _Open, on_skip: Callable[[str], None]
+        self, separable: Callable[[str, str], bool], encoders: _OpenEncoders, on_skip: Callable[[str], None]
     ) -> Iterator[tuple[TextBlock, npt.NDArray[np.uint32]]]:
         """Every piece of every document with its tokens, in order."""
         pieces = cut_blocks(self._blocks(on_skip), separable, size=PIECE_CHARS, limit=LONGEST_PIECE_CHARS)
-        # Some batches are encoded while the one before them is written here.
+        # Batches are encoded while the ones before them are written.
         with encoders() as pool:
-            waiting = deque[tuple[list[TextBlock], Callable[[], list[npt.NDArray[np.uint32]]]]]()
+            pending = deque[tuple[list[TextBlock], Callable[[], list[npt.NDArray[np.uint32]]]]]()
             for batch in _batches(pieces, pool.batch_chars):
-                waiting.append((batch, pool.submit([block.text for block in batch])))
-                if len(waiting) > pool.ahead:
-                    yield from self._finish(*waiting.popleft())
-            while waiting:
-                yield from self._finish(*waiting.popleft())
+                pending.append((batch, pool.submit([block.text for block in batch])))
+                if len(pending) > pool.ahead:
+                    yield from self._finish(*pending.popleft())
+            while pending:
+                yield from self._finish(*pending.popleft())
 
     def _finish(
         self, batch: list[TextBlock], result: Callable[[], list[npt.NDArray[np.uint32]]]
@@ -338,9 +318,9 @@ class _Reader:
         self._progress(BuildProgress("encode", batch[-1].position, self.total))
 
     def _blocks(self, on_skip: Callable[[str], None] | None) -> Iterator[TextBlock]:
-        """Blocks of all sources; their position counts from the first source's start."""
-        starts = accumulate((one.bytes for one in self.files), initial=0)
-        for source, start in zip(self.files, starts, strict=False):
+        """Blocks of all sources; their positions count from the start of the first source."""
+        starts = accumulate((file.bytes for file in self._files), initial=0)
+        for source, start in zip(self._files, starts, strict=False):
             for block in read_blocks(source, self._reading, on_skip):
                 yield block._replace(position=start + block.position)
 

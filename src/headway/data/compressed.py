@@ -1,4 +1,4 @@
-"""Packed files as plain bytes: gzip and Zstandard, by the file's name, a little at a time."""
+"""Stream gzip and Zstandard files as plain bytes; the file name decides."""
 
 import gzip
 import io
@@ -10,19 +10,19 @@ from typing import IO, Any
 
 from headway.errors import DataError
 
-__all__ = ["PACKED_SUFFIXES", "open_plain"]
+__all__ = ["COMPRESSED_SUFFIXES", "open_plain"]
 
-PACKED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 _READ_BYTES = 1 << 14
-"""Of a zst file at once: text packs to a tenth, so that some 160 kB come out of it."""
+"""Compressed bytes per read: text compresses to a tenth, so that some 160 kB come out."""
 _LARGEST_WINDOW = 1 << 31
-"""What `zstd --long=31` needs, as some published collections do; others need far less and get no more."""
+"""What `zstd --long=31` needs, as in some published collections; other files allocate far less."""
 
 
 @contextmanager
 def open_plain(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """The file's plain bytes, and a function that says how far into the file on disk we are."""
+    """Open a file's plain bytes, and a function that returns the position in the file on disk."""
     try:
         with path.open("rb") as raw:
             match path.suffix.lower():
@@ -35,7 +35,7 @@ def open_plain(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
                     yield raw, raw.tell
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         kind = "zst" if path.suffix.lower() == ".zst" else "gzip"
-        raise DataError(f"{path} is not a whole {kind} file: {error}", hint="fetch or pack it again") from None
+        raise DataError(f"{path} is not a complete {kind} file: {error}", hint="download it again") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -43,16 +43,16 @@ def open_plain(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 class _ZstReader(io.RawIOBase):
     """Plain bytes of a file of one or more Zstandard frames.
 
-    The library's own reader takes a file that was cut off for one that ends there, so frames are followed here.
+    The library's own reader does not notice a truncated file, so frames are tracked here.
     """
 
     def __init__(self, raw: IO[bytes], path: Path) -> None:
         super().__init__()
         library = _zstandard(path)
         self._raw, self._error = raw, library.ZstdError
-        self._unpacker = library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        self._decompressor = library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
         self._frame: Any = None
-        self._packed = b""
+        self._compressed = b""
         self._plain = memoryview(b"")
 
     def readable(self) -> bool:
@@ -67,18 +67,18 @@ class _ZstReader(io.RawIOBase):
         return count
 
     def _fill(self) -> bool:
-        """Unpack some more; False at the end of the file."""
-        self._packed = self._packed or self._raw.read(_READ_BYTES)
-        if not self._packed:
+        """Decompress some more; return False at the end of the file."""
+        self._compressed = self._compressed or self._raw.read(_READ_BYTES)
+        if not self._compressed:
             if self._frame is not None:
-                raise EOFError("it ends within a frame")
+                raise EOFError("it ends inside a frame")
             return False
-        self._frame = self._frame or self._unpacker.decompressobj()
+        self._frame = self._frame or self._decompressor.decompressobj()
         try:
-            self._plain = memoryview(self._frame.decompress(self._packed))
+            self._plain = memoryview(self._frame.decompress(self._compressed))
         except self._error as error:
             raise EOFError(str(error)) from None
-        self._packed = self._frame.unused_data if self._frame.eof else b""
+        self._compressed = self._frame.unused_data if self._frame.eof else b""
         self._frame = None if self._frame.eof else self._frame
         return True
 
@@ -88,7 +88,7 @@ def _zstandard(path: Path) -> Any:
         import zstandard
     except ImportError:
         raise DataError(
-            f"{path} is packed with zst, and the zstandard package is not installed",
-            hint="pip install 'headway[zst]', or unpack it",
+            f"cannot read {path}: the zstandard package is not installed",
+            hint="pip install 'headway[zst]', or decompress it",
         ) from None
     return zstandard

@@ -1,6 +1,6 @@
-"""Where batches of text are encoded while others are read and written: native threads here, or somewhere else.
+"""Encode batches of text in the background while others are read and written: on native threads, or on other machines.
 
-Tokens do not depend on it: a batch is a list of texts, each encoded by itself, and batches come back in their order.
+Tokens do not depend on it: each text of a batch is encoded by itself, and batches keep their order.
 """
 
 from abc import ABC, abstractmethod
@@ -17,20 +17,20 @@ Encode = Callable[[Sequence[str]], list[npt.NDArray[np.uint32]]]
 
 
 class Encoders(ABC):
-    """Encodes batches, so many at a time."""
+    """Encodes several batches at a time."""
 
     batch_chars: int
-    """The size of a batch, about."""
+    """Approximate size of a batch."""
     ahead: int
-    """Batches under way while another is written."""
+    """Batches in progress while another is written."""
 
     @abstractmethod
     def submit(self, texts: list[str]) -> Callable[[], list[npt.NDArray[np.uint32]]]:
-        """Have texts encoded; what is returned waits for their tokens."""
+        """Start encoding texts; the returned function waits for their tokens."""
 
 
 class _OneThread(Encoders):
-    """One batch at a time, on as many native threads as the library takes."""
+    """One batch at a time, on as many native threads as the library uses."""
 
     ahead = 1
 
@@ -45,6 +45,6 @@ class _OneThread(Encoders):
 
 @contextmanager
 def on_threads(encode: Encode, batch_chars: int) -> Iterator[Encoders]:
-    """Encode in this process, beside whatever it does."""
+    """Encode in a background thread of this process."""
     with ThreadPoolExecutor(1) as pool:
         yield _OneThread(encode, pool, batch_chars)

@@ -1,9 +1,9 @@
-"""What a data set says about itself: manifest.json, its version, and the stamp that says it was checked.
+"""A dataset's manifest.json, its version, and the stamp that records its last verification.
 
-A data set is a folder of `tokens-NNNNN.bin` (flat little-endian ids), `documents-NNNNN.bin` (little-endian
-uint64 pairs: the document's end in this shard, end of text included; how many of its first tokens are a
-prompt), `tokenizer.json` and `manifest.json`. The version is a hash of the manifest, which holds a hash of
-everything else and nothing about when, where or by whom it was made.
+A dataset is a folder of `tokens-NNNNN.bin` (flat little-endian ids), `documents-NNNNN.bin` (little-endian uint64
+pairs: the document's end in this shard, end of text included; how many of its first tokens are a prompt),
+`tokenizer.json` and `manifest.json`. The version is a hash of the manifest, which holds a hash of everything else and
+nothing about when, where or by whom it was built.
 """
 
 import hashlib
@@ -23,14 +23,13 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 STAMP = ".verified.json"
 
-Kind = Literal["tokens", "documents", "tokenizer"]
 Stamp = dict[str, list[int]]
-"""File name to [size, mtime in ns, inode] when its content was last known to be right."""
+"""File name to [size, mtime in ns, inode] when its content was last verified."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of a data set; counts are those of its shard, 0 for the tokenizer."""
+    """One file of a dataset; counts are per shard, 0 for the tokenizer."""
 
     name: str
     bytes: int
@@ -38,31 +37,26 @@ class DataFile:
     documents: int
     sha256: str
 
-    @property
-    def kind(self) -> str:
-        """`tokens`, `documents` or `tokenizer`."""
-        return self.name.split("-")[0].split(".")[0]
-
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """The counts, hashes and number format of a data set."""
+    """The counts, hashes and number format of a dataset."""
 
     dtype: str
     """`uint16` or `uint32`, little-endian."""
     vocab_size: int
     end_of_text: int
-    """The id that follows every document."""
+    """Id of the token that ends every document."""
     tokens: int
     documents: int
     prompt_tokens: int
-    """Tokens not trained on; 0 when no document has a prompt."""
+    """Tokens of prompts, which are not trained on."""
     files: tuple[DataFile, ...]
     tokenizer: DataFile
     format: int = FORMAT
 
     def canonical(self) -> bytes:
-        """The manifest as bytes, the same for the same content."""
+        """Serialize the manifest; equal content gives equal bytes."""
         return json.dumps(asdict(self), sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
 
     @property
@@ -75,7 +69,7 @@ class DatasetManifest:
         return (*self.files, self.tokenizer)
 
     def shards(self) -> list[tuple[DataFile, DataFile]]:
-        """(tokens file, documents file) of each shard, in order."""
+        """Return (tokens file, documents file) of each shard, in order."""
         return list(zip(self.files[::2], self.files[1::2], strict=True))
 
 
@@ -86,16 +80,17 @@ def read_manifest(folder: Path) -> DatasetManifest:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{folder} holds no data set: there is no {MANIFEST}",
-            hint=f"make one: headway data build {folder} SOURCES...",
+            f"{folder} holds no dataset: {MANIFEST} is missing",
+            hint=f"build one: headway data build {folder} SOURCES...",
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise _damaged(path, str(error)) from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise DataError(f"{path} is of format {found}, this Headway reads {FORMAT}", hint="use a matching Headway")
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        hint = "use the version of Headway that built it"
+        raise DataError(f"{path} has format {version}; this version of Headway reads {FORMAT}", hint=hint)
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, ValueError) as error:
@@ -106,43 +101,43 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 def _parse(content: dict[str, Any]) -> DatasetManifest:
     values = dict(content)
-    values["files"] = tuple(DataFile(**one) for one in values["files"])
+    values["files"] = tuple(DataFile(**file) for file in values["files"])
     values["tokenizer"] = DataFile(**values["tokenizer"])
     return DatasetManifest(**values)
 
 
 def _check_consistent(manifest: DatasetManifest, path: Path) -> None:
-    """The counts must agree with each other before any of them is used to read memory."""
+    """Raise DataError if the counts disagree, before any of them is used to map memory."""
     if manifest.dtype not in ("uint16", "uint32") or len(manifest.files) % 2 or not manifest.files:
-        raise _damaged(path, "its dtype or list of files is not valid")
+        raise _damaged(path, "its dtype or list of files is invalid")
     item = 2 if manifest.dtype == "uint16" else 4
     for number, (tokens, documents) in enumerate(manifest.shards()):
         names = (shard_name("tokens", number), shard_name("documents", number))
         if (tokens.name, documents.name) != names or tokens.bytes != tokens.tokens * item:
-            raise _damaged(path, f"its entries for shard {number} do not agree")
+            raise _damaged(path, f"its entries for shard {number} disagree")
         if documents.bytes != documents.documents * 16 or tokens.tokens < 1:
-            raise _damaged(path, f"its entries for shard {number} do not agree")
+            raise _damaged(path, f"its entries for shard {number} disagree")
     if manifest.tokenizer.name != TOKENIZER or manifest.tokens != sum(t.tokens for t, _ in manifest.shards()):
-        raise _damaged(path, "its totals do not agree")
+        raise _damaged(path, "its totals disagree")
 
 
 def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is damaged: {why}", hint="copy the data set again, or rebuild it with --force")
+    return DataError(f"{path} is damaged: {why}", hint="copy the dataset again, or rebuild it with --force")
 
 
 def shard_name(kind: Literal["tokens", "documents"], number: int) -> str:
-    """The file name of one half of a shard."""
+    """Return the name of a shard's tokens or documents file."""
     return f"{kind}-{number:05d}.bin"
 
 
 def stamp_of(path: Path) -> list[int]:
-    """What changes when a file is written again: size, time of change, inode."""
+    """Return what changes when a file is rewritten: size, modification time, inode."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def read_stamp(folder: Path, version: str) -> Stamp:
-    """The files of this version that were checked before; empty when unknown."""
+    """Return the stamps of files verified before; empty if unknown."""
     try:
         content = json.loads((folder / STAMP).read_bytes())
         return dict(content["files"]) if content["version"] == version else {}
@@ -151,11 +146,11 @@ def read_stamp(folder: Path, version: str) -> Stamp:
 
 
 def write_stamp(folder: Path, version: str, files: Stamp) -> None:
-    """Remember what was checked; a folder that cannot be written is simply checked again next time."""
-    beside = folder / f"{STAMP}.{os.getpid()}"
+    """Record what was verified; a read-only folder is simply verified again next time."""
+    temporary = folder / f"{STAMP}.{os.getpid()}"
     with suppress(OSError):
         try:
-            beside.write_text(json.dumps({"version": version, "files": files}, indent=1) + "\n")
-            beside.replace(folder / STAMP)
+            temporary.write_text(json.dumps({"version": version, "files": files}, indent=1) + "\n")
+            temporary.replace(folder / STAMP)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

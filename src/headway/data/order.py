@@ -1,13 +1,13 @@
-"""Which samples a step sees: a pure function of the data version, the seed and the place in the run.
+"""The order of samples: a pure function of the data version, the seed and the run's cursor.
 
-A shard is cut into disjoint windows of seq + 1 tokens, numbered over all shards. A fixed permutation, keyed
-by the data version alone, puts some windows aside for evaluation; each epoch then goes through the others
-in an order keyed by (version, seed, epoch). Sample n of a run is position n % training of epoch n //
-training. The place in the run, its cursor, is the number of samples seen so far; ranks and workers only
-choose rows of a step. Samples that a recipe passes over (`data.skip`) are jumped by the cursor.
+A shard is cut into disjoint windows of seq + 1 tokens, numbered across all shards. A fixed permutation, keyed by the
+data version alone, holds some windows out for evaluation; each epoch then visits the others in an order keyed by
+(version, seed, epoch). Sample n of a run is position n % training of epoch n // training. The cursor is the number of
+samples consumed so far; ranks and workers only choose rows of a step. The cursor jumps over samples that a recipe
+skips (`data.skip`).
 
-The permutations are Feistel networks over a grid a little larger than the number of windows: each sample
-costs a few multiplications, and no index is ever stored.
+The permutations are Feistel networks over a grid slightly larger than the number of windows: each sample costs a few
+multiplications, and no index is stored.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Split:
-    """How the windows of a data set are divided between training and evaluation."""
+    """The division of a dataset's windows into training and held-out ones."""
 
     windows: int
     held_out: int
     key: str
-    """The data version: the division is the same whatever the run's seed."""
+    """The data version: the division does not depend on the run's seed."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.held_out < self.windows, "a split has at least one training window"
@@ -47,7 +47,7 @@ class Split:
 
 
 def count_windows(shard_tokens: Sequence[int], seq: int) -> list[int]:
-    """Windows of seq inputs and seq labels in each shard."""
+    """Return the number of windows of seq inputs and seq labels per shard."""
     if seq < 1:
         raise DataError(f"seq is {seq}", hint="use at least 1")
     counts = [tokens // (seq + 1) for tokens in shard_tokens]
@@ -61,22 +61,22 @@ def count_windows(shard_tokens: Sequence[int], seq: int) -> list[int]:
 
 
 def split_windows(windows: int, fraction: float, key: str) -> Split:
-    """Hold out a fraction of the windows: at least one if it is not 0, and never all of them."""
+    """Hold out a fraction of the windows: at least one unless it is 0, and never all of them."""
     if windows < 1:
         raise DataError("there is no window to train on", hint="lower data.seq, or add text")
     if not 0 <= fraction < 1:
-        raise DataError(f"a held-out fraction of {fraction} makes no sense", hint="use 0 or more, and less than 1")
+        raise DataError(f"the held-out fraction is {fraction}", hint="use 0 or more, and less than 1")
     count = max(int(windows * fraction), 1) if fraction > 0 else 0
     return Split(windows, min(count, windows - 1), key)
 
 
 def window_order(split: Split, seed: int, first: int, count: int) -> Ids:
-    """Window ids of training samples number first to first + count - 1."""
+    """Return the window ids of training samples first to first + count - 1."""
     return order_at(split, seed, first, np.arange(count, dtype=np.int64))
 
 
 def order_at(split: Split, seed: int, first: int, offsets: Ids) -> Ids:
-    """Window ids of the training samples number first + each of `offsets`, which are 0 or more."""
+    """Return the window ids of training samples first + `offsets`, which are 0 or more."""
     assert first >= 0, "a run's first sample is number 0"
     epoch, within = divmod(first, split.training)
     later, position = np.divmod(offsets + within, split.training)
@@ -90,10 +90,10 @@ def order_at(split: Split, seed: int, first: int, offsets: Ids) -> Ids:
 
 
 def after_skips(cursor: int, batch: int, skips: Iterable[tuple[int, int]]) -> int:
-    """Where a step's batch begins that would begin at `cursor`, if no sample of `skips` may be in it.
+    """Return where a batch begins that would begin at `cursor`, if it must not contain samples of `skips`.
 
-    A batch is consecutive samples: if it would touch a range [first, end), it begins at its end. The ranges are in
-    order and disjoint, so that one look at each is enough.
+    A batch is consecutive samples: if it would overlap a range [first, end), it begins at `end`. The ranges are sorted
+    and disjoint, so that one pass is enough.
     """
     for first, end in skips:
         if cursor < end and first < cursor + batch:
@@ -102,25 +102,25 @@ def after_skips(cursor: int, batch: int, skips: Iterable[tuple[int, int]]) -> in
 
 
 def held_out(split: Split, most: int | None = None) -> Ids:
-    """Window ids kept for evaluation, in a fixed order that does not begin with neighbours; the first so many."""
+    """Return held-out window ids, at most `most`, in a fixed shuffled order."""
     count = split.held_out if most is None else min(most, split.held_out)
     return _divide(split, np.arange(count, dtype=np.int64))
 
 
 def shuffled(positions: Ids, size: int, numbers: Ids, *key: object) -> Ids:
-    """[numbers, positions]: where the permutation of range(size) that belongs to a key and number sends a position."""
+    """Return [numbers, positions]: each position under the permutation of range(size) of the key and a number."""
     odd = np.arange(1, 2 * _ROUNDS, 2, dtype=np.uint64)[:, None] * np.uint64(0xD1342543DE82EF95)
     keys = np.repeat(_keys(*key) + odd * numbers.astype(np.uint64), len(positions), axis=1)
     return _permute(np.tile(positions, len(numbers)), size, keys).reshape(len(numbers), len(positions))
 
 
 def _divide(split: Split, position: Ids) -> Ids:
-    """The split's own permutation: positions below held_out are for evaluation, the others for training."""
+    """Apply the split's permutation: positions below held_out are for evaluation, the others for training."""
     return _permute(position, split.windows, _keys(split.key, "split"))
 
 
 def _keys(*parts: object) -> _Words:
-    """A column of round keys from the parts' hash."""
+    """Return a column of round keys from the hash of the parts."""
     digest = hashlib.sha256("/".join(map(str, ("headway-order-1", *parts))).encode()).digest()
     words = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     rounds = np.arange(_ROUNDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -128,12 +128,12 @@ def _keys(*parts: object) -> _Words:
 
 
 def _permute(position: Ids, size: int, keys: _Words) -> Ids:
-    """Where a permutation of range(size) sends each position; `keys` has one column, or one a position."""
+    """Apply a permutation of range(size) to each position; `keys` has one column, or one per position."""
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
     result = _feistel(position.astype(np.uint64), rows, columns, keys)
-    # The grid has up to a row more than size: walk on from a place outside until inside. Walking along the
-    # cycle of a permutation of the grid gives a permutation of the inside.
+    # Cycle walking: the grid has up to a row more than size, so permute positions outside again until they are
+    # inside. Following the cycles of a permutation of the grid gives a permutation of the inside.
     outside = np.flatnonzero(result >= size)
     while outside.size:
         walked = _feistel(result[outside], rows, columns, keys if keys.shape[1] == 1 else keys[:, outside])
@@ -143,18 +143,18 @@ def _permute(position: Ids, size: int, keys: _Words) -> Ids:
 
 
 def _feistel(x: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    """A permutation of range(rows * columns): each round turns one coordinate by a hash of the other."""
+    """Permute range(rows * columns): each round rotates one coordinate by a hash of the other."""
     height, width = np.uint64(rows), np.uint64(columns)
     row, column = np.divmod(x, width)
     for index in range(0, _ROUNDS, 2):
-        row = _turn(row, column + keys[index], height)
-        column = _turn(column, row + keys[index + 1], width)
+        row = _rotate(row, column + keys[index], height)
+        column = _rotate(column, row + keys[index + 1], width)
     grid: _Words = row * width + column
     return grid
 
 
-def _turn(x: _Words, by: _Words, size: np.uint64) -> _Words:
-    """(x + a hash of `by`) modulo size, which is below 2**32; `by` is used up."""
+def _rotate(x: _Words, by: _Words, size: np.uint64) -> _Words:
+    """Return (x + a hash of `by`) modulo size, which is below 2**32; overwrites `by`."""
     by *= np.uint64(0x9E3779B97F4A7C15)
     by ^= by >> np.uint64(29)
     by *= np.uint64(0xBF58476D1CE4E5B9)
@@ -162,5 +162,5 @@ def _turn(x: _Words, by: _Words, size: np.uint64) -> _Words:
     by *= size  # the hash's upper half as a fraction of size
     by >>= np.uint64(32)
     by += x
-    turned: _Words = np.minimum(by, by - size)  # a remainder: below zero wraps to something huge
-    return turned
+    rotated: _Words = np.minimum(by, by - size)  # the remainder: values below zero wrap to huge ones
+    return rotated

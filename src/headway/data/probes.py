@@ -1,4 +1,4 @@
-"""Texts that try to tell two encoders apart, always the same ones: some 300 kB."""
+"""Fixed probe texts, some 300 kB, that expose differences between two encoders."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -39,11 +39,11 @@ _RANGES = (
     (0x1D000, 0x20000),
     (0xE0000, 0xE0200),
 )
-"""Of these the first is gone through whole, of the others every so many letters are taken."""
+"""Unicode ranges: the first is covered completely, the others are sampled."""
 
 
 def probes(added: Sequence[str]) -> Iterator[str]:
-    """The texts; added tokens of a tokenizer are spelt out in some."""
+    """Yield the texts; some contain a tokenizer's added tokens."""
     rng = random.Random(0)
     yield ""
     yield from _WORDS
@@ -69,7 +69,7 @@ def probes(added: Sequence[str]) -> Iterator[str]:
 
 
 def _letters(rng: random.Random) -> Iterator[str]:
-    """Letters of all scripts between things that they may or may not stick to."""
+    """Letters of all scripts next to characters that they may or may not be grouped with."""
     for first, end in _RANGES:
         step = 1 if first == 0x20 else 23
         letters = [chr(code) for code in range(first, end, step)]

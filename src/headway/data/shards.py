@@ -1,8 +1,7 @@
-"""Reading a data set: its manifest, and its shards as read-only memory maps.
+"""Open a dataset: its manifest, and its shards as read-only memory maps.
 
-Sizes are checked each time. Content is checked against the manifest's sha256 when a file is not the one
-that was checked last (its size, time of change or inode differ), so a copy is hashed once and then opens at
-once.
+Sizes are checked each time. Content is checked against the manifest's sha256 if a file is not the one that was
+verified last (its size, modification time or inode differs), so that a copy is hashed once and then opens instantly.
 """
 
 import functools
@@ -36,7 +35,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open data set."""
+    """An open dataset."""
 
     path: Path
     manifest: DatasetManifest
@@ -46,7 +45,7 @@ class Dataset:
 
     @functools.cached_property
     def documents(self) -> tuple[npt.NDArray[np.uint64], ...]:
-        """For each shard, (end offset, prompt tokens) of each document, mapped when first asked for."""
+        """(end offset, prompt tokens) of each document, per shard; mapped on first use."""
         return tuple(_map(self.path / file.name, "<u8").reshape(-1, 2) for _, file in self.manifest.shards())
 
     @property
@@ -55,7 +54,7 @@ class Dataset:
         return [len(shard) for shard in self.tokens]
 
     def document(self, number: int) -> Document:
-        """The document of that number, counted over all shards."""
+        """Return a document by its number across all shards."""
         if not 0 <= number < self.manifest.documents:
             raise DataError(f"there is no document {number}", hint=f"0 to {self.manifest.documents - 1}")
         for shard, table in zip(self.tokens, self.documents, strict=True):
@@ -63,52 +62,49 @@ class Dataset:
                 start = int(table[number - 1, 0]) if number else 0
                 return Document(shard[start : int(table[number, 0])], int(table[number, 1]))
             number -= len(table)
-        raise AssertionError("the manifest's document counts were checked when the set was opened")
+        raise AssertionError("the manifest's document counts were checked when the dataset was opened")
 
     def tokenizer(self, special_tokens: bool = False) -> TextTokenizer:
-        """The tokenizer the data set was made with; see `load_tokenizer`."""
+        """Load the tokenizer that the dataset was built with; see `load_tokenizer`."""
         path, end_of_text = self.path / TOKENIZER, self.manifest.end_of_text
         return load_tokenizer(path, end_of_text=end_of_text, special_tokens=special_tokens)
 
 
 def open_dataset(path: str | Path, verify: Verify = "changed") -> Dataset:
-    """Open a data set, hashing the files that changed, all of them (`full`) or none (`sizes`)."""
+    """Open a dataset; hash the files that changed, all of them (`full`) or none (`sizes`)."""
     folder = Path(path)
     manifest = read_manifest(folder)
     version = manifest.version
     _check_content(folder, manifest, version, verify)
-    tokens = tuple(_map(folder / file.name, f"<u{_item_bytes(manifest)}") for file, _ in manifest.shards())
+    dtype = np.dtype(manifest.dtype).newbyteorder("<").str
+    tokens = tuple(_map(folder / file.name, dtype) for file, _ in manifest.shards())
     return Dataset(folder, manifest, version, tokens)
 
 
 def verify(path: str | Path) -> Dataset:
-    """Hash every file of a data set and compare with its manifest."""
+    """Open a dataset after checking the hash of every file."""
     return open_dataset(path, verify="full")
 
 
 def split_dataset(dataset: Dataset, seq: int, holdout: float) -> Split:
-    """How the windows of `seq` tokens divide between training and evaluation; DataError when none fits."""
+    """Split a dataset's windows of `seq` tokens into training and held-out ones; raise DataError if there are none."""
     return split_windows(sum(count_windows(dataset.shard_tokens, seq)), holdout, dataset.version)
 
 
 def check_version(dataset: Dataset, wanted: str | None) -> None:
-    """Refuse a data set whose version does not begin with `wanted`; None accepts any."""
+    """Raise DataError if a dataset's version does not start with `wanted`; None accepts any."""
     if wanted is None or (len(wanted) >= 8 and dataset.version.startswith(wanted)):
         return
     if len(wanted) < 8:
-        raise DataError(f"data version {wanted!r} is too short to tell", hint="give at least 8 characters")
+        raise DataError(f"data version {wanted!r} is too short", hint="give at least 8 characters")
     raise DataError(
         f"recipe wants data version {wanted}, folder holds {dataset.version} ({dataset.path})",
         hint="point data.path at that version, rebuild it, or change data.version",
     )
 
 
-def _item_bytes(manifest: DatasetManifest) -> int:
-    return 2 if manifest.dtype == "uint16" else 4
-
-
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
-    # A plain array over the map: slicing np.memmap itself costs several times as much per window.
+    # A plain array over the map: slicing an np.memmap costs several times as much per window.
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
@@ -127,20 +123,20 @@ def _check_content(folder: Path, manifest: DatasetManifest, version: str, level:
 def _check_size(folder: Path, file: DataFile) -> list[int]:
     path = folder / file.name
     try:
-        found = stamp_of(path)
+        stamp = stamp_of(path)
     except OSError as error:
         raise _corrupt(path, f"cannot be read ({error.strerror})") from None
-    if found[0] != file.bytes:
-        raise _corrupt(path, f"should have {file.bytes} bytes and has {found[0]}")
-    return found
+    if stamp[0] != file.bytes:
+        raise _corrupt(path, f"should have {file.bytes} bytes and has {stamp[0]}")
+    return stamp
 
 
 def _check_hashes(folder: Path, files: Sequence[DataFile]) -> None:
-    # Hashing releases the interpreter lock, so threads use the disk and the processors.
+    # Hashing releases the GIL, so threads use the disk and all processors.
     with ThreadPoolExecutor(min(8, len(files))) as pool:
-        for file, found in zip(files, pool.map(_sha256, [folder / file.name for file in files]), strict=True):
-            if found != file.sha256:
-                raise _corrupt(folder / file.name, f"should have sha256 {file.sha256} and has {found}")
+        for file, sha256 in zip(files, pool.map(_sha256, [folder / file.name for file in files]), strict=True):
+            if sha256 != file.sha256:
+                raise _corrupt(folder / file.name, f"should have sha256 {file.sha256} and has {sha256}")
 
 
 def _sha256(path: Path) -> str:
@@ -152,4 +148,4 @@ def _sha256(path: Path) -> str:
 
 
 def _corrupt(path: Path, why: str) -> DataError:
-    return DataError(f"{path} {why}", hint="copy the data set again, or rebuild it with --force")
+    return DataError(f"{path} {why}", hint="copy the dataset again, or rebuild it with --force")

@@ -1,8 +1,7 @@
-"""Where text comes from: files found by glob or list, read as a stream of documents.
+"""Find source files by path or glob, and read them as a stream of documents.
 
-A source is one file. A text file is one document, a JSONL file has one document a line, and both may be packed by
-gzip or Zstandard; a Parquet file has one document a row. Documents leave here as blocks, so that no huge file is ever
-held in memory whole.
+A text file is one document, a JSONL file has one document per line, and both may be compressed with gzip or Zstandard;
+a Parquet file has one document per row. Documents are yielded as blocks, so that no huge file is ever in memory whole.
 """
 
 import functools
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
-from headway.data.compressed import PACKED_SUFFIXES, open_plain
+from headway.data.compressed import COMPRESSED_SUFFIXES, open_plain
 from headway.data.parquet import read_rows
 from headway.errors import DataError
 
@@ -42,13 +41,13 @@ class ReadOptions:
     """How sources are read."""
 
     format: Format = "auto"
-    """`auto` goes by the file's name."""
+    """`auto` decides by the file name."""
     text_field: str = "text"
-    """The JSONL field or Parquet column that is trained on."""
+    """The JSONL field or Parquet column to train on."""
     prompt_field: str | None = None
-    """The JSONL field or Parquet column put before the text and not trained on."""
+    """The JSONL field or Parquet column that precedes the text and is not trained on."""
     errors: Errors = "strict"
-    """What to do with what cannot be read: fail, replace the bad characters, or skip the file, line or row."""
+    """On unreadable input: fail, replace the bad characters, or skip the file, line or row."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -60,48 +59,48 @@ class ReadOptions:
 
 
 class TextBlock(NamedTuple):
-    """A run of text of one document, in order; `last` ends the document. A prompt is always one block."""
+    """A piece of a document's text, in order; `last` ends the document. A prompt is always one block."""
 
     text: str
     prompt: bool
     last: bool
     position: int
-    """Bytes of the file on disk read so far."""
+    """Position in the file on disk, in bytes."""
 
 
 def find_sources(
     patterns: Sequence[str | Path], *, exclude: Sequence[str] = (), format: Format = "auto"
 ) -> list[SourceFile]:
-    """The files that the patterns name, each once, sorted by path."""
-    named = sorted({found for pattern in patterns for found in _expand(str(pattern))})
-    rejects = [_exclude_test(pattern) for pattern in exclude]
+    """Return the files that match the patterns, each once, sorted by path."""
+    matches = sorted({match for pattern in patterns for match in _expand(str(pattern))})
+    excluded = [_exclude_test(pattern) for pattern in exclude]
     sources: dict[Path, SourceFile] = {}
-    for path, relative in named:
-        if any(reject(path, relative) for reject in rejects):
+    for path, relative in matches:
+        if any(test(path, relative) for test in excluded):
             continue
         real = path.resolve()
         if real not in sources:
             sources[real] = SourceFile(path, _format_of(path.name, format), real.stat().st_size)
-    if not named:
-        raise DataError("no source is named", hint="name at least one file or glob")
+    if not matches:
+        raise DataError("no sources given", hint="name at least one file or glob")
     if not sources:
-        raise DataError(f"nothing is left of {len(named)} files after --exclude", hint="exclude less")
+        raise DataError(f"--exclude removes all of {len(matches)} files", hint="exclude less")
     return list(sources.values())
 
 
 def _expand(pattern: str) -> list[tuple[Path, str]]:
-    """(path, path below the folder that the pattern starts from) of each file that a pattern names."""
-    whole = Path(pattern).expanduser()
-    if whole.is_file():  # a name with [brackets] is a file before it is a glob
-        return [(whole.parent.resolve() / whole.name, whole.name)]
-    if whole.is_dir():
+    """Return (path, path below the folder that the pattern starts from) of each file that matches a pattern."""
+    path = Path(pattern).expanduser()
+    if path.is_file():  # a name with [brackets] is a file before it is a glob
+        return [(path.parent.resolve() / path.name, path.name)]
+    if path.is_dir():
         raise DataError(f"{pattern} is a folder", hint=f"name its files: '{pattern.rstrip('/')}/**/*.txt'")
     if not glob.has_magic(pattern):
-        raise DataError(f"there is no file {pattern}", hint="check the path; globs such as 'src/**/*.py' work")
-    fixed = next(folder for folder in whole.parents if not glob.has_magic(str(folder)))
+        raise DataError(f"file {pattern} does not exist", hint="check the path; globs such as 'src/**/*.py' work")
+    fixed = next(folder for folder in path.parents if not glob.has_magic(str(folder)))
     root = fixed.resolve()
     # Not Path.glob: it finds hidden files too, and does not follow links to folders.
-    below = glob.glob(str(whole.relative_to(fixed)), root_dir=root, recursive=True)  # noqa: PTH207
+    below = glob.glob(str(path.relative_to(fixed)), root_dir=root, recursive=True)  # noqa: PTH207
     files = [(root / relative, relative) for relative in below if (root / relative).is_file()]
     if not files:
         raise DataError(f"no file matches {pattern}", hint="check the path, and use ** to search sub-folders")
@@ -109,10 +108,10 @@ def _expand(pattern: str) -> list[tuple[Path, str]]:
 
 
 def _exclude_test(pattern: str) -> Callable[[Path, str], bool]:
-    """Whether the pattern names a file or a folder above it, given its path and its path below the root.
+    """Return a test whether the pattern matches a file or a folder above it, by its path and its path below the root.
 
-    Names are looked for below the root only, so that sources moved to another folder exclude the same
-    files. A pattern that is itself a path (`lib/test/**`) is also matched from the current folder.
+    Names are matched below the root only, so that sources moved to another folder exclude the same files. A pattern
+    that is itself a path (`lib/test/**`) is also matched from the current folder.
     """
     pattern = pattern.rstrip("/")
     below = re.compile(f"(?:.*/)?{_glob_regex(pattern)}(?:/.*)?", re.DOTALL)
@@ -130,7 +129,7 @@ _GLOB_MEANING = {"**/": "(?:.*/)?", "/**": "(?:/.*)?", "**": ".*", "*": "[^/]*",
 
 
 def _glob_regex(pattern: str) -> str:
-    """A glob as a regular expression: `*` and `?` stay inside one folder, `**` crosses folders."""
+    """Convert a glob to a regular expression: `*` and `?` stay inside one folder, `**` crosses folders."""
     return "".join(_glob_part(part) for part in _GLOB_PART.findall(pattern))
 
 
@@ -141,7 +140,7 @@ def _glob_part(part: str) -> str:
         return re.escape(part)
     inside = part[1:-1]
     negate = inside.startswith("!")
-    # A dash is a range in both languages; everything else is meant as it stands.
+    # A dash is a range in both languages; everything else is literal.
     return f"[{'^' * negate}{re.escape(inside[negate:])}]".replace("\\-", "-")
 
 
@@ -149,7 +148,7 @@ def _format_of(name: str, format: Format) -> Literal["text", "jsonl", "parquet"]
     if format != "auto":
         return format
     plain = name.lower()
-    for suffix in PACKED_SUFFIXES:
+    for suffix in COMPRESSED_SUFFIXES:
         plain = plain.removesuffix(suffix)
     return "parquet" if plain.endswith(".parquet") else "jsonl" if plain.endswith(_JSONL_SUFFIXES) else "text"
 
@@ -157,7 +156,7 @@ def _format_of(name: str, format: Format) -> Literal["text", "jsonl", "parquet"]
 def read_blocks(
     source: SourceFile, reading: ReadOptions, on_skip: Callable[[str], None] | None = None
 ) -> Iterator[TextBlock]:
-    """The documents of one source as blocks; `on_skip` is told what was left out, and why."""
+    """Yield the documents of one source as blocks; `on_skip` gets what was skipped, and why."""
     skip = on_skip or (lambda _: None)
     if source.format == "jsonl":
         yield from _read_jsonl(source, reading, skip)
@@ -170,7 +169,7 @@ def read_blocks(
 
 
 def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
-    # A byte order mark is no text; line ends are kept as they are.
+    # A byte order mark is not text; line ends are kept.
     text = io.TextIOWrapper(plain, encoding="utf-8-sig", errors=errors, newline="")
     try:
         yield from iter(functools.partial(text.read, BLOCK_CHARS), "")
@@ -179,7 +178,7 @@ def _decoded(plain: IO[bytes], errors: str) -> Iterator[str]:
 
 
 def _unreadable(source: SourceFile) -> str | None:
-    """Why a text file cannot be read to its end; None if it can."""
+    """Return why a text file cannot be read to its end, or None if it can."""
     try:
         with open_plain(source.path) as (plain, _):
             for _block in _decoded(plain, "strict"):
@@ -194,33 +193,37 @@ def _unreadable(source: SourceFile) -> str | None:
 def _read_text(source: SourceFile, reading: ReadOptions) -> Iterator[TextBlock]:
     errors = "replace" if reading.errors == "replace" else "strict"
     with open_plain(source.path) as (plain, tell):
-        held: str | None = None
+        previous: str | None = None
         try:
             for text in _decoded(plain, errors):
-                if held is not None:
-                    yield TextBlock(held, prompt=False, last=False, position=tell())
-                held = text
+                if previous is not None:
+                    yield TextBlock(previous, prompt=False, last=False, position=tell())
+                previous = text
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{source.path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason})",
-                hint="--errors replace keeps it with bad bytes replaced, --errors skip leaves the file out",
+                hint="use --errors replace to replace bad bytes, or --errors skip to skip the file",
             ) from None
-        if held is not None:  # an empty file is no document
-            yield TextBlock(held, prompt=False, last=True, position=source.bytes)
+        if previous is not None:  # an empty file is not a document
+            yield TextBlock(previous, prompt=False, last=True, position=source.bytes)
 
 
 class _BadRecordError(Exception):
-    """A line or row that cannot be used, and why."""
+    """Why a line or row cannot be used."""
 
 
-_Record = tuple[str, Callable[[], tuple[str, str]], Callable[[], int]]
-"""(where in the file it is, what makes its prompt and text of it, how far into the file on disk we are)."""
+_Record = tuple[str, Callable[[], Callable[[str], str]], int]
+"""(line or row, function that parses it and returns a getter of its fields, position in the file on disk)."""
 
 
 def _read_jsonl(source: SourceFile, reading: ReadOptions, skip: Callable[[str], None]) -> Iterator[TextBlock]:
+    replace = reading.errors == "replace"
     with open_plain(source.path) as (plain, tell):
-        lines = ((f"line {n}", line) for n, line in enumerate(_lines(plain), start=1) if line.strip())
-        records = ((where, functools.partial(_fields, line, reading), tell) for where, line in lines)
+        records = (
+            (f"line {number}", functools.partial(_parse_line, line, replace), tell())
+            for number, line in enumerate(_lines(plain), start=1)
+            if line.strip()
+        )
         yield from _documents(source, records, reading, skip)
 
 
@@ -228,7 +231,7 @@ def _read_parquet(source: SourceFile, reading: ReadOptions, skip: Callable[[str]
     columns = [reading.text_field] + ([] if reading.prompt_field is None else [reading.prompt_field])
     rows = read_rows(source.path, list(dict.fromkeys(columns)), source.bytes)
     records = (
-        (f"row {number}", functools.partial(_columns, values, reading), functools.partial(int, position))
+        (f"row {number}", lambda values=values: functools.partial(_column, values, reading.errors), position)
         for number, values, position in rows
     )
     yield from _documents(source, records, reading, skip)
@@ -237,22 +240,24 @@ def _read_parquet(source: SourceFile, reading: ReadOptions, skip: Callable[[str]
 def _documents(
     source: SourceFile, records: Iterable[_Record], reading: ReadOptions, skip: Callable[[str], None]
 ) -> Iterator[TextBlock]:
-    """Documents of records that can be used; what is done with others is the reading's choice."""
-    for where, fields, tell in records:
+    """Yield the documents of valid records; fail at or skip the others."""
+    for where, parse, position in records:
         try:
-            prompt, text = fields()
+            field = parse()
+            prompt = "" if reading.prompt_field is None else field(reading.prompt_field)
+            text = field(reading.text_field)
         except _BadRecordError as bad:
             if reading.errors == "skip":
                 skip(f"{source.path} {where}: {bad}")
                 continue
             raise DataError(
                 f"{source.path} {where}: {bad}",
-                hint=f"--errors skip leaves such {where.split()[0]}s out; --text-field, --prompt-field name fields",
+                hint=f"set --text-field and --prompt-field, or skip such {where.split()[0]}s: --errors skip",
             ) from None
         if prompt:
-            yield TextBlock(prompt, prompt=True, last=False, position=tell())
+            yield TextBlock(prompt, prompt=True, last=False, position=position)
         if prompt or text:
-            yield TextBlock(text, prompt=False, last=True, position=tell())
+            yield TextBlock(text, prompt=False, last=True, position=position)
 
 
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
@@ -260,9 +265,8 @@ def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
         yield line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line
 
 
-def _fields(line: bytes, reading: ReadOptions) -> tuple[str, str]:
-    """The prompt (empty when there is none) and the text of one line."""
-    replace = reading.errors == "replace"
+def _parse_line(line: bytes, replace: bool) -> Callable[[str], str]:
+    """Parse a line of JSONL; return a getter of its fields."""
     try:
         record = json.loads(line.decode("utf-8", "replace" if replace else "strict"))
     except UnicodeDecodeError as error:
@@ -273,11 +277,10 @@ def _fields(line: bytes, reading: ReadOptions) -> tuple[str, str]:
         raise _BadRecordError("JSON nested too deeply") from None
     if not isinstance(record, dict):
         raise _BadRecordError(f"a JSON {type(record).__name__}, not an object")
-    prompt = "" if reading.prompt_field is None else _field(record, reading.prompt_field, replace)
-    return prompt, _field(record, reading.text_field, replace)
+    return functools.partial(_field, record, replace)
 
 
-def _field(record: dict[str, object], name: str, replace: bool) -> str:
+def _field(record: dict[str, object], replace: bool, name: str) -> str:
     if name not in record:
         raise _BadRecordError(f"no field {name!r}; it has {', '.join(sorted(record)) or 'none'}")
     value = record[name]
@@ -285,20 +288,14 @@ def _field(record: dict[str, object], name: str, replace: bool) -> str:
         raise _BadRecordError(f"field {name!r} is {'null' if value is None else type(value).__name__}, not a string")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
+    except UnicodeEncodeError:  # JSON can encode half a surrogate pair, which is not a character
         if not replace:
             raise _BadRecordError(f"field {name!r} holds half a surrogate pair") from None
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value
 
 
-def _columns(values: dict[str, bytes | None], reading: ReadOptions) -> tuple[str, str]:
-    """The prompt (empty when there is none) and the text of one row."""
-    prompt = "" if reading.prompt_field is None else _column(values, reading.prompt_field, reading.errors)
-    return prompt, _column(values, reading.text_field, reading.errors)
-
-
-def _column(values: dict[str, bytes | None], name: str, errors: Errors) -> str:
+def _column(values: dict[str, bytes | None], errors: Errors, name: str) -> str:
     value = values[name]
     if value is None:
         raise _BadRecordError(f"column {name!r} is null, not a string")

@@ -1,4 +1,4 @@
-"""Which sample a step begins with, when batches grow and samples are passed over."""
+"""The first sample of a step, when batches grow and samples are skipped."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from headway.data.order import after_skips
 __all__ = ["first_sample"]
 
 Batches = Sequence[tuple[int, int]]
-"""(step, sequences): from this step on a batch is of so many; the first from step 1 on."""
+"""(first step, sequences per batch); the first entry is for step 1."""
 
 
 def first_sample(step: int, batches: Batches, skips: Sequence[tuple[int, int]]) -> int:
-    """The number of the sample that a step's batch begins with; steps count from 1.
+    """Return the number of the first sample of a step; steps count from 1.
 
-    No step is replayed: stretches of equal batches between skipped ranges are arithmetic. A range that is added while a
-    run goes on moves no step that began before it.
+    No step is replayed: stretches of equal batches between skipped ranges are arithmetic. A range that is added during
+    a run moves no step that began before it.
     """
     cursor = 0
     for index, (first, batch) in enumerate(batches):
@@ -26,12 +26,12 @@ def first_sample(step: int, batches: Batches, skips: Sequence[tuple[int, int]]) 
 
 
 def _after(cursor: int, batch: int, steps: int, skips: Sequence[tuple[int, int]]) -> int:
-    """The cursor after so many steps of one batch size."""
+    """Return the cursor after so many steps of one batch size."""
     for first, end in skips:
         if end <= cursor:
             continue
-        whole = max(0, first - cursor) // batch
-        if steps <= whole:
+        before = max(0, first - cursor) // batch
+        if steps <= before:
             break
-        cursor, steps = end, steps - whole
+        cursor, steps = end, steps - before
     return cursor + steps * batch

@@ -1,9 +1,9 @@
-"""A second way to the same token ids: byte-level BPE through tiktoken, where it is known to give the same.
+"""Encode byte-level BPE faster, through tiktoken, if it provably gives the same token ids.
 
-A tokenizer.json qualifies when its merges are proved equal to ranks (`headway.data.merges`), and its way of splitting
-text is one that tiktoken can express: GPT-2's, one regular expression as in Llama 3 or Qwen, or digits one by one and
-then GPT-2's. How two libraries split text cannot be proved, so both encode a sample of texts that try to tell them
-apart, and during a build every so many texts once more.
+A tokenizer.json qualifies if its merges are proven equal to ranks (`headway.data.merges`), and tiktoken can express
+how it splits text: GPT-2's pattern, one regular expression as in Llama 3 or Qwen, or single digits and then GPT-2's.
+That two libraries split text alike cannot be proven, so both encode a fixed set of probe texts, and during a build one
+in `CHECK_EVERY` texts.
 """
 
 import json
@@ -27,11 +27,11 @@ __all__ = ["CHECK_EVERY", "EncodersDiffer", "TiktokenEncoder", "fast_encoder"]
 Tokens = npt.NDArray[np.uint32]
 
 CHECK_EVERY = 128
-"""Of so many texts of a build, one is encoded by both libraries."""
+"""One in so many texts of a build is encoded by both libraries."""
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-# Where digits were cut out first, white space before one ends its piece, as if nothing followed.
+# Digits are split off first, so white space before a digit ends its piece as if nothing followed.
 _DIGITS_THEN_GPT2 = rf"\p{{N}}|{_CONTRACTIONS}| ?\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
 
 _NO_ID = 0xFFFFFFFF
@@ -50,46 +50,43 @@ class TiktokenEncoder:
     slow: TextTokenizer
     encoding: Any
     ids: Tokens
-    """The id of each rank; _NO_ID of a byte that the vocabulary has not."""
+    """The id of each rank; _NO_ID for a byte that is not in the vocabulary."""
     lengths: npt.NDArray[np.int64]
     """Bytes of each rank."""
     added: re.Pattern[str] | None
-    """Tokens that are read from the text before anything else is done to it."""
+    """Matches added tokens, which are split off before anything else."""
     normalize: Callable[[str], str]
     lacks: bool
-    """Whether some byte has no token."""
+    """Whether some bytes have no token."""
     threads: int = field(default_factory=lambda: int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1))
     encoded: int = 0
-    """Texts so far."""
+    """Texts encoded so far."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Token ids of each text, in parallel; Differs if a text that is checked has others."""
-        # A hand-over for every text would cost a tenth of encoding a short one.
+        """Encode texts in parallel; raise EncodersDiffer if a checked text gets other ids."""
+        # Groups: one task per text would add a tenth to the time of a short one.
         size = -(-len(texts) // (4 * self.threads)) or 1
         groups = [texts[start : start + size] for start in range(0, len(texts), size)]
         with ThreadPoolExecutor(self.threads) as pool:
-            made = [ids for group in pool.map(self._encode_all, groups) for ids in group]
+            results = pool.map(lambda group: [self.encode(text) for text in group], groups)
+            encoded = [ids for group in results for ids in group]
         first = -self.encoded % CHECK_EVERY
         self.encoded += len(texts)
-        for text, ids in zip(texts[first::CHECK_EVERY], made[first::CHECK_EVERY], strict=True):
+        for text, ids in zip(texts[first::CHECK_EVERY], encoded[first::CHECK_EVERY], strict=True):
             self.check(text, ids)
-        return made
-
-    def _encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        return [self.encode(text) for text in texts]
+        return encoded
 
     def encode(self, text: str) -> Tokens:
-        """Token ids of one text."""
+        """Encode one text."""
         if _has_long_run(text):
             return self.slow.encode(text)
         if self.added is None or not self.added.search(text):
             return self._plain(text)
-        pieces = self.added.split(text)  # text and added tokens by turns
-        made = [self._added(piece) if at % 2 else self._plain(piece) for at, piece in enumerate(pieces)]
-        return np.concatenate(made)
+        pieces = self.added.split(text)  # text and added tokens alternate
+        return np.concatenate([self._added(piece) if i % 2 else self._plain(piece) for i, piece in enumerate(pieces)])
 
     def check(self, text: str, ids: Tokens) -> None:
-        """Differs if the other library encodes a text to other ids."""
+        """Raise EncodersDiffer if `tokenizers` encodes a text to other ids."""
         if not np.array_equal(self.slow.encode(text), ids):
             raise EncodersDiffer(f"tiktoken and tokenizers disagree on a text that begins {text[:40]!r}")
 
@@ -99,24 +96,24 @@ class TiktokenEncoder:
     def _plain(self, text: str) -> Tokens:
         text = self.normalize(text)
         try:
-            # Faster than encode_to_numpy, which looks for special tokens even where there are none.
+            # Faster than encode_to_numpy, which searches for special tokens even if there are none.
             ranks = np.array(self.encoding.encode_ordinary(text), dtype=np.uint32)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # how a limit of its regular expressions ends a call
+            if type(error).__name__ != "PanicException":  # raised at a limit of its regular expressions
                 raise
             return self.slow.encode(text)
-        # tiktoken leaves out what no part of its pattern matches.
+        # tiktoken drops what its pattern does not match.
         if int(self.lengths[ranks].sum()) != len(text.encode()):
-            raise EncodersDiffer(f"tiktoken leaves out part of a text that begins {text[:40]!r}")
+            raise EncodersDiffer(f"tiktoken drops part of a text that begins {text[:40]!r}")
         ids: Tokens = self.ids[ranks]
         return self.slow.encode(text) if self.lacks and (ids == _NO_ID).any() else ids
 
 
 def _has_long_run(text: str) -> bool:
-    """Whether letters, signs or white space follow each other for thousands of characters.
+    """Whether a text has a run of thousands of word characters or of other characters.
 
-    tiktoken takes time by the square of a run's length. A run of twice the stretch covers one whole stretch, and what
-    has letters and others in it is no run.
+    tiktoken's time is quadratic in the length of a run. Text is checked in stretches: a run twice as long covers one
+    completely, and a stretch with both kinds of characters is not part of one.
     """
     for start in range(0, len(text) - _RUN_CHARS, _RUN_CHARS):
         end = start + _RUN_CHARS
@@ -126,7 +123,7 @@ def _has_long_run(text: str) -> bool:
 
 
 def fast_encoder(slow: TextTokenizer) -> TiktokenEncoder:
-    """The same tokenizer through tiktoken; NotProven says why it cannot be had, Differs that it would be wrong."""
+    """Return the same tokenizer through tiktoken; raise NotProven or EncodersDiffer if it might give other ids."""
     try:
         import tiktoken
     except ImportError:
@@ -136,7 +133,7 @@ def fast_encoder(slow: TextTokenizer) -> TiktokenEncoder:
     vocab, merges = _model(content["model"], {token["content"] for token in content["added_tokens"]})
     ranks = proven_ranks(merges)
     if {token for token in ranks if len(token) > 1} != {token for token in vocab if len(token) > 1}:
-        raise NotProven("its vocabulary has tokens that no merge makes")
+        raise NotProven("its vocabulary has tokens that no merge produces")
     encoding = tiktoken.Encoding("headway", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     encoder = TiktokenEncoder(
         slow,
@@ -152,11 +149,11 @@ def fast_encoder(slow: TextTokenizer) -> TiktokenEncoder:
     return encoder
 
 
-# -- what a tokenizer.json says
+# -- parsing a tokenizer.json
 
 
 def _pattern(pre: Any) -> str:
-    """One regular expression that splits text as a pre-tokenizer does."""
+    """Return one regular expression that splits text like a pre-tokenizer."""
     steps = _steps(pre)
     match [step["type"] for step in steps]:
         case ["ByteLevel"] if _plain_bytes(steps[0], use_regex=True):
@@ -165,15 +162,15 @@ def _pattern(pre: Any) -> str:
             return str(steps[0]["pattern"]["Regex"])
         case ["Digits", "ByteLevel"] if _plain_bytes(steps[1], use_regex=True) and steps[0]["individual_digits"]:
             return _DIGITS_THEN_GPT2
-    raise NotProven("its pre-tokenizer is none that one regular expression stands for")
+    raise NotProven("its pre-tokenizer is not equivalent to one regular expression")
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A pre-tokenizer or normalizer as a list of simple ones."""
+    """Flatten a pre-tokenizer or normalizer into a list of simple ones."""
     if part is None:
         return []
     inner = part.get("pretokenizers", part.get("normalizers"))
-    return [part] if part["type"] != "Sequence" else [step for one in inner for step in _steps(one)]
+    return [part] if part["type"] != "Sequence" else [step for nested in inner for step in _steps(nested)]
 
 
 def _plain_bytes(step: dict[str, Any], use_regex: bool) -> bool:
@@ -194,7 +191,7 @@ def _normalizer(part: Any) -> Callable[[str], str]:
 
 
 def _model(model: dict[str, Any], added: set[str]) -> tuple[dict[bytes, int], list[Pair]]:
-    """The vocabulary and the merges in bytes, without added tokens."""
+    """Return the vocabulary and the merges as bytes, without added tokens."""
     wrong = [
         key
         for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -202,21 +199,21 @@ def _model(model: dict[str, Any], added: set[str]) -> tuple[dict[bytes, int], li
     ]
     if model["type"] != "BPE" or wrong:
         raise NotProven(f"its model is {model['type']}{' with ' + wrong[0] if wrong else ''}, not plain byte-level BPE")
-    # Other letters below 256 stand for no byte either, so that none of them must pass for one.
+    # Characters below 256 outside the alphabet represent no byte: map them to one that latin-1 cannot encode.
     table = dict.fromkeys(range(256), 0x10FFFF) | {ord(letter): value for value, letter in _alphabet()}
     try:
         bytes_of = {token: token.translate(table).encode("latin-1") for token in model["vocab"] if token not in added}
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         merges = [(bytes_of[left], bytes_of[right]) for left, right in pairs]
     except UnicodeEncodeError as error:
-        raise NotProven(f"its vocabulary has {error.object!r}, which stands for no bytes") from None
+        raise NotProven(f"its vocabulary has {error.object!r}, which represents no bytes") from None
     except KeyError as error:
-        raise NotProven(f"it merges {error.args[0]!r}, which is no token") from None
+        raise NotProven(f"it merges {error.args[0]!r}, which is not a token") from None
     return {content: model["vocab"][token] for token, content in bytes_of.items()}, merges
 
 
 def _alphabet() -> Iterator[tuple[int, str]]:
-    """(byte, letter): printable bytes are their own letters, others take those from 256 on."""
+    """Yield (byte, character): printable bytes represent themselves, others use characters from 256 on."""
     other = 256
     for value in range(256):
         if 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255:
@@ -227,9 +224,9 @@ def _alphabet() -> Iterator[tuple[int, str]]:
 
 
 def _added_pattern(added: Sequence[dict[str, Any]], special_as_text: bool) -> re.Pattern[str] | None:
-    """What finds the added tokens that are read from text, the longest first where several begin together."""
-    read = [token for token in added if not (token["special"] and special_as_text)]
-    if any(token[key] for token in read for key in ("lstrip", "rstrip", "single_word")):
-        raise NotProven("it has added tokens that take in white space or whole words")
-    words = sorted((token["content"] for token in read), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, words))})") if words else None
+    """Return a pattern for added tokens that are parsed in text, the longest first if several start together."""
+    parsed = [token for token in added if not (token["special"] and special_as_text)]
+    if any(token[key] for token in parsed for key in ("lstrip", "rstrip", "single_word")):
+        raise NotProven("it has added tokens that absorb white space or match whole words only")
+    contents = sorted((token["content"] for token in parsed), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, contents))})") if contents else None

@@ -1,8 +1,7 @@
-"""From text to token ids and back: a byte-level BPE trained here, or any tokenizer.json.
+"""Text to token ids and back, with a byte-level BPE trained here or any tokenizer.json.
 
-Text is only ever text: a document that happens to contain `<|endoftext|>` gets the tokens of those letters,
-and the special id ends documents and nothing else, unless the builder asks for special tokens to be read
-from text.
+Text is only text: a document that contains `<|endoftext|>` gets the tokens of those characters, and the special id
+only ends documents, unless special tokens are to be parsed in text.
 """
 
 import functools
@@ -54,22 +53,23 @@ class TextTokenizer:
         return int(max(self.raw.get_vocab(with_added_tokens=True).values())) + 1
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Token ids of one text, without an end of text."""
+        """Encode one text, without an end of text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Token ids of each text, in parallel on native threads."""
-        encoded = self.raw.encode_batch(texts, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        """Encode texts in parallel, on native threads."""
+        encodings = self.raw.encode_batch(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; special tokens are shown."""
+        """Decode token ids to text, special tokens included."""
         return str(self.raw.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def separable(self, left: str, right: str) -> bool:
-        """Whether the two texts get the same tokens apart as together."""
-        both, one, two = (e.ids for e in self.raw.encode_batch([left + right, left, right], add_special_tokens=False))
-        return bool(both == one + two)
+        """Whether two texts get the same tokens separately as together."""
+        encodings = self.raw.encode_batch([left + right, left, right], add_special_tokens=False)
+        joined, first, second = (encoding.ids for encoding in encodings)
+        return bool(joined == first + second)
 
     def to_bytes(self) -> bytes:
         """The content of tokenizer.json."""
@@ -77,12 +77,12 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE; the same texts give the same tokenizer, whatever the number of threads."""
+    """Train a byte-level BPE; the result does not depend on the number of threads."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
-            f"a vocabulary of {vocab_size} is too small for bytes",
+            f"a vocabulary of {vocab_size} is too small",
             hint=f"use at least {SMALLEST_VOCABULARY}: 256 bytes and the end of text",
         )
     raw = Tokenizer(models.BPE())
@@ -97,28 +97,28 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     raw.train_from_iterator(texts, trainer)
     raw.encode_special_tokens = True
     end_of_text = raw.token_to_id(END_OF_TEXT)
-    assert end_of_text is not None, "the trainer was told of it"
+    assert end_of_text is not None, "it is one of the trainer's special tokens"
     return TextTokenizer(raw, end_of_text)
 
 
 def load_tokenizer(
     path: str | Path, *, end_of_text: str | int | None = None, special_tokens: bool = False
 ) -> TextTokenizer:
-    """Load a tokenizer.json, or a folder that holds one.
+    """Load a tokenizer.json, or a folder that has one.
 
-    `end_of_text` is the name or id of the token that ends a document, where it has none of the usual names.
-    With `special_tokens`, special tokens spelt out in a text become their ids instead of plain letters.
+    `end_of_text` is the name or id of the token that ends a document, if it has an unusual name. With
+    `special_tokens`, special tokens in a text become their ids instead of being encoded as plain text.
     """
     from tokenizers import Tokenizer
 
     file = Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        raise DataError(f"there is no tokenizer at {path}", hint="name a tokenizer.json or a folder holding one")
+        raise DataError(f"no tokenizer at {path}", hint="name a tokenizer.json, or a folder with one")
     try:
         raw = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{file} is no tokenizer: {error}", hint="it must be a `tokenizers` JSON file") from None
+        raise DataError(f"{file} is not a tokenizer: {error}", hint="it must be a `tokenizers` JSON file") from None
     raw.no_truncation()
     raw.no_padding()
     raw.encode_special_tokens = not special_tokens
@@ -128,7 +128,7 @@ def load_tokenizer(
 
 
 def tokenizer_from_bytes(content: bytes, end_of_text: int, *, special_tokens: bool) -> TextTokenizer:
-    """A tokenizer again, on another machine, from what `to_bytes` made of it and how it was loaded."""
+    """Restore a tokenizer from its `to_bytes`, for example on another machine."""
     from tokenizers import Tokenizer
 
     raw = Tokenizer.from_str(content.decode())
@@ -138,17 +138,17 @@ def tokenizer_from_bytes(content: bytes, end_of_text: int, *, special_tokens: bo
 
 def _find_end_of_text(raw: Any, file: Path, name: str | None) -> int:
     for candidate in _USUAL_NAMES if name is None else (name,):
-        found = raw.token_to_id(candidate)
-        if found is not None:
-            return int(found)
+        token_id = raw.token_to_id(candidate)
+        if token_id is not None:
+            return int(token_id)
     special = [token.content for token in raw.get_added_tokens_decoder().values() if token.special]
     listed = ", ".join(special[:12]) or "none"
-    missing = "no end-of-text token by a usual name" if name is None else f"no token {name!r}"
+    missing = "no end-of-text token with a usual name" if name is None else f"no token {name!r}"
     raise DataError(f"{file} has {missing}", hint=f"name it with --end-of-text; its special tokens: {listed}")
 
 
-# Between a line's end and the next word, or before a single space: places where the usual pre-tokenizers
-# break anyway. Runs of white space are left whole, since they are split by what follows them.
+# Between the end of a line and the next word, or before a single space: positions where the usual pre-tokenizers split
+# anyway. Runs of white space are not cut, since their split depends on what follows.
 _CANDIDATE = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _CONTEXT_CHARS = 128
 _TRIES = 32
@@ -157,11 +157,10 @@ _TRIES = 32
 def cut_blocks(
     blocks: Iterable[TextBlock], separable: Callable[[str, str], bool], *, size: int, limit: int
 ) -> Iterator[TextBlock]:
-    """Cut long runs of text into blocks of about `size` characters that get the same tokens as the whole.
+    """Cut long texts into blocks of about `size` characters that get the same tokens as the whole text.
 
-    The encoder needs some 100 bytes a token, so a long document cannot go through it at once. A cut is made
-    only where the text around it passes `separable`; text that offers no such place is cut at `limit`
-    characters.
+    The encoder needs some 100 bytes per token, so it cannot encode a long document at once. A cut is made only where
+    the text around it passes `separable`; text without such a position is cut at `limit` characters.
     """
     pending = ""
     scanned = tries = 0
@@ -186,7 +185,7 @@ def cut_blocks(
 def _next_cut(
     text: str, start: int, scanned: int, tries: int, separable: Callable[[str, str], bool]
 ) -> tuple[int | None, int, int]:
-    """(where to cut or None, how far the text has been searched, how many places were tried)."""
+    """Return (where to cut or None, how far the text was searched, how many positions were tried)."""
     end = len(text) - _CONTEXT_CHARS
     if tries >= _TRIES:
         return None, end, tries
@@ -201,5 +200,5 @@ def _next_cut(
 
 
 def limit_threads(threads: int) -> None:
-    """Use at most so many native threads; it must be called before this process first encodes anything."""
+    """Use at most so many native threads; must be called before this process first encodes."""
     os.environ["RAYON_NUM_THREADS"] = str(threads)

@@ -1,4 +1,4 @@
-"""Writing a data set: shards token by token, and a folder that appears whole or not at all."""
+"""Write a dataset's shards, and create its folder atomically."""
 
 import fcntl
 import glob
@@ -23,12 +23,12 @@ __all__ = ["ShardWriter", "dtype_for", "finish_dataset", "install_folder", "new_
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest of the two id types that holds the vocabulary."""
+    """Return the smaller of the two id types that fits the vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class _HashedFile:
-    """A file that knows its size and sha256 when it is closed."""
+    """A file that tracks its size and sha256."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,10 +53,10 @@ class _HashedFile:
 
 
 class ShardWriter:
-    """Lays documents one after another into shards, each document followed by the end of text.
+    """Writes consecutive documents into shards, each document followed by the end of text.
 
-    A document is never split between shards: one that would overfill a shard starts the next, and one that is
-    longer than `shard_tokens` has a shard of its own, longer than the others.
+    A document is never split between shards: one that would overfill a shard starts the next, and one longer than
+    `shard_tokens` has a longer shard of its own.
     """
 
     def __init__(self, folder: Path, *, dtype: str, end_of_text: int, shard_tokens: int) -> None:
@@ -66,7 +66,7 @@ class ShardWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._end = np.array([end_of_text], dtype=self._dtype)
         self._shard_tokens = shard_tokens
-        self._held: list[npt.NDArray[Any]] = []  # the current document, until its shard is known
+        self._buffered: list[npt.NDArray[Any]] = []  # the current document, until its shard is known
         self._document = self._prompt = 0  # tokens of the current document, and of its prompt
         self._file: _HashedFile | None = None
         self._written = 0  # tokens in the current shard's file
@@ -75,19 +75,19 @@ class ShardWriter:
         self.tokens = self.documents = self.prompt_tokens = 0
 
     def add(self, ids: npt.NDArray[Any], *, prompt: bool = False) -> None:
-        """Add tokens to the current document; a prompt's come first."""
+        """Add tokens to the current document, those of a prompt first."""
         assert not (prompt and self._prompt != self._document), "a prompt comes before the text"
-        self._held.append(ids.astype(self._dtype))
+        self._buffered.append(ids.astype(self._dtype))
         self._document += len(ids)
         self._prompt += len(ids) if prompt else 0
         if self._document > self._shard_tokens:
-            self._place()
+            self._flush()
 
     def end_document(self) -> None:
         """Close the current document with the end of text."""
-        self._held.append(self._end)
+        self._buffered.append(self._end)
         self._document += 1
-        self._place()
+        self._flush()
         self._documents.extend((self._written, self._prompt))
         self.tokens += self._document
         self.documents += 1
@@ -95,28 +95,28 @@ class ShardWriter:
         self._document = self._prompt = 0
 
     def close(self) -> tuple[DataFile, ...]:
-        """Finish the last shard; the files written, in order."""
+        """Finish the last shard; return the files written, in order."""
         assert self._document == 0, "the last document was not ended"
         self._close_shard()
         return tuple(self.files)
 
     def abandon(self) -> None:
-        """Close what is open and keep nothing promised about it."""
+        """Close the open file without finishing it."""
         if self._file is not None:
             self._file.abandon()
 
-    def _place(self) -> None:
-        """Write out what is held of the current document, in a new shard if it does not fit in this one."""
-        held = sum(map(len, self._held))
-        # A document that is written part by part began a shard of its own, so there are none before it here.
-        if self._documents and self._written + held > self._shard_tokens:
+    def _flush(self) -> None:
+        """Write the buffered part of the current document, to a new shard if it does not fit in this one."""
+        buffered = sum(map(len, self._buffered))
+        # A document that is written in parts started its own shard, so no document precedes it there.
+        if self._documents and self._written + buffered > self._shard_tokens:
             self._close_shard()
         if self._file is None:
             self._file = _HashedFile(self._folder / shard_name("tokens", len(self.files) // 2))
-        for ids in self._held:
+        for ids in self._buffered:
             self._file.write(ids.data)
-        self._written += held
-        self._held = []
+        self._written += buffered
+        self._buffered = []
 
     def _close_shard(self) -> None:
         if self._file is None:
@@ -144,7 +144,7 @@ def finish_dataset(folder: Path, writer: ShardWriter, *, vocab_size: int, tokeni
         tokenizer=write_file(folder / TOKENIZER, tokenizer),
     )
     write_file(folder / MANIFEST, manifest.canonical())
-    write_stamp(folder, manifest.version, {one.name: stamp_of(folder / one.name) for one in manifest.all_files()})
+    write_stamp(folder, manifest.version, {file.name: stamp_of(folder / file.name) for file in manifest.all_files()})
     return manifest
 
 
@@ -157,11 +157,10 @@ def write_file(path: Path, content: bytes) -> DataFile:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A fresh folder beside `out` to write into; gone afterwards, however the block ends, unless it was
-    renamed.
+    """Create a folder beside `out` to write into; it is removed afterwards unless it was renamed.
 
-    A build that was killed cannot tidy up, so the next one for the same place does: the lock tells whether a
-    folder's builder still lives.
+    A killed build leaves its folder behind, and the next build for the same path removes it: a lock tells whether a
+    folder's builder is alive.
     """
     folder = out.parent / f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.building"
     lock = None
@@ -173,7 +172,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             lock = os.open(folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another place") from None
+            raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another folder") from None
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,7 +192,7 @@ def _remove_abandoned(out: Path) -> None:
 
 
 def install_folder(folder: Path, out: Path) -> None:
-    """Give a finished folder its name, durably; an older one goes only once the new one is in place."""
+    """Rename a finished folder into place, durably; an older one is removed only after that."""
     make_durable(folder)
     old = folder.with_name(folder.name + ".old")
     replaced = out.exists()

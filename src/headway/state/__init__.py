@@ -1,12 +1,12 @@
-"""State: layouts and the moves between them, checkpoints that are whole or not there, stores, and what is read back.
+"""Training state: tensor layouts, atomic checkpoints on disk and in object stores, and resharding on read.
 
-`headway.state.tensors` is the one file that knows torch, and is imported by workers only.
+Only `headway.state.tensors` imports torch, and only workers import it.
 """
 
 from headway.state.box import Box
 from headway.state.channel import Channel, ChannelClosed, Message, MessageChannel
 from headway.state.digest import digest_box, state_digest
-from headway.state.layout import Layout, LayoutPart, replicated, sharded
+from headway.state.layout import sharded
 from headway.state.manifest import (
     CheckpointFacts,
     CheckpointManifest,
@@ -15,8 +15,8 @@ from headway.state.manifest import (
     TensorEntry,
     dump_manifest,
 )
-from headway.state.move import Move, all_moves, moves
-from headway.state.read_checkpoint import OpenCheckpoint, VerifyResult, open_checkpoint, read_box, verify_checkpoint
+from headway.state.move import moves
+from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint, read_box, verify_checkpoint
 from headway.state.save_buffer import BufferPlan, MemoryCheckpoint, SaveBuffer, map_files, plan_buffer
 from headway.state.source import CheckpointSource, FolderCheckpoint
 from headway.state.write_checkpoint import (
@@ -37,7 +37,6 @@ from headway.state.write_checkpoint import (
     merge,
     partial_folder,
     prune,
-    shard_layout,
     shard_name,
     write_shard,
 )
@@ -53,8 +52,6 @@ __all__ = [
     "CheckpointSource",
     "FileEntry",
     "FolderCheckpoint",
-    "Layout",
-    "LayoutPart",
     "MemoryCheckpoint",
     "Message",
     "MessageChannel",
@@ -67,9 +64,7 @@ __all__ = [
     "SaveBuffer",
     "ShardEntry",
     "TensorEntry",
-    "VerifyResult",
     "abandon",
-    "all_moves",
     "begin_checkpoint",
     "collect_shard_entries",
     "commit",
@@ -88,8 +83,6 @@ __all__ = [
     "plan_buffer",
     "prune",
     "read_box",
-    "replicated",
-    "shard_layout",
     "shard_name",
     "sharded",
     "state_digest",

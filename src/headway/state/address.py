@@ -1,4 +1,4 @@
-"""Addresses of checkpoints: a folder, or `<url of a run in an object store>/step-<n>`."""
+"""Checkpoint addresses: a folder, or `<URL of a run in an object store>/step-<n>`."""
 
 import re
 from pathlib import Path
@@ -13,30 +13,30 @@ _IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
 
 
 def is_in_store(address: str) -> bool:
-    """Whether an address is that of an object store."""
+    """Whether an address is in an object store."""
     return "://" in address
 
 
 def address_in_store(url: str, step: int) -> str:
-    """The address of a step's checkpoint under the url of a run."""
+    """Return the address of a step's checkpoint under the URL of a run."""
     return f"{url}/step-{step:08d}"
 
 
 def store_url(rules: Store, run: str) -> str:
-    """Where a run's checkpoints lie in its object store."""
+    """Return the URL of a run's checkpoints in its object store."""
     return f"{rules.url.rstrip('/')}/{run}"
 
 
 def open_address(address: str) -> OpenCheckpoint:
-    """Open a checkpoint wherever it lies."""
+    """Open a checkpoint in a folder or an object store."""
     if not is_in_store(address):
         return open_checkpoint(Path(address))
-    # Object stores need a library that folders do not.
+    # Imported here: folders do not need the object store library.
     from headway.state.object_store import open_store
     from headway.state.store_checkpoint import StoreCheckpoint
 
     match = _IN_STORE.fullmatch(address)
     if match is None:
-        open_store(address)  # says what is wrong with the place itself, and repeats no password
-        raise UsageError(f"{address} is no checkpoint's address", hint="for example s3://bucket/prefix/RUN/step-100")
+        open_store(address)  # raises if the URL itself is wrong, without repeating a password
+        raise UsageError(f"{address} is not a checkpoint address", hint="for example s3://bucket/prefix/RUN/step-100")
     return open_checkpoint(StoreCheckpoint(open_store(match[1]), int(match[2])))

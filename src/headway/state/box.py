@@ -1,4 +1,4 @@
-"""Boxes of a tensor: rectangular regions of its index space, and how they overlap. Pure arithmetic."""
+"""Boxes: rectangular regions of a tensor's index space, and how they overlap. Pure arithmetic."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """One past the last index of each dimension."""
+        """One past the last index, per dimension."""
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
 
     @property
@@ -30,13 +30,13 @@ class Box:
         return math.prod(self.shape)
 
     def inside(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape has the whole region."""
+        """Whether the box lies inside a tensor of this shape."""
         return len(shape) == len(self.start) and all(
             start >= 0 and stop <= size for start, stop, size in zip(self.start, self.stop, shape, strict=True)
         )
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """The region as an index into an array whose first element is the tensor's element at origin."""
+        """The box as an index into an array whose first element is the tensor's element at `origin`."""
         return tuple(
             slice(start - zero, start - zero + size)
             for start, size, zero in zip(self.start, self.shape, origin, strict=True)
@@ -44,14 +44,14 @@ class Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The region that both have, or None when they share no element."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, a.start, b.start))
     shape = tuple(min(stop) - first for first, stop in zip(start, zip(a.stop, b.stop, strict=True), strict=True))
     return Box(start, shape) if all(size > 0 for size in shape) else None
 
 
 def bands(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes of at most `limit` bytes (or one element) that follow each other in memory and together are the box."""
+    """Cut a box into contiguous boxes of at most `limit` bytes (or one element), in row-major order."""
     if not box.volume or not box.shape:
         yield from [box] * box.volume
         return
@@ -66,12 +66,12 @@ def bands(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Why these boxes do not cover a tensor of this shape exactly once, or None when they do."""
+    """Return why these boxes do not tile a tensor of this shape exactly once, or None if they do."""
     boxes = sorted(boxes)
     for box in boxes:
         if not box.inside(shape):
             return f"the piece at {box.start} of shape {box.shape} is outside shape {shape}"
-    open_boxes: list[Box] = []  # those that may still reach the rows of the next one
+    open_boxes: list[Box] = []  # boxes that may reach the rows of the next box
     for box in boxes:
         open_boxes = [other for other in open_boxes if not shape or other.stop[0] > box.start[0]]
         for other in open_boxes:
@@ -80,5 +80,5 @@ def tiling_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
         open_boxes.append(box)
     covered = sum(box.volume for box in boxes)
     if covered != math.prod(shape):
-        return f"the pieces have {covered} of its {math.prod(shape)} elements"
+        return f"the pieces cover {covered} of {math.prod(shape)} elements"
     return None

@@ -1,7 +1,7 @@
-"""The line between a worker and its agent: JSON lines over a socket pair, with descriptors beside them.
+"""The channel between a worker and its agent: JSON lines over a socket pair, with file descriptors attached.
 
-Both ends use this class. Nothing waits unless asked to: a step looks at what has come, and goes on. An end can be taken
-over by another process: a message that was cut in two by that is passed over.
+Both ends use this class. Reads do not block unless asked to, so that a step can poll. Another process can take over an
+end: a message that was cut in half by that is skipped.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _READ_BYTES = 1 << 16
 
 
 class ChannelClosed(Exception):
-    """The other end is gone."""
+    """The other end closed the channel or died."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the other end said, and the descriptors that came with it: the receiver owns them."""
+    """A received message; the receiver owns its descriptors."""
 
     kind: str
     fields: dict[str, Any]
@@ -66,20 +66,20 @@ class Channel(MessageChannel):
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Two ends that are connected."""
-        ours, theirs = socket.socketpair()
-        return cls(ours), cls(theirs)
+        """Return two connected ends."""
+        first, second = socket.socketpair()
+        return cls(first), cls(second)
 
     def local_host(self) -> str:
-        """The address of this end, of a line over a network."""
+        """The address of this end, for a channel over TCP."""
         return str(self._socket.getsockname()[0])
 
     def fileno(self) -> int:
-        """For select, and for handing an end to a child."""
+        """The descriptor, for select and for passing the end to a child."""
         return self._socket.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Say something; LineClosed when nobody can hear it."""
+        """Send a message; raise ChannelClosed if the other end is gone."""
         line = json.dumps({"kind": kind, "descriptors": len(descriptors), **fields}).encode() + b"\n"
         assert len(descriptors) <= _MOST_DESCRIPTORS, "more descriptors than one message can carry"
         try:
@@ -91,7 +91,7 @@ class Channel(MessageChannel):
             raise ChannelClosed from error
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
-        """What has been said by then; None waits for the next word."""
+        """Return the messages that arrive within `timeout_s`; None waits for the next one."""
         messages = list[Message]()
         while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
             try:
@@ -101,28 +101,28 @@ class Channel(MessageChannel):
             self._descriptors.extend(descriptors)
             if not received:
                 if messages:
-                    return messages  # the next call tells
+                    return messages  # the next call raises
                 raise ChannelClosed
             *lines, self._unread = (self._unread + received).split(b"\n")
             messages += [message for line in lines if (message := self._message(line)) is not None]
         return messages
 
     def take_over(self) -> None:
-        """Begin anew after another process had this end: it may have died in the middle of a word."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next word tells
+        """Start a new line after another process had this end: it may have died in the middle of a message."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next send raises
             self._socket.sendall(b"\n")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         self._socket.close()
 
     def _message(self, line: bytes) -> Message | None:
-        """A message; None of half of one, whose other half a dead process has sent or read."""
+        """Parse a message; None for half of one, whose other half a dead process sent or read."""
         try:
             fields = json.loads(line)
         except ValueError:
-            told = re.search(rb'^{"kind": "[^"]*", "descriptors": (\d+)', line)
-            for _ in range(int(told[1]) if told else 0):
+            match = re.search(rb'^{"kind": "[^"]*", "descriptors": (\d+)', line)
+            for _ in range(int(match[1]) if match else 0):
                 os.close(self._descriptors.popleft())
             return None
         descriptors = [self._descriptors.popleft() for _ in range(fields.pop("descriptors"))]

@@ -1,24 +1,24 @@
-"""The digest of a state: equal states have equal digests, whatever mesh they lie on. Pure NumPy.
+"""The digest of a state: equal states have equal digests on any mesh. Pure NumPy.
 
-A tensor's digest is the sum modulo 2**64, over its elements, of a function of (bits, flat index in the whole
-tensor). A sum does not care how elements are dealt out: boxes that tile a tensor add up to its digest.
+A tensor's digest is the sum modulo 2**64, over its elements, of a function of (bits, flat index in the whole tensor).
+A sum does not depend on sharding: the digests of boxes that tile a tensor add up to its digest.
 
-The tensor is read as words. Elements of up to four bytes share words of 32 bits just as they lie in memory, little
-end first, and the last word is filled up with zeros; a word is read as a signed number. An element of eight bytes is
-a word of its own, bits ^ (bits >> 32). Then, all modulo 2**64,
+The tensor is read as words. Elements of up to four bytes are packed into little-endian 32-bit words as in memory, the
+last one padded with zeros; a word is read as a signed number. An element of eight bytes is a word of its own,
+bits ^ (bits >> 32). Then, all modulo 2**64,
 
     word j adds  word * R(j % 128) * S(j // 128)
     R(k) = mix(1 + k) >> 33 | 1      S(k) = mix(2**32 + k) | 1
     mix(n):  x = n * STRIDE;  x ^= x >> 32;  x *= MULTIPLIER;  x ^= x >> 32
 
-R and S are odd, so one changed element always changes the digest; so do two signs in one row of 128 words, as its R
-all differ. Other changes cancel by chance: two signs elsewhere or two swapped elements at most once in 2**32, four
+R and S are odd, so one changed element always changes the digest; so do two flipped signs in one row of 128 words, as
+all R differ. Other changes cancel by chance: two signs elsewhere or two swapped elements at most once in 2**32, four
 signs at the corners of a rectangle of rows and columns once in 2**27, changes of many bits once in about 2**60. Top
 bits are the weak ones, since their multiples keep few bits modulo 2**64; those of eight-byte elements would keep
-none, hence the fold. The hash guards against accidents, not against an adversary.
+none, hence the fold. The hash protects against accidents, not against an adversary.
 
-Why this one: R has two digits of 16 bits, and 128 products of a word and a digit add up exactly in the 53 bits of a
-float64. So BLAS sums the rows, in any order and on any machine alike, and S is applied once a row.
+Why this one: R has two 16-bit digits, and 128 products of a word and a digit add up exactly in the 53 bits of a
+float64. So BLAS sums the rows, with the same result in any order and on any machine, and S is applied once per row.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ __all__ = ["digest_box", "state_digest"]
 MASK = 2**64 - 1
 MULTIPLIER = 0xD6E8FEB86659FD93
 STRIDE = 0x9E3779B97F4A7C15
-# Words to a row, the R of a row and the digits of R belong together: see above.
+# Words per row; tied to R and its digits, see above.
 ROW = 128
-# Words turned into floats at a time. Measured from 2**13 to 2**18: smaller loses to NumPy's cost per call, larger
-# gains nothing.
+# Words converted to floats at a time. Measured from 2**13 to 2**18: smaller loses to NumPy's overhead per call,
+# larger gains nothing.
 BLOCK = 1 << 16
-# Words whose rows are weighed together, for the same reason; runs longer than that are cut.
+# Words whose rows are weighted together, for the same reason; longer runs are cut.
 GROUP = 1 << 20
-# Runs of fewer elements are hashed element by element: to fill up rows with zeros would cost more.
+# Runs of fewer elements are hashed element by element: padding them to rows would cost more.
 SHORT = 32
-# Rows to one product of BLAS: it hands larger ones to threads of its own, and callers have theirs.
+# Rows per BLAS product: larger ones use BLAS's own threads, and callers already have theirs.
 STACK = 64
 
 Bits = NDArray[np.unsignedinteger]
@@ -58,7 +58,7 @@ _DIGIT = np.uint64(16)
 
 
 def digest_box(bits: Bits, shape: tuple[int, ...], box: Box) -> int:
-    """What one box of a tensor adds to the tensor's digest.
+    """Return what one box of a tensor adds to the tensor's digest.
 
     `bits` holds the box's elements in row-major order as unsigned integers of the elements' size (any shape);
     `shape` is the whole tensor's.
@@ -85,7 +85,7 @@ def digest_box(bits: Bits, shape: tuple[int, ...], box: Box) -> int:
 
 
 def state_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
-    """One digest for a whole state, of (name, dtype, shape, tensor digest) in any order."""
+    """Return the digest of a whole state from (name, dtype, shape, tensor digest) in any order."""
     lines = sorted(
         f"{name} {dtype} {'x'.join(map(str, shape))} {digest:016x}\n" for name, dtype, shape, digest in tensors
     )
@@ -93,7 +93,7 @@ def state_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> st
 
 
 def _digest_long_run(run: Bits, start: int) -> int:
-    """The digest of many elements that follow each other from flat index `start` on: whole rows are not copied."""
+    """The digest of one long run of elements from flat index `start` on; full rows are not copied."""
     row = ROW * _per_word(run)
     head = -start % row
     body = (run.size - head) // row * row
@@ -120,7 +120,7 @@ def _digest_runs(runs: Bits, starts: Words) -> int:
 
 
 def _padded(runs: Bits, offset: NDArray[np.intp], size: int) -> Bits:
-    """Each run at its offset in so many elements of its own, with zeros around."""
+    """Each run at its offset in its own `size` elements, padded with zeros."""
     length, step = runs.shape[1], runs.itemsize
     full = np.zeros(len(runs) * size, runs.dtype)
     windows = as_strided(full, (full.size - length + 1, length), (step, step))
@@ -144,7 +144,7 @@ def _sum_rows(words: NDArray[np.int32]) -> Words:
 
 
 def _sum_wide_rows(words: Words) -> Words:
-    """The same for words of 64 bits, which a float64 cannot hold."""
+    """The same for 64-bit words, which a float64 cannot hold."""
     block = BLOCK // ROW
     sums = np.empty(len(words), np.uint64)
     for done in range(0, len(words), block):
@@ -154,25 +154,25 @@ def _sum_wide_rows(words: Words) -> Words:
 
 
 def _digest_elements(runs: Bits, starts: Words) -> int:
-    """The digest of runs too short for more than two rows: the definition, element by element."""
+    """The digest of runs that touch at most two rows: the definition, element by element."""
     per_word, row = _per_word(runs), ROW * _per_word(runs)
     first = starts // np.uint64(row)
-    place = (starts - first * np.uint64(row)).view(np.int64)[:, None] + np.arange(runs.shape[1])
-    weights = np.where(place < row, _row_weights(first)[:, None], _row_weights(first + np.uint64(1))[:, None])
-    weights *= _element_weights(per_word).take(place)
+    offset = (starts - first * np.uint64(row)).view(np.int64)[:, None] + np.arange(runs.shape[1])
+    weights = np.where(offset < row, _row_weights(first)[:, None], _row_weights(first + np.uint64(1))[:, None])
+    weights *= _element_weights(per_word).take(offset)
     if runs.itemsize == 8:
         values = _folded(runs)
     elif runs.itemsize == 4:
         values = runs.view(np.int32).astype(np.int64).view(np.uint64)
     else:
-        shift = ((place & (per_word - 1)) * (8 * runs.itemsize)).astype(np.uint32)
+        shift = ((offset & (per_word - 1)) * (8 * runs.itemsize)).astype(np.uint32)
         values = np.left_shift(runs, shift, dtype=np.uint32).view(np.int32).astype(np.int64).view(np.uint64)
     return int(np.dot(values.reshape(-1), weights.reshape(-1)))
 
 
 @cache
 def _element_weights(per_word: int) -> Words:
-    """R of the word of each element of a row, and of the next row's first ones."""
+    """R of each element's word, for a row and the first elements of the next."""
     return np.resize(_word_weights().repeat(per_word), ROW * per_word + SHORT)
 
 
@@ -214,17 +214,17 @@ def _digits() -> NDArray[np.float64]:
 
 
 def _run_length(shape: tuple[int, ...], box: Box) -> int:
-    """How many elements of the box follow each other in the whole tensor without a gap."""
+    """Return how many elements of the box are contiguous in the whole tensor."""
     length = 1
-    for size, whole in zip(reversed(box.shape), reversed(shape), strict=True):
+    for size, full_size in zip(reversed(box.shape), reversed(shape), strict=True):
         length *= size
-        if size != whole:
+        if size != full_size:
             break
     return length
 
 
 def _run_starts(shape: tuple[int, ...], box: Box, length: int, first: int, last: int) -> Words:
-    """Flat index in the whole tensor of the first element of runs first to last of the box."""
+    """Return the flat index in the whole tensor where each of the box's runs `first` to `last` starts."""
     local = np.arange(first, last, dtype=np.uint64) * np.uint64(length)
     flat = np.zeros(last - first, dtype=np.uint64)
     for dim in reversed(range(len(shape))):

@@ -1,11 +1,11 @@
-"""Two ends of a connection that have the same key know each other: challenge and answer, the key never travels.
+"""Mutual authentication of two ends of a connection by a shared key: challenge and response, the key is never sent.
 
-    who listens    -> a number nobody can guess
-    who calls      -> another one, and what the key makes of both
-    who listens    -> what the key makes of both the other way round
+    listener  -> a random challenge
+    caller    -> its own challenge, and an HMAC of both
+    listener  -> another HMAC of both
 
-Whoever has not the key hears one number and is hung up on. What is said afterwards is neither hidden nor sealed: the
-network of a cluster carries gradients in the clear too.
+A caller without the key sees one challenge and is disconnected. What follows is neither encrypted nor signed: a
+cluster's network carries gradients in the clear too.
 """
 
 import hmac
@@ -26,37 +26,37 @@ __all__ = [
 ]
 
 KEY_VARIABLE = "HEADWAY_KEY"
-"""Has the key where machines share no folder; arguments would be seen by everybody on the machine."""
+"""Holds the key where machines share no folder; everybody on the machine could see it in arguments."""
 
-NUMBER_BYTES = 32
-PATIENCE_S = 5.0
-SHORTEST = 16
+CHALLENGE_BYTES = 32
+TIMEOUT_S = 5.0
+SHORTEST_KEY = 16
 
 
 class HandshakeFailed(Exception):
-    """The other end has another key, or none."""
+    """The other end has a different key, or none."""
 
 
 def new_key() -> str:
-    """A key for a run."""
-    return secrets.token_hex(NUMBER_BYTES)
+    """Make a key for a run."""
+    return secrets.token_hex(CHALLENGE_BYTES)
 
 
 def key_from_env() -> str | None:
-    """The key that the environment has; None where it has none."""
+    """Return the key in the environment, or None if it is not set."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    if key and len(key) < SHORTEST:
+    if key and len(key) < SHORTEST_KEY:
         raise UsageError(
-            f"the key in {KEY_VARIABLE} is too short to be one: it has {len(key)} characters",
-            hint="for example what `openssl rand -hex 32` prints; the same on all machines",
+            f"the key in {KEY_VARIABLE} is too short: {len(key)} characters, needs {SHORTEST_KEY}",
+            hint="set the same key on all machines, for example the output of `openssl rand -hex 32`",
         )
     return key or None
 
 
 def connect(
-    address: tuple[str, int], key: str, timeout_s: float = PATIENCE_S, answer_s: float = PATIENCE_S
+    address: tuple[str, int], key: str, timeout_s: float = TIMEOUT_S, answer_s: float = TIMEOUT_S
 ) -> socket.socket:
-    """Connect to whoever listens there, and see that it is one of ours; OSError or Stranger where it cannot be."""
+    """Connect and authenticate both ends; raise OSError or HandshakeFailed if that fails."""
     end = socket.create_connection(address, timeout_s)
     try:
         client_handshake(end, key, answer_s)
@@ -66,47 +66,47 @@ def connect(
     return end
 
 
-def client_handshake(end: socket.socket, key: str, answer_s: float = PATIENCE_S) -> None:
-    """The caller's side."""
+def client_handshake(end: socket.socket, key: str, answer_s: float = TIMEOUT_S) -> None:
+    """Authenticate as the caller."""
     end.settimeout(answer_s)
-    theirs, ours = _read(end, NUMBER_BYTES), secrets.token_bytes(NUMBER_BYTES)
-    end.sendall(ours + _answer(key, b"calls", theirs, ours))
-    _compare(_read(end, NUMBER_BYTES), _answer(key, b"listens", theirs, ours))
-    _settle(end)
+    listener, caller = _read(end, CHALLENGE_BYTES), secrets.token_bytes(CHALLENGE_BYTES)
+    end.sendall(caller + _response(key, b"calls", listener, caller))
+    _check(_read(end, CHALLENGE_BYTES), _response(key, b"listens", listener, caller))
+    _configure(end)
 
 
 def server_handshake(end: socket.socket, key: str) -> None:
-    """The listener's side; Stranger is to be hung up on."""
-    end.settimeout(PATIENCE_S)
-    ours = secrets.token_bytes(NUMBER_BYTES)
-    end.sendall(ours)
-    theirs = _read(end, NUMBER_BYTES)
-    _compare(_read(end, NUMBER_BYTES), _answer(key, b"calls", ours, theirs))
-    end.sendall(_answer(key, b"listens", ours, theirs))
-    _settle(end)
+    """Authenticate as the listener; on HandshakeFailed, close the connection."""
+    end.settimeout(TIMEOUT_S)
+    listener = secrets.token_bytes(CHALLENGE_BYTES)
+    end.sendall(listener)
+    caller = _read(end, CHALLENGE_BYTES)
+    _check(_read(end, CHALLENGE_BYTES), _response(key, b"calls", listener, caller))
+    end.sendall(_response(key, b"listens", listener, caller))
+    _configure(end)
 
 
-def _settle(end: socket.socket) -> None:
-    """From here on words go as they come, and an end that vanished is noticed."""
+def _configure(end: socket.socket) -> None:
+    """Block, send small messages at once, and notice an end that vanished."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _answer(key: str, role: bytes, listener: bytes, caller: bytes) -> bytes:
+def _response(key: str, role: bytes, listener: bytes, caller: bytes) -> bytes:
     return hmac.digest(key.encode(), role + listener + caller, "sha256")
 
 
-def _compare(said: bytes, right: bytes) -> None:
-    if not hmac.compare_digest(said, right):
-        raise HandshakeFailed("the other end has another key")
+def _check(response: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(response, expected):
+        raise HandshakeFailed("the other end has a different key")
 
 
 def _read(end: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = end.recv(count - len(found))
+    content = b""
+    while len(content) < count:
+        part = end.recv(count - len(content))
         if not part:
-            raise HandshakeFailed("the other end has hung up")
-        found += part
-    return found
+            raise HandshakeFailed("the other end closed the connection")
+        content += part
+    return content

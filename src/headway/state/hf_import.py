@@ -1,13 +1,11 @@
-"""A Hugging Face folder becomes a run of its own: its weights are a checkpoint of step 0 like any other.
+"""Import a Hugging Face folder as a run: its weights become an ordinary checkpoint of step 0.
 
-Such a run was never trained here. It can be sampled from, exported, compared and started from (`model.init`); it has
-no data and no optimizer, so there is nothing to resume, and its record says only where it came from.
+Such a run can be sampled from, exported, compared and started from (`model.init`); it has no data and no optimizer, so
+it cannot be resumed, and its record only states where it came from.
 """
 
 import contextlib
-import fcntl
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,9 +17,10 @@ from headway.errors import RunError
 from headway.recipe import Model, Recipe
 from headway.state.box import Box
 from headway.state.digest import MASK, digest_box
+from headway.state.durable import locked_folder, new_file
 from headway.state.hf_sidecars import save_sidecars
 from headway.state.huggingface import LazyWeight, Progress, TokenizerFile
-from headway.state.manifest import CHUNK_BYTES, CheckpointFacts, FileEntry, PieceEntry, TensorEntry, chunk_checksums
+from headway.state.manifest import CHUNK_BYTES, CheckpointFacts, PieceEntry, TensorEntry, chunk_checksums, file_entry
 from headway.state.safetensors_file import SafetensorsLayout, bits_dtype, plan_file
 from headway.state.write_checkpoint import ShardEntry, abandon, begin_checkpoint, commit, shard_name
 from headway.track import START, Recorder, RunFolder, create_run, make_durable, record_path, write_json
@@ -29,9 +28,9 @@ from headway.track import START, Recorder, RunFolder, create_run, make_durable, 
 __all__ = ["IMPORTED", "NO_DATA", "import_run"]
 
 NO_DATA = "no-data"
-"""What the data of a run is called that has none."""
+"""Name of the data folder of a run without data."""
 IMPORTED = "imported"
-"""Key of the manifest's extra facts that says where a checkpoint's weights came from."""
+"""Key of the manifest's extra facts that states where a checkpoint's weights came from."""
 
 
 def import_run(
@@ -46,18 +45,18 @@ def import_run(
     sidecars: Path | None = None,
     progress: Progress | None = None,
 ) -> RunFolder:
-    """Make a run of weights by our names; it appears whole or not at all.
+    """Create a run from weights under Headway's names; it appears complete or not at all.
 
-    `source` says where they came from, `seq` is the longest sequence that the model is meant for;
-    `companions` is the folder whose small files are kept.
+    `source` states where they came from, `seq` is the longest sequence that the model is meant for; `sidecars` is the
+    folder whose small files are stored too.
     """
     final = RunFolder(root.absolute() / name)
     if final.path.exists():
-        raise RunError(f"there is a run {name} already", hint="choose another name with --name")
+        raise RunError(f"run {name} already exists", hint="choose another name with --name")
     try:
-        with _workshop(root) as workshop:
-            run = create_run(workshop, name, name)
-            # A recipe must name data, and there is none: the path says so to whoever resumes the run.
+        with _staging_folder(root) as staging:
+            run = create_run(staging, name, name)
+            # A recipe needs data, and there is none: the path says so to whoever resumes the run.
             data = {"path": str(final.path / NO_DATA), "seq": seq}
             recipe = Recipe.model_validate({"name": name, "model": model, "data": data})
             _write_small_files(run, recipe, tokenizer, source)
@@ -73,34 +72,23 @@ def import_run(
 
 
 @contextlib.contextmanager
-def _workshop(root: Path) -> Iterator[Path]:
-    """A folder beside the runs that is none of them; what killed imports left behind is cleared."""
+def _staging_folder(root: Path) -> Iterator[Path]:
+    """A hidden folder beside the runs; removes what killed imports left behind."""
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(".import-*"):
-        with contextlib.suppress(OSError), _locked(old):
+        with contextlib.suppress(OSError), locked_folder(old, wait=False):
             shutil.rmtree(old)
     path = Path(tempfile.mkdtemp(prefix=".import-", dir=root))
     try:
-        with _locked(path):
+        with locked_folder(path, wait=False):
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, or raise BlockingIOError when another process does; the kernel lets go of a dead one's."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _facts(recipe: Recipe, source: str) -> CheckpointFacts:
-    said = recipe.model_dump(mode="json")
-    return CheckpointFacts(cursor=0, chain=START, data_version="", recipe=said, extra={IMPORTED: source})
+    fields = recipe.model_dump(mode="json")
+    return CheckpointFacts(cursor=0, chain=START, data_version="", recipe=fields, extra={IMPORTED: source})
 
 
 def _write_small_files(run: RunFolder, recipe: Recipe, tokenizer: TokenizerFile | None, source: str) -> None:
@@ -120,26 +108,25 @@ def _write_small_files(run: RunFolder, recipe: Recipe, tokenizer: TokenizerFile 
 def _save(
     checkpoints: Path, weights: Mapping[str, LazyWeight], facts: CheckpointFacts, progress: Progress | None
 ) -> None:
-    """Write the checkpoint of step 0, one file of all tensors."""
+    """Write the checkpoint of step 0: one file with all tensors."""
     tensors = {f"model/{name}": weight for name, weight in weights.items()}
     layout = plan_file((name, weight.dtype, weight.shape) for name, weight in tensors.items())
     save = begin_checkpoint(checkpoints, 0, needs_bytes=layout.bytes)
     try:
-        described = _write(save.partial / shard_name(0), layout, tensors, progress)
+        entries = _write(save.partial / shard_name(0), layout, tensors, progress)
     except BaseException:
         abandon(save)
         raise
-    file = FileEntry(bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3)
-    commit(save, facts, [ShardEntry(name=shard_name(0), file=file, tensors=described)], workers=1)
+    commit(save, facts, [ShardEntry(name=shard_name(0), file=file_entry(layout), tensors=entries)], workers=1)
 
 
 def _write(
     path: Path, layout: SafetensorsLayout, tensors: Mapping[str, LazyWeight], progress: Progress | None
 ) -> dict[str, TensorEntry]:
-    """Write a file block by block and make it durable; what the manifest says of each tensor is taken on the way."""
+    """Write a file durably, block by block; return each tensor's manifest entry."""
     total, done = sum(weight.bytes for weight in tensors.values()), 0
-    described = {}
-    with path.open("xb") as file:
+    entries = {}
+    with new_file(path) as file:
         file.write(layout.header)
         for name in layout.spans:
             entry = _Entry(tensors[name])
@@ -149,33 +136,31 @@ def _write(
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
-            described[name] = entry.finish(path.name, layout.spans[name].begin)
-        file.flush()
-        os.fsync(file.fileno())
-    return described
+            entries[name] = entry.finish(path.name, layout.spans[name].begin)
+    return entries
 
 
 class _Entry:
-    """Checksums and digest of a tensor that comes in blocks; the digest goes by flat index, so any shape will do."""
+    """Checksums and digest of a tensor that arrives in blocks; the digest uses flat indices, so any shape will do."""
 
     def __init__(self, weight: LazyWeight) -> None:
         self._weight = weight
         self._elements = math.prod(weight.shape)
-        self._seen = self._digest = 0
+        self._done = self._digest = 0
         self._checksums: list[str] = []
 
     def add(self, block: memoryview) -> None:
-        """Take in the next block."""
+        """Add the next block."""
         bits = np.frombuffer(block, bits_dtype(self._weight.dtype))
-        assert self._seen * bits.itemsize % CHUNK_BYTES == 0, "a block before the last has a part of a chunk"
+        assert self._done * bits.itemsize % CHUNK_BYTES == 0, "a block before the last ends inside a chunk"
         self._checksums += chunk_checksums(block)
-        self._digest += digest_box(bits, (self._elements,), Box((self._seen,), (bits.size,)))
-        self._seen += bits.size
+        self._digest += digest_box(bits, (self._elements,), Box((self._done,), (bits.size,)))
+        self._done += bits.size
 
     def finish(self, file: str, offset: int) -> TensorEntry:
-        """What the manifest says of the tensor, all of which is one piece."""
+        """Return the tensor's manifest entry: it is one piece."""
         shape, start = self._weight.shape, (0,) * len(self._weight.shape)
-        assert self._seen == self._elements, f"{self._seen} of {self._elements} elements came"
+        assert self._done == self._elements, f"{self._done} of {self._elements} elements were added"
         piece = PieceEntry(file=file, offset=offset, start=start, shape=shape, xxh3=tuple(self._checksums))
         digest = f"{self._digest & MASK:016x}"
         return TensorEntry(dtype=self._weight.dtype, shape=shape, digest=digest, pieces=(piece,))

@@ -1,6 +1,6 @@
-"""How tensors of a Hugging Face folder hold ours: cut, joined and turned round, bit for bit.
+"""Convert tensors between Headway's and Hugging Face's shapes: split, joined and transposed, bit for bit.
 
-Works on bits (unsigned numbers of the tensor's size) and on live tensors alike: nothing is computed with.
+Works on bits (unsigned integers of the dtype's size): values are moved, never computed with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,45 +36,45 @@ def packed_shape(form: HfTensor, ours: Mapping[str, Shape]) -> Shape:
             return (first[0], *reversed(first[2:]), 2 * first[1])
 
 
-def pack(form: HfTensor, ours: Sequence[Bits]) -> Bits:
-    """One of their tensors, of those of ours that it holds."""
+def pack(form: HfTensor, headway: Sequence[Bits]) -> Bits:
+    """Build a Hugging Face tensor from the Headway tensors that it holds."""
     match form.form:
         case "same":
-            return ours[0]
+            return headway[0]
         case "expert":
-            return np.asarray(ours[0][form.index])
+            return np.asarray(headway[0][form.index])
         case "rows":
-            return np.concatenate(ours)
+            return np.concatenate(headway)
         case "transposed":
-            return np.moveaxis(np.concatenate(ours), 0, -1)
+            return np.moveaxis(np.concatenate(headway), 0, -1)
         case "heads":
-            apart = [part.reshape(form.index, -1, *part.shape[1:]) for part in ours]
-            return np.concatenate(apart, axis=1).reshape(-1, *ours[0].shape[1:])
+            heads = [tensor.reshape(form.index, -1, *tensor.shape[1:]) for tensor in headway]
+            return np.concatenate(heads, axis=1).reshape(-1, *headway[0].shape[1:])
         case "experts-transposed":
-            return np.swapaxes(ours[0], 1, 2)
+            return np.swapaxes(headway[0], 1, 2)
         case "experts-paired":
-            pairs = np.stack(ours, axis=2)
+            pairs = np.stack(headway, axis=2)
             return np.moveaxis(pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:]), 1, -1)
 
 
-def unpack(form: HfTensor, theirs: Bits, which: int) -> Bits:
-    """One of ours, of the tensor that holds it and others; all parts are as large as each other, or are rows."""
+def unpack(form: HfTensor, packed: Bits, which: int) -> Bits:
+    """Extract Headway tensor number `which` from a Hugging Face tensor; its parts are rows or of equal size."""
     match form.form:
         case "same":
-            return theirs
+            return packed
         case "rows":
-            return theirs[_rows(form, which)]
+            return packed[_rows(form, which)]
         case "transposed":
-            return np.moveaxis(theirs, -1, 0)[_rows(form, which)]
+            return np.moveaxis(packed, -1, 0)[_rows(form, which)]
         case "heads":
             apart = theirs.reshape(form.index, len(form.headway_names), -1, *theirs.shape[1:])
             return apart[:, which].reshape(-1, *theirs.shape[1:])
         case "experts-transposed":
-            return np.swapaxes(theirs, 1, 2)
+            return np.swapaxes(packed, 1, 2)
         case "experts-paired":
-            return np.moveaxis(theirs, -1, 1)[:, which::2]
+            return np.moveaxis(packed, -1, 1)[:, which::2]
         case "expert":
-            raise AssertionError("a slice is a part of ours, and not the other way round")
+            raise AssertionError("the tensor of one expert is a slice of Headway's: join them instead")
 
 
 def _rows(form: HfTensor, which: int) -> slice:

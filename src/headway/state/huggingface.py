@@ -1,8 +1,8 @@
-"""Hugging Face folders under the decoder's own names: weights found, checked and written a few megabytes at a time.
+"""Read and write Hugging Face folders under Headway's tensor names, a few megabytes at a time.
 
-A Weight is a tensor that is not in memory: its dtype, its shape, and a way to get its bytes block by block. What a
-folder holds and what a checkpoint holds are both such Weights, so whatever their size, a block is all that is ever
-in memory. Nothing in a folder is executed: of its files only JSON and safetensors are opened.
+A LazyWeight is a tensor that is not in memory: its dtype, its shape, and a function that yields its bytes block by
+block. Folders and checkpoints both become LazyWeights, so that only one block is in memory, whatever the size. Nothing
+in a folder is executed: only its JSON and safetensors files are opened.
 """
 
 import json
@@ -23,10 +23,10 @@ from headway.recipe import Model
 from headway.recipe.huggingface import config_from_model
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
-from headway.state.bands import band_bytes, read_bands
+from headway.state.durable import new_file
 from headway.state.hf_sidecars import apply_sidecars
 from headway.state.manifest import CHUNK_BYTES
-from headway.state.read_checkpoint import OpenCheckpoint, read_box
+from headway.state.read_checkpoint import OpenCheckpoint, band_bytes, read_bands, read_box
 from headway.state.safetensors_file import DTYPES, SafetensorsLayout, bits_dtype, plan_file, read_header
 from headway.track import make_durable
 
@@ -47,10 +47,10 @@ __all__ = [
 
 Shapes = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and of how many."""
+"""Called with the bytes done and the total."""
 
 BLOCK_BYTES = 8 * CHUNK_BYTES
-"""What is in memory of a weight at a time; whole chunks, so that checksums can be taken of it."""
+"""How much of a weight is in memory at a time: whole chunks, so that their checksums can be computed."""
 SHARD_BYTES = 5 * 2**30
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,23 +58,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """A tensor by its dtype and shape, and a way to its bytes; a block is valid until the next one is asked for."""
+    """A tensor that is not in memory; each of its blocks is valid until the next one is read."""
 
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[memoryview]]
     slice_at: Callable[[int], Iterable[memoryview]] | None = None
-    """A shorter way to one slice of its first dim than past all before it."""
+    """Reads one slice of the first dim without reading those before it."""
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json, and which of its tokens ends a document, if one does."""
+    """A tokenizer.json and its end-of-document token, if any."""
 
     path: Path
     end_id: int | None = None
@@ -82,88 +82,88 @@ class TokenizerFile:
 
 
 def current_name(name: str, model: Model) -> str | None:
-    """What a tensor of theirs is called today; None for one that says nothing, since it follows from others."""
-    for pattern, now in model.OLD_NAMES.items():
-        name = re.sub(pattern, now, name)
+    """Return the current name of a Hugging Face tensor; None for a redundant one, which follows from others."""
+    for pattern, replacement in model.OLD_NAMES.items():
+        name = re.sub(pattern, replacement, name)
     tied = model.tie_embeddings and name == model.OUTSIDE["head.weight"]
     return None if tied or model.follows(name) else name
 
 
 def stored_weights(folder: Path, model: Model) -> dict[str, LazyWeight]:
-    """The weights of a Hugging Face folder by our names, checked against the shapes that a model has."""
-    found: dict[str, LazyWeight] = {}
+    """Open the weights of a Hugging Face folder under Headway's names, checked against the model's shapes."""
+    weights: dict[str, LazyWeight] = {}
     for file in weight_files(folder):
-        for stored, place in _image(file).spans.items():
-            name = current_name(stored, model)
+        for stored_name, span in _header(file).spans.items():
+            name = current_name(stored_name, model)
             if name is None:
                 continue
-            if name in found:
-                raise ModelError(f"{folder} has {name} in two of its files", hint="remove the file that is left over")
-            blocks = partial(_read_file, file, place.begin, place.end)
-            found[name] = LazyWeight(place.dtype, place.shape, blocks)
-    return from_hf(found, model, str(folder))
+            if name in weights:
+                raise ModelError(f"{folder} has {name} in two files", hint="remove the stale file")
+            blocks = partial(_read_file, file, span.begin, span.end)
+            weights[name] = LazyWeight(span.dtype, span.shape, blocks)
+    return from_hf(weights, model, str(folder))
 
 
-def from_hf(found: Mapping[str, LazyWeight], model: Model, where: str) -> dict[str, LazyWeight]:
-    """A folder's weights by our names: as they are, or rearranged when they are read."""
+def from_hf(hf_weights: Mapping[str, LazyWeight], model: Model, location: str) -> dict[str, LazyWeight]:
+    """Rename a folder's weights to Headway's names; those in another form are rearranged when they are read."""
     shapes = model.tensors() | model.buffers()
     forms = list(model.hf_tensors())
     check_weights(
-        {name: weight.shape for name, weight in found.items()},
+        {name: weight.shape for name, weight in hf_weights.items()},
         {form.name: packing.packed_shape(form, shapes) for form in forms},
-        where,
+        location,
     )
     pieces: dict[str, list[tuple[HfTensor, int]]] = {}
     for form in forms:
         for i, name in enumerate(form.headway_names):
             pieces.setdefault(name, []).append((form, i))
-    return {name: _unpacked(shapes[name], pieces[name], found) for name in shapes}
+    return {name: _unpacked(shapes[name], pieces[name], hf_weights) for name in shapes}
 
 
 def _unpacked(
-    shape: tuple[int, ...], pieces: list[tuple[HfTensor, int]], found: Mapping[str, LazyWeight]
+    shape: tuple[int, ...], pieces: list[tuple[HfTensor, int]], hf_weights: Mapping[str, LazyWeight]
 ) -> LazyWeight:
-    """One of our tensors, made of those of theirs that have a part of it."""
-    sources = [found[form.name] for form, _ in pieces]
+    """Build a Headway tensor from the Hugging Face tensors that hold parts of it."""
+    sources = [hf_weights[form.name] for form, _ in pieces]
     if pieces[0][0].form == "same":
         return sources[0]
     if pieces[0][0].form == "expert":
         parts = [source for _, source in sorted(zip((form.index for form, _ in pieces), sources, strict=True))]
-        return LazyWeight(sources[0].dtype, shape, partial(_one_after_the_other, parts))
+        return LazyWeight(sources[0].dtype, shape, partial(_concatenate, parts))
     (form, which), source = pieces[0], sources[0]
-    return LazyWeight(source.dtype, shape, partial(_rearranged, form, which, source))
+    return LazyWeight(source.dtype, shape, partial(_unpack, form, which, source))
 
 
 def to_hf(weights: Mapping[str, LazyWeight], model: Model) -> dict[str, LazyWeight]:
-    """The tensors of a Hugging Face folder, of weights by our names."""
-    made = dict[str, LazyWeight]()
+    """Convert weights under Headway's names to the tensors of a Hugging Face folder."""
+    hf_weights = dict[str, LazyWeight]()
     shapes = {name: weight.shape for name, weight in weights.items()}
     for form in model.hf_tensors():
         first = weights[form.headway_names[0]]
         shape = packing.packed_shape(form, shapes)
         if form.form == "same":
-            made[form.name] = first
+            hf_weights[form.name] = first
         elif form.form == "expert":
-            made[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
+            hf_weights[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
         else:
             parts = [weights[name] for name in form.headway_names]
             made[form.name] = LazyWeight(first.dtype, shape, partial(_packed, form, parts))
     return made
 
 
-def _one_after_the_other(parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
-    """All bytes of some weights; every block but the last is a full one, as checksums of chunks ask for."""
-    buffer, held = memoryview(bytearray(BLOCK_BYTES)), 0
+def _concatenate(parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
+    """All bytes of some weights; every block but the last is full, as the checksums of chunks need."""
+    buffer, filled = memoryview(bytearray(BLOCK_BYTES)), 0
     for block in (block for part in parts for block in part.blocks()):
         while block:
-            taken = min(len(block), BLOCK_BYTES - held)
-            buffer[held : held + taken] = block[:taken]
-            held, block = held + taken, block[taken:]
-            if held == BLOCK_BYTES:
+            count = min(len(block), BLOCK_BYTES - filled)
+            buffer[filled : filled + count] = block[:count]
+            filled, block = filled + count, block[count:]
+            if filled == BLOCK_BYTES:
                 yield buffer
-                held = 0
-    if held:
-        yield buffer[:held]
+                filled = 0
+    if filled:
+        yield buffer[:filled]
 
 
 def _slice(weight: LazyWeight, index: int) -> Iterator[memoryview]:
@@ -172,33 +172,33 @@ def _slice(weight: LazyWeight, index: int) -> Iterator[memoryview]:
         yield from weight.slice_at(index)
         return
     size = weight.bytes // weight.shape[0]
-    begin, place = index * size, 0
+    begin, position = index * size, 0
     for block in weight.blocks():
-        low, high = max(begin - place, 0), min(begin + size - place, len(block))
+        low, high = max(begin - position, 0), min(begin + size - position, len(block))
         if low < high:
             yield block[low:high]
-        place += len(block)
-        if place >= begin + size:
+        position += len(block)
+        if position >= begin + size:
             return
 
 
-def _rearranged(form: HfTensor, which: int, source: LazyWeight) -> Iterator[memoryview]:
+def _unpack(form: HfTensor, which: int, source: LazyWeight) -> Iterator[memoryview]:
     yield np.ascontiguousarray(packing.unpack(form, _array(source), which)).view(np.uint8).reshape(-1).data
 
 
-def _packed(form: HfTensor, parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
+def _pack(form: HfTensor, parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
     yield np.ascontiguousarray(packing.pack(form, [_array(part) for part in parts])).view(np.uint8).reshape(-1).data
 
 
 def _array(weight: LazyWeight) -> packing.Bits:
-    """All of a weight, as numbers of its size: its bits are moved and never computed with."""
+    """All of a weight, as unsigned integers of its dtype's size."""
     joined = np.frombuffer(b"".join(bytes(block) for block in weight.blocks()), dtype=np.uint8)
     return joined.view(f"u{DTYPES[weight.dtype][1]}").reshape(weight.shape)
 
 
 def saved_weights(checkpoint: OpenCheckpoint, shapes: Shapes, prefix: str = "model/") -> dict[str, LazyWeight]:
-    """The weights of a checkpoint, whatever pieces it has them in, checked against the shapes that a model has."""
-    found = {
+    """Open the weights of a checkpoint, however they are sharded, checked against the model's shapes."""
+    weights = {
         name.removeprefix(prefix): LazyWeight(
             entry.dtype,
             entry.shape,
@@ -208,42 +208,42 @@ def saved_weights(checkpoint: OpenCheckpoint, shapes: Shapes, prefix: str = "mod
         for name, entry in checkpoint.manifest.tensors.items()
         if name.startswith(prefix)
     }
-    check_weights({name: weight.shape for name, weight in found.items()}, shapes, checkpoint.location)
-    return found
+    check_weights({name: weight.shape for name, weight in weights.items()}, shapes, checkpoint.location)
+    return weights
 
 
-def check_weights(found: Shapes, shapes: Shapes, where: str) -> None:
-    """Raise ModelError naming the tensors that are missing, not known, or of another shape."""
-    missing = [name for name in shapes if name not in found]
+def check_weights(stored: Shapes, shapes: Shapes, location: str) -> None:
+    """Raise ModelError naming the tensors that are missing, unexpected, or of another shape than the model's."""
+    missing = [name for name in shapes if name not in stored]
     if missing:
-        raise ModelError(f"{where} lacks {_some(missing)}")
-    extra = [name for name in found if name not in shapes]
-    if extra:
-        raise ModelError(f"{where} has {_some(extra)}, which the model has no place for")
+        raise ModelError(f"{location} lacks {_abridged(missing)}")
+    unexpected = [name for name in stored if name not in shapes]
+    if unexpected:
+        raise ModelError(f"{location} has {_abridged(unexpected)}, which the model does not have")
     for name, shape in shapes.items():
-        if found[name] != shape:
-            raise ModelError(f"{where} has {name} of shape {found[name]}, the model's is {shape}")
+        if stored[name] != shape:
+            raise ModelError(f"{location} has {name} of shape {stored[name]}, the model's is {shape}")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or those its index names."""
+    """Return the safetensors files of a folder: one, or those that its index lists."""
     if (folder / INDEX).exists():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} is not an index of safetensors: {error!r}") from None
+            raise ModelError(f"{folder / INDEX} is not a safetensors index: {error!r}") from None
         outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if outside:
-            raise ModelError(f"{folder / INDEX} names {outside[0]!r}, which is not a file of its folder")
+            raise ModelError(f"{folder / INDEX} lists {outside[0]!r}, which is not a file of its folder")
         return [folder / name for name in names]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(
-            f"{folder} holds pickled weights only, which can execute code and are never opened",
-            hint="where you trust them, load them with transformers and call save_pretrained",
+            f"{folder} has only pickled weights, which can execute code and are never opened",
+            hint="if you trust them, load them with transformers and call save_pretrained",
         )
-    raise ModelError(f"{folder} holds no {WEIGHTS}", hint="a Hugging Face folder holds config.json and *.safetensors")
+    raise ModelError(f"{folder} has no {WEIGHTS}", hint="a Hugging Face folder has config.json and *.safetensors")
 
 
 def write_folder(
@@ -259,36 +259,36 @@ def write_folder(
 ) -> None:
     """Write a folder that `transformers` opens: config.json, safetensors, and a copy of a tokenizer.json.
 
-    It appears whole or not at all. `weights` are by our names, `seq` is the length the model was trained at;
-    `companions` came with the weights that it began with.
+    It appears complete or not at all. `weights` have Headway's names, `seq` is the length the model was trained at;
+    `sidecars` holds the files that came with the weights it started from.
     """
     config = config_from_model(model, seq)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} is there already", hint="name a new folder, or remove that one")
-    beside = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+        raise ModelError(f"{folder} already exists", hint="name a new folder, or remove that one")
+    partial_folder = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     try:
-        beside.mkdir(parents=True)
-        _write_weights(beside, to_hf(weights, model), shard_bytes, progress)
+        partial_folder.mkdir(parents=True)
+        _write_weights(partial_folder, to_hf(weights, model), shard_bytes, progress)
         if tokenizer is not None:
-            _write_tokenizer(beside, tokenizer, seq)
+            _write_tokenizer(partial_folder, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id
         if sidecars is not None:
-            config = apply_sidecars(sidecars, beside, config)
+            config = apply_sidecars(sidecars, partial_folder, config)
         dtype = weights["norm.weight"].dtype
-        _write_json(beside / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
-        make_durable(beside)
-        beside.rename(folder)
+        _write_json(partial_folder / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
+        make_durable(partial_folder)
+        partial_folder.rename(folder)
         make_durable(folder.parent)
     except OSError as error:
         raise ModelError(f"{folder} cannot be written: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def _write_weights(
     folder: Path, weights: Mapping[str, LazyWeight], shard_bytes: int, progress: Progress | None
 ) -> None:
-    """One file, or several of at most `shard_bytes` (or one tensor) each with an index."""
+    """Write one file, or several of at most `shard_bytes` (or one tensor) each with an index."""
     shards: list[dict[str, LazyWeight]] = [{}]
     room = shard_bytes
     for name, weight in weights.items():
@@ -311,20 +311,18 @@ def _write_weights(
 
 
 def _write_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
-    """Write one file and make it durable, saying how many bytes each block had."""
+    """Write one file durably; yields the size of each block."""
     layout = plan_file((name, weight.dtype, weight.shape) for name, weight in weights.items())
-    with path.open("xb") as file:
-        file.write(_told_format(layout))
+    with new_file(path) as file:
+        file.write(_header_with_format(layout))
         for name in layout.spans:
             for block in weights[name].blocks():
                 file.write(block)
                 yield len(block)
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _told_format(layout: SafetensorsLayout) -> bytes:
-    """The file's header with the note that older versions of `transformers` insist on."""
+def _header_with_format(layout: SafetensorsLayout) -> bytes:
+    """The file's header with the format entry that older versions of `transformers` require."""
     entries = json.loads(layout.header[8:])
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -332,7 +330,7 @@ def _told_format(layout: SafetensorsLayout) -> bytes:
 
 
 def _write_tokenizer(folder: Path, tokenizer: TokenizerFile, seq: int) -> None:
-    """Copy a tokenizer.json and add what `transformers` would else guess."""
+    """Copy a tokenizer.json and add the settings that `transformers` would otherwise guess."""
     shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq}
     if tokenizer.end_token is not None:
@@ -341,9 +339,9 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFile, seq: int) -> None:
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _image(file: Path) -> SafetensorsLayout:
+def _header(file: Path) -> SafetensorsLayout:
     if not file.exists():
-        raise ModelError(f"{file} is missing, though the folder's index names it")
+        raise ModelError(f"{file} is missing, but the folder's index lists it")
     try:
         return read_header(file)
     except StateError as error:
@@ -351,48 +349,39 @@ def _image(file: Path) -> SafetensorsLayout:
 
 
 def _read_file(file: Path, begin: int, end: int) -> Iterator[memoryview]:
-    """A stretch of a file, block by block."""
+    """A range of a file, block by block."""
     buffer = memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
     try:
-        with file.open("rb", buffering=0) as opened:
+        with file.open("rb") as opened:
             opened.seek(begin)
-            for place in range(begin, end, BLOCK_BYTES):
-                block = buffer[: min(BLOCK_BYTES, end - place)]
-                _fill(opened, block)
+            for position in range(begin, end, BLOCK_BYTES):
+                block = buffer[: min(BLOCK_BYTES, end - position)]
+                if opened.readinto(block) != len(block):
+                    raise OSError("unexpected end of file")
                 yield block
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _fill(opened: Any, block: memoryview) -> None:
-    while block:
-        count = opened.readinto(block)
-        if not count:
-            raise OSError("it ends too early")
-        block = block[count:]
-
-
 def _read_checkpoint(checkpoint: OpenCheckpoint, name: str) -> Iterator[memoryview]:
-    """A tensor of a checkpoint, some rows at a time, checked."""
+    """A tensor of a checkpoint, verified and band by band."""
     for bits in read_bands(checkpoint, name, band_bytes(checkpoint)):
         yield bits.view(np.uint8).data
 
 
 def _read_slice(checkpoint: OpenCheckpoint, name: str, index: int) -> Iterator[memoryview]:
-    """A slice of a tensor of a checkpoint, checked."""
+    """A slice of a tensor of a checkpoint, verified."""
     entry = checkpoint.manifest.tensors[name]
     bits = np.empty((1, *entry.shape[1:]), bits_dtype(entry.dtype))
     read_box(checkpoint, name, (index, *(0 for _ in entry.shape[1:])), bits.shape, out=bits)
     yield bits.reshape(-1).view(np.uint8).data
 
 
-def _some(names: list[str]) -> str:
+def _abridged(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _write_json(path: Path, value: Any) -> None:
-    with path.open("x") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(path) as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Files that lie on another machine, read over the network: the same bytes as if they lay here.
+"""Read checkpoint files of another machine over TCP.
 
-A Shelf (agent/nodes/snapshot_server.py) serves those in a node's memory, a Desk (agent/remote/folder_server.py) those of a checkpoint on disk. A
-request is a line of JSON, the answer a line and so many bytes. Several threads of a worker read at once, each over a
-connection of its own.
+A SnapshotServer (agent/nodes) serves those in a node's memory, a RunFolderServer (agent/remote) those on disk. A
+request is a line of JSON, the answer a line of JSON and the bytes. Several threads of a worker may read at once, each
+over its own connection.
 """
 
 import json
@@ -18,13 +18,13 @@ from headway.state.source import CheckpointSource
 
 __all__ = ["PeerCheckpoint", "PeerFile", "PeerReader", "fill", "peer_request", "read_line"]
 
-HINT = "the machine that had it is gone, or has gone on without us"
+HINT = "the machine that has it is down, or resumed the run without this one"
 ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class PeerFile:
-    """Where a file lies: at whose, and which state's."""
+    """A file of the state of one step, and the address of the peer that has it."""
 
     host: str
     port: int
@@ -35,14 +35,14 @@ class PeerFile:
 
 @dataclass
 class PeerReader:
-    """Connections to nodes that have files; `key` is the run's."""
+    """A pool of connections to peers; `key` is the run's."""
 
     key: str
     _free: dict[tuple[str, int], list[socket.socket]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, file: PeerFile, begin: int, out: memoryview) -> None:
-        """Fill `out` with a file's bytes from `begin` on; DamagedState where they cannot be had."""
+        """Fill `out` with a file's bytes from `begin` on; raise DamagedState if that fails."""
         address, end = (file.host, file.port), None
         try:
             end = self._take(address)
@@ -65,56 +65,56 @@ class PeerReader:
         return connect(address, self.key)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for ends in self._free.values():
             for end in ends:
                 end.close()
 
 
 class PeerCheckpoint(CheckpointSource):
-    """A checkpoint on the disk of another machine; unlike what is in memory, its bytes have checksums."""
+    """A checkpoint on the disk of another machine; unlike one in memory, it has checksums."""
 
-    def __init__(self, place: str, manifest: bytes, files: Sequence[PeerFile], far: PeerReader) -> None:
-        self.location, self._manifest, self._far = place, manifest, far
+    def __init__(self, location: str, manifest: bytes, files: Sequence[PeerFile], reader: PeerReader) -> None:
+        self.location, self._manifest, self._reader = location, manifest, reader
         self._files = {file.name: file for file in files}
 
     def manifest(self) -> bytes:
-        """See Source."""
+        """See CheckpointSource."""
         return self._manifest
 
     def size(self, file: str) -> int:
-        """See Source."""
+        """See CheckpointSource."""
         if file not in self._files:
-            raise DamagedState(f"{self.name(file)} is not there", hint=HINT)
+            raise DamagedState(f"{self.name(file)} does not exist", hint=HINT)
         return self._files[file].size
 
     def read(self, file: str, begin: int, out: memoryview) -> None:
-        """See Source."""
-        self._far.read(self._files[file], begin, out)
+        """See CheckpointSource."""
+        self._reader.read(self._files[file], begin, out)
 
 
 def peer_request(end: socket.socket, kind: str, **fields: Any) -> dict[str, Any]:
-    """Ask a Shelf something; what it answers."""
+    """Send a request to a server of files and return its answer."""
     end.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
     answer: dict[str, Any] = json.loads(read_line(end))
     return answer
 
 
 def read_line(end: socket.socket) -> bytes:
-    """Up to the next end of a line; what follows it is left for others to read."""
-    found = b""
-    while not found.endswith(b"\n"):
-        seen = end.recv(ANSWER_BYTES, socket.MSG_PEEK)
-        if not seen:
-            raise ConnectionError("the other end has hung up")
-        found += end.recv(seen.find(b"\n") + 1 or len(seen))
-    return found
+    """Read up to the next end of line, and leave what follows in the socket."""
+    line = b""
+    while not line.endswith(b"\n"):
+        available = end.recv(ANSWER_BYTES, socket.MSG_PEEK)
+        if not available:
+            raise ConnectionError("the other end closed the connection")
+        line += end.recv(available.find(b"\n") + 1 or len(available))
+    return line
 
 
 def fill(end: socket.socket, out: memoryview) -> None:
-    """Take as many bytes as there is room for."""
+    """Fill `out` from a socket."""
     while out:
         count = end.recv_into(out)
         if not count:
-            raise ConnectionError("the other end has hung up")
+            raise ConnectionError("the other end closed the connection")
         out = out[count:]

@@ -1,11 +1,12 @@
-"""Reading a checkpoint: any box of any tensor, checked, whatever boxes it was written in.
+"""Read any box of any tensor of a checkpoint, verified, however the tensor was sharded when it was written.
 
-What is read is what is asked for, rounded out to the chunks that checksums were taken of. A chunk that lies in the
-answer as it lies in the file is read there at once; the others go through a buffer.
+Reads are rounded out to whole chunks, the unit of checksums. A chunk that is contiguous in the result is read directly
+into it; others go through a buffer.
 """
 
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from headway.state.source import MANIFEST, CheckpointSource, FolderCheckpoint
 __all__ = [
     "OpenCheckpoint",
     "VerifyResult",
+    "band_bytes",
     "check_file",
     "layout_of",
     "open_checkpoint",
+    "read_bands",
     "read_box",
     "verify_checkpoint",
 ]
@@ -36,16 +39,16 @@ __all__ = [
 Bits = NDArray[np.unsignedinteger]
 
 HERE = -1
-"""Who asks, as a holder of a layout; the pieces of a tensor are 0, 1, 2..."""
+"""The reader, as a holder of a layout; the pieces of a tensor are 0, 1, 2..."""
 
 _BAND_BYTES = 32 << 20  # read through a buffer at a time
-_ROW_BYTES = 1 << 16  # rows of memory that are longer are taken one by one
-_HINT = "headway resume takes the one before it by itself; headway checkpoint verify names all that are damaged"
+_ROW_BYTES = 1 << 16  # longer rows are read one by one when there are no chunks
+_HINT = "headway resume falls back to the one before it; headway checkpoint verify lists all that are damaged"
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """An open checkpoint: where it comes from, its manifest, and the files whose headers were found right."""
+    """An open checkpoint: its source, its manifest, and the files whose headers were verified."""
 
     source: CheckpointSource
     manifest: CheckpointManifest
@@ -53,13 +56,13 @@ class OpenCheckpoint:
 
     @property
     def location(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return self.source.location
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a full check went through."""
+    """What a full verification covered."""
 
     step: int
     digest: str
@@ -69,7 +72,7 @@ class VerifyResult:
 
 
 def open_checkpoint(source: Path | CheckpointSource) -> OpenCheckpoint:
-    """Read a checkpoint's manifest and see that its files are there in full size; StateError when not."""
+    """Read a checkpoint's manifest and check that its files have their full size; raise StateError if not."""
     source = FolderCheckpoint(source) if isinstance(source, Path) else source
     manifest = parse_manifest(source.manifest(), source.name(MANIFEST))
     if source.checked and not manifest.chunk_bytes:
@@ -84,17 +87,17 @@ def open_checkpoint(source: Path | CheckpointSource) -> OpenCheckpoint:
 
 
 def layout_of(tensor: TensorEntry) -> Layout:
-    """How a tensor lies on the pieces of a checkpoint."""
+    """Return the layout of a tensor over the pieces of a checkpoint."""
     return Layout(tensor.shape, tuple(LayoutPart(i, piece.box) for i, piece in enumerate(tensor.pieces)))
 
 
 def read_box(
     checkpoint: OpenCheckpoint, name: str, start: tuple[int, ...], shape: tuple[int, ...], out: Bits | None = None
 ) -> Bits:
-    """The bits of one box of a tensor, as unsigned integers of the dtype's size; into `out` if given."""
+    """Read a box of a tensor as unsigned integers of the dtype's size, into `out` if given."""
     tensor = checkpoint.manifest.tensors.get(name)
     if tensor is None:
-        raise StateError(f"{checkpoint.location} has no tensor {name}", hint="it may be of another model")
+        raise StateError(f"{checkpoint.location} has no tensor {name}", hint="it may belong to another model")
     want = Box(tuple(start), tuple(shape))
     assert want.inside(tensor.shape), f"{want} is outside {name} of shape {tensor.shape}"
     if out is None:
@@ -103,14 +106,29 @@ def read_box(
     for move in moves(layout_of(tensor), Layout(tensor.shape, (LayoutPart(HERE, want),))):
         piece = tensor.pieces[move.source]
         _check_header(checkpoint, piece.file)
-        place: tuple[Any, ...] = (*move.box.slices(want.start), ...)  # a view, even of an array without dimensions
-        target: Bits = out[place]
+        index: tuple[Any, ...] = (*move.box.slices(want.start), ...)  # a view, even of an array without dimensions
+        target: Bits = out[index]
         _read_part(checkpoint, name, piece, move.box, target)
     return out
 
 
+def band_bytes(*checkpoints: OpenCheckpoint) -> int:
+    """How much of a tensor to read at a time: all of it in format 1, where any part costs reading the whole piece."""
+    old = any(checkpoint.manifest.digest_function == 1 for checkpoint in checkpoints)
+    return 1 << 62 if old else _BAND_BYTES
+
+
+def read_bands(checkpoint: OpenCheckpoint, name: str, limit: int) -> Iterator[Bits]:
+    """Read a tensor in row-major bands of at most `limit` bytes; each is valid until the next one is read."""
+    entry = checkpoint.manifest.tensors[name]
+    box = Box((0,) * len(entry.shape), entry.shape)
+    for band, bits in _band_views(box, bits_dtype(entry.dtype), limit):
+        read_box(checkpoint, name, band.start, band.shape, out=bits)
+        yield bits.reshape(-1)
+
+
 def verify_checkpoint(source: Path | CheckpointSource) -> VerifyResult:
-    """Read a whole checkpoint and check every checksum and digest; StateError names the first thing wrong."""
+    """Read a whole checkpoint and check all checksums and digests; raise StateError at the first that is wrong."""
     checkpoint = open_checkpoint(source)
     manifest = checkpoint.manifest
     for name in manifest.files:
@@ -123,7 +141,7 @@ def verify_checkpoint(source: Path | CheckpointSource) -> VerifyResult:
 
 
 def check_file(checkpoint: OpenCheckpoint, file: str) -> None:
-    """Read one file of a checkpoint and check every checksum in it; DamagedState names the first that is wrong."""
+    """Read one file of a checkpoint and check its checksums; raise DamagedState at the first that is wrong."""
     _check_header(checkpoint, file)
     for name, tensor in checkpoint.manifest.tensors.items():
         for piece in tensor.pieces:
@@ -132,20 +150,25 @@ def check_file(checkpoint: OpenCheckpoint, file: str) -> None:
 
 
 def _digest_piece(checkpoint: OpenCheckpoint, name: str, tensor: TensorEntry, piece: PieceEntry) -> int:
-    """The digest of a piece, read and checked some rows at a time."""
+    """Return the digest of a piece, read and verified band by band."""
     digest = 0
-    buffer = np.empty(0, bits_dtype(tensor.dtype))
-    for rows in bands(piece.box, buffer.itemsize, _BAND_BYTES):
-        if buffer.size < rows.volume:
-            buffer = np.empty(rows.volume, buffer.dtype)
-        bits = buffer[: rows.volume].reshape(rows.shape)
-        _read_run(checkpoint, name, piece, rows, bits)
-        digest += digest_box(bits, tensor.shape, rows)
+    for band, bits in _band_views(piece.box, bits_dtype(tensor.dtype), _BAND_BYTES):
+        _read_run(checkpoint, name, piece, band, bits)
+        digest += digest_box(bits, tensor.shape, band)
     return digest
 
 
+def _band_views(box: Box, dtype: np.dtype[np.unsignedinteger], limit: int) -> Iterator[tuple[Box, Bits]]:
+    """Each band of a box with memory for it; all bands share the same memory."""
+    buffer = np.empty(0, dtype)
+    for band in bands(box, dtype.itemsize, limit):
+        if buffer.size < band.volume:
+            buffer = np.empty(band.volume, dtype)
+        yield band, buffer[: band.volume].reshape(band.shape)
+
+
 def _read_run(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, box: Box, out: Bits) -> None:
-    """Read a box whose elements follow each other in the piece into contiguous memory."""
+    """Read a box that is contiguous in the piece into contiguous memory."""
     if not out.size:
         return
     begin = _offset(box, piece) * out.itemsize
@@ -153,22 +176,22 @@ def _read_run(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, box: Box
 
 
 def _read_part(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, box: Box, out: Bits, dim: int = 0) -> None:
-    """Read a box of a piece, all of whose dimensions before `dim` have one index."""
-    if out.flags.c_contiguous and _follow_each_other(box, piece):
+    """Read a box of a piece whose dimensions before `dim` all have size 1."""
+    if out.flags.c_contiguous and _is_contiguous(box, piece):
         _read_run(checkpoint, name, piece, box, out)
         return
     row_bytes = math.prod(piece.shape[dim + 1 :]) * out.itemsize
     if row_bytes <= (checkpoint.manifest.chunk_bytes or _ROW_BYTES) or dim + 1 == len(box.shape):
         _read_rows(checkpoint, name, piece, box, out)
         return
-    # Rows longer than a chunk: what lies between their wanted parts need not be read.
+    # Rows longer than a chunk: skip what lies between the parts of the box.
     for index in range(box.shape[dim]):
         row = Box(_with(box.start, dim, box.start[dim] + index), _with(box.shape, dim, 1))
         _read_part(checkpoint, name, piece, row, out[row.slices(box.start)], dim + 1)
 
 
 def _read_rows(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, box: Box, out: Bits) -> None:
-    """Read a box that lies scattered, from its first element to its last and all between, and take what is wanted."""
+    """Read everything from the first to the last element of a scattered box, and copy the box out of that."""
     for band in bands(box, out.itemsize, _BAND_BYTES * math.prod(box.shape) // max(1, _span(box, piece))):
         first, count = _offset(band, piece), _span(band, piece)
         memory = _scratch("rows", count * out.itemsize)
@@ -179,7 +202,7 @@ def _read_rows(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, box: Bo
 
 
 def _span(box: Box, piece: PieceEntry) -> int:
-    """How many elements of the piece lie from a box's first to its last."""
+    """Return how many elements of the piece lie between the box's first and last, both included."""
     last = Box(tuple(stop - 1 for stop in box.stop), (1,) * len(box.shape))
     return _offset(last, piece) - _offset(box, piece) + 1
 
@@ -189,7 +212,7 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 def _read_bytes(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, begin: int, out: memoryview) -> None:
-    """Fill `out` with a piece's bytes from `begin` on, and check every chunk that any of them is in."""
+    """Fill `out` with a piece's bytes from `begin` on, verifying every chunk that they touch."""
     chunk, source = checkpoint.manifest.chunk_bytes, checkpoint.source
     if not chunk:
         source.read(piece.file, piece.offset + begin, out)
@@ -199,64 +222,68 @@ def _read_bytes(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, begin:
     end, index = begin + len(out), begin // chunk
     while index * chunk < end:
         first, last = index * chunk, min((index + 1) * chunk, size)
-        whole = first >= begin and last <= end
-        if whole:
-            together = max(1, source.request_bytes // chunk)
-            last = min((index + together) * chunk, size if end == size else end // chunk * chunk)
-        view = out[first - begin : last - begin] if whole else _scratch("edge", last - first)
+        wanted = first >= begin and last <= end  # all of the chunk
+        if wanted:
+            count = max(1, source.request_bytes // chunk)
+            last = min((index + count) * chunk, size if end == size else end // chunk * chunk)
+        view = out[first - begin : last - begin] if wanted else _scratch("edge", last - first)
         _read_checked(checkpoint, name, piece, index, view)
-        if not whole:
+        if not wanted:
             low, high = max(first, begin), min(last, end)
             out[low - begin : high - begin] = view[low - first : high - first]
         index += -(-len(view) // chunk)
 
 
 def _read_checked(checkpoint: OpenCheckpoint, name: str, piece: PieceEntry, index: int, out: memoryview) -> None:
-    """Fill `out` with whole chunks of a piece, from number `index` on."""
+    """Fill `out` with whole chunks of a piece from number `index` on, and verify them."""
     chunk, source = checkpoint.manifest.chunk_bytes, checkpoint.source
     source.read(piece.file, piece.offset + index * chunk, out)
     for number, begin in enumerate(range(0, len(out), chunk), index):
         if xxhash.xxh3_64_hexdigest(out[begin : begin + chunk]) != piece.xxh3[number]:
-            where = source.name(piece.file)
-            raise DamagedState(f"{where} is damaged: the checksum of tensor {name} is wrong", hint=_HINT)
+            file = source.name(piece.file)
+            raise DamagedState(f"{file} is damaged: the checksum of tensor {name} is wrong", hint=_HINT)
 
 
-_kept = threading.local()
+_buffers = threading.local()
 
 
 def _scratch(use: str, size: int) -> memoryview:
-    """Memory of this thread for one use at a time; touching new memory costs more than reading into old."""
-    held: bytearray | None = getattr(_kept, use, None)
-    if held is None or len(held) < size:
-        held = bytearray(size)
-        setattr(_kept, use, held)
-    return memoryview(held)[:size]
+    """Reusable memory of this thread, per use: touching new memory costs more than reading into old."""
+    buffer: bytearray | None = getattr(_buffers, use, None)
+    if buffer is None or len(buffer) < size:
+        buffer = bytearray(size)
+        setattr(_buffers, use, buffer)
+    return memoryview(buffer)[:size]
 
 
 def _check_header(checkpoint: OpenCheckpoint, file: str) -> None:
-    """See, once, that a file has the header that was written: other tools go by it."""
+    """Verify a file's header, once: other tools rely on it."""
     if file in checkpoint._checked:
         return
     entry, source = checkpoint.manifest.files[file], checkpoint.source
     header = bytearray(entry.header_bytes)
     source.read(file, 0, memoryview(header))
     if xxhash.xxh3_64_hexdigest(header) != entry.header_xxh3:
-        raise DamagedState(f"{source.name(file)} is damaged: the checksum of its header is wrong", hint=_HINT)
+        raise _bad_header(source, file)
     checkpoint._checked.add(file)
 
 
-def _follow_each_other(box: Box, piece: PieceEntry) -> bool:
-    """Whether a box's elements lie in one stretch of the piece: all dimensions but the leading ones are whole."""
+def _bad_header(source: CheckpointSource, file: str) -> DamagedState:
+    return DamagedState(f"{source.name(file)} is damaged: the checksum of its header is wrong", hint=_HINT)
+
+
+def _is_contiguous(box: Box, piece: PieceEntry) -> bool:
+    """Whether a box is contiguous in the piece: only its leading dimensions may be smaller."""
     inner = False
-    for size, whole in zip(box.shape, piece.shape, strict=True):
-        if inner and size != whole:
+    for size, piece_size in zip(box.shape, piece.shape, strict=True):
+        if inner and size != piece_size:
             return False
         inner = inner or size > 1
     return True
 
 
 def _offset(box: Box, piece: PieceEntry) -> int:
-    """Which element of the piece a box begins with."""
+    """Return the index in the piece of a box's first element."""
     offset = 0
     for start, zero, size in zip(box.start, piece.start, piece.shape, strict=True):
         offset = offset * size + start - zero
@@ -264,17 +291,17 @@ def _offset(box: Box, piece: PieceEntry) -> int:
 
 
 def _locate(source: CheckpointSource, manifest: CheckpointManifest) -> CheckpointManifest:
-    """A manifest of format 1 with the places that its files' headers tell."""
+    """Complete a manifest of format 1 with the offsets in its files' headers."""
     layouts = {name: read_header(Path(source.name(name))) for name in manifest.files}
     for name, layout in layouts.items():
         if layout.header_xxh3 != manifest.files[name].header_xxh3:
-            raise DamagedState(f"{source.name(name)} is damaged: the checksum of its header is wrong", hint=_HINT)
+            raise _bad_header(source, name)
     tensors = {}
     for name, tensor in manifest.tensors.items():
-        places = [(piece, layouts[piece.file].spans.get(name)) for piece in tensor.pieces]
-        if any(place is None or (place.dtype, place.shape) != (tensor.dtype, piece.shape) for piece, place in places):
-            raise DamagedState(f"{source.location} does not hold what its manifest says of tensor {name}", hint=_HINT)
-        pieces = tuple(piece.model_copy(update={"offset": place.begin}) for piece, place in places if place)
+        spans = [(piece, layouts[piece.file].spans.get(name)) for piece in tensor.pieces]
+        if any(span is None or (span.dtype, span.shape) != (tensor.dtype, piece.shape) for piece, span in spans):
+            raise DamagedState(f"{source.location}: tensor {name} does not match the manifest", hint=_HINT)
+        pieces = tuple(piece.model_copy(update={"offset": span.begin}) for piece, span in spans if span)
         tensors[name] = tensor.model_copy(update={"pieces": pieces})
     files = {
         name: file.model_copy(update={"header_bytes": len(layouts[name].header)})

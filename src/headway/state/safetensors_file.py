@@ -1,8 +1,8 @@
-"""The safetensors format: a length, a JSON header, the tensors' bytes; planned before there is a byte of them.
+"""The safetensors format (a length, a JSON header, the tensors' bytes), planned before any bytes exist.
 
-An Image says where each tensor of a file lies. Workers copy their tensors into memory that is laid out so, and whoever
-holds that memory writes it out as it is: the memory is the file. The `safetensors` library can neither write bfloat16
-without torch nor fsync, and copies before writing; files from here open with it, and the other way round.
+A SafetensorsLayout states where each tensor of a file goes. Workers copy their tensors into memory with that layout,
+and the agent writes the memory as it is: the memory is the file. The `safetensors` library can neither write bfloat16
+without torch nor fsync, and copies before writing; each can open the other's files.
 """
 
 import errno
@@ -51,17 +51,17 @@ DTYPES = {
     "uint64": ("U64", 8),
     "uint8": ("U8", 1),
 }
-"""Our name of each dtype, its name in the format, and its size in bytes."""
+"""Each dtype's name in the format and its size in bytes."""
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the limit of the format's own library
-_PAGE = 4096  # what direct I/O wants offsets, lengths and memory to be multiples of
+_PAGE = 4096  # direct I/O needs offsets, lengths and memory addresses that are multiples of this
 _WRITE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where a tensor lies in a file: its dtype and shape, its first byte and the one after its last."""
+    """A tensor in a file: its dtype and shape, its first byte and the one after its last."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class SafetensorsLayout:
-    """A whole file but for the bytes of its tensors."""
+    """A whole file except for the bytes of its tensors."""
 
     header: bytes
     spans: Mapping[str, TensorSpan]
@@ -79,7 +79,7 @@ class SafetensorsLayout:
     @property
     def bytes(self) -> int:
         """The file's size."""
-        return max((place.end for place in self.spans.values()), default=len(self.header))
+        return max((span.end for span in self.spans.values()), default=len(self.header))
 
     @property
     def header_xxh3(self) -> str:
@@ -88,15 +88,15 @@ class SafetensorsLayout:
 
 
 def bits_dtype(dtype: str) -> np.dtype[np.unsignedinteger]:
-    """The unsigned integer that has the size of this dtype's elements."""
+    """Return the unsigned integer type of the same size as a dtype's elements."""
     return np.dtype(f"<u{DTYPES[dtype][1]}")
 
 
 def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> SafetensorsLayout:
-    """Lay tensors (name, dtype, shape) out in a file; their bytes begin at a page's beginning."""
+    """Plan a file of tensors (name, dtype, shape); their bytes start on a page boundary."""
     entries: dict[str, Any] = {}
     end = 0
-    # The widest first: every tensor is then aligned to its own elements.
+    # The widest dtype first: every tensor is then aligned to its elements.
     for name, dtype, shape in sorted(tensors, key=lambda tensor: (-DTYPES[tensor[1]][1], tensor[0])):
         assert name not in entries, f"{name} is in the file twice"
         begin, end = end, end + math.prod(shape) * DTYPES[dtype][1]
@@ -104,11 +104,11 @@ def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Safetensor
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % _PAGE)
     header = len(text).to_bytes(8, "little") + text
-    return SafetensorsLayout(header, {name: _place(entry, len(header)) for name, entry in entries.items()})
+    return SafetensorsLayout(header, {name: _span(entry, len(header)) for name, entry in entries.items()})
 
 
 def write_file(path: Path, header: bytes, blocks: Iterable[memoryview]) -> None:
-    """Write a new file from a header and blocks that follow each other, and make it durable; nothing is copied."""
+    """Write a new file durably from a header and consecutive blocks; nothing is copied."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for block in (memoryview(header), *blocks):
@@ -119,9 +119,9 @@ def write_file(path: Path, header: bytes, blocks: Iterable[memoryview]) -> None:
 
 
 def write_memory(path: Path, memory: memoryview, size: int) -> None:
-    """Write the first `size` bytes of memory that holds a file as a new file, past the page cache if the disk lets us.
+    """Write the first `size` bytes of memory to a new file durably, with direct I/O if the file system supports it.
 
-    The memory must begin at a page's beginning and go on to the end of its last page. Direct I/O leaves the processor
+    The memory must start on a page boundary and extend to the end of its last page. Direct I/O leaves the processor
     free while the disk works, and the page cache to the training data.
     """
     assert len(memory) >= -(-size // _PAGE) * _PAGE, "the memory ends before the file's last page"
@@ -137,7 +137,7 @@ def write_memory(path: Path, memory: memoryview, size: int) -> None:
 
 
 def read_header(path: Path) -> SafetensorsLayout:
-    """The header of a file; StateError when it is not a whole, well-formed safetensors file."""
+    """Read a file's header; raise DamagedState if it is not a complete, well-formed safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,7 +145,7 @@ def read_header(path: Path) -> SafetensorsLayout:
                 raise _damaged(path, f"it has only {size} bytes")
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, _MAX_HEADER):
-                raise _damaged(path, f"its header says it has {length} bytes, and the file has {size}")
+                raise _damaged(path, f"its header should have {length} bytes, but the file has {size}")
             header = file.read(length)
     except OSError as error:
         raise DamagedState(f"{path} cannot be read: {error.strerror or error}") from error
@@ -153,20 +153,20 @@ def read_header(path: Path) -> SafetensorsLayout:
     return SafetensorsLayout(length.to_bytes(8, "little") + header, spans)
 
 
-def _place(entry: Mapping[str, Any], origin: int) -> TensorSpan:
+def _span(entry: Mapping[str, Any], origin: int) -> TensorSpan:
     begin, end = entry["data_offsets"]
     return TensorSpan(_NAMES[entry["dtype"]], tuple(entry["shape"]), origin + begin, origin + end)
 
 
 def _open_direct(path: Path) -> int:
-    """A new file, for direct I/O where its file system has that."""
+    """Create a file, for direct I/O if its file system supports it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        path.unlink(missing_ok=True)  # the file is made before the flag is refused
+        path.unlink(missing_ok=True)  # the file is created before the flag is rejected
         return os.open(path, flags, 0o666)
 
 
@@ -180,11 +180,11 @@ def _write_all(descriptor: int, view: memoryview) -> None:
             continue
         view = view[written:]
         if view and written % _PAGE:
-            _stop_direct(descriptor)  # a short write (a disk that fills up) leaves it off its pages
+            _stop_direct(descriptor)  # after a short write (a full disk) the rest is not page-aligned
 
 
 def _stop_direct(descriptor: int) -> bool:
-    """Have the rest of a file written the ordinary way; False if it was already."""
+    """Switch a file to buffered writes; return False if it was already."""
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
@@ -192,38 +192,38 @@ def _stop_direct(descriptor: int) -> bool:
 
 
 def _entries(path: Path, header: bytes, size: int) -> Iterator[tuple[str, TensorSpan]]:
-    """Each tensor's place; together they must fill the data exactly."""
+    """Each tensor's span; together they must fill the data exactly."""
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, "its header is not JSON") from error
     if not isinstance(entries, dict):
-        raise _damaged(path, "its header is not a table")
+        raise _damaged(path, "its header is not a JSON object")
     entries.pop("__metadata__", None)
-    found = [(name, *_entry(path, name, entry)) for name, entry in entries.items()]
-    place = 0
-    for name, _, _, begin, end in sorted(found, key=lambda entry: entry[3:]):
-        if begin != place:
-            raise _damaged(path, f"tensor {name} begins at byte {begin} of the data, not {place}")
-        place = end
-    if place != size:
-        raise _damaged(path, f"its tensors have {place} bytes, and the file has {size}")
+    tensors = [(name, *_entry(path, name, entry)) for name, entry in entries.items()]
+    position = 0
+    for name, _, _, begin, end in sorted(tensors, key=lambda entry: entry[3:]):
+        if begin != position:
+            raise _damaged(path, f"tensor {name} begins at byte {begin} of the data, not {position}")
+        position = end
+    if position != size:
+        raise _damaged(path, f"its tensors have {position} bytes, but the file has {size}")
     origin = 8 + len(header)
-    for name, dtype, shape, begin, end in found:
+    for name, dtype, shape, begin, end in tensors:
         yield name, TensorSpan(dtype, shape, origin + begin, origin + end)
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """One tensor's dtype, shape and place, from its line of the header."""
+    """Parse a tensor's dtype, shape and data offsets from its entry in the header."""
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [begin, end]} if len(entry) == 3:
             numbers = [*shape, begin, end]
             if code not in _NAMES:
                 raise _damaged(path, f"tensor {name} has the unknown dtype {code[:20]!r}")
             if any(type(number) is not int or number < 0 for number in numbers) or len(shape) > 32:
-                raise _damaged(path, f"tensor {name} has a malformed shape or place")
+                raise _damaged(path, f"tensor {name} has a malformed shape or offset")
             if end - begin != math.prod(shape) * DTYPES[_NAMES[code]][1]:
-                raise _damaged(path, f"tensor {name} has {end - begin} bytes, which its shape does not need")
+                raise _damaged(path, f"tensor {name} has {end - begin} bytes, which does not match its shape")
             return _NAMES[code], tuple(shape), begin, end
     raise _damaged(path, f"the entry of tensor {name} is malformed")
 

@@ -1,13 +1,13 @@
-"""Memory that the agent holds and a worker saves into: laid out as the files it will become.
+"""Shared memory of the agent that a worker saves into, laid out as the files it will become.
 
-One buffer takes one worker's state at one step:
+One buffer holds one worker's state at one step:
 
-    the file of what it trains | the file of what stays as it is | marks and a note
+    file of trained tensors | file of frozen tensors | marks and a note
 
-each beginning at a page. Both sides plan it from the same pieces, so that nothing but bytes is shared. The memory has
-no name: it is gone when the last process that has it is. The marks say which step is being copied and which one is
-whole; a worker that dies in the middle leaves them different. The note is what else belongs to the state of that step
-(cursor, chain, random state), so that memory alone is enough to go on from.
+each starting on a page boundary. Both sides plan it from the same pieces, so that only bytes are shared. The memory is
+anonymous: it is freed with the last process that maps it. The marks state which step is being copied and which one is
+complete; a worker that dies in the middle leaves them different. The note holds what else belongs to the state of that
+step (cursor, chain, random state), so that a run can resume from memory alone.
 """
 
 import json
@@ -34,12 +34,12 @@ _MARKS = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")
 NEVER = 2**64 - 1
 NOTE_BYTES = 16 * PAGE
-"""For the marks and the note; the random state of a CPU and a GPU takes a tenth of it."""
+"""Room for the marks and the note; the random state of a CPU and a GPU takes a tenth of it."""
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of a buffer, and where it begins there."""
+    """One file of a buffer, and its offset there."""
 
     frozen: bool
     begin: int
@@ -49,13 +49,13 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Where everything lies in a buffer."""
+    """The layout of a buffer."""
 
     parts: tuple[FilePlan, ...]
 
     @property
     def marks(self) -> int:
-        """Where the marks begin."""
+        """Offset of the marks."""
         return max((part.begin + _pages(part.layout.bytes) for part in self.parts), default=0)
 
     @property
@@ -65,18 +65,18 @@ class BufferPlan:
 
 
 class SaveBuffer:
-    """A plan and the memory behind it, mapped into this process."""
+    """A plan and its memory, mapped into this process."""
 
     def __init__(self, plan: BufferPlan, descriptor: int) -> None:
         """Map the memory of an open descriptor, which then belongs to the buffer."""
         self.plan, self.descriptor = plan, descriptor
-        # Populated at once: a page that is first touched by a save would stall the step.
+        # Populated at once: page faults in the first save would stall the step.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self.memory = mmap.mmap(descriptor, plan.bytes, flags=flags)
 
     @classmethod
     def make(cls, plan: BufferPlan) -> "SaveBuffer":
-        """New memory, every page of it there; StateError when the machine does not have so much."""
+        """Allocate all pages of a new buffer; raise StateError if the machine has too little memory."""
         descriptor = os.memfd_create("headway-state", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, plan.bytes)
@@ -84,8 +84,8 @@ class SaveBuffer:
         except OSError as error:
             os.close(descriptor)
             raise StateError(
-                f"no memory for a saved state of {plan.bytes / 1e9:.1f} GB: {error.strerror}",
-                hint="more workers hold less each; checkpoint.memory_gb bounds what is kept",
+                f"cannot allocate {plan.bytes / 1e9:.1f} GB of memory for a saved state: {error.strerror}",
+                hint="use more workers, each holds less then, or lower checkpoint.memory_gb",
             ) from error
         buffer.mark(NEVER, NEVER)
         for part in plan.parts:
@@ -93,19 +93,19 @@ class SaveBuffer:
         return buffer
 
     def mark(self, begun: int, done: int) -> None:
-        """Note which step is being copied, and which one is whole."""
+        """Record which step is being copied, and which one is complete."""
         _MARKS.pack_into(self.memory, self.plan.marks, begun, done)
 
     def write_note(self, note: Mapping[str, Any]) -> None:
-        """Say what else belongs to the state that is being copied."""
+        """Store what else belongs to the state that is being copied."""
         text = json.dumps(note).encode()
         begin = self.plan.marks + _MARKS.size + _LENGTH.size
-        assert begin + len(text) <= self.plan.bytes, "a note that does not fit"
+        assert begin + len(text) <= self.plan.bytes, "the note does not fit"
         _LENGTH.pack_into(self.memory, self.plan.marks + _MARKS.size, len(text))
         self.memory[begin : begin + len(text)] = text
 
     def read_note(self) -> dict[str, Any]:
-        """What was said of the state in it."""
+        """Return the note of the state in the buffer."""
         begin = self.plan.marks + _MARKS.size + _LENGTH.size
         (length,) = _LENGTH.unpack_from(self.memory, self.plan.marks + _MARKS.size)
         note: dict[str, Any] = json.loads(self.memory[begin : begin + length])
@@ -113,36 +113,36 @@ class SaveBuffer:
 
     @property
     def step(self) -> int | None:
-        """The step whose whole state is in it."""
+        """The step whose complete state is in the buffer, if any."""
         begun, done = _MARKS.unpack_from(self.memory, self.plan.marks)
         return int(done) if begun == done != NEVER else None
 
     def holds(self, step: int) -> bool:
-        """Whether the whole state of this step is in it."""
+        """Whether the complete state of this step is in the buffer."""
         return self.step == step
 
     def pieces(self, part: FilePlan) -> list[Piece]:
-        """The pieces of one of its files, as they lie in memory."""
+        """The pieces of one file, as views of the memory."""
         return [shape.filled(self.bits(part, shape)) for shape in part.pieces]
 
     def bits(self, part: FilePlan, shape: PieceShape) -> NDArray[np.unsignedinteger]:
         """The memory of one piece."""
-        place = part.layout.spans[shape.name]
+        span = part.layout.spans[shape.name]
         dtype = bits_dtype(shape.dtype)
-        count = (place.end - place.begin) // dtype.itemsize
-        return np.frombuffer(self.memory, dtype, count, part.begin + place.begin).reshape(shape.local_shape)
+        count = (span.end - span.begin) // dtype.itemsize
+        return np.frombuffer(self.memory, dtype, count, part.begin + span.begin).reshape(shape.local_shape)
 
     def file(self, part: FilePlan) -> memoryview:
-        """The memory of one of its files, to the end of its last page."""
+        """The memory of one file, up to the end of its last page."""
         return memoryview(self.memory)[part.begin : part.begin + _pages(part.layout.bytes)]
 
     def close(self) -> None:
-        """Give the memory up; views of it that are still around keep it mapped."""
+        """Release the memory; it stays mapped while views of it exist."""
         os.close(self.descriptor)
 
 
 class MemoryCheckpoint(CheckpointSource):
-    """A checkpoint whose files lie in buffers: what a restarted worker goes on from."""
+    """A checkpoint whose files are in buffers: what a restarted worker resumes from."""
 
     checked = False
     location = "the agent's memory"
@@ -150,33 +150,33 @@ class MemoryCheckpoint(CheckpointSource):
     def __init__(
         self,
         files: Mapping[str, memoryview],
-        elsewhere: Mapping[str, PeerFile] | None = None,
-        far: PeerReader | None = None,
+        peer_files: Mapping[str, PeerFile] | None = None,
+        reader: PeerReader | None = None,
     ) -> None:
-        """`elsewhere` are files in the memory of other nodes, read through `far`."""
-        self._files, self._elsewhere, self._far = files, elsewhere or {}, far
+        """`peer_files` are in the memory of other nodes, and read through `reader`."""
+        self._files, self._peer_files, self._reader = files, peer_files or {}, reader
 
     def manifest(self) -> bytes:
-        """See Source."""
+        """See CheckpointSource."""
         return bytes(self._files[MANIFEST])
 
     def size(self, file: str) -> int:
-        """See Source."""
-        return len(self._files[file]) if file in self._files else self._elsewhere[file].size
+        """See CheckpointSource."""
+        return len(self._files[file]) if file in self._files else self._peer_files[file].size
 
     def read(self, file: str, begin: int, out: memoryview) -> None:
-        """See Source."""
+        """See CheckpointSource."""
         if file not in self._files:
-            assert self._far is not None, "files elsewhere are read from there"
-            self._far.read(self._elsewhere[file], begin, out)
+            assert self._reader is not None, "files of peers need a reader"
+            self._reader.read(self._peer_files[file], begin, out)
             return
-        # By NumPy, which lets other threads copy meanwhile: 4 GB/s become 13 on an H200 host.
+        # NumPy releases the GIL, so that threads copy in parallel: 13 GB/s instead of 4 on an H200 host.
         part = self._files[file][begin : begin + len(out)]
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(part, np.uint8))
 
 
 def map_files(descriptors: Sequence[int], files: Sequence[tuple[str, int, int]]) -> dict[str, memoryview]:
-    """Files (name, where it begins, size) that lie in the memory behind descriptors, which are then closed."""
+    """Map files (name, offset, size) in the memory behind descriptors, and close the descriptors."""
     mapped = {}
     for descriptor, (name, begin, size) in zip(descriptors, files, strict=True):
         memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
@@ -185,14 +185,14 @@ def map_files(descriptors: Sequence[int], files: Sequence[tuple[str, int, int]])
     return mapped
 
 
-def plan_buffer(trained: Sequence[PieceShape], still: Sequence[PieceShape]) -> BufferPlan:
-    """Lay a worker's pieces out; what has no pieces has no file."""
+def plan_buffer(trained: Sequence[PieceShape], frozen: Sequence[PieceShape]) -> BufferPlan:
+    """Plan the buffer for a worker's pieces; a file without pieces is left out."""
     parts: list[FilePlan] = []
     begin = 0
-    for is_still, pieces in ((False, trained), (True, still)):
+    for is_frozen, pieces in ((False, trained), (True, frozen)):
         if pieces:
             layout = shard_layout(pieces)
-            parts.append(FilePlan(is_still, begin, layout, tuple(pieces)))
+            parts.append(FilePlan(is_frozen, begin, layout, tuple(pieces)))
             begin += _pages(layout.bytes)
     return BufferPlan(tuple(parts))
 

@@ -1,7 +1,7 @@
-"""Where the bytes of a checkpoint come from: a folder here; memory and object stores have their own files.
+"""Where the bytes of a checkpoint come from: the interface, and its implementation for folders.
 
-A Source knows nothing of tensors: it has a manifest and files, and reads ranges of them into memory that the caller
-brings. What it cannot read it tells by DamagedState, so that whoever asked can take an older checkpoint.
+A CheckpointSource knows nothing of tensors: it has a manifest and files, and reads ranges of them into memory of the
+caller. It raises DamagedState for what it cannot read, so that the caller can fall back to an older checkpoint.
 """
 
 import os
@@ -15,33 +15,33 @@ __all__ = ["CheckpointSource", "FolderCheckpoint"]
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 30
-_HINT = "headway checkpoint ls lists what there is; headway checkpoint verify finds the newest that is whole"
+_HINT = "headway checkpoint ls lists all checkpoints; headway checkpoint verify finds the newest intact one"
 
 
 class CheckpointSource(ABC):
-    """One checkpoint's files. Several threads may read at once."""
+    """The files of one checkpoint. Several threads may read at once."""
 
     location: str
-    """How messages call it."""
+    """Its name in messages."""
     checked: ClassVar[bool] = True
-    """Whether its bytes must have checksums: those that never left this machine's memory have none."""
+    """Whether its bytes must have checksums: those that never left a machine's memory have none."""
     request_bytes: int = 4 << 20
-    """What to read at a time; more where each request takes its time."""
+    """How much to read per request; more if each request has a high latency."""
 
     @abstractmethod
     def manifest(self) -> bytes:
-        """The bytes of its manifest.json."""
+        """Return the bytes of its manifest.json."""
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """How many bytes a file has."""
+        """Return the size of a file in bytes."""
 
     @abstractmethod
     def read(self, file: str, begin: int, out: memoryview) -> None:
         """Fill `out` with a file's bytes from `begin` on."""
 
     def name(self, file: str) -> str:
-        """How messages call a file."""
+        """The name of a file in messages."""
         return f"{self.location}/{file}"
 
 
@@ -54,7 +54,7 @@ class FolderCheckpoint(CheckpointSource):
         self._descriptors: dict[str, int] = {}
 
     def manifest(self) -> bytes:
-        """See Source."""
+        """See CheckpointSource."""
         path = self._path / MANIFEST
         try:
             if path.stat().st_size > _MAX_MANIFEST:
@@ -63,17 +63,17 @@ class FolderCheckpoint(CheckpointSource):
         except FileNotFoundError as error:
             raise StateError(f"{path} cannot be read: {error.strerror}", hint=_HINT) from error
         except OSError as error:
-            raise DamagedState(f"{path} cannot be read: {error.strerror or error}", hint=_HINT) from error
+            raise self._unreadable(MANIFEST, error) from error
 
     def size(self, file: str) -> int:
-        """See Source."""
+        """See CheckpointSource."""
         try:
             return (self._path / file).stat().st_size
         except OSError as error:
-            raise DamagedState(f"{self.name(file)} cannot be read: {error.strerror or error}", hint=_HINT) from error
+            raise self._unreadable(file, error) from error
 
     def read(self, file: str, begin: int, out: memoryview) -> None:
-        """See Source."""
+        """See CheckpointSource."""
         try:
             descriptor = self._open(file)
             while out:
@@ -82,15 +82,18 @@ class FolderCheckpoint(CheckpointSource):
                     raise DamagedState(f"{self.name(file)} is damaged: it ends at byte {begin}", hint=_HINT)
                 out, begin = out[count:], begin + count
         except OSError as error:
-            raise DamagedState(f"{self.name(file)} cannot be read: {error.strerror or error}", hint=_HINT) from error
+            raise self._unreadable(file, error) from error
+
+    def _unreadable(self, file: str, error: OSError) -> DamagedState:
+        return DamagedState(f"{self.name(file)} cannot be read: {error.strerror or error}", hint=_HINT)
 
     def _open(self, file: str) -> int:
         if file not in self._descriptors:
             descriptor = os.open(self._path / file, os.O_RDONLY | os.O_CLOEXEC)
-            # Read-ahead as far as it goes: cold files come at disk speed, not at that of small requests.
+            # The largest read-ahead: cold files are read at the speed of the disk, not of small requests.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             if self._descriptors.setdefault(file, descriptor) != descriptor:
-                os.close(descriptor)  # another thread was faster
+                os.close(descriptor)  # another thread was first
         return self._descriptors[file]
 
     def __del__(self) -> None:

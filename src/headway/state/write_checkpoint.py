@@ -1,13 +1,13 @@
-"""Checkpoints on disk: begun beside, written shard by shard, committed by one rename.
+"""Write checkpoints to disk: into a partial folder, shard by shard, committed by one rename.
 
-    save = begin(checkpoints, step, bytes)           makes a folder whose name says that it is no checkpoint yet
-    shard = write_shard(save.partial, file, pieces)  once a file: hashed and written at the same time, made durable
-    commit(save, facts, shards)                      the manifest, and the rename
+    save = begin_checkpoint(checkpoints, step, bytes)  creates the partial folder
+    shard = write_shard(save.partial, file, pieces)    per file: hashed and written at the same time, durable
+    commit(save, facts, shards, workers)               writes the manifest and renames the folder
 
-Nothing here waits for another process. Where several processes write one checkpoint, each leaves its shard's entry
-beside its file (`leave`), and the one that commits picks them up (`collect`) once it knows that all are there. A folder
-whose name begins with a dot is not a checkpoint, with one exception: the old one of a step that is being replaced
-counts until the new one has its name.
+Nothing here waits for another process. If several processes write one checkpoint, each leaves its shard's entry beside
+its file (`leave_shard_entry`), and the one that commits reads them (`collect_shard_entries`) once all are written. A
+folder whose name starts with a dot is not a checkpoint, with one exception: while a step is being replaced, the old
+checkpoint counts until the new one has its name.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headway.errors import StateError
 from headway.state.box import Box, tiling_fault
 from headway.state.digest import MASK, digest_box
+from headway.state.durable import locked_folder, new_file
 from headway.state.manifest import (
     CheckpointFacts,
     CheckpointManifest,
@@ -38,6 +39,7 @@ from headway.state.manifest import (
     chunk_checksums,
     digest_of,
     dump_manifest,
+    file_entry,
 )
 from headway.state.read_checkpoint import OpenCheckpoint
 from headway.state.safetensors_file import SafetensorsLayout, plan_file, write_file, write_memory
@@ -75,7 +77,7 @@ _HINTS = {
     errno.EDQUOT: "free some quota, or keep fewer (checkpoint.keep_last); older checkpoints are untouched",
     errno.EROFS: "make the folder writable, or put the runs elsewhere with --runs",
     errno.EACCES: "make the folder writable, or put the runs elsewhere with --runs",
-    errno.ENOENT: "another process gave this save up, or the run's folder was removed",
+    errno.ENOENT: "another process cancelled this save, or the run's folder was removed",
 }
 _DISK_HINT = "check the disk (dmesg); older checkpoints are untouched"
 
@@ -97,13 +99,13 @@ class PieceShape:
         return Box(self.start, self.local_shape)
 
     def filled(self, data: NDArray[np.unsignedinteger]) -> "Piece":
-        """The piece that these bytes make."""
+        """Return the piece with these bytes."""
         return Piece(self.name, self.dtype, self.shape, self.start, self.local_shape, data)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, in memory: the bits of its elements in row-major order as unsigned integers."""
+    """A box of a tensor in memory: its elements in row-major order, as unsigned integers of the dtype's size."""
 
     name: str
     dtype: str
@@ -115,27 +117,27 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The region of the tensor that it has."""
+        """The region of the tensor that it holds."""
         return Box(self.start, self.local_shape)
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointEntry:
-    """A checkpoint that is there."""
+    """A complete checkpoint."""
 
     step: int
     path: Path
 
 
 class ShardEntry(BaseModel):
-    """One file of a checkpoint that is written: what the manifest will say of it."""
+    """One written file of a checkpoint, as the manifest will describe it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: FileName
     file: FileEntry
     tensors: dict[str, TensorEntry]
-    """Each with the one piece that this file has, and that piece's share of the digest."""
+    """Each with the one piece in this file, and what that adds to the digest."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +147,17 @@ class PartialCheckpoint:
     checkpoints: Path
     step: int
     partial: Path
-    """Where its files go until it is committed."""
+    """The folder of its files until it is committed."""
     lock: int
-    """Keeps others from taking the partial folder for something left behind."""
+    """Descriptor of a lock that keeps other processes from removing the partial folder as a leftover."""
 
 
 def begin_checkpoint(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") -> PartialCheckpoint:
-    """Make the folder that a checkpoint is written into; clear away what dead writers left behind.
+    """Create the partial folder of a checkpoint; remove what dead writers left behind.
 
-    Writers that might save the same step at the same time bring names of their own.
+    Writers that might save the same step at the same time need distinct names.
     """
-    with explain_write_errors(f"checkpoint of step {step} could not be begun in {checkpoints}"):
+    with explain_write_errors(f"checkpoint of step {step} could not be started in {checkpoints}"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(checkpoints).free
         if needs_bytes > free:
@@ -164,8 +166,8 @@ def begin_checkpoint(checkpoints: Path, step: int, needs_bytes: int = 0, writer:
                 hint=_HINTS[errno.ENOSPC],
             )
         partial = partial_folder(checkpoints, step, writer)
-        with _locked(checkpoints):
-            _clear(checkpoints)
+        with locked_folder(checkpoints):
+            _remove_leftovers(checkpoints)
             partial.mkdir()
             lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -173,17 +175,17 @@ def begin_checkpoint(checkpoints: Path, step: int, needs_bytes: int = 0, writer:
 
 
 def partial_folder(checkpoints: Path, step: int, writer: str = "") -> Path:
-    """Where the checkpoint of a step is written until it is committed."""
+    """Return the folder that a step's checkpoint is written into until it is committed."""
     return checkpoints / f".step-{step:08d}{writer and '.'}{writer}.partial"
 
 
-def shard_name(rank: int, still: bool = False) -> str:
-    """What the file of a worker is called: of what it trains, or of what stays as it is."""
-    return f"rank-{rank:05d}{'-still' if still else ''}.safetensors"
+def shard_name(rank: int, frozen: bool = False) -> str:
+    """Return the name of a worker's file of trained or frozen tensors."""
+    return f"rank-{rank:05d}{'-still' if frozen else ''}.safetensors"
 
 
 def shard_layout(pieces: Sequence[Piece] | Sequence[PieceShape]) -> SafetensorsLayout:
-    """How these pieces lie in a file."""
+    """Return the layout of a file of these pieces."""
     return plan_file((piece.name, piece.dtype, piece.local_shape) for piece in pieces)
 
 
@@ -196,10 +198,10 @@ def write_shard(
     before: OpenCheckpoint | None = None,
     threads: int = 1,
 ) -> ShardEntry:
-    """Write one file and make it durable; so many threads take checksums and digests meanwhile, from memory.
+    """Write one file durably, while `threads` threads compute checksums and digests from memory.
 
-    `memory` is the whole file, where the pieces already lie as in one. A file that has not changed since the
-    checkpoint `before` is not written again: it gets a second name. When the disk refuses, nothing is left.
+    `memory` is the whole file, if the pieces already have its layout. A file that has not changed since the checkpoint
+    `before` is hard-linked instead of written again. If the disk fails, nothing is left behind.
     """
     layout = shard_layout(pieces)
     path = partial / name
@@ -215,25 +217,26 @@ def write_shard(
                     write_memory(path, memory, layout.bytes)
             return _shard(name, layout, described)
         finally:
-            pool.shutdown(cancel_futures=True)  # they matter no longer once the disk has refused
+            pool.shutdown(cancel_futures=True)  # not needed once the disk has failed
 
 
 def describe_shard(name: str, pieces: Sequence[Piece], threads: int = 1) -> ShardEntry:
-    """What the manifest will say of a file that is not written here."""
+    """Return the entry of a file that is not written here."""
     layout = shard_layout(pieces)
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
         return _shard(name, layout, {piece.name: pool.submit(_describe, piece, name, layout) for piece in pieces})
 
 
 def leave_shard_entry(partial: Path, shard: ShardEntry) -> None:
-    """Leave what is known of a file beside it, for the process that commits."""
+    """Store a file's entry beside it, for the process that commits."""
     path = partial / f"{shard.name}.json"
-    with explain_write_errors(f"{path.name} could not be written in {partial}", removes=(path,)):
-        _write_durably(path, shard.model_dump_json().encode())
+    failed = f"{path.name} could not be written in {partial}"
+    with explain_write_errors(failed, removes=(path,)), new_file(path) as file:
+        file.write(shard.model_dump_json().encode())
 
 
 def collect_shard_entries(partial: Path, workers: int) -> list[ShardEntry]:
-    """What the workers left beside their files."""
+    """Read and remove the entries that the workers left beside their files."""
     shards = []
     for rank in range(workers):
         path = partial / f"{shard_name(rank)}.json"
@@ -242,8 +245,8 @@ def collect_shard_entries(partial: Path, workers: int) -> list[ShardEntry]:
             path.unlink()
         except (OSError, ValidationError) as error:
             raise StateError(
-                f"worker {rank} has not written its part of {partial.name}; nothing was saved",
-                hint="its log says why (headway logs RUN --rank)",
+                f"worker {rank} has not written its shard of {partial.name}; nothing was saved",
+                hint="its log says why: headway logs RUN --rank",
             ) from error
     return shards
 
@@ -255,14 +258,15 @@ def commit(
     workers: int,
     allowed: Callable[[], bool] = lambda: True,
 ) -> Path:
-    """Turn what was written into a checkpoint, at one instant, if it is still allowed then."""
+    """Turn what was written into a checkpoint atomically, if it is still allowed then."""
     checkpoints, step, partial = save.checkpoints, save.step, save.partial
     failed = f"checkpoint of step {step} could not be committed in {checkpoints}"
     try:
         with explain_write_errors(failed, removes=(partial,)):
-            _write_durably(partial / MANIFEST, dump_manifest(merge(step, facts, shards, workers)))
+            with new_file(partial / MANIFEST) as file:
+                file.write(dump_manifest(merge(step, facts, shards, workers)))
             make_durable(partial)
-            with _locked(checkpoints):
+            with locked_folder(checkpoints):
                 if not allowed():
                     raise StateError(f"{failed}: another agent leads the run", hint="nothing was changed")
                 path = _rename(checkpoints, partial, step)
@@ -272,36 +276,36 @@ def commit(
 
 
 def fence(checkpoints: Path) -> None:
-    """Take away whatever others are writing there, so that they can commit it no more, whether they live or not."""
+    """Remove whatever other processes are writing there, so that they can no longer commit it."""
     for path in checkpoints.glob(".step-*.partial"):
-        with contextlib.suppress(OSError):  # somebody else does it
-            gone = path.rename(path.with_name(f"{path.name}.fenced"))
-            shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process did it
+            fenced = path.rename(path.with_name(f"{path.name}.fenced"))
+            shutil.rmtree(fenced, ignore_errors=True)
 
 
 def abandon(save: PartialCheckpoint) -> None:
-    """Give a save up: remove what has been written of it."""
+    """Cancel a save and remove what has been written of it."""
     _remove(save.partial)
     os.close(save.lock)
 
 
 def list_checkpoints(checkpoints: Path) -> list[CheckpointEntry]:
-    """Every complete checkpoint, oldest step first."""
+    """Return all complete checkpoints, oldest step first."""
     try:
         # A dot sorts first: a step's own folder overrides the replaced one.
         names = sorted(path.name for path in checkpoints.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for name in names:
         match = _NAME.fullmatch(name)
         if match and (checkpoints / name).is_dir():
-            found[int(match[1] or match[2])] = checkpoints / name
-    return sorted(CheckpointEntry(step, path) for step, path in found.items())
+            paths[int(match[1] or match[2])] = checkpoints / name
+    return sorted(CheckpointEntry(step, path) for step, path in paths.items())
 
 
 def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
-    """The checkpoint of a step, or the newest one; StateError says which there are."""
+    """Return the checkpoint of a step, or the newest one; raise StateError listing those that exist."""
     entries = list_checkpoints(checkpoints)
     if not entries:
         raise StateError(
@@ -319,14 +323,14 @@ def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
 
 
 def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: int | None = None) -> list[int]:
-    """Remove all but the newest, multiples of `keep_every_steps`, and `always`; say which steps went."""
+    """Remove all but the newest, multiples of `keep_every_steps`, and `always`; return the removed steps."""
     assert keep_last >= 1, "pruning would leave nothing"
     removed = []
-    with explain_write_errors(f"old checkpoints could not be removed from {checkpoints}"), _locked(checkpoints):
+    with explain_write_errors(f"old checkpoints could not be removed from {checkpoints}"), locked_folder(checkpoints):
         for entry in list_checkpoints(checkpoints)[:-keep_last]:
             if entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
                 continue
-            # Renamed first: a checkpoint that is half removed must not be seen as one.
+            # Renamed first: a half-removed checkpoint must not be listed.
             doomed = checkpoints / f".step-{entry.step:08d}.removed"
             entry.path.rename(doomed)
             shutil.rmtree(doomed)
@@ -335,7 +339,7 @@ def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: 
 
 
 def merge(step: int, facts: CheckpointFacts, shards: Sequence[ShardEntry], workers: int) -> CheckpointManifest:
-    """One manifest from what is known of each file; StateError when they do not make a whole state."""
+    """Merge the entries of all files into a manifest; raise StateError if they are not a complete state."""
     parts: dict[str, list[TensorEntry]] = {}
     for shard in shards:
         for name, part in shard.tensors.items():
@@ -357,17 +361,17 @@ def _merge_tensor(name: str, parts: list[TensorEntry]) -> TensorEntry:
         raise StateError(f"workers disagree on the dtype or shape of tensor {name}; nothing was saved")
     pieces = tuple(piece for part in parts for piece in part.pieces)
     if fault := tiling_fault(first.shape, (piece.box for piece in pieces)):
-        raise StateError(f"tensor {name} would not be saved whole: {fault}; nothing was saved")
+        raise StateError(f"tensor {name} would be incomplete: {fault}; nothing was saved")
     digest = sum(int(part.digest, 16) for part in parts) & MASK
     return first.model_copy(update={"digest": f"{digest:016x}", "pieces": pieces})
 
 
 def _describe(piece: Piece, file: str, layout: SafetensorsLayout) -> TensorEntry:
-    """What the manifest will say of one piece: its place, checksums and digest, taken from memory."""
+    """Return the manifest entry of one piece: its offset, and its checksums and digest computed from memory."""
     offset, checksums = layout.spans[piece.name].begin, chunk_checksums(_bytes(piece))
     digest = digest_box(piece.data, piece.shape, piece.box)
-    written = PieceEntry(file=file, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=checksums)
-    return TensorEntry(dtype=piece.dtype, shape=piece.shape, digest=f"{digest:016x}", pieces=(written,))
+    entry = PieceEntry(file=file, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=checksums)
+    return TensorEntry(dtype=piece.dtype, shape=piece.shape, digest=f"{digest:016x}", pieces=(entry,))
 
 
 def _bytes(piece: Piece) -> memoryview:
@@ -375,13 +379,13 @@ def _bytes(piece: Piece) -> memoryview:
 
 
 def _shard(name: str, layout: SafetensorsLayout, described: Mapping[str, Future[TensorEntry]]) -> ShardEntry:
-    """A file's entry, when all of its pieces are described."""
-    file = FileEntry(bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3)
-    return ShardEntry(name=name, file=file, tensors={tensor: described[tensor].result() for tensor in layout.spans})
+    """Return a file's entry, once all of its pieces are described."""
+    tensors = {tensor: described[tensor].result() for tensor in layout.spans}
+    return ShardEntry(name=name, file=file_entry(layout), tensors=tensors)
 
 
 def link_unchanged(before: OpenCheckpoint, path: Path, shard: ShardEntry) -> bool:
-    """Give an unchanged file of an earlier checkpoint a second name; False if it changed or cannot have one."""
+    """Hard-link an unchanged file of an earlier checkpoint; return False if it changed or cannot be linked."""
     old = before.manifest
     pieces = {
         name: piece for name, tensor in old.tensors.items() for piece in tensor.pieces if piece.file == shard.name
@@ -390,13 +394,13 @@ def link_unchanged(before: OpenCheckpoint, path: Path, shard: ShardEntry) -> boo
         return False
     try:
         os.link(before.source.name(shard.name), path)
-    except OSError:  # a file system without links, or a file that is gone by now
+    except OSError:  # a file system without links, or a file that was removed
         return False
     return True
 
 
 def _rename(checkpoints: Path, partial: Path, step: int) -> Path:
-    """Give the finished folder its name; one that has it already steps aside and counts until then."""
+    """Give the finished folder its name; a checkpoint that has it is renamed, and counts until then."""
     path = checkpoints / f"step-{step:08d}"
     old = checkpoints / f".step-{step:08d}.replaced"
     if path.exists():
@@ -408,29 +412,28 @@ def _rename(checkpoints: Path, partial: Path, step: int) -> Path:
     return path
 
 
-def _clear(checkpoints: Path) -> None:
-    """Remove what killed saves and prunings left behind; an only copy of a step gets its name back."""
+def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove what killed saves and prunings left behind; the only copy of a step gets its name back."""
     for path in checkpoints.glob(".step-*"):
         match = _NAME.fullmatch(path.name)
-        own = checkpoints / f"step-{match[2]}" if match else None
-        if own and not own.exists():
-            path.rename(own)
+        final = checkpoints / f"step-{match[2]}" if match else None
+        if final and not final.exists():
+            path.rename(final)
         elif not _in_use(path):
             shutil.rmtree(path)
 
 
 def _in_use(path: Path) -> bool:
     """Whether another process is writing this partial folder."""
-    with _opened_folder(path) as descriptor:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    try:
+        with locked_folder(path, wait=False):
+            return False
+    except BlockingIOError:
+        return True
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder if it is there; what cannot go now is cleared by the next save."""
+    """Remove a file or folder if it exists; what fails is left to the next save."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -438,33 +441,9 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time gives and takes names in a folder."""
-    with _opened_folder(folder) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def explain_write_errors(failed: str, removes: Sequence[Path] = ()) -> Iterator[None]:
-    """Say in one sentence what the disk refused, and leave nothing behind of what could not be finished."""
+    """Turn an OSError into a StateError with a hint, and remove what could not be finished."""
     try:
         yield
     except (OSError, StateError) as error:

@@ -106,7 +106,7 @@ def train(
 
         # once in a while: compare replicas, evaluate, save
         evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
-        tiers = tiers_at(recipe.checkpoint, step, asked=wanted.save)
+        tiers = tiers_at(recipe.checkpoint, step, requested=wanted.save)
         compared = replicas is not None and replicas.due(step)
         if evaluation or tiers or compared or wanted.stop:
             for result in meter.drain():

@@ -238,7 +238,7 @@ def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, d
     assert [event["step"] for event in failed.events("step")] == list(range(1, STEPS + 1))
     assert failed.chain == unharmed[1].chain
     assert failed.outcome.state == "failed"
-    assert "the last state could not be saved: checkpoint of step 8 could not be begun" in failed.outcome.reason
+    assert "the last state could not be saved: checkpoint of step 8 could not be started" in failed.outcome.reason
     told = failed.events("unsaved", "agent")
     assert [(event["step"], event["tier"]) for event in told] == [(4, "disk"), (6, "disk"), (8, "disk")]
     for event in told:

@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
     folder.write_text("in the way")
     bench = Bench(folder, Rules(retry_s=60))
     disk, _ = bench.save(bench.filled(1))
-    assert "step 1 could not be begun" in disk.error.message
+    assert "step 1 could not be started" in disk.error.message
     assert bench.writer.trouble is None
     folder.unlink()
     disk, _ = bench.save(bench.filled(2))
@@ -186,7 +186,7 @@ def test_the_last_state_is_tried_until_the_trouble_goes_away(tmp_path, monkeypat
     mender.start()
     disk, end = bench.save(bench.filled(9, last=True))
     mender.join()
-    assert "step 9 could not be begun" in seen[0]
+    assert "step 9 could not be started" in seen[0]
     assert (disk.error, end.over, bench.writer.trouble) == (None, True, None)
     assert_whole(folder / "step-00000009", 9)
 
@@ -197,7 +197,7 @@ def test_a_last_state_that_cannot_be_written_is_given_up(tmp_path, retry_s):
     folder.write_text("in the way")
     bench = Bench(folder, Rules(retry_s=retry_s))
     disk, end = bench.save(bench.filled(9, last=True))
-    assert "step 9 could not be begun" in disk.error.message
+    assert "step 9 could not be started" in disk.error.message
     assert disk.seconds >= retry_s
     assert (end.over, bench.writer.trouble) == (True, None)
 
