@@ -234,7 +234,7 @@ def test_prompts_in_one_data_set_mask_its_labels_alone(folders, tmp_path):
 def test_a_loader_takes_other_batches_only_where_its_rows_are_whole(folders):
     dataset = open_dataset(folders["c"])
     loader = Loader(WindowReader(dataset, SEQ), split_dataset(dataset, SEQ, 0.1), 0, 12, rows=(3, 6))
-    with pytest.raises(AssertionError, match="whole part"):
+    with pytest.raises(AssertionError, match="do not divide this batch evenly"):
         loader.read(0, batch=6)
     assert loader.read(0, batch=4).inputs.shape == (1, SEQ)
 

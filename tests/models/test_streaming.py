@@ -236,7 +236,7 @@ def test_names_of_imported_runs(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     found = json.loads(call("import", tmp_path / "Small Model", "--json", runs=runs)[0])
     assert (found["run"], found["step"], found["tokenizer"]) == ("Small-Model", 0, False)
-    assert "there is a run Small-Model already" in import_of(tmp_path / "Small Model", runs).message
+    assert "run Small-Model already exists" in import_of(tmp_path / "Small Model", runs).message
     assert "invalid run name" in import_of(tmp_path / "Small Model", runs, "--name", "../up").message
     assert [path.name for path in runs.iterdir()] == ["Small-Model"]
 
@@ -280,7 +280,7 @@ def big_folder(folder: Path) -> None:
     model = Model(vocab_size=150_000, layers=9, dim=1024, heads=8, hidden=4096)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_from_model(model, 256)))
-    image = plan_file((SMALL.hf_name(name), "bfloat16", shape) for name, shape in model.tensors().items())
+    layout = plan_file((SMALL.hf_name(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(layout.header)

@@ -352,7 +352,7 @@ def test_export_takes_the_runs_recipe_where_the_checkpoint_has_none(run: Path, t
     shutil.move(run / "checkpoints/step-00000030", tmp_path / "alone")
     _, error = call(run, "export", tmp_path / "alone", tmp_path / "none")
     assert isinstance(error, HeadwayError)
-    assert "recipe.json cannot be read" in error.message
+    assert "recipe.json: No such file" in error.message
 
 
 def test_models_of_ones_own_are_not_exported(run: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 Shape = tuple[int, ...]
 
 
-def packed_shape(form: HfTensor, ours: Mapping[str, Shape]) -> Shape:
-    """The shape of one of their tensors."""
-    shapes = [ours[name] for name in form.headway_names]
+def packed_shape(form: HfTensor, headway_shapes: Mapping[str, Shape]) -> Shape:
+    """Return the shape of a Hugging Face tensor."""
+    shapes = [headway_shapes[name] for name in form.headway_names]
     first = shapes[0]
     match form.form:
         case "same":
@@ -67,8 +67,8 @@ def unpack(form: HfTensor, packed: Bits, which: int) -> Bits:
         case "transposed":
             return np.moveaxis(packed, -1, 0)[_rows(form, which)]
         case "heads":
-            apart = theirs.reshape(form.index, len(form.headway_names), -1, *theirs.shape[1:])
-            return apart[:, which].reshape(-1, *theirs.shape[1:])
+            heads = packed.reshape(form.index, len(form.headway_names), -1, *packed.shape[1:])
+            return heads[:, which].reshape(-1, *packed.shape[1:])
         case "experts-transposed":
             return np.swapaxes(packed, 1, 2)
         case "experts-paired":

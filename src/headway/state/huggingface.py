@@ -147,8 +147,8 @@ def to_hf(weights: Mapping[str, LazyWeight], model: Model) -> dict[str, LazyWeig
             hf_weights[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
         else:
             parts = [weights[name] for name in form.headway_names]
-            made[form.name] = LazyWeight(first.dtype, shape, partial(_packed, form, parts))
-    return made
+            hf_weights[form.name] = LazyWeight(first.dtype, shape, partial(_pack, form, parts))
+    return hf_weights
 
 
 def _concatenate(parts: Iterable[LazyWeight]) -> Iterator[memoryview]:

@@ -47,7 +47,7 @@ def second(tmp_path: Path) -> Iterator[SnapshotServer]:
 
 def file_of(server: SnapshotServer, step: int) -> PeerFile:
     (part,) = server.buffers[0][0].plan.parts
-    return PeerFile(server.host, server.port, shard_name(0), step, part.image.bytes)
+    return PeerFile(server.host, server.port, shard_name(0), step, part.layout.bytes)
 
 
 def content(server: SnapshotServer, step: int) -> bytes:
@@ -85,7 +85,7 @@ def test_lost_node_is_an_error(server: SnapshotServer) -> None:
 
 def test_reads_need_the_key(server: SnapshotServer) -> None:
     with pytest.raises((HandshakeFailed, OSError)):
-        call((server.host, server.port), "another key")
+        connect((server.host, server.port), "another key")
     with socket.create_connection((server.host, server.port)) as end:  # skips the handshake
         end.recv(32)
         request = {"kind": "read", "name": shard_name(0), "step": 5, "begin": 0, "size": 64}
@@ -96,7 +96,7 @@ def test_reads_need_the_key(server: SnapshotServer) -> None:
 
 def test_copy_outlives_its_node_until_trimmed(server: SnapshotServer, second: SnapshotServer) -> None:
     truths = {step: content(server, step) for step in (4, 5)}
-    with contextlib.closing(call((second.host, second.port), KEY)) as end:
+    with contextlib.closing(connect((second.host, second.port), KEY)) as end:
         for step in (4, 5):
             file = file_of(server, step)
             answer = peer_request(
@@ -117,7 +117,7 @@ def test_copy_outlives_its_node_until_trimmed(server: SnapshotServer, second: Sn
 def test_file_is_written_only_into_the_checkpoints_folder(server: SnapshotServer, tmp_path: Path) -> None:
     partial = tmp_path / "checkpoints" / "partial"
     partial.mkdir()
-    with contextlib.closing(call((server.host, server.port), KEY)) as end:
+    with contextlib.closing(connect((server.host, server.port), KEY)) as end:
         answer = peer_request(end, "write", name=shard_name(0), step=5, folder=str(partial))
         assert answer["shard"]["name"] == shard_name(0)
         assert (partial / shard_name(0)).read_bytes() == content(server, 5)
@@ -132,7 +132,7 @@ def test_node_without_the_run_folder_returns_its_stacks_as_text(tmp_path: Path) 
     own = tmp_path / "own"
     with contextlib.closing(SnapshotServer("127.0.0.1", KEY, tmp_path, own)) as server:
         server.pids = {3: os.getpid()}
-        with contextlib.closing(call((server.host, server.port), KEY)) as end:
+        with contextlib.closing(connect((server.host, server.port), KEY)) as end:
             answer = peer_request(end, "stacks", folder=str(tmp_path / "not-here"), attempt=2, native=False)
     assert Path(answer["path"]).parent == own
     assert answer["text"] == Path(answer["path"]).read_text()

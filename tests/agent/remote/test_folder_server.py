@@ -116,7 +116,7 @@ def test_bundle_is_complete_and_only_changed_files_are_fetched_again(run: RunFol
 @pytest.mark.parametrize("name", BAD)
 def test_no_name_escapes_the_files_meant_for_it(run: RunFolder, listener: Listener, name: str) -> None:
     before = {path: path.read_bytes() for path in run.path.parent.parent.rglob("*") if path.is_file()}
-    with contextlib.closing(call(listener.address, KEY)) as end:
+    with contextlib.closing(connect(listener.address, KEY)) as end:
         assert "may read or append to" in peer_request(end, "fetch", name=name, begin=0, size=1)["error"]
         assert "may read or append to" in append(end, name, 0, b"x")["error"]
         end.sendall(json.dumps({"kind": "replace", "name": name, "size": 2}).encode() + b"\n{}")
@@ -134,13 +134,13 @@ def test_no_name_escapes_the_files_meant_for_it(run: RunFolder, listener: Listen
 def test_symlink_is_not_followed(run: RunFolder, listener: Listener, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("as it was")
     (run.events / "0001-rank-0.jsonl").symlink_to(tmp_path / "outside")
-    with contextlib.closing(call(listener.address, KEY)) as end, contextlib.suppress(OSError):
+    with contextlib.closing(connect(listener.address, KEY)) as end, contextlib.suppress(OSError):
         append(end, "events/0001-rank-0.jsonl", 9, b"more")
     assert (tmp_path / "outside").read_text() == "as it was"
 
 
 def test_oversized_request_closes_the_connection(listener: Listener) -> None:
-    with contextlib.closing(call(listener.address, KEY)) as end:
+    with contextlib.closing(connect(listener.address, KEY)) as end:
         request = {"kind": "append", "name": "events/0001-rank-0.jsonl", "offset": 0, "size": PIECE_BYTES + 1}
         end.sendall(json.dumps(request).encode() + b"\n")
         assert end.recv(10) == b""
@@ -148,7 +148,7 @@ def test_oversized_request_closes_the_connection(listener: Listener) -> None:
 
 def test_only_bytes_at_the_end_of_the_file_are_appended(run: RunFolder, listener: Listener) -> None:
     name = "events/0001-rank-3.jsonl"
-    with contextlib.closing(call(listener.address, KEY)) as end:
+    with contextlib.closing(connect(listener.address, KEY)) as end:
         assert append(end, name, 0, b"one\n") == {"size": 4}
         assert append(end, name, 0, b"one\n") == {"size": 4}  # its reply was lost
         assert append(end, name, 9, b"gap\n") == {"size": 4}
@@ -302,7 +302,7 @@ def test_addresses_and_keys(monkeypatch) -> None:
             parse_address(wrong)
     monkeypatch.setenv(KEY_VARIABLE, "short")
     with pytest.raises(UsageError, match="too short") as raised:
-        given_key()
+        key_from_env()
     assert "short" not in raised.value.message.replace("too short", "")
     monkeypatch.setenv(KEY_VARIABLE, "")
     assert key_from_env() is None

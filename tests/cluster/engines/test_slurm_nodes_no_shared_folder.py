@@ -97,7 +97,7 @@ def test_unreachable_store_is_reported_before_anything_is_created(recipe, tmp_pa
         monkeypatch.setattr(store_runs, "SOON_S", 0.2)
         monkeypatch.setattr("headway.cluster.submit.runs.provisional_run", None)  # not reached
         small = recipe({"checkpoint.store": {"url": "s3://nowhere/runs", "every_steps": 20}})
-        with pytest.raises(StateError, match="could not be read: no connection could be made") as raised:
+        with pytest.raises(StateError, match="could not be read: cannot connect") as raised:
             submit_run(small, tmp_path / "runs", parse_on("cpux1x2"), "local", "remote")
     assert "can be reached" in str(raised.value.hint)
     assert list_runs(tmp_path / "runs") == []

@@ -95,7 +95,7 @@ class SnapshotServer:
         if own is None:
             return None
         buffer, part = own
-        return buffer.descriptor, part.begin, buffer.file(part)[: part.image.bytes]
+        return buffer.descriptor, part.begin, buffer.file(part)[: part.layout.bytes]
 
     def steps(self) -> dict[str, list[int]]:
         """Which files are here, and of which steps."""
@@ -126,7 +126,7 @@ class SnapshotServer:
         for rank, buffers in list(self.buffers.items()):
             for buffer in buffers:
                 for part in buffer.plan.parts:
-                    yield shard_name(rank, part.still), buffer, part
+                    yield shard_name(rank, part.frozen), buffer, part
 
     def _find_own(self, name: str, step: int) -> tuple[SaveBuffer, FilePlan] | None:
         files = ((buffer, part) for own, buffer, part in self._own_files() if own == name and buffer.holds(step))
@@ -146,7 +146,7 @@ class SnapshotServer:
 
         def write(buffer: SaveBuffer, part: FilePlan) -> ShardEntry:
             before = None
-            if part.still:  # a frozen file may be hard-linked
+            if part.frozen:  # a frozen file may be hard-linked
                 newest, _ = newest_on_disk(self._checkpoints)
                 before = None if newest is None else open_checkpoint(Path(newest.address))
             memory, pieces = buffer.file(part), buffer.pieces(part)

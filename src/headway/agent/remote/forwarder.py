@@ -108,7 +108,7 @@ class RecordForwarder:
     def _send(self, kind: str, content: bytes, **fields: Any) -> int | None:
         """Send bytes of a file; return its size at the leader, None if the leader rejects them."""
         if self._socket is None:
-            self._socket = call(self._address(), self._key)
+            self._socket = connect(self._address(), self._key)
         self._socket.sendall(json.dumps({"kind": kind, "size": len(content), **fields}).encode() + b"\n" + content)
         reply = json.loads(read_line(self._socket))
         if "error" in reply:

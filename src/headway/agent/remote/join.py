@@ -102,7 +102,7 @@ class RemoteRun:
 
     def refresh(self) -> None:
         """Fetch what differs from the leader's files."""
-        with contextlib.closing(call(self.address, self.key)) as leader:
+        with contextlib.closing(connect(self.address, self.key)) as leader:
             self._fetch_changed(leader, _request_bundle(leader))
 
     def _fetch_changed(self, leader: socket.socket, bundle: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def join_run(
             leader_address = address or (find() if find else None)
             if leader_address is None:
                 raise ConnectionError("no agent holds the leader lease")
-            with contextlib.closing(call(leader_address, key)) as leader, contextlib.ExitStack() as undo:
+            with contextlib.closing(connect(leader_address, key)) as leader, contextlib.ExitStack() as undo:
                 bundle = _request_bundle(leader)
                 lock = _lock_folder(root / "visiting" / name / bundle["run"])
                 undo.callback(os.close, lock)

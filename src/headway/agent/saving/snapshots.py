@@ -21,7 +21,7 @@ from headway.state import (
     TensorEntry,
     dump_manifest,
 )
-from headway.state.manifest import digest_of
+from headway.state.manifest import digest_of, file_entry
 from headway.state.tiers import Tier
 
 __all__ = ["MOST", "SMALL_BYTES", "SnapshotBuffers", "StateSnapshot", "count_buffers"]

@@ -80,7 +80,7 @@ def encode_texts(content: bytes, end_of_text: int, special_tokens: bool, texts: 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(content: bytes, end_of_text: int, special_tokens: bool) -> TextTokenizer:
     """Parsed once per process, with one thread: the task has one core."""
-    from headway.data.tokenizer import limit_threads, same_tokenizer
+    from headway.data.tokenizer import limit_threads, tokenizer_from_bytes
 
     limit_threads(1)
     return tokenizer_from_bytes(content, end_of_text, special_tokens=special_tokens)
