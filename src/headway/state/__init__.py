@@ -55,7 +55,6 @@ __all__ = [
     "MemoryCheckpoint",
     "Message",
     "MessageChannel",
-    "Move",
     "OpenCheckpoint",
     "PartialCheckpoint",
     "Piece",

@@ -36,19 +36,19 @@ class Message:
 
 
 class MessageChannel(ABC):
-    """What an agent needs of the channel to a worker, wherever that is."""
+    """A channel to a worker on this machine or another."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """The descriptor to select on."""
+        """Return the descriptor to select on."""
 
     @abstractmethod
     def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Send a message; raise ChannelClosed where nobody can receive it."""
+        """Send a message; raise ChannelClosed if the other end is gone."""
 
     @abstractmethod
     def receive(self, timeout_s: float | None = 0.0) -> list[Message]:
-        """The messages that have arrived by then; raise ChannelClosed where none can any more."""
+        """Return the messages that arrive within `timeout_s`; raise ChannelClosed if the other end is gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,7 +57,7 @@ class MessageChannel(ABC):
 
 @final
 class Channel(MessageChannel):
-    """One end of the line."""
+    """One end of a channel."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

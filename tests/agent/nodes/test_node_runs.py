@@ -263,7 +263,7 @@ class Led:
 
     def join(self, name: str) -> None:
         """Have a node call, and have it be ready."""
-        self.lines[name] = line = Channel(call((self.group.nodes.lease.host, self.group.nodes.lease.port), KEY))
+        self.lines[name] = line = Channel(connect((self.group.nodes.lease.host, self.group.nodes.lease.port), KEY))
         line.send(
             "hello", name=name, machine=name, domain="", slots=1, host="127.0.0.1", port=1, pid=1, free_bytes=0,
             files={}, apart=False,

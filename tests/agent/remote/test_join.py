@@ -48,7 +48,7 @@ def nodes(run: RunFolder) -> Iterator[Membership]:
 
 def join(nodes: Membership, name: str, pid: int = 1) -> Channel:
     """Connect a node of this name that sends nothing but hello."""
-    channel = Channel(call((nodes.lease.host, nodes.lease.port), KEY))
+    channel = Channel(connect((nodes.lease.host, nodes.lease.port), KEY))
     channel.send(
         "hello", name=name, machine="the-first", domain="", slots=1, host="127.0.0.1", port=1, pid=pid,
         free_bytes=0, files={}, apart=False,

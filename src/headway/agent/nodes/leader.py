@@ -112,7 +112,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _write_key(run: RunFolder) -> None:
     """Write the key from the environment, which machines without the run folder have too; else a new one."""
-    key = given_key() or new_key()
+    key = key_from_env() or new_key()
     with contextlib.suppress(FileNotFoundError):
         run.key_file.unlink()
     descriptor = os.open(run.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -22,7 +22,7 @@ from headway.agent.nodes.members import Member
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.errors import StateError
 from headway.state import Channel, ChannelClosed, Message
-from headway.state.handshake import HandshakeFailed, call, server_handshake
+from headway.state.handshake import HandshakeFailed, connect, server_handshake
 from headway.state.peer_read import peer_request, read_line
 
 __all__ = ["Membership"]
@@ -206,7 +206,7 @@ class Membership:
     def request(self, member: Member, kind: str, **fields: Any) -> dict[str, Any]:
         """Ask a node's snapshot server and wait for the answer; raise StateError where there is none."""
         try:
-            with contextlib.closing(call((member.host, member.port), self.key)) as end:
+            with contextlib.closing(connect((member.host, member.port), self.key)) as end:
                 answer = peer_request(end, kind, **fields)
         except (OSError, HandshakeFailed, ValueError) as error:
             raise StateError(f"cannot reach node {member.name}: {error}") from None

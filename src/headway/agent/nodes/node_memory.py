@@ -112,7 +112,7 @@ class NodeMemory(BufferHost):
             return None
         pieces = {int(rank): fields for rank, fields in stored.fields["told"].items()}
         plans = {rank: plan_from(fields) for rank, fields in pieces.items()}
-        names = [shard_name(rank, part.still) for rank, plan in plans.items() for part in plan.parts]
+        names = [shard_name(rank, part.frozen) for rank, plan in plans.items() for part in plan.parts]
         known = [entry.fields for name in ("newest", "copied") if (entry := self._fd_store.get(name)) is not None]
         available = [fields for fields in known if self._have(names, fields["step"])]
         if not available or workers != len(plans):
@@ -180,8 +180,8 @@ class NodeMemory(BufferHost):
         shard = ShardEntry.model_validate(self._nodes.request(home, "describe", name=name, step=step)["shard"])
         if shard.name != name:
             raise StateError(f"node {home.name} described {shard.name} when asked for {name}")
-        newest = newest_on_disk(partial.parent)[0] if part.still else None  # what never changes may be linked
-        file = PeerFile(home.host, home.port, name, step, part.image.bytes)
+        newest = newest_on_disk(partial.parent)[0] if part.frozen else None  # what never changes may be linked
+        file = PeerFile(home.host, home.port, name, step, part.layout.bytes)
         with contextlib.closing(PeerReader(self._nodes.key)) as reader:
             before = None if newest is None else open_checkpoint(Path(newest.address))
             receive_shard(partial, shard, part, lambda begin, out: reader.read(file, begin, out), before)

@@ -103,7 +103,7 @@ class SnapshotBuffer(ABC):
 
     def file_name(self, part: FilePlan) -> str:
         """The name of one of its files."""
-        return shard_name(self.rank, part.still)
+        return shard_name(self.rank, part.frozen)
 
 
 class SavedPart(Protocol):
@@ -208,7 +208,7 @@ class LocalBuffer(SnapshotBuffer):
     ) -> ShardEntry:
         """Write one of its files."""
         pieces, memory = self._buffer.pieces(part), self._buffer.file(part)
-        before = before if part.still else None
+        before = before if part.frozen else None
         return write_shard(partial, self.file_name(part), pieces, memory=memory, before=before, threads=threads)
 
     def local(self) -> SaveBuffer:

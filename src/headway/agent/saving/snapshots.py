@@ -218,7 +218,7 @@ class SnapshotBuffers:
         for rank in sorted(snapshot.buffers):
             buffer = self.buffer(snapshot, rank)
             for part in buffer.plan.parts:
-                files.append((buffer.file_name(part), buffer.descriptor, part.begin, part.image.bytes))
+                files.append((buffer.file_name(part), buffer.descriptor, part.begin, part.layout.bytes))
         return files
 
     def state_files(self) -> StateFiles | None:
@@ -235,10 +235,8 @@ class SnapshotBuffers:
         for rank in sorted(snapshot.buffers):
             buffer = self.buffer(snapshot, rank)
             for part in buffer.plan.parts:
-                name, image = buffer.file_name(part), part.image
-                files[name] = FileEntry(
-                    bytes=layout.bytes, header_bytes=len(layout.header), header_xxh3=layout.header_xxh3
-                )
+                name, layout = buffer.file_name(part), part.layout
+                files[name] = file_entry(layout)
                 for piece in part.pieces:
                     offset = layout.spans[piece.name].begin
                     entry = PieceEntry(file=name, offset=offset, start=piece.start, shape=piece.local_shape, xxh3=())

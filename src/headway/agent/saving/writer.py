@@ -182,7 +182,7 @@ class CheckpointWriter:
                 raise StateError("snapshots of other nodes are uploaded from disk, and the write to disk failed")
             for part in buffer.plan.parts:
                 shards.append(describe_shard(buffer.file_name(part), memory.pieces(part), self._threads))
-                files.append(memory.file(part)[: part.image.bytes])
+                files.append(memory.file(part)[: part.layout.bytes])
         return _Upload(snapshot, shards, files, from_memory=True)
 
     def _upload_all(self) -> None:
