@@ -26,7 +26,7 @@ from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdEntry, FdReassembler, send_chunked
 from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.outcome import AttemptOutcome
-from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
+from headway.agent.supervise.stop_signals import count_stop_signals
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, next_attempt, record_path
 
@@ -68,55 +68,47 @@ def run_launcher(
     `inherited` is the fd store of an agent elsewhere, from which the first one continues. `clock` measures how long an
     agent has been silent and how long it has lived.
     """
-    entries = dict(inherited or {})
-    with count_stop_signals() as stop_signals, _all_children() as reap:
+    entries, forwarded, deaths = dict(inherited or {}), 0, 0
+    with count_stop_signals() as stop_signals, _all_children() as reap, _closing(entries):
         agent = _start(attempt, entries, clock())
-        try:
-            return _watch(attempt, agent, entries, stop_signals, reap, lambda: on_tick(stop_signals.asked), clock)
-        finally:
-            for name in list(entries):
-                _drop(entries, name)
+        while True:
+            # 1 the agent's messages, and whether it is alive
+            select.select([agent.channel.fileno()], [], [], POLL_S)
+            exits = reap()  # before the last messages are received, which are sent before the exit
+            connected = _receive(agent, entries, clock())
+            if agent.outcome is not None and agent.pid in exits:
+                agent.channel.close()
+                on_tick(stop_signals.asked)
+                return agent.outcome
+            # 2 another agent if it is not
+            if agent.outcome is None and (agent.pid in exits or not connected):
+                deaths = 0 if agent.ready and clock() - agent.started > HEALTHY_S else deaths + 1
+                _signal(agent.pid, signal.SIGKILL)
+                agent.channel.close()
+                if stop_signals.asked >= 2 or deaths == MAX_EARLY_DEATHS:
+                    return _give_up(attempt.folder, reap().get(agent.pid), stop_signals.asked)
+                agent, forwarded = _start(attempt, entries, clock()), 0
+            # 3 forward stop requests; before its first message the agent would die of the signal
+            if stop_signals.asked > forwarded and agent.ready:
+                # The first as SIGUSR1, which never hurries: batch systems signal the agent too, not only its launcher.
+                _signal(agent.pid, signal.SIGTERM if forwarded else signal.SIGUSR1)
+                forwarded += 1
+            # 4 continue a stopped agent, kill one that hangs
+            silent_s = clock() - agent.last_message
+            if silent_s > STOPPED_S and process_state(agent.pid) == "T":
+                _signal(agent.pid, signal.SIGCONT)
+            elif silent_s > SILENT_S:
+                _signal(agent.pid, signal.SIGKILL)
+            on_tick(stop_signals.asked)
 
 
-def _watch(
-    attempt: Attempt,
-    agent: _Agent,
-    entries: dict[str, FdEntry],
-    stop_signals: StopSignals,
-    reap: Callable[[], dict[int, int]],
-    tick: Callable[[], None],
-    clock: Callable[[], float],
-) -> AttemptOutcome:
-    forwarded = deaths = 0
-    while True:
-        # 1 the agent's messages, and whether it is alive
-        select.select([agent.channel.fileno()], [], [], POLL_S)
-        exits = reap()  # before the last messages are received, which are sent before the exit
-        connected = _receive(agent, entries, clock())
-        if agent.outcome is not None and agent.pid in exits:
-            agent.channel.close()
-            tick()
-            return agent.outcome
-        # 2 another agent if it is not
-        if agent.outcome is None and (agent.pid in exits or not connected):
-            deaths = 0 if agent.ready and clock() - agent.started > HEALTHY_S else deaths + 1
-            _signal(agent.pid, signal.SIGKILL)
-            agent.channel.close()
-            if stop_signals.asked >= 2 or deaths == MAX_EARLY_DEATHS:
-                return _give_up(attempt.folder, reap().get(agent.pid), stop_signals.asked)
-            agent, forwarded = _start(attempt, entries, clock()), 0
-        # 3 forward stop requests; before its first message the agent would die of the signal
-        if stop_signals.asked > forwarded and agent.ready:
-            # The first as SIGUSR1, which never hurries: batch systems signal the agent too, not only its launcher.
-            _signal(agent.pid, signal.SIGTERM if forwarded else signal.SIGUSR1)
-            forwarded += 1
-        # 4 continue a stopped agent, kill one that hangs
-        silent_s = clock() - agent.last_message
-        if silent_s > STOPPED_S and process_state(agent.pid) == "T":
-            _signal(agent.pid, signal.SIGCONT)
-        elif silent_s > SILENT_S:
-            _signal(agent.pid, signal.SIGKILL)
-        tick()
+@contextlib.contextmanager
+def _closing(entries: dict[str, FdEntry]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for name in list(entries):
+            _drop(entries, name)
 
 
 def _start(attempt: Attempt, entries: dict[str, FdEntry], now: float) -> _Agent:
