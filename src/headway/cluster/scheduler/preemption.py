@@ -14,21 +14,21 @@ __all__ = ["PreemptionCandidates"]
 
 
 class PreemptionCandidates:
-    """Jobs that may be preempted now, and the nodes they hold."""
+    """Jobs that may be preempted now, at least one, and the nodes they hold."""
 
     def __init__(self, snapshot: ClusterSnapshot, rows: Rows, now: float) -> None:
         self.rows = rows
         self.lost_gpu_s = snapshot.lost_gpu_s(rows, now)
         self.running = np.ones(len(rows), np.bool_)
         """Which of them have not been preempted yet."""
-        pools = [snapshot.placements[row][0] for row in rows.tolist()]
-        placements = [snapshot.placements[row][1] for row in rows.tolist()]
-        counts = [len(placement.nodes) for placement in placements]
+        held = [snapshot.placements[row] for row in rows.tolist()]
+        nodes = [placement.nodes for _, placement in held]
+        counts = [len(of_job) for of_job in nodes]
         # one entry per candidate and node
         self._index = np.repeat(np.arange(len(rows)), counts)
-        self._pool = np.array(pools, np.int64)[self._index]
-        self._node = np.concatenate([np.empty(0, np.int32), *(placement.nodes for placement in placements)])
-        self._gpus = np.concatenate([np.empty(0, np.int32), *(placement.gpus for placement in placements)])
+        self._pool = np.array([pool for pool, _ in held], np.int64)[self._index]
+        self._node = np.concatenate(nodes)
+        self._gpus = np.concatenate([placement.gpus for _, placement in held])
         # the cost of one node of a gang: preempting it frees the others too
         self._cost = self.lost_gpu_s[self._index] / np.repeat(np.array(counts, np.float64), counts)
 
