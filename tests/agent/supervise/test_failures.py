@@ -1,7 +1,7 @@
 """Classification of failures from hand-written exits, hangs and worker records."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 
 from headway.agent import Attempt, AttemptOutcome
 from headway.agent.supervise.failures import (
-    as_fields,
     classify_failure,
     collateral_ranks,
     failures_before,
@@ -206,7 +205,7 @@ def test_log_tail_is_not_part_of_the_failure(tmp_path: Path) -> None:
 
 def record_attempt(run: Path, number: int, source: str | None, failure: Failure | None) -> None:
     """Write an attempt's record by its agent."""
-    fields = {} if failure is None else {"failure": json.loads(json.dumps(as_fields(failure)))}
+    fields = {} if failure is None else {"failure": json.loads(json.dumps(asdict(failure)))}
     start = {"kind": "attempt", "workers": 2, "device": "cpu", "from_step": 0, "source": source}
     write(run, number, "agent", start, {"kind": "end", "outcome": "failed", "reason": "", **fields})
 

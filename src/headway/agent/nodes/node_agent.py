@@ -151,7 +151,7 @@ class NodeAgent:
                         return 1
                     time.sleep(1.0)
                 except ChannelClosed:
-                    shelf.heard = 0.0
+                    shelf.leader_heard_at = 0.0
                     self._print("the agent that leads is not heard any more")
                     if zygote is not None:
                         crew.dismiss()
@@ -286,7 +286,7 @@ class NodeAgent:
             ends = [line.fileno(), zygote.fileno(), *(one.fileno() for one in self._workers.values())]
             select.select(ends, [], [], POLL_S)
             for message in line.receive():
-                self._heard = shelf.heard = time.monotonic()
+                self._heard = shelf.leader_heard_at = time.monotonic()
                 self._note(message)
                 if message.kind == "bye":
                     self._print(f"run {self.run.name} is over")

@@ -65,7 +65,7 @@ class SnapshotServer:
         """Of each rank that has run here."""
         self.pids: Mapping[int, int] = {}
         """Live workers here, by rank."""
-        self.heard = 0.0
+        self.leader_heard_at = 0.0
         """When the leader was last heard; 0 while the connection to it is lost."""
         self._copies: dict[tuple[str, int], _Copy] = {}
         """By name and step."""
@@ -201,7 +201,7 @@ class SnapshotServer:
             return {"port": int(free.getsockname()[1])}
 
     def _lead(self) -> dict[str, Any]:
-        return {"hears": time.monotonic() - self.heard < HEARS_S}
+        return {"hears": time.monotonic() - self.leader_heard_at < HEARS_S}
 
     def _stacks(self, folder: str, attempt: int, native: bool) -> dict[str, Any]:
         dump = collect(self.pids, self._own_stacks or Path(folder), attempt, native=native)

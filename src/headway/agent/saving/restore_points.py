@@ -4,7 +4,7 @@ Only manifests and sizes are checked. Workers find damage that only a full read 
 without that checkpoint.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,17 +38,8 @@ class RestorePoint(NamedTuple):
 
 def newest_on_disk(checkpoints: Path, damaged: Container[str] = ()) -> tuple[RestorePoint | None, list[str]]:
     """The newest checkpoint of a folder that looks intact, and what is wrong with newer ones."""
-    notes = list[str]()
-    for entry in reversed(list_checkpoints(checkpoints)):
-        if str(entry.path) in damaged:
-            continue
-        try:
-            open_checkpoint(entry.path)
-        except StateError as error:
-            notes.append(f"skipped step {entry.step}: {error.message}")
-            continue
-        return RestorePoint(entry.step, str(entry.path)), notes
-    return None, notes
+    points = [RestorePoint(entry.step, str(entry.path)) for entry in list_checkpoints(checkpoints)]
+    return _newest_intact(points, damaged, lambda address: open_checkpoint(Path(address)))
 
 
 def newest_in_store(
@@ -57,23 +48,29 @@ def newest_in_store(
     """The same for the run's object store; one that cannot be read yields None and the reason."""
     if rules is None:
         return None, []
-    url, notes = store_url(rules, run.name), list[str]()
+    url = store_url(rules, run.name)
     try:
         if is_taken(run, rules):
             return None, [f"{url} has checkpoints of another run of this name; they are left alone"]
-        steps = _steps_at(url)
+        points = [RestorePoint(step, address_in_store(url, step)) for step in sorted(_steps_at(url))]
     except HeadwayError as error:
         return None, [f"cannot read the object store: {error.message}"]
-    for step in sorted(steps, reverse=True):
-        address = address_in_store(url, step)
-        if address in damaged:
+    return _newest_intact(points, damaged, open_address, " in the object store")
+
+
+def _newest_intact(
+    points: Sequence[RestorePoint], damaged: Container[str], check: Callable[[str], object], where: str = ""
+) -> tuple[RestorePoint | None, list[str]]:
+    notes = list[str]()
+    for point in reversed(points):
+        if point.address in damaged:
             continue
         try:
-            open_address(address)
+            check(point.address)
         except StateError as error:
-            notes.append(f"skipped step {step} in the object store: {error.message}")
-            continue
-        return RestorePoint(step, address), notes
+            notes.append(f"skipped step {point.step}{where}: {error.message}")
+        else:
+            return point, notes
     return None, notes
 
 

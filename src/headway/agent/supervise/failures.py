@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from headway.agent.attempt import Attempt
@@ -11,7 +10,7 @@ from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure
 from headway.track import RunFolder, read_record, record_path
 
-__all__ = ["as_fields", "classify_failure", "collateral_ranks", "failures_before", "last_step"]
+__all__ = ["classify_failure", "collateral_ranks", "failures_before", "last_step"]
 
 RETRYABLE = "WorkerError"
 """Error type of exceptions in user or library code; every other type is known to repeat."""
@@ -87,11 +86,6 @@ def failures_before(run: RunFolder, number: int) -> tuple[Failure, ...]:
         if start.get("source") is None:
             break
     return tuple(reversed(failures))
-
-
-def as_fields(failure: Failure) -> dict[str, Any]:
-    """A failure as the fields of an event."""
-    return asdict(failure)
 
 
 def _read(fields: dict[str, Any]) -> Failure:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.agent.attempt import Attempt
@@ -17,7 +17,7 @@ from headway.agent.nodes.lease import MINORITY_S, LeaseSuperseded
 from headway.agent.saving.coordinator import SaveCoordinator
 from headway.agent.saving.restore_points import RestoreChoice, find_restore_options, need_store
 from headway.agent.supervise.attempt_runner import POLL_S, AgentContext, AttemptResult, emergency_save, run_attempt
-from headway.agent.supervise.failures import as_fields, classify_failure, failures_before, last_step
+from headway.agent.supervise.failures import classify_failure, failures_before, last_step
 from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure, RecoveryRules, Situation, recover
 from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
@@ -110,7 +110,7 @@ def _supervise(
                 if result.outcome.state == "failed" and stop_signals.asked < 2 and attempt.trial is None:
                     result, choice = _recover(attempt, first, result, agent)
                 # 3 record its end
-                fields: dict[str, Any] = {} if result.failure is None else {"failure": as_fields(result.failure)}
+                fields: dict[str, Any] = {} if result.failure is None else {"failure": asdict(result.failure)}
                 fields |= {} if choice is None else {"recovery": choice.recovery.reason}
                 agent.recorder.event("end", outcome=result.outcome.state, reason=result.outcome.reason, **fields)
             if choice is None:
