@@ -1,7 +1,7 @@
-"""Saves under attack: agent and keeper are killed, disks are slow or refuse, checkpoints were tampered with.
+"""Faults during saves: agent and launcher are killed, disks are slow or full, checkpoints are tampered with.
 
-In each case training goes on or stops with a sentence, the newest good checkpoint is intact, and a run that goes on
-from it ends with the chain and the digest of one that nothing happened to.
+In each case training continues or stops with an explanation, the newest good checkpoint is intact, and a run resumed
+from it ends with the chain and the digest of an undisturbed one.
 """
 
 import contextlib
@@ -32,21 +32,21 @@ from headway.track import RunFolder, account, read_run
 STEPS = 8
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
 AT = 4
-"""The step whose save is struck."""
+"""The step whose save gets the fault."""
 POINTS = [("written", 2, 2)]
-"""Where agent and keeper are killed, with how many workers, and the step of the newest checkpoint there is then."""
+"""Where agent and launcher are killed, the number of workers, and the step of the newest checkpoint then."""
 MORE = [("write", 1, 2), ("commit", 1, 2), ("committed", 1, 4), ("upload", 2, 4), ("uploaded", 1, 4)]
-"""The tests of headway.state kill between any two calls of a save and of an upload, without whole runs."""
+"""The tests of headway.state kill between any two calls of a save and of an upload, without complete runs."""
 
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe) -> dict[int, Lived]:
-    """Runs of one and of two workers that nothing happened to."""
+    """Undisturbed runs of one and of two workers."""
     return left_alone(tmp_path_factory.mktemp("unharmed"), make_lab, recipe(SETTINGS))
 
 
-def whole_steps(run: RunFolder) -> list[int]:
-    """The steps that there are checkpoints of, which are whole."""
+def intact_steps(run: RunFolder) -> list[int]:
+    """Steps of the checkpoints, each verified."""
     return [verify_checkpoint(entry.path).step for entry in list_checkpoints(run.checkpoints)]
 
 
@@ -54,12 +54,12 @@ def left_over(run: RunFolder) -> list[str]:
     return [path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-")]
 
 
-# -- agent and keeper are killed: the commands run beside the tests of disks, most of what they do is to import torch
+# -- agent and launcher are killed: the commands run beside the disk tests, and mostly import torch
 
 
 @dataclass(frozen=True)
 class Killed:
-    """A command `headway train` that was killed with its agent at a point of a save, and whose processes are gone."""
+    """A `headway train` that was killed with its agent during a save, and whose processes have exited."""
 
     folder: Path
     status: int
@@ -71,13 +71,13 @@ class Killed:
 
 
 def train_and_be_killed(folder: Path, recipe: str, point: str, cores: set[int]) -> Killed:
-    """Give each of its workers a core, and so one thread, as the other runs here do."""
+    """Give each worker one core, and so one thread, as the other runs here do."""
     folder.mkdir()
     (folder / "r.toml").write_text(recipe)
     os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
-    words = ["train", "r.toml", "--workers", str(len(cores)), "--name", "a"]
+    arguments = ["train", "r.toml", "--workers", str(len(cores)), "--name", "a"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "headway.cli.main", *words],
+        [sys.executable, "-m", "headway.cli.main", *arguments],
         cwd=folder,
         env=os.environ
         | {"HEADWAY_FAULTS": FaultPlan().kill(AT, KEEPER, point).kill(AT, AGENT, point).model_dump_json()},
@@ -94,13 +94,13 @@ def train_and_be_killed(folder: Path, recipe: str, point: str, cores: set[int]) 
 
 
 def living(folder: Path) -> list[int]:
-    """Processes that were started in a folder."""
-    found = []
+    """Live processes with this working directory."""
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.cwd() == str(folder.resolve()) and is_alive(process.pid):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def is_alive(pid: int) -> bool:
@@ -111,17 +111,17 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, recipe, request) -> Iterator[dict[str, Future[Killed]]]:
-    """The command killed at every point that tests ask for, two of them at a time, from here on."""
-    asked = {item.callspec.params.get("point") for item in request.session.items if hasattr(item, "callspec")}
+    """Runs killed at every point that the selected tests need, two at a time."""
+    selected = {item.callspec.params.get("point") for item in request.session.items if hasattr(item, "callspec")}
     root, cores = tmp_path_factory.mktemp("killed"), sorted(os.sched_getaffinity(0))
     with ThreadPoolExecutor(2) as pool:
-        found = {}
-        for number, (point, workers, _) in enumerate(one for one in POINTS + MORE if one[0] in asked):
+        runs = {}
+        for number, (point, workers, _) in enumerate(case for case in POINTS + MORE if case[0] in selected):
             store = {"checkpoint.store": {"url": f"file://{root}/{point}/store", "every_steps": 4}}
-            made = to_toml(recipe(SETTINGS | store))
+            toml = to_toml(recipe(SETTINGS | store))
             some = cores[:workers] if number % 2 else cores[-workers:]
-            found[point] = pool.submit(train_and_be_killed, root / point, made, point, set(some))
-        yield found
+            runs[point] = pool.submit(train_and_be_killed, root / point, toml, point, set(some))
+        yield runs
         pool.shutdown(cancel_futures=True)
 
 
@@ -131,52 +131,52 @@ def killed(tmp_path_factory, recipe, request) -> Iterator[dict[str, Future[Kille
 @pytest.mark.slow
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize(("workers", "buffers"), [(1, 1), (2, 2)])
-def test_a_slow_disk_holds_up_saves_and_not_training(
+def test_slow_disk_delays_saves_and_not_training(
     lab, recipe, unharmed, monkeypatch, workers: int, buffers: int
 ) -> None:
-    """Its first save takes until training is three steps ahead of what fits into memory."""
+    """The first save lasts until training is three steps ahead of what fits into memory."""
     (memory,) = unharmed[workers].events("memory", "agent")
     room = (buffers + 0.5) * memory["bytes"] / memory["buffers"] / 1e9
     settings = SETTINGS | {"checkpoint.every_steps": 1, "checkpoint.memory_gb": room}
     far_ahead = partial(recorded, lab.root, "step", buffers + 3)
     monkeypatch.setattr(
-        "headway.agent.saving.coordinator.AgentFaultInjector", lambda *_: Deed(1, lambda: eventually(far_ahead))
+        "headway.agent.saving.coordinator.AgentFaultInjector", lambda *_: FakeInjector(1, lambda: eventually(far_ahead))
     )
     lived = lab.train(recipe(settings), workers)
     assert_same(lived, unharmed[workers])
-    kept, skipped, written = (
+    saved, skipped, written = (
         [event["step"] for event in lived.events(kind, "agent")] for kind in ("kept", "skipped", "checkpoint")
     )
-    assert sorted(kept + skipped) == list(range(1, STEPS + 1))
-    assert kept == written == whole_steps(lived.run)
+    assert sorted(saved + skipped) == list(range(1, STEPS + 1))
+    assert saved == written == intact_steps(lived.run)
     assert skipped
     first = moments(lived, "checkpoint", "agent")[1]
     assert sum(moment < first for moment in moments(lived, "step").values()) > buffers + 1
     assert sum(moment < first for moment in moments(lived, "kept", "agent").values()) <= buffers
-    told = [incident.text for incident in account(read_run(lived.run)).incidents]
+    incidents = [incident.text for incident in account(read_run(lived.run)).incidents]
     many = f"{len(skipped)} saves" if len(skipped) > 1 else "one save"
-    assert f"{many} skipped, first at step {skipped[0]}: the previous save was still being written" in told
+    assert f"{many} skipped, first at step {skipped[0]}: the previous save was still being written" in incidents
 
 
 def moments(lived: Lived, kind: str, process: str = "rank-0") -> dict[int, int]:
-    """When each step had an event of this kind, on the machine's own clock in nanoseconds."""
+    """When each step had an event of this kind, in nanoseconds of the monotonic clock."""
     (record,) = read_run(lived.run, process)
     return {event["step"]: record.header.mono + event["t"] for event in record.events if event["kind"] == kind}
 
 
-class Deed:
-    """Stands in for the agent's faults: does something to the disk when a save is about to write."""
+class FakeInjector:
+    """Replaces the agent's fault injector: acts on the disk when a save is about to write."""
 
-    def __init__(self, step: int, deed: Callable[[], object]) -> None:
-        self.step, self.deed = step, deed
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
 
     def reach(self, point: str, step: int, _attempt: int) -> None:
         if (point, step) == ("write", self.step):
-            self.deed()
+            self.action()
 
 
 def only_checkpoints(root: Path) -> Path:
-    """The folder of checkpoints of the one run below a folder."""
+    """The checkpoints folder of the only run below a folder."""
     (folder,) = root.glob("*/checkpoints")
     return folder
 
@@ -192,7 +192,7 @@ def put_the_folder_back(folder: Path) -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """Root writes wherever modes forbid it, but not where the kernel does: on a mount, or among its own files."""
+    """File modes do not stop root, but a mount or a kernel file system does."""
     if os.geteuid():
         folder.chmod(0o555)
     elif subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode == 0:
@@ -212,7 +212,7 @@ def make_writable(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "mend", "why"),
+    ("action", "mend", "why"),
     [
         pytest.param(put_a_file_there, put_the_folder_back, "Not a directory|File exists", id="a file in its place"),
         pytest.param(
@@ -224,11 +224,11 @@ def make_writable(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, deed, mend, why: str) -> None:
-    """Training goes on to its end; when the folder is as it was, the run goes on from what was saved before."""
+def test_folder_that_accepts_no_more_saves(lab, recipe, unharmed, monkeypatch, action, mend, why: str) -> None:
+    """Training continues to its end; once the folder works again, the run resumes from the last checkpoint."""
     monkeypatch.setattr(
         "headway.agent.saving.coordinator.AgentFaultInjector",
-        lambda *_: Deed(AT, lambda: deed(only_checkpoints(lab.root))),
+        lambda *_: FakeInjector(AT, lambda: action(only_checkpoints(lab.root))),
     )
     try:
         failed = lab.train(recipe(SETTINGS))
@@ -239,25 +239,25 @@ def test_a_folder_that_takes_no_more_saves(lab, recipe, unharmed, monkeypatch, d
     assert failed.chain == unharmed[1].chain
     assert failed.outcome.state == "failed"
     assert "the last state could not be saved: checkpoint of step 8 could not be started" in failed.outcome.reason
-    told = failed.events("unsaved", "agent")
-    assert [(event["step"], event["tier"]) for event in told] == [(4, "disk"), (6, "disk"), (8, "disk")]
-    for event in told:
+    unsaved = failed.events("unsaved", "agent")
+    assert [(event["step"], event["tier"]) for event in unsaved] == [(4, "disk"), (6, "disk"), (8, "disk")]
+    for event in unsaved:
         assert any(text in event["message"] for text in why.split("|")), event
         assert "Error" not in event["message"], event
         assert event["hint"]
-    assert whole_steps(failed.run) == [2]
+    assert intact_steps(failed.run) == [2]
     lived = lab.resume(failed.run)
     assert lived.events("resumed")[-1]["step"] == 2
     assert_same(lived, unharmed[1])
-    assert whole_steps(lived.run) == [2, 4, 6, 8]
+    assert intact_steps(lived.run) == [2, 4, 6, 8]
     assert left_over(lived.run) == []
 
 
-# -- what lies there is not what was written
+# -- tampered checkpoints
 
 
 def flip(path: Path, at: int) -> None:
-    """Turn one bit of a file."""
+    """Flip one bit of a file."""
     content = path.read_bytes()
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
 
@@ -270,13 +270,13 @@ def gone(path: Path) -> Iterator[None]:
 
 
 def newest(run: RunFolder) -> tuple[int, list[str]]:
-    """The step that a resumed run would go on from at first sight, and what it would say."""
+    """The step that a resumed run would start from before reading tensors, and its notes."""
     attempt = resume_run(run, [])
     return attempt.from_step, attempt.notes
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_behind_whatever_was_tampered_with(lab, recipe, unharmed) -> None:
+def test_resume_skips_tampered_checkpoints(lab, recipe, unharmed) -> None:
     run = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(7)).run
     newest_one = run.checkpoints / "step-00000006"
     files = sorted(newest_one.iterdir())
@@ -299,55 +299,57 @@ def test_a_run_goes_back_behind_whatever_was_tampered_with(lab, recipe, unharmed
             assert path.name in notes[0]
     assert newest(run) == (6, [])
 
-    # One that is found at first sight, and one that only reading finds.
+    # One found by its manifest, and one that only a full read finds.
     older = run.checkpoints / "step-00000004" / files[1].name
     flip(older, older.stat().st_size // 2)
     files[1].unlink()
     lived = lab.resume(run)
     assert [event["from_step"] for event in lived.events("attempt", "agent")] == [0, 4, 2]
     assert_same(lived, unharmed[2])
-    told = [incident.text for incident in account(read_run(run)).incidents]
-    assert any(f"{older} is damaged: the checksum of tensor" in text for text in told)
-    assert any(text.startswith("resumed after step 2, 4 steps to redo") for text in told)
+    incidents = [incident.text for incident in account(read_run(run)).incidents]
+    assert any(f"{older} is damaged: the checksum of tensor" in text for text in incidents)
+    assert any(text.startswith("resumed after step 2, 4 steps to redo") for text in incidents)
 
 
 # -- and the agent again
 
 
 @pytest.mark.parametrize(
-    ("point", "workers", "durable"), [*POINTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
+    ("point", "workers", "durable"), [*POINTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
-def test_the_agent_is_killed_in_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
-    one = killed[point].result()
-    assert one.status == -signal.SIGKILL
-    run = one.run
+def test_agent_is_killed_during_a_save(lab, killed, unharmed, point: str, workers: int, durable: int) -> None:
+    command = killed[point].result()
+    assert command.status == -signal.SIGKILL
+    run = command.run
     (agent,) = read_run(run, "agent")
     pids = [event["pid"] for event in agent.events if event["kind"] == "worker"]
     assert len(pids) == workers
     eventually(lambda: not any(is_alive(pid) for pid in pids))
     if point.startswith("upload"):  # beside which the next save may be under way, or even be done
-        assert whole_steps(run)[:2] == [2, 4]
-        durable = whole_steps(run)[-1]
+        assert intact_steps(run)[:2] == [2, 4]
+        durable = intact_steps(run)[-1]
         assert len(left_over(run)) <= 1
     else:
-        assert whole_steps(run) == [2, 4][: durable // 2]
+        assert intact_steps(run) == [2, 4][: durable // 2]
         assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
-    in_store = [path.name for path in (one.folder / "store").rglob("*.json")]
+    in_store = [path.name for path in (command.folder / "store").rglob("*.json")]
     assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
     leave_more(run, point)
 
     lived = lab.resume(run)
     assert lived.events("resumed")[-1]["step"] == durable
     assert_same(lived, unharmed[workers])
-    assert whole_steps(run) == [2, 4, 6, 8]
+    assert intact_steps(run) == [2, 4, 6, 8]
     assert left_over(run) == []
-    told = [incident.text for incident in account(read_run(run)).incidents]
-    assert "the agent vanished without recording an end" in told
-    assert verify_checkpoint(open_address(f"file://{one.folder}/store/a/step-00000008").source).digest == lived.digest
+    incidents = [incident.text for incident in account(read_run(run)).incidents]
+    assert "the agent vanished without recording an end" in incidents
+    assert (
+        verify_checkpoint(open_address(f"file://{command.folder}/store/a/step-00000008").source).digest == lived.digest
+    )
 
 
 def leave_more(run: RunFolder, point: str) -> None:
-    """What a save that replaces another leaves when it is killed between its two renames, or after both."""
+    """Leftovers of a save that replaces another and is killed between its two renames, or after both."""
     own, replaced = run.checkpoints / "step-00000002", run.checkpoints / ".step-00000002.replaced"
     if point == "write":
         own.rename(replaced)

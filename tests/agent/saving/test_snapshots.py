@@ -60,13 +60,13 @@ PLAN = plan_buffer([PieceShape("w", "float32", (4,), (0,), (4,))], [])
         (1, 100, 0.003, 3),
     ],
 )
-def test_how_many_buffers(state_mb, free_gb, bound_gb, want):
+def test_number_of_buffers(state_mb, free_gb, bound_gb, want):
     assert count_buffers(state_mb * 1_000_000, int(free_gb * 1e9), bound_gb) == want
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(4096, 10**13), st.floats(1e-6, 1e4))
-def test_a_bound_is_kept_or_the_one_that_is_needed_is_told(state_bytes, bound_gb):
+def test_memory_bound_holds_or_the_needed_one_is_named(state_bytes, bound_gb):
     free_bytes = 10**15
     if state_bytes <= bound_gb * 1e9:
         count = count_buffers(state_bytes, free_bytes, bound_gb)
@@ -83,7 +83,7 @@ def test_a_bound_is_kept_or_the_one_that_is_needed_is_told(state_bytes, bound_gb
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """Workers that save, die and come back, and a writer that takes its time, against a plain account of it all.
+    """Workers that save, die and restart, and a slow writer, against a simple model.
 
     The account has, for each step, the buffers that it lies in and who still needs it.
     """
@@ -108,14 +108,14 @@ class Bookkeeping(RuleBasedStateMachine):
         while self.unwritten:
             self.writer_is_done()
         self.all_die()
-        kept = self.lies[self.newest] if self.count >= 2 and self.newest is not None else {}
+        held = self.lies[self.newest] if self.count >= 2 and self.newest is not None else {}
         for rank in range(self.workers):
-            assert set(range(self.count)) - self.free[rank] == ({kept[rank]} if kept else set())
+            assert set(range(self.count)) - self.free[rank] == ({held[rank]} if held else set())
         self.memory.drop()
         assert self.memory.size == 0
 
-    def told(self):
-        """Each is told once, with the state that lies in it, and only what nobody needs."""
+    def collect_freed(self):
+        """Each buffer is freed once, with its former content, and only if nothing needs it."""
         for rank, number, snapshot in self.memory.freed():
             assert number not in self.free[rank]
             assert self.lies[snapshot.step][rank] == number
@@ -153,13 +153,13 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.unwritten.append(snapshot)
             else:
                 self.memory.release(snapshot)
-            self.told()
+            self.collect_freed()
 
     @rule()
     @precondition(lambda self: self.unwritten)
     def writer_is_done(self):
         self.memory.release(self.unwritten.pop(0))
-        self.told()
+        self.collect_freed()
 
     @rule()
     def all_die(self):
@@ -197,15 +197,15 @@ class Bookkeeping(RuleBasedStateMachine):
     def the_newest_can_be_restored(self):
         if not hasattr(self, "memory"):
             return
-        found = self.memory.restorable()
-        assert (None if found is None else found.step) == (None if self.touched else self.newest)
+        restorable = self.memory.restorable()
+        assert (None if restorable is None else restorable.step) == (None if self.touched else self.newest)
 
 
 Bookkeeping.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 
-def test_a_writer_that_is_behind_leaves_no_buffer_free():
+def test_slow_writer_leaves_no_buffer_free():
     memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN}, 3)
     snapshots = [StateSnapshot(step, 1, 1, ("memory", "disk"), FACTS) for step in (1, 2, 3)]
@@ -224,8 +224,8 @@ def test_a_writer_that_is_behind_leaves_no_buffer_free():
     memory.drop()
 
 
-def test_no_state_passes_for_another_that_was_written():
-    """Python gives the identity of what is gone to what comes next; only two states are ever alive here."""
+def test_new_snapshot_is_not_mistaken_for_a_freed_one():
+    """Python reuses the identity of freed objects; only two snapshots are ever alive here."""
     memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN}, 3)
     for step in range(1, 100, 2):
@@ -242,7 +242,7 @@ def test_no_state_passes_for_another_that_was_written():
     memory.drop()
 
 
-def test_buffers_are_used_again_if_they_fit_and_made_anew_if_not():
+def test_buffers_are_reused_if_they_fit():
     memory = SnapshotBuffers(LocalMemory(FdStore()))
     memory.make({0: PLAN, 1: PLAN}, 2)
     first = memory.descriptors(0) + memory.descriptors(1)
@@ -260,14 +260,14 @@ def test_buffers_are_used_again_if_they_fit_and_made_anew_if_not():
 
 
 def told_pieces():
-    """As two workers would say it in JSON: rows 0-1 and 2-5 of w; the first has something frozen too."""
+    """As two workers report it in JSON: rows 0-1 and 2-5 of w; the first has a frozen tensor too."""
     return [
         {"trained": [["w", "float32", [6, 2], [0, 0], [2, 2]]], "still": [["f", "bfloat16", [3], [0], [3]]]},
         {"trained": [["w", "float32", [6, 2], [2, 0], [4, 2]], ["n", "int64", [], [], []]], "still": []},
     ]
 
 
-def test_a_restart_finds_what_the_workers_had():
+def test_restart_reads_what_the_workers_saved():
     truth = {
         "w": np.arange(12, dtype="<u4").reshape(6, 2),
         "n": np.array(77, "<u8"),
@@ -299,9 +299,15 @@ def test_a_restart_finds_what_the_workers_had():
     checkpoint = open_checkpoint(MemoryCheckpoint(mapped | {"manifest.json": memoryview(manifest)}))
     for name, array in truth.items():
         assert np.array_equal(read_box(checkpoint, name, (0,) * array.ndim, array.shape), array)
-    told = checkpoint.manifest
-    assert (told.step, told.cursor, told.chain, told.workers, told.mesh) == (5, 3, "c", 2, {"shard": 2})
-    assert told.rng == {"0": "AA==", "1": "AQ=="}
+    manifest = checkpoint.manifest
+    assert (manifest.step, manifest.cursor, manifest.chain, manifest.workers, manifest.mesh) == (
+        5,
+        3,
+        "c",
+        2,
+        {"shard": 2},
+    )
+    assert manifest.rng == {"0": "AA==", "1": "AQ=="}
 
     memory.buffer(snapshot, 1).local().mark(6, NEVER)  # a worker begins to write over it
     assert memory.restorable() is None
@@ -311,8 +317,8 @@ def test_a_restart_finds_what_the_workers_had():
 # -- an agent that dies, over and over
 
 
-class Hand:
-    """A worker's end of saves (train/save.py) without a model: its tensor says by which attempt, at which step."""
+class FakeWorker:
+    """A worker's side of saves (train/save.py) without a model; its tensor encodes attempt and step."""
 
     def __init__(self, rank, workers):
         self.line, self.theirs = Channel.pair()
@@ -331,7 +337,7 @@ class Hand:
                 self.free.add(message.fields["buffer"])
 
     def is_of(self, buffer, step, attempt):
-        """Whether what is freed is what lies there: an agent that took over may speak of what was there before."""
+        """Whether the freed state is the one in the buffer: a new agent may free what was there before."""
         return buffer not in self.steps or self.steps[buffer] == (attempt, step)
 
     def fill(self, attempt, step):
@@ -367,7 +373,7 @@ class Hand:
 
 
 class NoWriter:
-    """Nothing here is for more than memory."""
+    """No state here is for other tiers than memory."""
 
     idle, trouble = True, None
 
@@ -381,8 +387,8 @@ class NoWriter:
         raise AssertionError("a state for memory alone")
 
 
-class Notebook:
-    """Stands for the agent's record."""
+class FakeRecorder:
+    """Stands for the agent's recorder."""
 
     def __init__(self):
         self.kept = []
@@ -393,11 +399,11 @@ class Notebook:
 
 
 class Succession(RuleBasedStateMachine):
-    """Workers that save and die, and agents that die, at any moment: what was heard of is lost with each.
+    """Workers that save and die, and agents that die, at any moment; each death loses the messages received.
 
-    Workers save the same steps, and begin one when all have done with the one before and have room. What a worker says
-    is heard by the agent at once or, if that died before, by the next. The truth is the list of states that all workers
-    have filled.
+    Workers save the same steps, and begin one when all have finished the last and have room. The agent receives a
+    worker's message at once or, if it died before, the next agent does. The reference is the list of states that all
+    workers have filled.
     """
 
     @initialize(workers=st.integers(1, 3), buffers=st.integers(2, 4))
@@ -409,12 +415,12 @@ class Succession(RuleBasedStateMachine):
         self.workers, self.count = workers, buffers
         self.kept, self.attempt, self.step = FdStore(), 0, 0
         self.done, self.filling = [], []
-        self.hands = []
+        self.fakes = []
         self.agent = self.new_agent()
         self.attempt_begins()
 
     def new_agent(self):
-        self.notebook = Notebook()
+        self.recorder = FakeRecorder()
         with mock.patch("headway.agent.saving.coordinator.CheckpointWriter", NoWriter):
             return SaveCoordinator(
                 RunFolder(Path("/nowhere")), self.recipe, FaultPlan(), self.kept, LocalMemory(self.kept)
@@ -422,57 +428,57 @@ class Succession(RuleBasedStateMachine):
 
     def attempt_begins(self):
         self.attempt += 1
-        for hand in self.hands:
-            hand.close()
-        self.agent.start(self.attempt, self.workers, self.notebook, self.recipe)
-        self.hands = [Hand(rank, self.workers) for rank in range(self.workers)]
-        for rank, hand in enumerate(self.hands):
-            self.agent.listen(rank, hand.theirs)
+        for fake in self.fakes:
+            fake.close()
+        self.agent.start(self.attempt, self.workers, self.recorder, self.recipe)
+        self.fakes = [FakeWorker(rank, self.workers) for rank in range(self.workers)]
+        for rank, fake in enumerate(self.fakes):
+            self.agent.listen(rank, fake.theirs)
         self.all_is_heard()
-        assert [len(hand.buffers) for hand in self.hands] == [self.count] * self.workers
+        assert [len(fake.buffers) for fake in self.fakes] == [self.count] * self.workers
 
     def all_is_heard(self):
-        for hand in self.hands:
-            hand.deliver()
+        for fake in self.fakes:
+            fake.deliver()
         self.agent.poll()
-        for hand in self.hands:
-            hand.hear()
+        for fake in self.fakes:
+            fake.hear()
 
     @rule()
     @precondition(lambda self: not self.filling)
     def save(self):
-        for hand in self.hands:
-            hand.hear()
-        if all(hand.free for hand in self.hands):
+        for fake in self.fakes:
+            fake.hear()
+        if all(fake.free for fake in self.fakes):
             self.step += 1
             self.filling = list(range(self.workers))
 
-    @rule(data=st.data(), heard=st.booleans())
+    @rule(data=st.data(), received=st.booleans())
     @precondition(lambda self: self.filling)
-    def fill(self, data, heard):
+    def fill(self, data, received):
         rank = data.draw(st.sampled_from(self.filling))
         self.filling.remove(rank)
-        self.hands[rank].fill(self.attempt, self.step)
+        self.fakes[rank].fill(self.attempt, self.step)
         if not self.filling:
             self.done.append((self.attempt, self.step))
-        if heard:
-            self.hands[rank].deliver()
+        if received:
+            self.fakes[rank].deliver()
             self.agent.poll()
 
     @rule(rank=st.integers(0, 2))
     def one_is_heard(self, rank):
-        hand = self.hands[rank % self.workers]
-        hand.deliver(min(1, len(hand.unsent)))
+        fake = self.fakes[rank % self.workers]
+        fake.deliver(min(1, len(fake.unsent)))
         self.agent.poll()
 
     @rule(live=st.booleans())
     def agent_dies(self, live):
-        """And the workers with it, if it had not kept them."""
+        """And the workers with it, unless they were stored."""
         self.agent = self.new_agent()
-        self.agent.start(self.attempt, self.workers, self.notebook, self.recipe)
+        self.agent.start(self.attempt, self.workers, self.recorder, self.recipe)
         if live:
-            for rank, hand in enumerate(self.hands):
-                self.agent.listen(rank, hand.theirs)
+            for rank, fake in enumerate(self.fakes):
+                self.agent.listen(rank, fake.theirs)
         self.agent.take_over()
         if not live:
             self.agent.end()
@@ -483,8 +489,8 @@ class Succession(RuleBasedStateMachine):
 
     @rule()
     def workers_die(self):
-        for hand in self.hands:
-            hand.deliver()
+        for fake in self.fakes:
+            fake.deliver()
         self.agent.end()
         self.is_the_newest()
         self.filling = []
@@ -495,17 +501,17 @@ class Succession(RuleBasedStateMachine):
     def all_calms_down(self):
         """Everything but the newest state is free for the next."""
         while self.filling:
-            self.hands[self.filling[0]].fill(self.attempt, self.step)
+            self.fakes[self.filling[0]].fill(self.attempt, self.step)
             if not self.filling[1:]:
                 self.done.append((self.attempt, self.step))
             self.filling.pop(0)
         self.all_is_heard()
         self.all_is_heard()
         self.is_the_newest()
-        for rank, hand in enumerate(self.hands):
+        for rank, fake in enumerate(self.fakes):
             snapshot = self.agent.memory.restorable()
             stays = set() if snapshot is None else {snapshot.buffers[rank]}
-            assert hand.free == set(range(self.count)) - stays
+            assert fake.free == set(range(self.count)) - stays
 
     def is_the_newest(self):
         """What a restart would find: the last state that all have filled, all parts of it of the same attempt."""
@@ -526,95 +532,95 @@ class Succession(RuleBasedStateMachine):
     @invariant()
     def it_never_goes_back(self):
         if hasattr(self, "notebook"):
-            assert self.notebook.kept == sorted(self.notebook.kept)
+            assert self.recorder.kept == sorted(self.recorder.kept)
 
     def teardown(self):
-        if not hasattr(self, "hands"):
+        if not hasattr(self, "fakes"):
             return
         try:
             self.all_calms_down()
         finally:
-            for hand in self.hands:
-                hand.close()
+            for fake in self.fakes:
+                fake.close()
             self.agent.memory.drop()
-            self.hands = self.agent = None  # what is mapped has descriptors
+            self.fakes = self.agent = None  # what is mapped has descriptors
 
 
 Succession.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestSuccession = Succession.TestCase
 
 
-def assert_never_back(workers, buffers, *deeds):
-    """One story of those above, in which no deed makes a state older."""
-    told = Succession()
-    told.begin(workers=workers, buffers=buffers)
+def assert_never_back(workers, buffers, *actions):
+    """Run one sequence of actions; no action may make the restorable state older."""
+    succession = Succession()
+    succession.begin(workers=workers, buffers=buffers)
     try:
-        for deed in deeds:
-            deed(told)
-            told.it_never_goes_back()
+        for action in actions:
+            action(succession)
+            succession.it_never_goes_back()
     finally:
-        told.teardown()
+        succession.teardown()
 
 
-def saved(heard):
-    """All workers save a step; the agent hears of some."""
+def saved(received):
+    """All workers save a step; the agent receives some of the messages."""
 
-    def deed(told):
-        told.save()
-        assert told.filling, "there is room"
-        for rank in list(told.filling):
-            told.filling.remove(rank)
-            told.hands[rank].fill(told.attempt, told.step)
-            if rank in heard:
-                told.hands[rank].deliver()
-                told.agent.poll()
-        told.done.append((told.attempt, told.step))
+    def action(succession):
+        succession.save()
+        assert succession.filling, "there must be room"
+        for rank in list(succession.filling):
+            succession.filling.remove(rank)
+            succession.fakes[rank].fill(succession.attempt, succession.step)
+            if rank in received:
+                succession.fakes[rank].deliver()
+                succession.agent.poll()
+        succession.done.append((succession.attempt, succession.step))
 
-    return deed
+    return action
 
 
-@pytest.mark.parametrize("heard", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("received", [(), (0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("states", [1, 2, 3])
-def test_what_a_dead_agent_heard_of_a_state_or_not_makes_no_difference(heard, states):
-    """Whatever lies unread in the lines when the next one begins."""
-    first = [saved((0, 1)), *[saved(heard)] * states]
+def test_messages_received_by_a_dead_agent_make_no_difference(received, states):
+    """Whatever is unread in the channels when the next agent starts."""
+    first = [saved((0, 1)), *[saved(received)] * states]
     again = [Succession.all_calms_down, saved((0, 1)), saved((0, 1)), Succession.all_calms_down]
-    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=True), *again)
-    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=True), Succession.workers_die, *again)
-    assert_never_back(2, 4, *first, lambda told: told.agent_dies(live=False), *again)
+    assert_never_back(2, 4, *first, lambda succession: succession.agent_dies(live=True), *again)
+    assert_never_back(2, 4, *first, lambda succession: succession.agent_dies(live=True), Succession.workers_die, *again)
+    assert_never_back(2, 4, *first, lambda succession: succession.agent_dies(live=False), *again)
 
 
-def filled(rank, heard):
-    """One worker's part of a save."""
+def filled(rank, received):
+    """One worker fills its part of a save."""
 
-    def deed(told):
-        if not told.filling:
-            told.save()
-        told.filling.remove(rank)
-        told.hands[rank].fill(told.attempt, told.step)
-        if not told.filling:
-            told.done.append((told.attempt, told.step))
-        if heard:
-            told.hands[rank].deliver()
-            told.agent.poll()
+    def action(succession):
+        if not succession.filling:
+            succession.save()
+        succession.filling.remove(rank)
+        succession.fakes[rank].fill(succession.attempt, succession.step)
+        if not succession.filling:
+            succession.done.append((succession.attempt, succession.step))
+        if received:
+            succession.fakes[rank].deliver()
+            succession.agent.poll()
 
-    return deed
+    return action
 
 
-@pytest.mark.parametrize("heard", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("received", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_state_that_is_half_there_when_an_agent_dies_becomes_whole_under_the_next(first, heard):
-    dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
-    story = [saved((0, 1)), filled(first, heard[0]), dies, filled(1 - first, heard[1])]
-    assert_never_back(2, 2, *story, calm, saved((0, 1)), calm, saved((0, 1)), calm)
-    assert_never_back(2, 2, *story, dies, calm, saved((0, 1)), calm)
-    assert_never_back(2, 2, *story, Succession.workers_die, saved((0, 1)), calm)
+def test_incomplete_state_is_completed_under_the_next_agent(first, received):
+    dies, calm = lambda succession: succession.agent_dies(live=True), Succession.all_calms_down
+    actions = [saved((0, 1)), filled(first, received[0]), dies, filled(1 - first, received[1])]
+    assert_never_back(2, 2, *actions, calm, saved((0, 1)), calm, saved((0, 1)), calm)
+    assert_never_back(2, 2, *actions, dies, calm, saved((0, 1)), calm)
+    assert_never_back(2, 2, *actions, Succession.workers_die, saved((0, 1)), calm)
 
 
-def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
-    """Half of a state that all of the next attempt's workers make again, and an agent that dies before or after."""
+def test_state_of_an_earlier_attempt_is_not_mistaken():
+    """Half a state that the next attempt's workers save again, and an agent that dies before or after."""
 
-    dies, calm = lambda told: told.agent_dies(live=True), Succession.all_calms_down
+    dies, calm = lambda succession: succession.agent_dies(live=True), Succession.all_calms_down
     for rank, other in ((0, 1), (1, 0)):
         begin = [saved((0, 1)), filled(rank, True), Succession.workers_die]
         assert_never_back(2, 4, *begin, dies, filled(other, True), calm, saved((0, 1)), calm)
@@ -622,6 +628,6 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_this_ones():
         assert_never_back(2, 4, *begin, saved((other,)), dies, calm, saved((0, 1)), calm)
 
 
-def test_two_buffers_are_enough_for_one_restart_after_the_other():
+def test_two_buffers_suffice_for_repeated_restarts():
     steps = [saved((0,)), Succession.all_calms_down]
-    assert_never_back(1, 2, *[deed for _ in range(4) for deed in (*steps, *steps, Succession.workers_die)])
+    assert_never_back(1, 2, *[action for _ in range(4) for action in (*steps, *steps, Succession.workers_die)])
