@@ -104,6 +104,13 @@ class AttentionCurve(_Part):
         batch = max(1, self.tokens // seq)
         return 4.0 * batch * self.heads * seq * seq * self.head_dim * (0.5 if self.causal else 1.0)
 
+    def rate(self, seq: int, backward: bool) -> float:
+        """Interpolated FLOP/s; the backward pass counts twice the FLOPs."""
+        times = self.backward_microseconds if backward else self.forward_microseconds
+        factor = 2.0 if backward else 1.0
+        rates = [factor * self.flops(s) / (t / 1e6) for s, t in zip(self.seq, times, strict=True)]
+        return _between(self.seq, rates, seq, hold_time=True)
+
 
 class _OverSizes(_Part):
     """Times over several sizes."""
@@ -234,9 +241,9 @@ class Ceilings(_Part):
         A forward pass counts 4 * seq**2 * head_dim per head, the backward pass twice that, causal ones half, without
         recomputation inside the backward kernel. `grouped` prefers measurements with fewer key than query heads.
         """
-        curves = self._attention(backend, causal, grouped, backward)
-        sizes = sorted(curves)
-        return _between(sizes, [curves[size].rate(seq) for size in sizes], head_dim, hold_time=False)
+        rates = {curve.head_dim: curve.rate(seq, backward) for curve in self._attention(backend, causal, grouped)}
+        sizes = sorted(rates)
+        return _between(sizes, [rates[size] for size in sizes], head_dim, hold_time=False)
 
     def memory_bytes_s(self, size: float, operation: str = "copy") -> float:
         """Bytes per second of a memory-bound operation on `size` bytes; small sizes may run from cache."""
@@ -277,28 +284,12 @@ class Ceilings(_Part):
     def _grids(self) -> dict[str, "_Grid"]:
         return {gemm.precision: _Grid(gemm, self.peaks[gemm.precision]) for gemm in self.gemm}
 
-    def _attention(self, backend: str, causal: bool, grouped: bool, backward: bool) -> dict[int, "_Curve"]:
-        def wanted(curve: AttentionCurve) -> bool:
-            return (curve.backend, curve.causal) == (backend, causal)
-
-        curves = [curve for curve in self.attention if wanted(curve)]
+    def _attention(self, backend: str, causal: bool, grouped: bool) -> list[AttentionCurve]:
+        curves = [curve for curve in self.attention if (curve.backend, curve.causal) == (backend, causal)]
         chosen = [curve for curve in curves if (curve.kv_heads < curve.heads) == grouped] or curves
         if not chosen:
             raise _absent(self, f"attention through {backend}", sorted({curve.backend for curve in self.attention}))
-        return {curve.head_dim: _Curve(curve, backward) for curve in chosen}
-
-
-class _Curve:
-    """FLOP/s of attention by sequence length."""
-
-    def __init__(self, curve: AttentionCurve, backward: bool) -> None:
-        times = curve.backward_microseconds if backward else curve.forward_microseconds
-        factor = 2.0 if backward else 1.0
-        self._seq = curve.seq
-        self._rates = [factor * curve.flops(s) / (t / 1e6) for s, t in zip(curve.seq, times, strict=True)]
-
-    def rate(self, seq: int) -> float:
-        return _between(self._seq, self._rates, seq, hold_time=True)
+        return chosen
 
 
 class _Grid:

@@ -306,7 +306,7 @@ def _build(parsed: _ClusterFile, file: Path) -> Cluster:
         _check_levels(levels, default)
     return replace(
         default,
-        levels=levels if parsed.level else default.levels,
+        levels=levels,
         price_per_gpu_hour=parsed.price_per_gpu_hour,
         gpu_hours_between_failures=parsed.gpu_hours_between_failures,
         power_limit_w=parsed.power_limit_w,

@@ -91,7 +91,7 @@ def _interfaces() -> tuple[NetworkInterface, ...]:
     addresses = psutil.net_if_addrs()
     interfaces = []
     for name, stats in sorted(psutil.net_if_stats().items()):
-        own = [one.address.partition("%")[0] for one in addresses.get(name, []) if _is_address(one.address)]
+        own = [item.address.partition("%")[0] for item in addresses.get(name, []) if _is_address(item.address)]
         speed = stats.speed / 1000 if 0 < stats.speed < 2**31 else 0.0  # some drivers report -1 for unknown
         interfaces.append(NetworkInterface(name, stats.isup, speed if speed < 10_000 else 0.0, tuple(own), stats.mtu))
     return tuple(interfaces)
@@ -107,7 +107,7 @@ def _rdma(path: Path) -> RdmaDevice:
     kind: Literal["InfiniBand", "RoCE", "EFA"] = "RoCE" if layers == {"Ethernet"} else "InfiniBand"
     if (driver.exists() and driver.resolve().name == "efa") or path.name.startswith(("efa", "rdmap")):
         kind = "EFA"
-    interfaces = tuple(sorted(one.name for one in (path / "device" / "net").glob("*")))
+    interfaces = tuple(sorted(entry.name for entry in (path / "device" / "net").glob("*")))
     return RdmaDevice(path.name, kind, any("ACTIVE" in state for state in states), max(rates, default=0.0), interfaces)
 
 
@@ -125,13 +125,11 @@ def transport(network: HostNetwork, environment: Mapping[str, str] | None = None
     is loopback, all nodes of a run are this machine.
     """
     environment = os.environ if environment is None else environment
-    interface = next((one for one in network.interfaces if host in one.addresses), None) or _fastest_interface(
-        network.interfaces
-    )
+    reached = (interface for interface in network.interfaces if host in interface.addresses)
+    interface = next(reached, None) or _fastest_interface(network.interfaces)
+    name, why, variables = _choose(network, interface)
     if host is not None and interface is not None and interface.loopback:
-        name, why, variables = _single_machine()
-    else:
-        name, why, variables = _choose(network, interface)
+        name, why, variables = "none", "all nodes are this machine", {}
     if interface is not None:
         variables = {"GLOO_SOCKET_IFNAME": interface.name, "NCCL_SOCKET_IFNAME": interface.name, **variables}
     kept = {key: environment[key] for key in variables if key in environment}
@@ -146,10 +144,6 @@ def main_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
-
-
-def _single_machine() -> _Choice:
-    return "none", "all nodes are this machine", {}
 
 
 def _choose(network: HostNetwork, interface: NetworkInterface | None) -> _Choice:
@@ -177,12 +171,8 @@ def _choose(network: HostNetwork, interface: NetworkInterface | None) -> _Choice
 
 def _fastest_interface(interfaces: Sequence[NetworkInterface]) -> NetworkInterface | None:
     """The fastest interface that is up, not virtual, and has an IPv4 address."""
-    usable = [
-        interface
-        for interface in interfaces
-        if interface.up and not interface.loopback and not VIRTUAL.match(interface.name)
-    ]
-    usable = [interface for interface in usable if any(":" not in address for address in interface.addresses)]
+    physical = [card for card in interfaces if card.up and not card.loopback and not VIRTUAL.match(card.name)]
+    usable = [card for card in physical if any(":" not in address for address in card.addresses)]
     return max(usable, key=lambda interface: interface.gigabits_s, default=None)
 
 

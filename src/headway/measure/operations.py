@@ -125,20 +125,16 @@ def gemm_shapes(
     """The three GEMMs of real linear layers; float8 has a single layout."""
     layouts: tuple[Layout, ...] = LAYOUTS[:1] if precision == "float8" else LAYOUTS
     for done, (tokens, outputs, inputs) in enumerate(shapes):
+        sizes = {
+            "forward": (tokens, outputs, inputs),
+            "input": (tokens, inputs, outputs),
+            "weight": (outputs, inputs, tokens),
+        }
         for layout in layouts:
-            m, n, k = _gemm_sizes(layout, tokens, outputs, inputs)
+            m, n, k = sizes[layout]
             seconds = timer.seconds(gemm_work(pool, precision, layout, m, n, k))
             yield GemmShape(precision=precision, layout=layout, m=m, n=n, k=k, microseconds=to_microseconds(seconds))
         yield done / len(shapes)
-
-
-def _gemm_sizes(layout: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
-    sizes = {
-        "forward": (tokens, outputs, inputs),
-        "input": (tokens, inputs, outputs),
-        "weight": (outputs, inputs, tokens),
-    }
-    return sizes[layout]
 
 
 def attention(
@@ -317,13 +313,10 @@ def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | CopyCur
             on_device = torch.empty(size, dtype=torch.uint8, device=timer.device)
             on_device.copy_(on_host)
             source, target = (on_host, on_device) if direction == "to_device" else (on_device, on_host)
-            times.append(to_microseconds(timer.seconds(partial(_copy_once, source, target))))
+            copy = partial(target.copy_, source, non_blocking=True)
+            times.append(to_microseconds(timer.seconds(lambda _, copy=copy: copy())))
         yield CopyCurve(direction=direction, pinned=pinned, bytes=tuple(sizes), microseconds=tuple(times))
         yield done / 4
-
-
-def _copy_once(source: Tensor, target: Tensor, _: int) -> Tensor:
-    return target.copy_(source, non_blocking=True)
 
 
 LAYERS = 4

@@ -7,6 +7,7 @@ from itertools import product
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture
 from headway.plan.checks import divisors, valid
+from headway.plan.pipeline import in_flight
 from headway.plan.settings import AXES, Mesh, Schedule, Settings
 from headway.plan.task import SearchSpace, TrainingTask
 
@@ -140,9 +141,5 @@ def _zero_stages(arch: Architecture, mesh: Mesh, shard: int, zeros: tuple[int, .
 
 def held_microbatches(settings: Settings) -> float:
     """Most microbatches whose activations the first pipeline stage holds, over all its chunks."""
-    ranks, chunks, count = settings.mesh.pipeline, settings.chunks, settings.microbatches
-    if ranks == 1:
-        return 1.0
-    if settings.schedule == "interleaved":
-        return min(2 * (ranks - 1) + (chunks - 1) * ranks + 1, count * chunks) / chunks
-    return min(ranks, count)
+    ranks, chunks = settings.mesh.pipeline, settings.chunks
+    return in_flight(settings.schedule, ranks, chunks, settings.microbatches)[0] / chunks if ranks > 1 else 1.0

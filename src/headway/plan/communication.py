@@ -40,35 +40,31 @@ class CommCost:
     """Mesh axis, if it is a single one."""
 
 
-def communication_costs(estimate: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
+def communication_costs(plan: Estimate, costs: CostModel) -> tuple[CommCost, ...]:
     """Every collective of a step; the exposed seconds sum to the step's."""
-    collectives = _Collectives(estimate, costs)
-    parts = (
-        collectives.in_layers(),
-        collectives.ends(),
-        collectives.sharded_layers(),
-        collectives.end_weights(),
-        collectives.between_stages(),
-        collectives.once_per_step(),
-    )
-    return tuple(cost for part in parts for cost in part)
+    return tuple(_Collectives(plan, costs).all())
 
 
 class _Collectives:
     """Enumerates the collectives of a plan by mesh axis."""
 
-    def __init__(self, estimate: Estimate, costs: CostModel) -> None:
-        self.arch, self.settings, self.costs = estimate.architecture, estimate.settings, costs
-        self.mesh, self.software, self.shape = (
-            estimate.settings.mesh,
-            estimate.settings.software,
-            estimate.settings.shape,
-        )
+    def __init__(self, plan: Estimate, costs: CostModel) -> None:
+        self.arch, self.settings, self.costs = plan.architecture, plan.settings, costs
+        self.mesh, self.software, self.shape = plan.settings.mesh, plan.settings.software, plan.settings.shape
         per = self.settings.microbatches / self.mesh.pipeline
         mix = layer_mix(self.arch, self.settings, costs)
         self.layer_times = [(kind, count * per, time) for kind, count, time in mix]
         self.exact = is_exact(self.arch, self.settings)
         self.window = sum(time.backward * times for _, times, time in self.layer_times) / self.settings.microbatches
+
+    def all(self) -> Iterator[CommCost]:
+        """Every collective of a step."""
+        yield from self.in_layers()
+        yield from self.ends()
+        yield from self.sharded_layers()
+        yield from self.end_weights()
+        yield from self.between_stages()
+        yield from self.once_per_step()
 
     def cost(
         self,

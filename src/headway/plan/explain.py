@@ -25,6 +25,7 @@ from headway.plan.memory import (
     local_parameters,
     non_layer_parameters,
     optimizer_bytes_each,
+    sharded_parameters,
 )
 from headway.plan.operations import Operation, Part, head_operations, layer_operations, optimizer_bytes
 from headway.plan.pipeline import in_flight
@@ -60,46 +61,46 @@ class ExplainTable:
     """A sentence below the table."""
 
 
-def explain(estimate: Estimate, costs: CostModel) -> list[ExplainTable]:
+def explain(plan: Estimate, costs: CostModel) -> list[ExplainTable]:
     """Every term of a plan's step and memory, with its formula."""
-    arch = estimate.architecture
+    arch = plan.architecture
     kinds = list(layer_kinds(arch))
-    sections = [_operations(estimate, costs, experts, count) for experts, count in kinds]
-    sections += [_ends(estimate, costs), *(_passes(estimate, costs, experts) for experts, _ in kinds)]
-    sections += [_communication(estimate, costs), *_pipeline(estimate), _step(estimate, costs), _useful(estimate)]
-    return [*sections, _memory(estimate, costs), _clock(estimate, costs), _parameters(costs)]
+    sections = [_operations(plan, costs, experts, count) for experts, count in kinds]
+    sections += [_ends(plan, costs), *(_passes(plan, costs, experts) for experts, _ in kinds)]
+    sections += [_communication(plan, costs), *_pipeline(plan), _step(plan, costs), _useful(plan)]
+    return [*sections, _memory(plan, costs), _clock(plan, costs), _parameters(costs)]
 
 
 # -- operations
 
 
-def _layer_part(estimate: Estimate, experts: bool) -> Part:
+def _layer_part(plan: Estimate, experts: bool) -> Part:
     """A layer's operations; frozen weights have no gradients."""
-    part = layer_operations(estimate.architecture, experts, estimate.settings.shape, estimate.settings.software)
-    return _trained(part, estimate.settings)
+    part = layer_operations(plan.architecture, experts, plan.settings.shape, plan.settings.software)
+    return _trained(part, plan.settings)
 
 
 def _trained(part: Part, settings: Settings) -> Part:
     return tuple(operation for operation in part if not (settings.frozen and operation.phase == "weight_grad"))
 
 
-def _work(estimate: Estimate, costs: CostModel, part: Part) -> Work:
-    forward, inputs, weights = phases(costs.rates, part, estimate.settings.software.attention)
+def _work(plan: Estimate, costs: CostModel, part: Part) -> Work:
+    forward, inputs, weights = phases(costs.rates, part, plan.settings.software.attention)
     return forward + inputs + weights
 
 
-def _sustained_speed(estimate: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Speed:
+def _sustained_speed(plan: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Speed:
     """Sustained kernel speed, in a layer or at embedding and head."""
-    settings, mix = estimate.settings, _work(estimate, costs, part)
+    settings, mix = plan.settings, _work(plan, costs, part)
     if inside:
         return speed(costs, settings.precision, mix, settings.software.scaling)
     return speed(costs, settings.shape.high_precision, mix)
 
 
-def _rows(estimate: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
-    sustained = _sustained_speed(estimate, costs, part, inside)
+def _rows(plan: Estimate, costs: CostModel, part: Part, inside: bool = True) -> Iterator[tuple[Cell, ...]]:
+    sustained = _sustained_speed(plan, costs, part, inside)
     for operation in part:
-        seconds = sustained.seconds(_work(estimate, costs, (operation,)))
+        seconds = sustained.seconds(_work(plan, costs, (operation,)))
         sizes = (operation.m, operation.n, operation.k) if operation.kind == "gemm" else (None, None, None)
         yield (
             operation.name,
@@ -121,56 +122,53 @@ def _of_roof(costs: CostModel, operation: Operation, seconds: float) -> float:
 COLUMNS = ("operation", "pass", "m", "n", "k", "flops", "bytes", "seconds", "of roof")
 
 
-def _operations(estimate: Estimate, costs: CostModel, experts: bool, count: int) -> ExplainTable:
-    settings, shape = estimate.settings, estimate.settings.shape
+def _operations(plan: Estimate, costs: CostModel, experts: bool, count: int) -> ExplainTable:
+    settings, shape = plan.settings, plan.settings.shape
     kind = "layer with experts" if experts else "layer"
-    time = layer(estimate.architecture, experts, settings, costs)
+    time = layer(plan.architecture, experts, settings, costs)
     tokens = f"{shape.sequences} x {shape.seq:,} tokens" + (f" / context {shape.context}" if shape.context > 1 else "")
     together = time.forward + time.input_grad + time.weight_grad
     note = f"{together * 1e3:.4g} ms per layer and microbatch, at the clock that power allows; {count} layers"
-    return ExplainTable(
-        f"one {kind}, {tokens}", COLUMNS, tuple(_rows(estimate, costs, _layer_part(estimate, experts))), note
-    )
+    return ExplainTable(f"one {kind}, {tokens}", COLUMNS, tuple(_rows(plan, costs, _layer_part(plan, experts))), note)
 
 
-def _ends(estimate: Estimate, costs: CostModel) -> ExplainTable:
-    parts = head_operations(estimate.architecture, estimate.settings.shape, estimate.settings.software)
-    rows = (_rows(estimate, costs, _trained(part, estimate.settings), inside=False) for part in parts)
+def _ends(plan: Estimate, costs: CostModel) -> ExplainTable:
+    rows = (_rows(plan, costs, _trained(part, plan.settings), inside=False) for part in _end_parts(plan))
     return ExplainTable("embedding, head and loss, one microbatch", COLUMNS, tuple(chain.from_iterable(rows)))
 
 
-def roofline_points(estimate: Estimate, costs: CostModel) -> list[RooflinePoint]:
+def roofline_points(plan: Estimate, costs: CostModel) -> list[RooflinePoint]:
     """What a device computes in a step, by operation: layers, recomputation, head, loss and optimizer."""
-    settings, arch = estimate.settings, estimate.architecture
+    settings, arch = plan.settings, plan.architecture
     runs = settings.microbatches
     points: dict[str, RooflinePoint] = {}
     for experts, count in layer_kinds(arch):
-        part = _layer_part(estimate, experts)
+        part = _layer_part(plan, experts)
         each = count / settings.mesh.pipeline * runs
-        _add(points, estimate, costs, part, each, _sustained_speed(estimate, costs, part))
-    for part in head_operations(arch, settings.shape, settings.software):
+        _add(points, plan, costs, part, each, _sustained_speed(plan, costs, part))
+    for part in _end_parts(plan):
         part = _trained(part, settings)
-        _add(points, estimate, costs, part, runs, _sustained_speed(estimate, costs, part, inside=False))
-    update = estimate.step.accounts["optimizer"]
+        _add(points, plan, costs, part, runs, _sustained_speed(plan, costs, part, inside=False))
+    update = plan.step.accounts["optimizer"]
     return [
         *points.values(),
-        RooflinePoint("optimizer", 0.0, _updated(estimate) * optimizer_bytes(settings.software), update),
+        RooflinePoint("optimizer", 0.0, _updated(plan) * optimizer_bytes(settings.software), update),
     ]
 
 
 def _add(
-    points: dict[str, RooflinePoint], estimate: Estimate, costs: CostModel, part: Part, times: float, sustained: Speed
+    points: dict[str, RooflinePoint], plan: Estimate, costs: CostModel, part: Part, times: float, sustained: Speed
 ) -> None:
     inside = part[0].name != "embedding" and not any(operation.name == "head" for operation in part)
-    settings = estimate.settings
+    settings = plan.settings
     kept = settings.recompute == "selective" and settings.software.keeps_gemm_outputs
     shares = (0.0, 0.0, 1.0) if kept else AGAIN[settings.recompute]
-    part_of = recomputed_share(estimate.architecture.layers, settings)
+    part_of = recomputed_share(plan.architecture.layers, settings)
     again = dict(zip(("gemm", "attention", "memory"), (part_of * share for share in shares), strict=True))
     for operation in part:
         runs = times * (1 + (again[operation.kind] if inside and operation.phase == "forward" else 0.0))
         old = points.get(operation.name, RooflinePoint(operation.name, 0.0, 0.0, 0.0))
-        seconds = sustained.seconds(_work(estimate, costs, (operation,)))
+        seconds = sustained.seconds(_work(plan, costs, (operation,)))
         points[operation.name] = RooflinePoint(
             operation.name,
             old.flops + runs * operation.flops,
@@ -182,14 +180,12 @@ def _add(
 # -- passes and the step
 
 
-def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable:
+def _passes(plan: Estimate, costs: CostModel, experts: bool) -> ExplainTable:
     """One layer's forward and backward pass."""
-    time = layer(estimate.architecture, experts, estimate.settings, costs)
-    blocks = estimate.settings.recompute_blocks
-    blocks_note = (
-        f", {blocks} layers per device" if blocks is not None and estimate.settings.recompute != "none" else ""
-    )
-    policy = f"{estimate.settings.recompute}{blocks_note}"
+    time = layer(plan.architecture, experts, plan.settings, costs)
+    blocks = plan.settings.recompute_blocks
+    blocks_note = f", {blocks} layers per device" if blocks is not None and plan.settings.recompute != "none" else ""
+    policy = f"{plan.settings.recompute}{blocks_note}"
     rows: list[tuple[Cell, ...]] = [
         ("forward", "kernels", time.forward),
         ("input gradient", "kernels", time.input_grad),
@@ -209,37 +205,25 @@ def _passes(estimate: Estimate, costs: CostModel, experts: bool) -> ExplainTable
     return ExplainTable(title, ("term", "formula", "seconds"), tuple(rows), f"{total * 1e3:.4g} ms in total")
 
 
-@dataclass(frozen=True)
-class _Mean:
-    """An average layer."""
-
-    forward: float
-    backward: float
-    host_wait: float
+def _mean(plan: Estimate, costs: CostModel, name: str) -> float:
+    """An attribute of LayerTime, averaged over layers."""
+    arch = plan.architecture
+    mix = layer_mix(arch, plan.settings, costs)
+    return sum(float(getattr(time, name)) * (count / arch.layers) for _, count, time in mix)
 
 
-def _mean(estimate: Estimate, costs: CostModel) -> _Mean:
-    arch = estimate.architecture
-    kinds = [(time, count / arch.layers) for _, count, time in layer_mix(arch, estimate.settings, costs)]
-
-    def over(get: str) -> float:
-        return sum(float(getattr(time, get)) * share for time, share in kinds)
-
-    return _Mean(over("total_forward"), over("backward"), over("host_wait"))
-
-
-def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, float], ...]:
+def step_terms(plan: Estimate, costs: CostModel) -> tuple[tuple[str, str, float], ...]:
     """Names, formulas and seconds of the terms of a step, averaged over pipeline stages; they sum to the step."""
-    settings, step, arch = estimate.settings, estimate.step, estimate.architecture
-    mean, ends = _mean(estimate, costs), _end_seconds(estimate, costs)
-    runs, stages = settings.microbatches, settings.mesh.pipeline
+    settings, step, arch = plan.settings, plan.step, plan.architecture
+    forward, backward, host_wait = (_mean(plan, costs, name) for name in ("total_forward", "backward", "host_wait"))
+    ends, runs, stages = _end_seconds(plan, costs), settings.microbatches, settings.mesh.pipeline
     between = sum(sum(pair) for pair in end_comm_seconds(arch, settings, costs))
     layers, share = arch.layers / stages, f" / {stages} stages" if stages > 1 else ""
-    loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * mean.host_wait
+    loop = step.accounts["host"] - arch.layers / settings.mesh.pipeline * runs * host_wait
     each = f"{layers:.4g} layers x {runs} microbatches x"
     terms = [
-        ("layers, forward", f"{each} {mean.forward * 1e3:.4g} ms", layers * runs * mean.forward),
-        ("layers, backward", f"{each} {mean.backward * 1e3:.4g} ms", layers * runs * mean.backward),
+        ("layers, forward", f"{each} {forward * 1e3:.4g} ms", layers * runs * forward),
+        ("layers, backward", f"{each} {backward * 1e3:.4g} ms", layers * runs * backward),
         ("embedding", f"{runs} x {ends[0] * 1e3:.4g} ms{share}", runs * ends[0] / stages),
         ("head and loss", f"{runs} x {ends[1] * 1e3:.4g} ms{share}", runs * ends[1] / stages),
         ("collectives at embedding and head", f"{runs} x {between * 1e3:.4g} ms{share}", runs * between / stages),
@@ -251,7 +235,7 @@ def step_terms(estimate: Estimate, costs: CostModel) -> tuple[tuple[str, str, fl
         ("weights and gradients of layers", "exposed", step.exposed["weights and gradients of layers"]),
         ("pipeline bubble", _bubble(settings), step.accounts["pipeline bubble"]),
         ("gradients of the step", "exposed", step.exposed["gradients of the step"]),
-        ("optimizer", _update(estimate, costs), step.accounts["optimizer"]),
+        ("optimizer", _update(plan, costs), step.accounts["optimizer"]),
         ("host loop", "what the device waits for", max(0.0, loop)),
     ]
     return tuple(term for term in terms if term[2] > 0)
@@ -262,61 +246,48 @@ def _bubble(settings: Settings) -> str:
     return f"{settings.schedule}, {mesh.pipeline} stages x {settings.chunks}, {settings.microbatches} microbatches"
 
 
-def _end_seconds(estimate: Estimate, costs: CostModel) -> tuple[float, float]:
+def _end_seconds(plan: Estimate, costs: CostModel) -> list[float]:
     """Seconds of the embedding, and of final norm, head and loss, per microbatch."""
-    embedding, head = (
-        _trained(part, estimate.settings)
-        for part in head_operations(estimate.architecture, estimate.settings.shape, estimate.settings.software)
-    )
-    seconds = [
-        _sustained_speed(estimate, costs, part, inside=False).seconds(_work(estimate, costs, part))
-        for part in (embedding, head)
-    ]
-    return seconds[0], seconds[1]
+    parts = (_trained(part, plan.settings) for part in _end_parts(plan))
+    return [_sustained_speed(plan, costs, part, inside=False).seconds(_work(plan, costs, part)) for part in parts]
 
 
-def _step(estimate: Estimate, costs: CostModel) -> ExplainTable:
-    note = f"{estimate.step.seconds:.4g} s per step in total"
-    return ExplainTable(
-        "a step, averaged over devices", ("term", "formula", "seconds"), step_terms(estimate, costs), note
-    )
+def _end_parts(plan: Estimate) -> tuple[Part, Part]:
+    return head_operations(plan.architecture, plan.settings.shape, plan.settings.software)
 
 
-def _useful(estimate: Estimate) -> ExplainTable:
-    settings = estimate.settings
+def _step(plan: Estimate, costs: CostModel) -> ExplainTable:
+    note = f"{plan.step.seconds:.4g} s per step in total"
+    return ExplainTable("a step, averaged over devices", ("term", "formula", "seconds"), step_terms(plan, costs), note)
+
+
+def _useful(plan: Estimate) -> ExplainTable:
+    settings = plan.settings
     tokens = settings.batch * settings.seq
-    flops = flops_per_token(estimate.architecture, settings.seq)
+    flops = flops_per_token(plan.architecture, settings.seq)
     rows: tuple[tuple[Cell, ...], ...] = (
         (
             "useful",
-            f"{flops:.4g} FLOPs per token x {tokens:,} tokens / "
-            f"({settings.mesh.devices:,} x {estimate.peak_flops_s:.4g})",
-            estimate.step.accounts["useful"],
+            f"{flops:.4g} FLOPs per token x {tokens:,} tokens / ({settings.mesh.devices:,} x {plan.peak_flops_s:.4g})",
+            plan.step.accounts["useful"],
         ),
     )
-    full = f"{100 * estimate.mfu_full_attention:.1f} % counting full attention"
-    note = f"MFU {100 * estimate.mfu:.1f} %: useful seconds over the step; {full}"
+    full = f"{100 * plan.mfu_full_attention:.1f} % counting full attention"
+    note = f"MFU {100 * plan.mfu:.1f} %: useful seconds over the step; {full}"
     return ExplainTable("useful seconds of a step", ("term", "formula", "seconds"), rows, note)
 
 
-def _updated(estimate: Estimate) -> float:
+def _updated(plan: Estimate) -> float:
     """Parameters that a device updates."""
-    routed, dense = local_parameters(estimate.architecture, estimate.settings)
-    return _sharded(estimate.settings, routed, dense) if estimate.settings.zero >= 1 else routed + dense
+    routed, dense = local_parameters(plan.architecture, plan.settings)
+    return sharded_parameters(plan.settings, routed, dense) if plan.settings.zero >= 1 else routed + dense
 
 
-def _sharded(settings: Settings, routed: float, dense: float) -> float:
-    """Parameters per device after sharding."""
-    mesh = settings.mesh
-    owners = mesh.shard * mesh.context
-    return dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
-
-
-def _update(estimate: Estimate, costs: CostModel) -> str:
-    if estimate.settings.software.offloads_moments:
-        return f"{_updated(estimate):.4g} parameters; moments are copied from the host and back"
-    moved, seconds = optimizer_bytes(estimate.settings.software), estimate.step.accounts["optimizer"]
-    count = _updated(estimate)
+def _update(plan: Estimate, costs: CostModel) -> str:
+    if plan.settings.software.offloads_moments:
+        return f"{_updated(plan):.4g} parameters; moments are copied from the host and back"
+    moved, seconds = optimizer_bytes(plan.settings.software), plan.step.accounts["optimizer"]
+    count = _updated(plan)
     rate = count * moved / seconds if seconds else costs.cluster.chip.bandwidth_bytes_s
     return f"{moved:g} B x {count:.4g} parameters / {rate / 1e12:.3g} TB/s"
 
@@ -324,10 +295,10 @@ def _update(estimate: Estimate, costs: CostModel) -> str:
 # -- communication and the pipeline
 
 
-def _communication(estimate: Estimate, costs: CostModel) -> ExplainTable:
+def _communication(plan: Estimate, costs: CostModel) -> ExplainTable:
     columns = ("exchange", "operation", "bytes", "group", "over", "seconds", "times", "exposed")
-    rows = tuple(_communication_row(cost) for cost in communication_costs(estimate, costs))
-    exposed = estimate.step.accounts["exposed communication"]
+    rows = tuple(_communication_row(cost) for cost in communication_costs(plan, costs))
+    exposed = plan.step.accounts["exposed communication"]
     note = f"{exposed:.4g} s per step are exposed" if rows else "no communication on one device"
     return ExplainTable("communication in a step", columns, rows, note)
 
@@ -337,11 +308,11 @@ def _communication_row(cost: CommCost) -> tuple[Cell, ...]:
     return cost.name, cost.operation, cost.bytes, group, cost.level, cost.seconds, cost.times, cost.exposed
 
 
-def _pipeline(estimate: Estimate) -> Iterator[ExplainTable]:
-    settings, step = estimate.settings, estimate.step
+def _pipeline(plan: Estimate) -> Iterator[ExplainTable]:
+    settings, step = plan.settings, plan.step
     if settings.mesh.pipeline == 1:
         return
-    layers = stage_counts(estimate.architecture.layers, settings)
+    layers = stage_counts(plan.architecture.layers, settings)
     spread = f"{min(layers)}" if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("bubble of even stages", BUBBLES[settings.schedule], None),
@@ -356,66 +327,63 @@ def _pipeline(estimate: Estimate) -> Iterator[ExplainTable]:
 # -- memory
 
 
-def _memory(estimate: Estimate, costs: CostModel) -> ExplainTable:
-    settings, memory = estimate.settings, estimate.memory
+def _memory(plan: Estimate, costs: CostModel) -> ExplainTable:
+    settings, memory = plan.settings, plan.memory
     software = settings.software
-    states, _ = _optimizer_bytes(estimate)
+    states, _ = _optimizer_bytes(plan)
     rows: list[tuple[Cell, ...]] = [
-        ("weights", *_held(estimate, software.weight_bytes, settings.zero >= 3)),
-        ("gradients", *_gradients(estimate)),
-        ("optimizer", *_held(estimate, states, settings.zero >= 1)),
-        ("activations", *_activations(estimate)),
+        ("weights", *_held(plan, software.weight_bytes, settings.zero >= 3)),
+        ("gradients", *_gradients(plan)),
+        ("optimizer", *_held(plan, states, settings.zero >= 1)),
+        ("activations", *_activations(plan)),
         ("gathered", "weights gathered or cast for the current layers", memory.gathered),
         ("logits", f"of the {software.loss} loss", memory.logits),
-        ("overhead", _overhead(estimate, costs), memory.overhead),
+        ("overhead", _overhead(plan, costs), memory.overhead),
     ]
     note = f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f} GB at the peak"
     return ExplainTable("memory of the device that needs most", ("part", "formula", "bytes"), tuple(rows), note)
 
 
-def _held(estimate: Estimate, each: float, shared: bool) -> tuple[str, float]:
+def _held(plan: Estimate, each: float, shared: bool) -> tuple[str, float]:
     """Formula and bytes of `each` per parameter of the device, or of its shard."""
-    settings = estimate.settings
+    settings = plan.settings
     if settings.frozen:
-        return "frozen", estimate.memory.weights if each == settings.software.weight_bytes else 0.0
-    routed, dense = local_parameters(estimate.architecture, settings, estimate.memory.rank)
+        return "frozen", plan.memory.weights if each == settings.software.weight_bytes else 0.0
+    routed, dense = local_parameters(plan.architecture, settings, plan.memory.rank)
     owners = settings.mesh.shard * settings.mesh.context
     if not shared or owners == 1:
         return f"{each:g} B x {routed + dense:.4g} parameters", each * (routed + dense)
-    share = _sharded(settings, routed, dense)
+    share = sharded_parameters(settings, routed, dense)
     note = f" / {owners}" if not routed else f", {share:.4g} of them here"
     return f"{each:g} B x {routed + dense:.4g} parameters{note}", each * share
 
 
-def _gradients(estimate: Estimate) -> tuple[str, float]:
-    settings, software = estimate.settings, estimate.settings.software
-    if not estimate.memory.gradients:
+def _gradients(plan: Estimate) -> tuple[str, float]:
+    settings, software = plan.settings, plan.settings.software
+    if not plan.memory.gradients:
         return "none at the peak, which is the end of the forward pass", 0.0
-    _, trained = _optimizer_bytes(estimate)
+    _, trained = _optimizer_bytes(plan)
     if settings.zero >= 3 and holds_full_gradients(settings):
-        text, size = _held(estimate, software.reduce_bytes * trained, shared=False)
+        text, size = _held(plan, software.reduce_bytes * trained, shared=False)
         return f"{text}: reduced once per step", size
     if software.updates_in_backward:
-        return (
-            "of one block and of parameters outside of blocks: updated in the backward pass",
-            estimate.memory.gradients,
-        )
-    return _held(estimate, software.gradient_bytes * trained, settings.zero >= 2)
+        return ("of one block and of parameters outside of blocks: updated in the backward pass", plan.memory.gradients)
+    return _held(plan, software.gradient_bytes * trained, settings.zero >= 2)
 
 
-def _optimizer_bytes(estimate: Estimate) -> tuple[float, float]:
+def _optimizer_bytes(plan: Estimate) -> tuple[float, float]:
     """Optimizer bytes per parameter of the device that needs most, and the share that is trained."""
-    arch, settings, rank = estimate.architecture, estimate.settings, estimate.memory.rank
+    arch, settings, rank = plan.architecture, plan.settings, plan.memory.rank
     count = sum(local_parameters(arch, settings, rank))
     return optimizer_bytes_each(settings, count, non_layer_parameters(arch, settings, rank))
 
 
-def _activations(estimate: Estimate) -> tuple[str, float]:
+def _activations(plan: Estimate) -> tuple[str, float]:
     """Formula and bytes of the peak."""
-    settings, arch = estimate.settings, estimate.architecture
+    settings, arch = plan.settings, plan.architecture
     ranks = settings.mesh.pipeline
     here = (
-        blocks_of_ranks(arch.layers, settings)[estimate.memory.rank]
+        blocks_of_ranks(arch.layers, settings)[plan.memory.rank]
         if settings.software.is_headway
         else arch.layers / ranks
     )
@@ -426,7 +394,7 @@ def _activations(estimate: Estimate) -> tuple[str, float]:
     working = max(whole for _, whole, _ in each) if settings.recompute != "none" and again else 0.0
     wide = settings.software.stream_bytes * settings.shape.width / 2
     stream = settings.shape.tokens * arch.dim * wide / settings.mesh.tensor
-    held = _held_microbatches(estimate)
+    held = _held_microbatches(plan)
     layers = f"{here:.4g} layers x {kept / here / GIB:.3g} GB"
     moments = [
         (f"{layers} x {held:.3g} microbatches + the stream", kept * held + stream),
@@ -436,24 +404,24 @@ def _activations(estimate: Estimate) -> tuple[str, float]:
     ]
     if held == 1.0:
         moments = moments[1:]
-    return min(moments, key=lambda moment: abs(moment[1] - estimate.memory.activations))
+    return min(moments, key=lambda moment: abs(moment[1] - plan.memory.activations))
 
 
-def _held_microbatches(estimate: Estimate) -> float:
+def _held_microbatches(plan: Estimate) -> float:
     """Microbatches whose activations the device that needs most holds."""
-    settings, ranks = estimate.settings, estimate.settings.mesh.pipeline
+    settings, ranks = plan.settings, plan.settings.mesh.pipeline
     if ranks == 1:
         return 1.0
     if not settings.software.is_headway:
-        return max(1.0, estimate.step.in_flight)
+        return max(1.0, plan.step.in_flight)
     held = in_flight(settings.schedule, ranks, settings.chunks, settings.microbatches)
-    return max(1.0, held[estimate.memory.rank] / settings.chunks)
+    return max(1.0, held[plan.memory.rank] / settings.chunks)
 
 
-def _overhead(estimate: Estimate, costs: CostModel) -> str:
+def _overhead(plan: Estimate, costs: CostModel) -> str:
     if costs.cluster.chip.name == "cpu":
         return "assumed for the process"
-    mesh = estimate.settings.mesh
+    mesh = plan.settings.mesh
     groups = sum(size > 1 for size in (mesh.tensor, mesh.pipeline, mesh.context, mesh.data, mesh.expert))
     parts = f"{CONTEXT_BYTES / GIB:g} GB context + {groups} groups x {COMMUNICATOR_BYTES / GIB:g} GB"
     return f"{parts} + {100 * FRAGMENTATION:.0f} % fragmentation"
@@ -462,12 +430,12 @@ def _overhead(estimate: Estimate, costs: CostModel) -> str:
 # -- clock and parameters
 
 
-def _clock(estimate: Estimate, costs: CostModel) -> ExplainTable:
+def _clock(plan: Estimate, costs: CostModel) -> ExplainTable:
     chip, limit = costs.cluster.chip, costs.cluster.power_w
     rows: list[tuple[Cell, ...]] = []
-    for experts, _ in layer_kinds(estimate.architecture):
-        part = _layer_part(estimate, experts)
-        mix, sustained = _work(estimate, costs, part), _sustained_speed(estimate, costs, part)
+    for experts, _ in layer_kinds(plan.architecture):
+        part = _layer_part(plan, experts)
+        mix, sustained = _work(plan, costs, part), _sustained_speed(plan, costs, part)
         clock = 1.0
         if not costs.ideal:
             clock = power_share(chip, limit, mix.gemm, mix.attention, mix.memory, costs.demand)

@@ -23,6 +23,7 @@ __all__ = [
     "memory",
     "non_layer_parameters",
     "optimizer_bytes_each",
+    "sharded_parameters",
 ]
 
 CONTEXT_BYTES = 0.5 * 2**30
@@ -211,11 +212,10 @@ def _stage(arch: Architecture, settings: Settings, cluster: Cluster, rank: _Rank
 
 def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states."""
-    mesh, software = settings.mesh, settings.software
+    software = settings.software
     routed, dense = local_parameters(arch, settings, rank)
     count = routed + dense
-    owners = mesh.shard * mesh.context
-    sharded = dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
+    sharded = sharded_parameters(settings, routed, dense)
     held = sharded if settings.zero >= 3 else count
     if settings.frozen:
         return held * 2, 0.0, 0.0
@@ -228,6 +228,12 @@ def _states(arch: Architecture, settings: Settings, rank: int) -> tuple[float, f
     if holds_full_gradients(settings):
         gradients = count * (software.gradient_bytes if settings.zero == 2 else software.reduce_bytes)
     return held * software.weight_bytes, gradients * trained, states
+
+
+def sharded_parameters(settings: Settings, routed: float, dense: float) -> float:
+    """Parameters per device after sharding, of its expert (`routed`) and other parameters."""
+    mesh, owners = settings.mesh, settings.mesh.shard * settings.mesh.context
+    return dense / owners + routed / max(1.0, owners * mesh.tensor / mesh.expert)
 
 
 def non_layer_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> float:

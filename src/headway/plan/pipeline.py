@@ -146,6 +146,7 @@ def _timeline(
     return Timeline(seconds, busy, in_flight(schedule, ranks, len(stages) // ranks, microbatches))
 
 
+@lru_cache(maxsize=16384)
 def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
     """By rank, the most (microbatch, chunk) forwards whose backward is outstanding.
 

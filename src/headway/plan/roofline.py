@@ -196,13 +196,7 @@ def _legend(placed: Sequence[PlacedPoint], width: int) -> list[str]:
 def _figures(item: PlacedPoint) -> tuple[str, ...]:
     """The cells under HEADS."""
     intensity = "-" if item.intensity == math.inf else _short(item.intensity)
-    return (
-        intensity,
-        _short(item.flops_s / T),
-        _percent(item.of_roof),
-        _percent(item.of_time),
-        item.bound,
-    )
+    return (intensity, _short(item.flops_s / T), _percent(item.of_roof), _percent(item.of_time), item.bound)
 
 
 def _short(number: float) -> str:

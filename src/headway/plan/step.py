@@ -13,7 +13,7 @@ from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.flops import flops_per_token, layer_parameters, routed_parameters
 from headway.plan.layer import LayerTime, Work, layer_mix, phases, speed
-from headway.plan.memory import local_parameters, non_layer_parameters
+from headway.plan.memory import local_parameters, non_layer_parameters, sharded_parameters
 from headway.plan.operations import head_operations, optimizer_bytes
 from headway.plan.pipeline import StageTime, Timeline, simulate
 from headway.plan.rank_share import block_parameters, is_exact
@@ -300,24 +300,24 @@ def _in_pieces(costs: CostModel, operation: str, size: float, group: DeviceGroup
 
 def _update(arch: Architecture, settings: Settings, costs: CostModel) -> float:
     """Seconds of the optimizer's memory-bound kernels."""
-    mesh, chip = settings.mesh, costs.cluster.chip
+    chip = costs.cluster.chip
     if settings.frozen:
         return 0.0
     routed, dense = local_parameters(arch, settings)
-    inside = 1 - non_layer_parameters(arch, settings) / max(1.0, routed + dense)
+    count = routed + dense
+    inside = 1 - non_layer_parameters(arch, settings) / max(1.0, count)
     if settings.zero >= 1:
-        owners = mesh.shard * mesh.context
-        routed, dense = routed / max(1.0, owners * mesh.tensor / mesh.expert), dense / owners
+        count = sharded_parameters(settings, routed, dense)
     rate = chip.bandwidth_bytes_s
     if not costs.ideal:
         rate *= generation(chip).memory * UPDATE * costs.parameters.memory
-    seconds = (routed + dense) * optimizer_bytes(settings.software) / rate
+    seconds = count * optimizer_bytes(settings.software) / rate
     if settings.software.offloads_moments:
         # to the device and back, one after the other
         link = HOST_LINK_PEAK_BYTES_S if costs.ideal else HOST_LINK_BYTES_S
-        seconds += 2 * (routed + dense) * 2 * settings.software.moment_bytes / link
+        seconds += 2 * count * 2 * settings.software.moment_bytes / link
     states = settings.software.states
     if states is not None and states.block_flops:
         peak = chip.peak("fp32" if chip.name == "cpu" else "bf16") * (1.0 if costs.ideal else UPDATE_PRODUCTS)
-        seconds += (routed + dense) * inside * states.block_flops / peak
+        seconds += count * inside * states.block_flops / peak
     return seconds

@@ -93,35 +93,24 @@ def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, win
     inner = mesh.tensor * mesh.context
     shards, copies = DeviceGroup(mesh.shard, inner), DeviceGroup(mesh.replicate, inner * mesh.shard)
     hidden = costs.parameters.hidden * window
-    transfers: list[tuple[str, str, str, float, DeviceGroup, int, float]] = []
+    transfers: list[StepTransfer] = []
+
+    def add(name: str, operation: str, axis: str, size: float, group: DeviceGroup, pieces: int, hidden: float) -> None:
+        if not size or group.size == 1:
+            return
+        seconds = pieces * collective_seconds(costs.network, operation, size / pieces, group)
+        overlaps = hidden and settings.software.data_overlap
+        exposed = max(NEVER_HIDDEN * seconds, seconds - hidden) if overlaps else seconds
+        transfers.append(StepTransfer(name, operation, axis, size, group, seconds, exposed))
+
     if mesh.pipeline > 1:
-        transfers.append(("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden))
-        weights = count * settings.shape.width
-        transfers.append(("weights of the step", "all_gather", "shard", weights, shards, units, hidden / 2))
+        add("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden)
+        add("weights of the step", "all_gather", "shard", count * settings.shape.width, shards, units, hidden / 2)
     # replicas reduce what the shards have reduced, and both overlap with the same pass
     hidden_copies = hidden if mesh.shard == 1 else hidden / 2
-    reduced = count * F32 / mesh.shard
-    transfers.append(("gradients of copies", "all_reduce", "replicate", reduced, copies, units, hidden_copies))
+    add("gradients of copies", "all_reduce", "replicate", count * F32 / mesh.shard, copies, units, hidden_copies)
     summed = summed_bytes(arch, settings, rank)
-    transfers.append(("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0))
+    add("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0)
     ends = DeviceGroup(2, inner * mesh.data * max(1, mesh.pipeline - 1))
-    tied = tied_bytes(arch, settings)
-    transfers.append(("gradients of the tied table", "all_reduce", "pipeline", tied, ends, 1, 0.0))
-    return [_moved(costs, settings, *transfer) for transfer in transfers if transfer[3] and transfer[4].size > 1]
-
-
-def _moved(
-    costs: CostModel,
-    settings: Settings,
-    name: str,
-    operation: str,
-    axis: str,
-    size: float,
-    group: DeviceGroup,
-    pieces: int,
-    hidden: float,
-) -> StepTransfer:
-    seconds = pieces * collective_seconds(costs.network, operation, size / pieces, group)
-    beside = hidden and settings.software.data_overlap
-    exposed = max(NEVER_HIDDEN * seconds, seconds - hidden) if beside else seconds
-    return StepTransfer(name, operation, axis, size, group, seconds, exposed)
+    add("gradients of the tied table", "all_reduce", "pipeline", tied_bytes(arch, settings), ends, 1, 0.0)
+    return transfers

@@ -31,6 +31,9 @@ __all__ = ["AccuracyReport", "ScoredRun", "Scores", "as_json", "read_cases", "sc
 CORE = ("a100", "a100-40", "h100", "h200")
 """Chips whose dense runs count towards the accuracy goals."""
 
+Progress = Callable[[str, int, int], None]
+"""Receives the stage, and how many of how many are done."""
+
 
 @dataclass(frozen=True)
 class ScoredRun:
@@ -87,18 +90,17 @@ class AccuracyReport:
 
 
 def score_file(
-    file: Path, calibrated_on: int | None = None, seed: int = 0, progress: Callable[[str, int, int], None] | None = None
+    file: Path, calibrated_on: int | None = None, seed: int = 0, progress: Progress = lambda _stage, _done, _total: None
 ) -> AccuracyReport:
     """Predict every row of a file, and score the predictions."""
     lines, iterations = _read(file)
     count = calibrated_on if calibrated_on is not None else (72 if iterations else 10)
     cases, skipped = _cases(lines, iterations)
-    report = progress or _silent
     unseen: dict[int, float] = {}
     for done, case in enumerate(cases):
         unseen[case.row] = predict(case, fitted_parameters(without=case.program))
-        report("unseen", done + 1, len(cases))
-    calibrated, seen = _calibrated(cases, count, seed, report)
+        progress("unseen", done + 1, len(cases))
+    calibrated, seen = _calibrated(cases, count, seed, progress)
     fitted = {case.row: predict(case, fitted_parameters()) for case in cases}
     predictions = {"unseen": unseen, "calibrated": calibrated, "fitted on all": fitted}
     use = calibrated if calibrated_on is not None else {}
@@ -113,10 +115,6 @@ def score_file(
 def read_cases(file: Path) -> tuple[list[PublishedRun], dict[int, str]]:
     """Every row of a file that can be modelled, and why the others cannot."""
     return _cases(*_read(file))
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """For callers that show no progress."""
 
 
 def _read(file: Path) -> tuple[list[dict[str, str]], bool]:
@@ -151,7 +149,7 @@ def _cases(lines: Sequence[Mapping[str, str]], iterations: bool) -> tuple[list[P
 
 
 def _calibrated(
-    cases: Sequence[PublishedRun], count: int, seed: int, report: Callable[[str, int, int], None]
+    cases: Sequence[PublishedRun], count: int, seed: int, progress: Progress
 ) -> tuple[dict[int, float], frozenset[int]]:
     """Predictions for sources with at least twice the rows of a calibration, and the rows used for calibration."""
     predictions: dict[int, float] = {}
@@ -164,7 +162,7 @@ def _calibrated(
             calibration = calibrate(chosen, fitted_parameters(without=of_source[0].program))
             predictions |= {case.row: calibration.predict(case) for case in of_source}
             seen |= {case.row for case in chosen}
-        report("calibrated", done + 1, len(sources))
+        progress("calibrated", done + 1, len(sources))
     return predictions, frozenset(seen)
 
 
