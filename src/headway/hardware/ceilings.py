@@ -5,6 +5,7 @@ power laws such as memory-bound GEMMs, through every measured point, and never o
 Above the largest measured size the rate is constant; below the smallest the time is.
 """
 
+import json
 import math
 import os
 from bisect import bisect_right
@@ -401,7 +402,6 @@ def _parse(text: bytes, origin: str) -> Ceilings:
 
 def _render(ceilings: Ceilings) -> bytes:
     """JSON with one line per list of numbers: small, with readable diffs."""
-    import json
 
     def lines(value: object, indent: str = "") -> str:
         deeper = indent + " "

@@ -77,20 +77,17 @@ def measure_storage(
             f"{path} has {free / 1e6:.0f} MB free, too little to measure", hint="free some, or pass another folder"
         )
     with _folder_in(folder_path) as folder:
-        done = 0.0
 
-        def stage(name: str) -> Callable[[float], None]:
-            """Progress within a stage, as a share of the total."""
-            before = done
-            return lambda share: progress(name, before + STAGES[name] * min(1.0, share))
+        def stage(name: str) -> tuple[float, Callable[[float], None]]:
+            """Seconds of a stage, and its progress as a share of the total."""
+            names = list(STAGES)
+            before = sum(STAGES[earlier] for earlier in names[: names.index(name)])
+            return seconds * STAGES[name], lambda share: progress(name, before + STAGES[name] * min(1.0, share))
 
-        written, write_bytes_s = _write(folder / "large", seconds * STAGES["write"], limit, stage("write"))
-        done += STAGES["write"]
-        read_bytes_s, cold = _read(folder / "large", written, seconds * STAGES["read"], stage("read"))
-        done += STAGES["read"]
-        flushes_s = _append(folder / "small", seconds * STAGES["append"], stage("append"))
-        done += STAGES["append"]
-        rates = _metadata(folder / "many", seconds * STAGES["metadata"], stage("metadata"))
+        written, write_bytes_s = _write(folder / "large", limit, *stage("write"))
+        read_bytes_s, cold = _read(folder / "large", written, *stage("read"))
+        flushes_s = _append(folder / "small", *stage("append"))
+        rates = _metadata(folder / "many", *stage("metadata"))
         locks = _locks(folder / "lock")
         progress("metadata", 1.0)
     return StorageRates(
@@ -112,7 +109,7 @@ def _folder_in(folder_path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(path: Path, seconds: float, limit: int, report: Callable[[float], None]) -> tuple[int, float]:
+def _write(path: Path, limit: int, seconds: float, report: Callable[[float], None]) -> tuple[int, float]:
     """Write for `seconds` with fsync; return bytes and bytes per second."""
     block, written = os.urandom(BLOCK), 0  # random, so that it does not compress
     with path.open("wb", buffering=0) as file:
@@ -252,10 +249,5 @@ def _runs(rates: StorageRates) -> StorageUse:
 
 
 def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    unit, size = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
+    return f"{seconds / size:.0f} {unit}"

@@ -11,11 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from headway.errors import RunError
 from headway.hardware.ceilings import CollectiveCurve
@@ -25,6 +24,7 @@ from headway.measure.timer import DeviceTimer
 __all__ = ["collectives"]
 
 TIMEOUT_S = 120.0
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
 def collectives(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveCurve]:
@@ -73,10 +73,10 @@ def measure_together(
 ) -> list[CollectiveCurve]:
     """Measure every operation at every size, on one rank."""
     curves = []
-    for operation, make in OPERATIONS.items():
+    for operation in get_args(Operation):
         times = []
         for size in sizes:
-            work = make(rank, ranks, max(1, size // (4 * ranks)), timer.device)
+            work = _work(operation, rank, ranks, max(1, size // (4 * ranks)), timer.device)
             seconds = torch.tensor([_fixed_repeats(work, timer)])
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             times.append(to_microseconds(float(seconds)))
@@ -97,53 +97,27 @@ def _fixed_repeats(work: Callable[[], object], timer: DeviceTimer, repeats: int 
     return taken[groups // 2]
 
 
-def _draw(count: int, device: torch.device) -> Tensor:
-    return torch.empty(count, device=device).normal_()
-
-
-def _all_reduce(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    whole = _draw(share * ranks, device)
-    return lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)  # repeated sums would overflow
-
-
-def _all_gather(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    part, whole = _draw(share, device), _draw(share * ranks, device)
+def _work(operation: Operation, rank: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
+    """A call of the collective on random data, `share` elements per rank."""
+    part, first, second = (torch.empty(n, device=device).normal_() for n in (share, share * ranks, share * ranks))
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return lambda: gather(whole, part)
-
-
-def _reduce_scatter(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    part, whole = _draw(share, device), _draw(share * ranks, device)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return lambda: scatter(part, whole)
 
-
-def _all_to_all(_: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    given, taken = _draw(share * ranks, device), _draw(share * ranks, device)
-    return lambda: dist.all_to_all_single(taken, given)
-
-
-def _send(rank: int, ranks: int, share: int, device: torch.device) -> Callable[[], object]:
-    """Each rank to the next at once, as in a pipeline or ring."""
-    given, taken = _draw(share * ranks, device), _draw(share * ranks, device)
-
-    def work() -> None:
-        ahead = dist.P2POp(dist.isend, given, (rank + 1) % ranks)
-        behind = dist.P2POp(dist.irecv, taken, (rank - 1) % ranks)
+    def send() -> None:
+        """To the next rank, all at once, as in a pipeline or ring."""
+        ahead = dist.P2POp(dist.isend, first, (rank + 1) % ranks)
+        behind = dist.P2POp(dist.irecv, second, (rank - 1) % ranks)
         for request in dist.batch_isend_irecv([ahead, behind]):
             request.wait()
 
-    return work
-
-
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-OPERATIONS: dict[Operation, Callable[[int, int, int, torch.device], Callable[[], object]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "send": _send,
-}
+    calls: dict[Operation, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(first, dist.ReduceOp.MAX),  # repeated sums would overflow
+        "all_gather": lambda: gather(first, part),
+        "reduce_scatter": lambda: scatter(part, first),
+        "all_to_all": lambda: dist.all_to_all_single(second, first),
+        "send": send,
+    }
+    return calls[operation]
 
 
 def main() -> int:

@@ -354,20 +354,13 @@ def host(timer: DeviceTimer, mode: Mode) -> Iterator[HostOverhead]:
     backward_s = (
         timer.host_seconds(lambda _: torch.autograd.grad(output, [x, *weights], slope, retain_graph=True))
         if retain
-        else _both(timer, forward, x, weights, slope) - forward_s
+        else timer.host_seconds(lambda _: torch.autograd.grad(forward(0), [x, *weights], slope)) - forward_s
     )
     yield HostOverhead(
         mode=mode,
         forward_microseconds=to_microseconds(forward_s / LAYERS),
         backward_microseconds=to_microseconds(max(backward_s, 1e-7) / LAYERS),
     )
-
-
-def _both(
-    timer: DeviceTimer, forward: Callable[[int], Tensor], x: Tensor, weights: list[Tensor], slope: Tensor
-) -> float:
-    """Host time of a forward and a backward pass."""
-    return timer.host_seconds(lambda _: torch.autograd.grad(forward(0), [x, *weights], slope))
 
 
 def smallest_operation(timer: DeviceTimer) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from headway.plan.architecture import layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.estimate import Estimate
-from headway.plan.layer import HIDDEN_TENSOR, LayerTime, layer_mix
+from headway.plan.layer import HIDDEN_TENSOR, LayerTime, layer_mix, ring_hop
 from headway.plan.memory import local_parameters
 from headway.plan.rank_share import is_exact
 from headway.plan.settings import LOW
@@ -138,7 +138,7 @@ class _Collectives:
             return
         share = recomputed_share(self.arch.layers, settings) / self.mesh.pipeline * settings.microbatches
         for experts, count in layer_kinds(self.arch):
-            pairs, name, group = 1 if experts else 2, "stream, computed again", DeviceGroup(self.mesh.tensor)
+            pairs, name, group = 1 if experts else 2, "stream, recomputed", DeviceGroup(self.mesh.tensor)
             gathered = tokens * settings.stream_width
             yield self.cost(name, "all_gather", gathered, group, pairs * count * share, 0.0, axis="tensor")
             if pairs > 1:
@@ -159,10 +159,7 @@ class _Collectives:
 
     def ring(self, times: float, time: LayerTime) -> CommCost:
         """Ring attention: keys and values, and their gradients in the backward pass."""
-        mesh, arch = self.mesh, self.arch
-        heads = max(1.0, arch.kv_heads / mesh.tensor)
-        size = heads * (arch.head_dim + arch.value_dim) * self.shape.tokens * self.shape.width
-        group = DeviceGroup(2, max(1, mesh.tensor * mesh.context // 2))
+        mesh, (size, group) = self.mesh, ring_hop(self.arch, self.settings)
         hop = self.seconds("send", size, group)
         ahead, behind = (mesh.context - 1) * hop, 2 * (mesh.context - 1) * hop
         bare = 0.0 if self.costs.ideal else 1 / mesh.context
@@ -178,7 +175,10 @@ class _Collectives:
         low = 1 if self.settings.precision in LOW else self.shape.width
         left = 0.0 if self.costs.ideal else 1 - self.software.expert_overlap
         group = DeviceGroup(self.mesh.expert)
-        for name, size, number in (("tokens to experts", low, 1), ("tokens back, gradients", self.shape.width, 3)):
+        for name, size, number in (
+            ("tokens to experts", low, 1),
+            ("tokens from experts, gradients", self.shape.width, 3),
+        ):
             each = self.seconds("all_to_all", routed * size, group)
             exposed = number * times * each * left
             yield self.cost(name, "all_to_all", routed * size, group, number * times, exposed)
@@ -217,10 +217,10 @@ class _Collectives:
         if not weights:
             return
         group, runs = DeviceGroup(self.mesh.shard, self.mesh.tensor * self.mesh.context), self.settings.microbatches
-        yield self.unhidden("weights of the ends", "all_gather", weights, group, runs, "shard")
+        yield self.unhidden("weights of embedding and head", "all_gather", weights, group, runs, "shard")
         if not self.settings.frozen:
             sums = runs if self.settings.reduces_each else 1
-            yield self.unhidden("gradients of the ends", "reduce_scatter", gradients, group, sums, "shard")
+            yield self.unhidden("gradients of embedding and head", "reduce_scatter", gradients, group, sums, "shard")
 
     def share_exposed(self, costs: list[CommCost], passes: str) -> Iterator[CommCost]:
         """Distribute what a pass leaves exposed over the collectives, in proportion to their seconds."""

@@ -109,13 +109,33 @@ def goodput(
         mtbf_s = gpu_hours_between_failures * 3600 / devices
     steps = max(1, math.ceil(run_s / step_s * (1 - SAME)))
     if interval_s is not None:
-        every, why = min(steps, max(1, round(interval_s / step_s))), "as given, in whole steps"
+        every, why = min(steps, max(1, round(interval_s / step_s))), "as given, in full steps"
     elif mtbf_s < math.inf:
         every, why = _best_steps(run_s, steps, step_s, save_s, restart_s, mtbf_s, write_s)
     else:
         every, why = None, "saves only at the end: no failure rate is known"
     costs = _costs(run_s, every and every * step_s, save_s, restart_s, mtbf_s)
-    return _summary(run_s, step_s, save_s, mtbf_s, every, costs, why)
+    wall_s = run_s + costs.lost_s
+    if wall_s == math.inf:
+        raise UsageError(
+            f"a job that fails every {mtbf_s:.3g} s never completes an interval or a restart",
+            hint="save more often, restart faster, or use fewer devices",
+        )
+    failures = wall_s / mtbf_s  # the failure rate is constant over the wall time
+    parts = {"checkpoint stall": costs.stall_s, "rework": costs.rework_s, "restart": costs.restart_s}
+    return Goodput(
+        checkpoint_s=save_s,
+        interval_s=every and every * step_s,
+        interval_steps=every,
+        saves=costs.saves,
+        failures=failures,
+        lost_s_per_failure=(costs.rework_s + costs.restart_s) / failures if failures else 0.0,
+        share=run_s / wall_s,
+        accounts=MappingProxyType({name: seconds / wall_s for name, seconds in parts.items()}),
+        wall_s=wall_s,
+        mtbf_s=mtbf_s,
+        reason=why,
+    )
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
@@ -193,54 +213,22 @@ def _best_steps(
 
 
 def _costs(run_s: float, interval_s: float | None, save_s: float, restart_s: float, mtbf_s: float) -> _Costs:
-    whole, rest_s = _segments(run_s, interval_s or run_s)
-    saves = whole + (rest_s > 0)
+    interval_s = interval_s or run_s
+    segments = math.floor(run_s / interval_s + SAME)
+    rest_s = run_s - segments * interval_s
+    rest_s = rest_s if rest_s > SAME * interval_s else 0.0
+    saves = segments + (rest_s > 0)
     if mtbf_s == math.inf:
         return _Costs(saves, saves * save_s, 0.0, 0.0)
     stall_s = saves * save_s
     try:
-        failed = whole * math.expm1(((interval_s or run_s) + save_s) / mtbf_s)
+        failed = segments * math.expm1((interval_s + save_s) / mtbf_s)
         failed += math.expm1((rest_s + save_s) / mtbf_s) if rest_s else 0.0
         rework_s = failed * mtbf_s - (run_s + stall_s)
         restarts_s = failed * mtbf_s * math.expm1(restart_s / mtbf_s)
     except OverflowError:
         rework_s = restarts_s = math.inf
     return _Costs(saves, stall_s, max(0.0, rework_s), restarts_s)
-
-
-def _segments(run_s: float, interval_s: float) -> tuple[int, float]:
-    """Number of full intervals, and the remainder."""
-    whole = math.floor(run_s / interval_s + SAME)
-    rest_s = run_s - whole * interval_s
-    return whole, rest_s if rest_s > SAME * interval_s else 0.0
-
-
-def _summary(
-    run_s: float, step_s: float, save_s: float, mtbf_s: float, every: int | None, costs: _Costs, why: str
-) -> Goodput:
-    wall_s = run_s + costs.lost_s
-    if wall_s == math.inf:
-        raise UsageError(
-            f"a job that fails every {mtbf_s:.3g} s never completes an interval or a restart",
-            hint="save more often, restart faster, or use fewer devices",
-        )
-    # The failure rate is constant over the wall time.
-    failures = wall_s / mtbf_s
-    lost_s = costs.rework_s + costs.restart_s
-    parts = {"checkpoint stall": costs.stall_s, "rework": costs.rework_s, "restart": costs.restart_s}
-    return Goodput(
-        checkpoint_s=save_s,
-        interval_s=every and every * step_s,
-        interval_steps=every,
-        saves=costs.saves,
-        failures=failures,
-        lost_s_per_failure=lost_s / failures if failures else 0.0,
-        share=run_s / wall_s,
-        accounts=MappingProxyType({name: seconds / wall_s for name, seconds in parts.items()}),
-        wall_s=wall_s,
-        mtbf_s=mtbf_s,
-        reason=why,
-    )
 
 
 def _check(**numbers: float) -> None:

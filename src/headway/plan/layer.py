@@ -11,7 +11,7 @@ from headway.plan.rates import Rates, generation_name, power_share
 from headway.plan.settings import LOW, MicrobatchShape, Settings, Software
 from headway.plan.stages import recomputed_share
 
-__all__ = ["HIDDEN_TENSOR", "LayerTime", "Speed", "Work", "layer", "layer_mix", "phases", "speed"]
+__all__ = ["HIDDEN_TENSOR", "LayerTime", "Speed", "Work", "layer", "layer_mix", "phases", "ring_hop", "speed"]
 
 HIDDEN_TENSOR = 0.6
 """Share of collectives that an overlapped tensor axis hides: async tensor parallelism and user buffers split them."""
@@ -245,12 +245,15 @@ def _tensor(
 
 def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
     """Ring attention: keys and values once around the ring; backward also their gradients."""
-    mesh = settings.mesh
-    heads = max(1.0, arch.kv_heads / mesh.tensor)
-    size = heads * (arch.head_dim + arch.value_dim) * settings.shape.tokens * settings.shape.width
-    group = DeviceGroup(2, max(1, mesh.tensor * mesh.context // 2))
-    once = (mesh.context - 1) * collective_seconds(costs.network, "send", size, group)
+    once = (settings.mesh.context - 1) * collective_seconds(costs.network, "send", *ring_hop(arch, settings))
     return once, 2 * once
+
+
+def ring_hop(arch: Architecture, settings: Settings) -> tuple[float, DeviceGroup]:
+    """Bytes of keys and values that go around the ring, and the neighbours of a hop."""
+    mesh, heads = settings.mesh, max(1.0, arch.kv_heads / settings.mesh.tensor)
+    size = heads * (arch.head_dim + arch.value_dim) * settings.shape.tokens * settings.shape.width
+    return size, DeviceGroup(2, max(1, mesh.tensor * mesh.context // 2))
 
 
 def _expert_all_to_all(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:

@@ -5,7 +5,7 @@ tensor, are left out.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.recipe import Model, Train
@@ -40,20 +40,19 @@ def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None
     if train.optimizer == "adamw" and not train.freeze and train.ema is None:
         return None
     shapes = model.tensors()
-    inside, outside = (
-        [(name, shape) for name, shape in shapes.items() if name.startswith(BLOCKS) == within]
-        for within in (True, False)
-    )
 
-    def mean(parts: list[tuple[str, Shape]], values: Iterator[float]) -> float:
-        return sum(values) / max(1, sum(math.prod(shape) for _, shape in parts))
+    def mean(value: Callable[[str, Shape, Train], float], in_blocks: bool) -> float:
+        parts = {name: shape for name, shape in shapes.items() if name.startswith(BLOCKS) == in_blocks}
+        return sum(value(name, shape, train) for name, shape in parts.items()) / max(
+            1, sum(map(math.prod, parts.values()))
+        )
 
     return OptimizerFootprint(
-        mean(inside, (optimizer_state_bytes(name, shape, train) for name, shape in inside)),
-        mean(outside, (optimizer_state_bytes(name, shape, train) for name, shape in outside)),
-        mean(inside, (math.prod(shape) * _trained(name, train) for name, shape in inside)),
-        mean(outside, (math.prod(shape) * _trained(name, train) for name, shape in outside)),
-        mean(inside, (update_flops(name, shape, train) for name, shape in inside)),
+        mean(optimizer_state_bytes, True),
+        mean(optimizer_state_bytes, False),
+        mean(_trained_parameters, True),
+        mean(_trained_parameters, False),
+        mean(update_flops, True),
     )
 
 
@@ -83,6 +82,10 @@ def update_flops(name: str, shape: Shape, train: Train) -> float:
 
 def _trained(name: str, train: Train) -> bool:
     return first_match([train.freeze], name) is None
+
+
+def _trained_parameters(name: str, shape: Shape, train: Train) -> int:
+    return math.prod(shape) * _trained(name, train)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:

@@ -122,6 +122,7 @@ def generation(chip: Chip) -> ChipGeneration:
     return GENERATIONS[generation_name(chip)]
 
 
+@dataclass(frozen=True, eq=False)
 class Rates(ABC):
     """Seconds of an operation on one device."""
 
@@ -139,20 +140,17 @@ class Rates(ABC):
     def memory(self, operation: Operation) -> float:
         """Seconds of a memory-bound operation."""
 
-    @abstractmethod
-    def host(self, software: Software) -> tuple[float, float] | None:
+    def host(self, software: Software) -> tuple[float, float] | None:  # noqa: ARG002
         """Host seconds of a dense layer's forward and backward pass, if measured."""
+        return None
 
     def peak(self, precision: str) -> float:
         """The vendor's dense FLOP/s."""
         return self.chip.peak(precision)
 
 
-@dataclass(frozen=True, eq=False)
 class LimitRates(Rates):
     """Roofline: vendor peaks and full memory bandwidth."""
-
-    chip: Chip
 
     def gemm(self, operation: Operation) -> float:
         """At the peak, or at the memory's bandwidth."""
@@ -166,15 +164,9 @@ class LimitRates(Rates):
         """At full bandwidth."""
         return operation.bytes / self.chip.bandwidth_bytes_s
 
-    def host(self, software: Software) -> None:
-        """None: the host never limits."""
 
-
-@dataclass(frozen=True, eq=False)
 class ModelRates(Rates):
     """A kernel model: GEMM tiles in waves, attention curves, a share of the memory bandwidth."""
-
-    chip: Chip
 
     def gemm(self, operation: Operation) -> float:
         """Waves of the best tiling, or the memory time if that is longer."""
@@ -203,9 +195,6 @@ class ModelRates(Rates):
         kernels = generation(self.chip)
         rate = self.chip.bandwidth_bytes_s * kernels.memory * (PLAIN if operation.plain else 1.0)
         return operation.bytes / rate + operation.kernels * kernels.kernel_s
-
-    def host(self, software: Software) -> None:
-        """None: not measured, a parameter is used instead."""
 
 
 _TILES = (
@@ -245,7 +234,6 @@ def _tiled(chip: str, precision: str, m: int, n: int, k: int, sixteenths: int) -
 class MeasuredRates(Rates):
     """Ceilings that `headway hardware measure` measured on this chip."""
 
-    chip: Chip
     ceilings: Ceilings
 
     def gemm(self, operation: Operation) -> float:

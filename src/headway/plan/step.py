@@ -207,7 +207,7 @@ def cut_stages(arch: Architecture, settings: Settings, costs: CostModel) -> Sett
         return settings
     each = sum(count * (time.total_forward + time.backward) for _, count, time in layer_mix(arch, settings, costs))
     ends = zip(end_times(arch, settings, costs), end_comm_seconds(arch, settings, costs), strict=True)
-    first, last = (arch.layers * sum(computed + exchanged) / each for computed, exchanged in ends)
+    first, last = (arch.layers * sum(computed + communicated) / each for computed, communicated in ends)
     return replace(settings, stages=stages_by_cost(arch.layers, first, last, mesh.pipeline, settings.chunks))
 
 

@@ -108,9 +108,9 @@ def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, win
         add("weights of the step", "all_gather", "shard", count * settings.shape.width, shards, units, hidden / 2)
     # replicas reduce what the shards have reduced, and both overlap with the same pass
     hidden_copies = hidden if mesh.shard == 1 else hidden / 2
-    add("gradients of copies", "all_reduce", "replicate", count * F32 / mesh.shard, copies, units, hidden_copies)
+    add("gradients of replicas", "all_reduce", "replicate", count * F32 / mesh.shard, copies, units, hidden_copies)
     summed = summed_bytes(arch, settings, rank)
-    add("gradients of what is whole", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0)
+    add("gradients of replicated weights", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0)
     ends = DeviceGroup(2, inner * mesh.data * max(1, mesh.pipeline - 1))
     add("gradients of the tied table", "all_reduce", "pipeline", tied_bytes(arch, settings), ends, 1, 0.0)
     return transfers

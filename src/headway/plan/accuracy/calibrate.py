@@ -55,12 +55,12 @@ def fit(
     weight = np.ones(len(cases)) if weights is None else np.asarray(weights, dtype=float)
     point = start.copy()
     for _ in range(rounds):
-        errors = _errors(cases, point)
+        errors = _errors(cases, _parameters(point))
         slopes = np.empty((len(cases), len(NAMES)))
         for k in range(len(NAMES)):
             shifted = point.copy()
             shifted[k] += STEP
-            slopes[:, k] = (_errors(cases, shifted) - errors) / STEP
+            slopes[:, k] = (_errors(cases, _parameters(shifted)) - errors) / STEP
         # a run that is off by many times the noise is not explained by these parameters
         trust = weight / NOISE**2 / (1 + (errors / (2.5 * NOISE)) ** 2)
         curvature = slopes.T @ (slopes * trust[:, None]) + np.diag(spread**-2)
@@ -74,8 +74,7 @@ def _parameters(point: Array) -> Efficiencies:
     return Efficiencies(**{name: float(math.exp(value)) for name, value in zip(NAMES, point, strict=True)})
 
 
-def _errors(cases: Sequence[PublishedRun], point: Array) -> Array:
-    parameters = _parameters(point)
+def _errors(cases: Sequence[PublishedRun], parameters: Efficiencies) -> Array:
     return np.array([math.log(predict(case, parameters) / case.tokens_s) for case in cases])
 
 
@@ -118,9 +117,8 @@ def calibrate(cases: Sequence[PublishedRun], prior: Efficiencies) -> Calibration
     """Refit the parameters to a few runs, and model their residuals."""
     parameters = fit(cases, prior)
     features = np.array([_features(case) for case in cases])
-    errors = np.array([math.log(predict(case, parameters) / case.tokens_s) for case in cases])
     kernel = _similarity(features, features) + REPEATS**2 * np.eye(len(cases))
-    return Calibration(parameters, features, np.linalg.solve(kernel, errors))
+    return Calibration(parameters, features, np.linalg.solve(kernel, _errors(cases, parameters)))
 
 
 def _features(case: PublishedRun) -> Array:

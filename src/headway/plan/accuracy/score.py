@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.errors import UsageError
 from headway.plan.accuracy.calibrate import calibrate, predict
 from headway.plan.accuracy.published_runs import (
@@ -42,13 +44,13 @@ class ScoredRun:
     row: int
     source: str
     chip: str
-    measured: float | None
+    measured: float | None = None
     """Tokens per second and device, or milliseconds per step in a table of iterations."""
-    predicted: float | None
+    predicted: float | None = None
     """Unseen; or calibrated, if requested and the source has enough rows."""
-    memory_bytes: float | None
-    predicted_memory_bytes: float | None
-    skipped: str | None
+    memory_bytes: float | None = None
+    predicted_memory_bytes: float | None = None
+    skipped: str | None = None
     fits: bool | None = None
     """Whether the planner predicts that it fits; None if it was skipped."""
     case: PublishedRun | None = None
@@ -103,13 +105,36 @@ def score_file(
     calibrated, seen = _calibrated(cases, count, seed, progress)
     fitted = {case.row: predict(case, fitted_parameters()) for case in cases}
     predictions = {"unseen": unseen, "calibrated": calibrated, "fitted on all": fitted}
-    use = calibrated if calibrated_on is not None else {}
-    rows = tuple(
-        _row(number, line, cases_by.get(number), skipped.get(number), predictions, use, seen, iterations)
-        for cases_by in ({case.row: case for case in cases},)
-        for number, line in enumerate(lines)
-    )
-    return AccuracyReport(rows, iterations, _tables(rows, seen), count, seed)
+    chosen = calibrated if calibrated_on is not None else {}
+    by_row = {case.row: case for case in cases}
+
+    def scored(number: int, line: Mapping[str, str]) -> ScoredRun:
+        case = by_row.get(number)
+        if case is None:
+            return ScoredRun(number, line.get("source", ""), line.get("gpu", ""), skipped=skipped.get(number))
+        settings = case.settings
+
+        def in_unit(tokens: float) -> float:
+            return settings.batch * settings.seq / tokens / settings.mesh.devices * 1e3 if iterations else tokens
+
+        peak = estimate(case.architecture, settings, make_cost_model(case.cluster)).memory
+        tables = {name: in_unit(table[number]) for name, table in predictions.items() if number in table}
+        return ScoredRun(
+            row=number,
+            source=case.source,
+            chip=case.chip,
+            measured=in_unit(case.tokens_s),
+            predicted=in_unit(chosen[number]) if number in chosen else tables["unseen"],
+            memory_bytes=case.memory_bytes,
+            predicted_memory_bytes=peak.reserved if case.reserved else peak.allocated,
+            fits=peak.fits,
+            case=case,
+            by_table=tables,
+            fitted=number in seen,
+        )
+
+    rows = tuple(scored(number, line) for number, line in enumerate(lines))
+    return AccuracyReport(rows, iterations, _tables(rows), count, seed)
 
 
 def read_cases(file: Path) -> tuple[list[PublishedRun], dict[int, str]]:
@@ -166,42 +191,6 @@ def _calibrated(
     return predictions, frozenset(seen)
 
 
-def _row(
-    number: int,
-    line: Mapping[str, str],
-    case: PublishedRun | None,
-    skipped: str | None,
-    predictions: Mapping[str, Mapping[int, float]],
-    chosen: Mapping[int, float],
-    seen: frozenset[int],
-    iterations: bool,
-) -> ScoredRun:
-    source = line.get("source", "")
-    if case is None:
-        return ScoredRun(number, source, line.get("gpu", ""), None, None, None, None, skipped)
-
-    def in_unit(tokens: float) -> float:
-        settings = case.settings
-        return settings.batch * settings.seq / tokens / settings.mesh.devices * 1e3 if iterations else tokens
-
-    peak = estimate(case.architecture, case.settings, make_cost_model(case.cluster)).memory
-    tables = {name: in_unit(by_row[number]) for name, by_row in predictions.items() if number in by_row}
-    return ScoredRun(
-        row=number,
-        source=case.source,
-        chip=case.chip,
-        measured=in_unit(case.tokens_s),
-        predicted=in_unit(chosen[number]) if number in chosen else tables["unseen"],
-        memory_bytes=case.memory_bytes,
-        predicted_memory_bytes=peak.reserved if case.reserved else peak.allocated,
-        skipped=None,
-        fits=peak.fits,
-        case=case,
-        by_table=tables,
-        fitted=number in seen,
-    )
-
-
 # -- scores
 
 
@@ -239,65 +228,43 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for position in range(start, end + 1):
-            ranks[order[position]] = (start + end) / 2
-        start = end + 1
-    return ranks
+    """Ranks from 0, averaged over ties."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    averages = np.cumsum(counts) - (counts + 1) / 2
+    return [float(rank) for rank in averages[inverse]]
 
 
-def _tables(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, dict[str, Scores]]:
+def _tables(rows: Sequence[ScoredRun]) -> dict[str, dict[str, Scores]]:
     tables: dict[str, dict[str, Scores]] = {}
     modelled = [row for row in rows if row.case is not None]
+    by_key: dict[str, list[ScoredRun]] = {}
+    for row in modelled:
+        by_key.setdefault(f"{row.source} | {row.chip}", []).append(row)
     for name in ("unseen", "calibrated", "fitted on all"):
-        scored = [
-            row
-            for row in modelled
-            if row.by_table and name in row.by_table and not (name == "calibrated" and row.row in seen)
-        ]
-        keys = list(dict.fromkeys((row.source, row.chip) for row in scored))
-        by_key = {
-            f"{source} | {chip}": _score_table([r for r in scored if (r.source, r.chip) == (source, chip)], name)
-            for source, chip in keys
-        }
-        tables[name] = {key: scores for key, scores in by_key.items() if scores is not None}
-    tables["groups"] = _groups(modelled, seen)
+        tables[name] = _scores({key: (group, name) for key, group in by_key.items()})
+    dense = [row for row in modelled if row.case and row.case.dense and row.chip in CORE]
+    groups = {
+        "unseen: dense, fully specified": ([row for row in dense if row.case and not row.case.assumed], "unseen"),
+        "unseen: dense, a rule stood in": ([row for row in dense if row.case and row.case.assumed], "unseen"),
+        "unseen: dense, all modelled": (dense, "unseen"),
+        "unseen: experts or other chips": ([row for row in modelled if row not in dense], "unseen"),
+        "calibrated: the rest": (modelled, "calibrated"),
+        "fitted on all: dense": (dense, "fitted on all"),
+    }
+    memory = score((row.memory_bytes or 0.0, row.predicted_memory_bytes or 0.0) for row in modelled if row.memory_bytes)
+    tables["groups"] = _scores(groups) | ({"memory": memory} if memory else {})
     return tables
 
 
-def _score_table(rows: Sequence[ScoredRun], name: str) -> Scores | None:
-    return score((row.measured, row.by_table[name]) for row in rows if row.by_table and row.measured)
-
-
-def _groups(rows: Sequence[ScoredRun], seen: frozenset[int]) -> dict[str, Scores]:
-    """Scores of the groups that have accuracy goals."""
-    dense = [row for row in rows if row.case and row.case.dense and row.chip in CORE]
-    others = [row for row in rows if row not in dense]
-    held_out = [row for row in rows if row.by_table and "calibrated" in row.by_table and row.row not in seen]
-    groups = {
-        "unseen: dense, fully specified": _score_table(
-            [row for row in dense if row.case and not row.case.assumed], "unseen"
-        ),
-        "unseen: dense, a rule stood in": _score_table(
-            [row for row in dense if row.case and row.case.assumed], "unseen"
-        ),
-        "unseen: dense, all modelled": _score_table(dense, "unseen"),
-        "unseen: experts or other chips": _score_table(others, "unseen"),
-        "calibrated: the rest": _score_table(held_out, "calibrated"),
-        "fitted on all: dense": _score_table(dense, "fitted on all"),
-        "memory": score(
-            (row.memory_bytes, row.predicted_memory_bytes)
-            for row in rows
-            if row.memory_bytes and row.predicted_memory_bytes
-        ),
-    }
-    return {name: scores for name, scores in groups.items() if scores is not None}
+def _scores(groups: Mapping[str, tuple[Sequence[ScoredRun], str]]) -> dict[str, Scores]:
+    """Scores of groups of rows in a table, without empty groups; rows used for calibration do not count there."""
+    scores = {}
+    for key, (rows, name) in groups.items():
+        held_out = [row for row in rows if not (name == "calibrated" and row.fitted)]
+        pairs = ((row.measured, row.by_table[name]) for row in held_out if row.by_table and name in row.by_table)
+        if (scored := score((measured, predicted) for measured, predicted in pairs if measured)) is not None:
+            scores[key] = scored
+    return scores
 
 
 def as_json(report: AccuracyReport) -> dict[str, Any]:
