@@ -50,7 +50,7 @@ def show_tables(report: AccuracyReport) -> None:
 
 
 def over_seeds(file: Path, seeds: int) -> dict[str, float]:
-    """The calibrated table does not hang on the seed: mean of the means and medians over several."""
+    """Mean and median errors of the calibrated table over several seeds."""
     tables = [score_file(file, seed=seed).tables["groups"]["calibrated: the rest"] for seed in range(seeds)]
     return {
         "seeds": seeds,

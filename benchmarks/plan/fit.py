@@ -32,7 +32,7 @@ ASSUMED = 0.4
 
 
 def cases() -> list[PublishedRun]:
-    """Every line that can be modelled."""
+    """Every row that can be modelled."""
     runs = []
     with RUNS.open(newline="", encoding="utf-8") as stream:
         for row, line in enumerate(csv.DictReader(stream)):

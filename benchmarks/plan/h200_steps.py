@@ -130,7 +130,7 @@ class Stepper:
         self.steps = 0
 
     def step(self, reach=lambda _phase: None) -> Tensor:
-        """What the training loop does in a step, in its order; `reach` is told the end of each phase."""
+        """What the training loop does in a step, in its order; `reach` is called at the end of each phase."""
         self.steps += 1
         model, optimizer, device = self.model, self.optimizer, self.world.device
         tokens = self.tokens[self.steps % BATCHES].to(device, non_blocking=True)
@@ -216,7 +216,7 @@ def memory_by_phase(stepper: Stepper) -> dict:
 
 
 def host_seconds(stepper: Stepper) -> float:
-    """Time to hand one step to an idle device; a long step's launches also wait for the device's queue."""
+    """Host time to launch one step on an idle device; a long step also waits for the device's queue."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     stepper.step()
@@ -258,7 +258,7 @@ def rows_of(events, regions: set[str]) -> list[dict]:
 
 
 def class_of(kernel: str, chain: str) -> str:
-    """What a kernel is for: the first rule that fits."""
+    """The class of a kernel: the first matching rule."""
     attention = re.search(r"aten::_(scaled_dot_product|flash|cudnn|efficient)\w*attention(\w*backward)?", chain)
     product = re.search(r"gemm|nvjet|cutlass|xmma|splitk|cublas", kernel, re.IGNORECASE)
     rules = (
@@ -288,7 +288,7 @@ def by_class(rows: list[dict]) -> dict[str, float]:
 
 
 def measure(case: Case, device: torch.device) -> tuple[dict, list[dict]]:
-    """One case, from building to the last step; kernels apart."""
+    """Measure one case; returns its row and its kernels."""
     gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated() if gpu else 0
     started = time.perf_counter()
@@ -330,7 +330,7 @@ def count(model: Model) -> int:
 
 
 def device_state(device: torch.device) -> dict:
-    """Clocks, power and heat as the driver tells them; nothing where it does not."""
+    """Clocks, power and temperature as the driver reports them, if it does."""
     if device.type != "cuda":
         return {}
     try:
@@ -372,7 +372,7 @@ def rounded(seconds: float) -> float:
 
 
 def clean() -> None:
-    """Give everything back, so that no case starts with another's memory or compiled code."""
+    """Free everything, so that no case starts with another's memory or compiled code."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -380,14 +380,14 @@ def clean() -> None:
 
 
 def write(path: Path, content: object) -> None:
-    """JSON with one line for each innermost list and object."""
+    """JSON with one line per innermost list and object."""
     text = json.dumps(content, indent=1)
     flat = re.sub(r"([\[{])\s+([^\[\]{}]*?)\s+([\]}])", lambda m: m[1] + re.sub(r"\n\s+", " ", m[2]) + m[3], text)
     path.write_text(flat + "\n")
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """A row as text."""
     if "step_s" not in row:
         return f"{row['name']:24} {row.get('out_of_memory') or row.get('error')}"
     peak = row.get("peak_allocated", 0) / 2**30

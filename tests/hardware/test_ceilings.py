@@ -20,7 +20,7 @@ SIZES = (64, 256, 1024, 4096)
 
 
 def make_ceilings(time_us: Any, **more: Any) -> Ceilings:
-    """Ceilings of a device whose products take what a function says."""
+    """Ceilings of a device whose GEMM times are given by a function."""
     times = [time_us(m, n, k) for m in SIZES for n in SIZES for k in SIZES]
     gemm = {"precision": "bfloat16", "m": SIZES, "n": SIZES, "k": SIZES, "microseconds": times}
     about = {"device": "a device", "chip": None, "kind": "cpu", "torch": "2", "timer": "host clock"}
@@ -40,7 +40,7 @@ def test_power_laws_are_interpolated_exactly(m: int, n: int, k: int) -> None:
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
 def test_extrapolation_beyond_the_grid(m: int, n: int, k: int) -> None:
-    """Below it the time is held, above it the efficiency; never is a product faster than the peak."""
+    """Below the grid the time is constant, above it the efficiency; no GEMM beats the peak."""
     ceilings = make_ceilings(power_law)
     low = [max(size, SIZES[0]) for size in (m, n, k)]
     inside = [min(size, SIZES[-1]) for size in low]
@@ -55,7 +55,7 @@ def test_efficiency_is_capped_at_the_peak() -> None:
 
 
 def corners(axis: tuple[int, ...], size: int) -> set[int]:
-    """The measured sizes at or next to one."""
+    """The measured sizes at or next to a size."""
     below = max((at for at in axis if at <= size), default=axis[0])
     above = min((at for at in axis if at >= size), default=axis[-1])
     return {below, above}
@@ -115,7 +115,7 @@ def test_shipped_ceilings_are_complete_and_plausible() -> None:
 
 
 def test_shipped_gemms_predict_layers_off_the_grid() -> None:
-    """Real layers' products, measured apart and under steady load, which the grid's bursts outrun a little."""
+    """GEMMs of real layers, measured under steady load, a little slower than the grid's bursts."""
     ceilings = shipped()
     errors = [
         abs(ceilings.gemm_seconds(s.m, s.n, s.k, s.precision) / (s.microseconds / 1e6) - 1)

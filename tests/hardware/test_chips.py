@@ -25,7 +25,7 @@ from headway.hardware import CHIPS, find_chip, known_chip, precision
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        # other silicon, or a part of it: no peak is better than a wrong one
+        # other silicon, or a slice of it: better no peak than a wrong one
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA H20", None),
         ("AMD Instinct MI300A", None),
@@ -67,7 +67,7 @@ def test_typed_names(chip) -> None:
 def test_dense_bfloat16_follows_from_the_silicon(
     name: str, tensor_cores: int, products_a_clock: int, boost_ghz: float
 ) -> None:
-    """Cores x multiply-adds a clock x 2 x clock is the dense peak; the sparse one would be twice that."""
+    """Cores x multiply-adds per clock x 2 x clock is the dense peak; the sparse one would be twice that."""
     chip = find_chip(name)
     assert chip is not None
     dense = tensor_cores * products_a_clock * 2 * boost_ghz * 1e9

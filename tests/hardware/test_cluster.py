@@ -1,4 +1,4 @@
-"""Clusters from the command line and from files, against wiring worked out by hand."""
+"""Clusters from the command line and from files, against levels by hand."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def test_levels_grow_until_they_connect_all(chip, per_node: int, nodes: int) -> 
 
 
 def crosses(extent: int, size: int, devices: int) -> bool:
-    """Whether some group of neighbours has members on both sides of a border, by trying all groups."""
+    """Whether some group of neighbours crosses a boundary, by brute force."""
     groups = [range(first, first + extent) for first in range(0, devices - extent + 1, extent)]
     return any(group[0] // size != group[-1] // size for group in groups)
 

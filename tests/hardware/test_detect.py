@@ -42,7 +42,7 @@ def test_mig_slices_stand_for_themselves() -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, names: list[str], fails: bool = False) -> None:
-    """Put a library with these GPUs where `import pynvml` finds it."""
+    """Install a fake pynvml with these GPUs."""
     library = types.ModuleType("pynvml")
 
     class NVMLError(Exception):

@@ -1,4 +1,4 @@
-"""Interfaces are those the kernel lists; what NCCL would use follows from what there is."""
+"""Detected interfaces, the choice of transport, and the TCP benchmark."""
 
 import socket
 import threading
@@ -93,10 +93,10 @@ def test_variables_already_set_win() -> None:
 @pytest.mark.parametrize(
     ("host", "name", "interface"),
     [
-        ("10.0.0.5", "InfiniBand", "eth0"),  # slower than the other, and known to lead to the others
+        ("10.0.0.5", "InfiniBand", "eth0"),  # slower than the other, but known to reach the agents
         ("10.1.0.5", "InfiniBand", "ens5"),
         ("127.0.0.1", "none", "lo"),
-        ("10.9.9.9", "InfiniBand", "ens5"),  # nobody's: the fastest
+        ("10.9.9.9", "InfiniBand", "ens5"),  # unknown address: the fastest
     ],
 )
 def test_sockets_use_the_interface_of_the_agents(host: str, name: str, interface: str) -> None:
@@ -131,7 +131,7 @@ def test_node_environment_matches_the_doctor(
 
 @pytest.fixture
 def listener() -> Iterator[Callable[[str | None, int], tuple[str, list[str]]]]:
-    """Starts listeners on loopback; their address, and what they tell."""
+    """Starts listeners on loopback; returns their address and reports."""
     threads = []
 
     def start(token: str | None, times: int) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Measuring a disk: what is told is plausible, and nothing is left behind."""
+"""Storage benchmark: plausible rates, and no files left."""
 
 import subprocess
 from dataclasses import replace

@@ -28,13 +28,13 @@ TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def pretend(kind: str, ranks: int, sizes: Sequence[int]) -> list[CollectiveCurve]:
-    """Collectives that nobody has measured."""
+    """Fake collectives."""
     curve = {"ranks": ranks, "backend": "gloo", "bytes": tuple(sizes), "microseconds": (10.0,) * len(sizes)}
     return [CollectiveCurve.model_validate({"operation": operation, **curve}) for operation in TOGETHER]
 
 
 def serve_here(request: dict[str, Any]) -> Ceilings:
-    """What the command has another process do: the program reads a request, and the command follows what it writes."""
+    """Serve a request in this process, and follow its output as the command does."""
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
@@ -75,7 +75,7 @@ def test_every_requested_ceiling_is_measured(measured: tuple[Path, str, str]) ->
     together = {(curve.operation, curve.ranks, curve.backend) for curve in ceilings.collectives}
     assert together == {(name, 2, "gloo") for name in TOGETHER}
     best = max(ceilings.gemm_efficiency(m, n, k, "fp32") for m in sizes for n in sizes for k in sizes)
-    assert best == pytest.approx(1.0)  # a CPU's peak is the best that was measured
+    assert best == pytest.approx(1.0)  # a CPU's peak is the best measured rate
 
 
 def test_measure_output(measured: tuple[Path, str, str]) -> None:
@@ -113,7 +113,7 @@ def test_layers_of_the_full_grid_fit_in_the_pool() -> None:
 
 
 def test_seconds_are_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that only work moves, by three milliseconds a piece."""
+    """With a clock that only work moves, by three milliseconds per call."""
     clock = [0.0]
     monkeypatch.setattr("headway.measure.timer.time.perf_counter", lambda: clock[0])
 

@@ -1,4 +1,4 @@
-"""The planner's error over published runs, tracked: the goals, and that the scores are what they say."""
+"""The planner's error on published runs against its goals, and the scores by hand."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Fits to runs whose truth is known, because they were made with it."""
+"""Fits to synthetic runs with known parameters."""
 
 import csv
 import math
@@ -24,7 +24,7 @@ A100 = [read_case(row, line) for row, line in enumerate(lines("published_runs.cs
 
 
 def made_with(cases: list[PublishedRun], truth: Efficiencies) -> list[PublishedRun]:
-    """The same runs, had they been as fast as the model says with these parameters."""
+    """The same runs with the speed that the model predicts for these parameters."""
     return [replace(case, tokens_s=predict(case, truth)) for case in cases]
 
 
@@ -64,7 +64,7 @@ def test_fitted_shares_never_exceed_one() -> None:
 
 @pytest.mark.slow
 def test_calibration_corrects_by_residuals_of_neighbours() -> None:
-    """Half of the layer shapes are slower by a fifth than anything the parameters can say; their other runs gain."""
+    """Half of the layer shapes are a fifth slower than the parameters can explain; held-out runs of them improve."""
     runs = [read_iteration(row, line) for row, line in enumerate(lines("a100_iterations.csv", slice(0, 200)))]
     runs = made_with(runs, fitted_parameters())
     odd = [replace(run, tokens_s=run.tokens_s * (0.8 if run.settings.microbatch in (1, 4) else 1.0)) for run in runs]

@@ -1,4 +1,4 @@
-"""What can run, against rules written down a second time; remedies, against the memory each of them needs."""
+"""Validity of settings against independent rules; suggested changes against the memory they need."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ def on_mesh(mesh: Mesh, **changes: object) -> Settings:
 
 
 CLASHES = [
-    # what, settings, numbers that the message names, what the hint offers
+    # case, settings, numbers in the message, text in the hint
     ("devices", DENSE, on_mesh(Mesh(shard=4, tensor=2)), ("8 devices", "16"), "shard=8"),
     ("devices, any shard size", DENSE, on_mesh(Mesh(shard=4, tensor=3)), ("12 devices", "16"), "multiply to 16"),
     ("heads", replace(DENSE, heads=24, kv_heads=24), on_mesh(Mesh(tensor=16)), ("tensor 16", "24 heads"), "1, 2, 4, 8"),
@@ -69,7 +69,7 @@ def test_conflicts_name_the_numbers_and_a_fix(arch, settings, named, hint):
 
 
 def possible(arch: Architecture, s: Settings, cluster: Cluster) -> bool:
-    """The rules, written down as divisions."""
+    """The rules as divisions."""
     m, experts = s.mesh, arch.experts
     if m.replicate * m.shard * m.tensor * m.pipeline * m.context != cluster.devices:
         return False
@@ -166,7 +166,7 @@ def test_runnable_settings_of_the_trainer(settings, runs):
 
 
 def enumerated(task: TrainingTask, cluster: Cluster, context: bool) -> set[Settings]:
-    """Every way to run, from all numbers up to the devices and the rules of `candidates` said again."""
+    """Every candidate by brute force over all numbers, with the rules of `candidates` restated."""
     arch, numbers = task.architecture, [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
     counts = range(1, (arch.experts.count if arch.experts else 1) + 1)
     settings_set = set()
@@ -257,7 +257,7 @@ def test_candidates_respect_trainer_limits():
 
 
 def least(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> float:
-    """Of all ways to run, with context or without."""
+    """Over all candidates, with and without context parallelism."""
     all_candidates = [candidate for shared in (False, True) for candidate in candidates(task, cluster, choices, shared)]
     return (
         min(

@@ -1,4 +1,4 @@
-"""Collectives against bandwidths that others measured, by hand, and as properties."""
+"""Collectives against published bandwidths, by hand, and as properties."""
 
 import pytest
 
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def bus_bandwidth(on: str, operation: str, size: float, members: int, **shares: float) -> float:
-    """Bytes a second as NCCL's tests print them."""
+    """Bus bandwidth as nccl-tests define it."""
     seconds = collective_seconds(NetworkModel(parse_on(on), **shares), operation, size, DeviceGroup(members))
     passes = 2 if operation == "all_reduce" else 1
     return passes * size * (members - 1) / members / seconds
@@ -39,7 +39,7 @@ def test_all_gather_inside_a_node_by_hand() -> None:
 
 
 def test_network_ports_limit_collectives_across_nodes() -> None:
-    """Two nodes of eight: all but a sixteenth crosses each node's border, over eight ports."""
+    """Two nodes of eight: all but a sixteenth crosses each node boundary, over eight ports."""
     network = NetworkModel(parse_on("h100x8x2"), near=1.0, far=1.0, latency=0.0)
     seconds = collective_seconds(network, "all_gather", 16e9, DeviceGroup(16))
     assert seconds == pytest.approx(16e9 * 15 / 16 / (8 * 50e9))
@@ -65,6 +65,6 @@ def test_collectives_slow_down_with_size_and_distance(operation: str) -> None:
 
 
 def test_all_to_all_is_limited_by_traffic_between_nodes() -> None:
-    """Of 64 devices' tokens seven eighths leave each node of eight, one port a device."""
+    """Of 64 devices' tokens seven eighths leave each node of eight, one port per device."""
     network = NetworkModel(parse_on("h100x8x8"), far=1.0, latency=0.0)
     assert collective_seconds(network, "all_to_all", 1e9, DeviceGroup(64)) == pytest.approx(1e9 * 56 / 64 / 50e9)

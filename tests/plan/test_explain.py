@@ -22,7 +22,7 @@ DENSE = Architecture(8, 2048, 16, 8, 128, 5632, 32000)
 
 
 def headway_settings(mesh: Mesh, microbatch: int, *, offloads: bool = False, **changes: Any) -> Settings:
-    """A way of our own trainer's, in bfloat16."""
+    """Settings of Headway's trainer, in bfloat16."""
     software = headway_software(compiled=False, autocasts=True, older=False, offloads=offloads).on_mesh(mesh, passes=2)
     return replace(Settings(mesh, 8192, microbatch, 256, software=software), **changes)
 
@@ -105,7 +105,7 @@ def test_weights_by_hand() -> None:
 
 
 def test_explained_gemm_by_hand() -> None:
-    """Gate and up projection of a sequence of 8,192, at the speed of light."""
+    """Gate and up projection of a sequence of 8,192, at the roofline."""
     plan, costs = estimate_of(LLAMA_8B, CASES[0][1], "limit")
     rows = section(explain(plan, costs), "one layer, 1 x 8,192 tokens").rows
     up = next(row for row in rows if row[:2] == ("mlp.up", "forward"))
@@ -128,7 +128,7 @@ def test_explained_flops_sum_to_the_model() -> None:
 
 
 def test_roofline_points_cover_the_device_time() -> None:
-    """At the speed of light nothing else takes time: no exchange, host or bubble."""
+    """At fidelity `limit` nothing else takes time: no communication, host or bubble."""
     for settings in (CASES[0][1], CASES[1][1], CASES[4][1]):
         plan, costs = estimate_of(LLAMA_8B, settings, "limit")
         points = roofline_points(plan, costs)
@@ -145,7 +145,7 @@ def test_full_recomputation_doubles_forward_flops() -> None:
 
 
 def test_even_pipeline_has_the_textbook_bubble() -> None:
-    """1F1B's bubble over its work is (stages - 1) / microbatches where stages are even, transfers and ends small."""
+    """1F1B's bubble over its work is (stages - 1) / microbatches for even stages, small transfers and ends."""
     arch = Architecture(64, 4096, 32, 8, 128, 14336, 128, tied=False)
     plan, costs = estimate_of(arch, Settings(Mesh(shard=8, pipeline=4), 8192, 1, 128, zero=1), "limit")
     terms = {name: seconds for name, _, seconds in step_terms(plan, costs)}

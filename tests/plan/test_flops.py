@@ -79,13 +79,13 @@ def test_a_training_step_executes_the_model_flops(model: Model, rows: int, lengt
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         decoder(tokens, tokens).backward()
-    # torch's counter leaves out attention's own products on a CPU.
+    # torch's counter leaves out the GEMMs of attention on a CPU.
     linear = {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)}
     assert sum(linear.values()) == 6 * matmul_parameters(architecture_of(model)) * rows * length
 
 
 def test_causal_attention_counts_half() -> None:
-    """Causal attention has seq * (seq + 1) / 2 scores, each made and used by head_dim products."""
+    """Causal attention has seq * (seq + 1) / 2 scores, each computed and used with head_dim multiply-adds."""
     model, seq = Model(vocab_size=10, layers=3, heads=4, head_dim=16), 1000
     scores = seq * (seq + 1) // 2
     exact = 3 * 2 * (2 * model.layers * model.heads * scores * model.head_dim)
@@ -95,7 +95,7 @@ def test_causal_attention_counts_half() -> None:
 
 @pytest.mark.parametrize(("window", "seq"), [(1, 7), (3, 7), (7, 7), (50, 7), (4, 64)])
 def test_attended_share_of_sliding_windows(window: int, seq: int) -> None:
-    """Pairs counted one by one, in a model of which three layers of five look through a window."""
+    """Pairs counted by brute force, in a model with three sliding-window layers of five."""
     pairs = sum(1 for i in range(seq) for j in range(seq) if 0 <= i - j < window)
     arch = Architecture(5, 32, 4, 2, 8, 64, 100, window=window, windowed_layers=3)
     assert attended_share(arch, seq) == pytest.approx((2 + 3 * pairs / (seq * (seq + 1) / 2)) / 5)

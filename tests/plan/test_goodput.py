@@ -16,7 +16,7 @@ HOUR = 3600.0
 DAY = 24 * HOUR
 
 # run, time between failures of the job, save, restart, step, interval: seconds. From rare failures to a job that fails
-# during most segments; the last run is no whole number of intervals.
+# during most segments; the last run is not a multiple of its interval.
 CASES = [
     (5000.0, 4000.0, 10.0, 60.0, 2.0, 200.0),
     (3000.0, 500.0, 20.0, 100.0, 10.0, 150.0),
@@ -33,7 +33,7 @@ def of_job(mtbf_s: float, **arguments: float) -> Goodput:
 def simulate(
     random: Random, run_s: float, mtbf_s: float, save_s: float, restart_s: float, interval_s: float
 ) -> tuple[float, ...]:
-    """One run on a clock: wall time, failures, and seconds of rework and restart."""
+    """Simulate one run: wall time, failures, and seconds of rework and restart."""
     clock, failures, done, rework, restart = 0.0, 0, 0.0, 0.0, 0.0
     failure_at = random.expovariate(1 / mtbf_s)
     working = True
@@ -72,10 +72,10 @@ def test_goodput_matches_simulated_runs(
 
 
 def expected_wall(run_s: float, mtbf_s: float, save_s: float, restart_s: float, interval_s: float) -> float:
-    """Segment by segment: tries until one lasts, each failed one followed by a restart with tries of its own."""
+    """Segment by segment: attempts until one succeeds, each failure followed by a restart that may fail too."""
 
     def lasting(length: float) -> tuple[float, float]:
-        """How many tries fail before one lasts, and the mean length of those."""
+        """Expected failed attempts before one succeeds, and their mean length."""
         lives = math.exp(-length / mtbf_s)
         if lives == 1:
             return 0.0, 0.0
@@ -127,7 +127,7 @@ def test_daly_interval_tends_to_youngs_formula() -> None:
 
 def test_goodput_of_llama_3_matches_its_report() -> None:
     # The Llama 3 Herd of Models (2024), section 3.3: 16,384 GPUs, 419 unexpected interruptions in 54 days, storage that
-    # sustains 2 TB/s, effective training time "higher than 90 %". Assumed: 14 bytes a parameter (bf16 weights, f32
+    # sustains 2 TB/s, effective training time "higher than 90 %". Assumed: 14 bytes per parameter (bf16 weights, f32
     # weights and moments), ten minutes from a failure to the next step, steps of 5 seconds.
     devices, failures, wall_s = 16_384, 419, 54 * DAY
     gpu_hours = devices * wall_s / HOUR / failures
@@ -191,7 +191,7 @@ def test_accounts_balance_and_fewer_failures_never_hurt(
     assert 0 < result.share <= 1
     lost_s = result.failures * result.lost_s_per_failure
     assert run_s + result.saves * save_s + lost_s == pytest.approx(result.wall_s)
-    # Twice the time between failures; the choice of interval may add what Daly's formula and whole steps are off by.
+    # Twice the time between failures; the choice of interval may add the error of Daly's formula and of full steps.
     assert of_job(2 * mtbf_s, **job).wall_s <= 1.005 * result.wall_s
 
 
@@ -229,7 +229,7 @@ def test_save_interval_follows_cost_and_observed_failures() -> None:
     # Young: sqrt(2 x 0.1 s x (50,000 h / 8)) = 2,121 s; Daly's correction is below a percent for so short a save.
     assert save_interval(0.1, 8, 50_000) == pytest.approx(2121, rel=0.01)
     assert save_interval(0.4, 8, 50_000) == pytest.approx(2 * save_interval(0.1, 8, 50_000), rel=0.01)
-    # Four failures in an hour: one in 900 s, whatever the catalogue says.
+    # Four failures in an hour: one in 900 s, whatever the expected rate is.
     assert save_interval(0.1, 8, 50_000, failures=4, seconds=3600) == pytest.approx((2 * 0.1 * 900) ** 0.5, rel=0.02)
     # One failure in a long time does not make it save less often than expected.
     assert save_interval(0.1, 8, 50_000, failures=1, seconds=1e12) == save_interval(0.1, 8, 50_000)

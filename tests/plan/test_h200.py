@@ -28,7 +28,7 @@ H200 = parse_on("h200")
 
 
 def predicted(row: dict[str, Any]) -> Estimate:
-    """Through the recipe, as `headway plan --fidelity measured` would."""
+    """Through the recipe, like `headway plan --fidelity measured`."""
     recipe = Recipe(
         model=Model(**row["model"]),
         data=Data(path="data", seq=row["seq"]),

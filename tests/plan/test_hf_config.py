@@ -70,7 +70,7 @@ def test_invalid_sizes_are_rejected(tmp_path: Path) -> None:
 
 
 def test_parameters_of_a_known_family_match_its_tensors(tmp_path: Path) -> None:
-    """Gemma 2 has four norms a layer and windows in every other one, of which a config's keys alone say nothing."""
+    """Gemma 2 has four norms per layer and windows in every other one, which the config's keys do not state."""
     config = {
         "model_type": "gemma2", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
         "num_hidden_layers": 4, "intermediate_size": 80, "vocab_size": 211, "sliding_window": 9,

@@ -25,7 +25,7 @@ H100 = parse_on("h100x8x4")
 
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_activations_match_the_published_formula(tensor: int) -> None:
-    """Korthikanti et al. 2022, table 2: sbh (34 + 5 a s / h) / t bytes a layer with tensor and sequence parallelism."""
+    """Korthikanti et al. 2022, table 2: sbh (34 + 5 a s / h) / t bytes per layer with sequence parallelism."""
     settings = Settings(Mesh(tensor=tensor), seq=2048, microbatch=1, batch=1, software=MEGATRON)
     whole, kept = activation_bytes(GPT, False, settings.shape, settings)
     assert whole == kept == pytest.approx(2048 * 12288 * (34 + 5 * 96 * 2048 / 12288) / tensor, rel=1e-3)
@@ -40,7 +40,7 @@ def test_attention_recomputation_drops_its_term_and_full_keeps_inputs() -> None:
 
 
 def test_states_by_hand() -> None:
-    """ZeRO 3 over 32 devices: sixteen bytes a parameter are spread, but for what is gathered."""
+    """ZeRO 3 over 32 devices: sixteen bytes per parameter are sharded, except gathered weights."""
     software = Software(weight_bytes=4, master_bytes=0, moment_bytes=4, gradient_bytes=4)
     settings = Settings(Mesh(shard=32), seq=1024, microbatch=1, batch=32, zero=3, software=software)
     needed = memory(LLAMA, settings, H100)
@@ -77,7 +77,7 @@ def test_recomputation_needs_less_than_none() -> None:
 
 
 def test_a_pipeline_s_last_stage_holds_the_loss() -> None:
-    """With a large vocabulary and one microbatch at work the last stage needs more than the first."""
+    """With a large vocabulary and one microbatch in flight the last stage needs more than the first."""
     wide = replace(LLAMA, layers=4, vocab=512 * 1024)
     settings = Settings(Mesh(pipeline=4), 8192, 1, 4, zero=0, software=Software(loss="eager"))
     needed = memory(wide, settings, H100, in_flight=4)
@@ -106,7 +106,7 @@ PARAMETERS = 8_030_261_248
 
 
 def test_gradients_are_held_unsharded_until_the_last_microbatch() -> None:
-    """Four bytes a parameter on every device with several microbatches; with one, each keeps its share."""
+    """Four bytes per parameter on every device with several microbatches; with one, only its shard."""
     single = memory(LLAMA, headway_settings(Mesh(shard=32), 4, 128), H100)
     several = memory(LLAMA, headway_settings(Mesh(shard=32), 1, 128), H100)
     assert several.gradients == 4 * PARAMETERS
@@ -121,26 +121,26 @@ def test_offloaded_moments_trade_device_memory_for_transfer_time() -> None:
     assert saved == pytest.approx(8 * PARAMETERS / 32)
     costs = make_cost_model(H100)
     longer = step(LLAMA, on_host, costs).accounts["optimizer"] - step(LLAMA, on_device, costs).accounts["optimizer"]
-    # eight bytes a parameter there and back, over PCIe 5.0 x16 at 55 of its 64 GB/s
+    # eight bytes per parameter to the device and back, over PCIe 5.0 x16 at 55 of its 64 GB/s
     assert longer == pytest.approx(2 * 8 * PARAMETERS / 32 / 55e9)
 
 
 def test_update_in_backward_holds_gradients_of_one_block() -> None:
-    """And of what is outside of blocks: embedding, head and last norm."""
+    """And of parameters outside of blocks: embedding, head and final norm."""
     default = headway_settings(Mesh(), 1, 1, recompute="full")
     early = replace(default, software=replace(default.software, updates_in_backward=True))
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert memory(LLAMA, default, H100).gradients == 4 * PARAMETERS
     peak = memory(LLAMA, early, H100)
     assert peak.gradients in (0.0, 4 * (PARAMETERS - 31 * block))
-    # The most is needed elsewhere then, where all weights lie there in two bytes too and the logits in four.
+    # The peak moves to the end of the forward pass, with weights in two bytes and logits in four.
     whole = 4 * PARAMETERS + 8 * PARAMETERS + 2 * PARAMETERS + 4 * 2048 * 128256
     assert peak.allocated == pytest.approx(whole, rel=0.1)
     assert peak.allocated < memory(LLAMA, default, H100).allocated
 
 
 def test_gathered_inputs_are_kept_under_tensor_parallelism() -> None:
-    """Of each layer the inputs of attention and feed-forward: two bytes an element, on every device of the axis."""
+    """The inputs of attention and feed-forward per layer: two bytes per element, on every device of the axis."""
     settings = headway_settings(Mesh(shard=4, tensor=8), 1, 16)
     again = replace(settings, software=replace(settings.software, regathers=True))
     kept, _ = activation_bytes(LLAMA, False, settings.shape, settings)
@@ -149,7 +149,7 @@ def test_gathered_inputs_are_kept_under_tensor_parallelism() -> None:
 
 
 def test_selective_recomputation_keeps_gemm_and_attention_outputs() -> None:
-    """By hand, for one sequence: the input, queries, keys, values, attention, and what five more products make."""
+    """By hand, for one sequence: the input, queries, keys, values, attention, and the outputs of five more GEMMs."""
     settings = headway_settings(Mesh(shard=32), 1, 32, recompute="selective")
     _, kept = activation_bytes(LLAMA, False, settings.shape, settings)
     widths = 4096 + (4096 + 2 * 1024) + 4096 + 4096 + 2 * 14336 + 4096
@@ -181,12 +181,12 @@ def test_peak_is_that_of_the_pipeline_rank_that_needs_most() -> None:
 
 
 def test_replicas_keep_a_cast_copy_of_weights() -> None:
-    """FSDP rounds a copy's weights for products and keeps that; autocast on one device does so for each use."""
+    """FSDP casts a replica's weights for GEMMs and keeps them; autocast on one device casts at each use."""
     assert memory(LLAMA, headway_settings(Mesh(replicate=32), 1, 32), H100).gathered == 2 * PARAMETERS
 
 
 def test_gradients_reduced_per_microbatch_are_held_sharded() -> None:
-    """Llama 3 8B over eight devices: 8.03e9 float32 gradients wait whole, or an eighth of them does."""
+    """Llama 3 8B over eight devices: 8.03e9 float32 gradients are held, or an eighth of them."""
     software = headway_software(compiled=False, autocasts=True, older=False)
     held = Settings(Mesh(shard=8), 8192, 1, 64, software=software)
     cluster = parse_on("h100x8")

@@ -1,4 +1,4 @@
-"""What a model is made of, for every family: the parts are all there is."""
+"""Model summaries of every family: the parts cover all parameters."""
 
 import pytest
 
@@ -41,6 +41,6 @@ def test_part_of_a_tensor(name: str, part: str) -> None:
 
 
 def test_latent_attention_caches_one_latent_vector() -> None:
-    """DeepSeek-V3: 512 + 64 numbers of two bytes in 61 layers, where 128 whole heads would be 40,960 in each."""
+    """DeepSeek-V3: 512 + 64 numbers of two bytes in 61 layers, where 128 full heads would be 40,960 in each."""
     model = Model(family="deepseek_v3", vocab_size=129_280, layers=61, dim=7168, heads=128, kv_rank=512, rope_dim=64)
     assert describe(model, 4096).cache.token == (512 + 64) * 2 * 61

@@ -1,4 +1,4 @@
-"""Schedules against their lists of operations, worked off as a graph, and against published bubbles."""
+"""Schedules against the longest path through their operations, and against published bubbles."""
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
@@ -14,11 +14,11 @@ from headway.plan.pipeline import SCHEDULES, StageTime, check_schedule, simulate
 from thinned import examples
 
 ONE_CHUNK = ("gpipe", "1f1b", "zero-bubble")
-Operation = tuple[str, int, int]  # what it does, microbatch, virtual stage
+Operation = tuple[str, int, int]  # kind, microbatch, virtual stage
 
 
 def operations(schedule: str, rank: int, ranks: int, chunks: int, microbatches: int) -> list[Operation]:
-    """What a rank does, in order, as the schedule's paper draws it."""
+    """The operations of a rank in order, as in the schedule's paper."""
     groups = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
     own = range(rank, ranks * chunks, ranks)
     forwards = [("F", m, stage) for group in groups for stage in own for m in group]
@@ -52,7 +52,7 @@ def duration(operation: Operation, stages: list[StageTime], schedule: str) -> fl
 
 
 def longest_path(schedule: str, stages: list[StageTime], ranks: int, microbatches: int, transfer_s: float) -> float:
-    """The end of the last operation: the longest way through the graph of all of them."""
+    """The end of the last operation: the longest path through the graph of operations."""
     delays: dict[Operation, dict[Operation, float]] = {}
     for rank in range(ranks):
         order = operations(schedule, rank, ranks, len(stages) // ranks, microbatches)
@@ -75,7 +75,7 @@ def longest_path(schedule: str, stages: list[StageTime], ranks: int, microbatche
 
 
 def most_held(schedule: str, order: list[Operation]) -> int:
-    """The most forwards whose last backward has not been."""
+    """The most forwards whose last backward is outstanding."""
     held = most = 0
     for kind, _, _ in order:
         held += 1 if kind == "F" else -1 if kind == ("W" if schedule == "zero-bubble" else "B") else 0
@@ -85,7 +85,7 @@ def most_held(schedule: str, order: list[Operation]) -> int:
 
 
 def random_stages(random: Random, count: int) -> list[StageTime]:
-    """Stages of one of the kinds that meet different corners: any, nearly even, heavy ends, ties and nothings."""
+    """Stages of a kind that hits an edge case: any, nearly even, heavy ends, ties and zeros."""
     kind = random.choice(["any", "near", "ends", "whole", "even"])
     base = [random.uniform(0.5, 1.5) for _ in range(3)]
     if kind == "any":
@@ -194,7 +194,7 @@ def test_two_uneven_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize("microbatches", [4, 100, 700, 900, 3000, 10**6])
 def test_slowest_rank_may_emerge_late(microbatches: int) -> None:
-    """Rank 0 is the slowest by a thousandth; rank 2, with the longer way in and out, decides the first 800."""
+    """Rank 0 is the slowest by a thousandth; rank 2, with the longer path in and out, decides the first 800."""
     stages = [StageTime(0.5005, 0.2505, 0.25), StageTime(0.1, 0.05, 0.05), StageTime(0.5, 0.25, 0.25)]
     by_rank_2 = 1.001 + 0.2 + microbatches * 1.0
     # Rank 0 waits for the first microbatch to return less two forwards, and as long at the end.
@@ -222,7 +222,7 @@ def test_zero_bubble_may_lose_to_1f1b_on_uneven_stages() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_transfers_cost_a_round_trip_per_rank(ranks: int) -> None:
-    """1f1b keeps `ranks` microbatches on the way: these many need one full trip there and back, transfers included."""
+    """1f1b has `ranks` microbatches in flight: that many need one round trip, transfers included."""
     stages = [StageTime(1, 0.8, 1.1)] * ranks
     few, more = (simulate("1f1b", stages, ranks, turns * ranks, transfer_s=0.3).seconds for turns in (5, 105))
     assert (more - few) / 100 == pytest.approx(ranks * 2.9 + 2 * (ranks - 1) * 0.3)

@@ -1,4 +1,4 @@
-"""What must hold of any cost model, whatever its numbers: at the speed of light, and between fidelities."""
+"""Properties of any cost model, whatever its numbers: at fidelity `limit`, and between fidelities."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ def limit(chip: str, devices: int) -> CostModel:
 
 
 def rising(values: list[float]) -> bool:
-    """Never falling, but for rounding."""
+    """Non-decreasing up to rounding."""
     return all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(values))
 
 
@@ -55,7 +55,7 @@ def rising(values: list[float]) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_more_devices_never_take_longer(name, zero):
-    """Of the data axis, for the same batch, where nothing that travels takes time."""
+    """Along the data axis, at the same batch, with free communication."""
     seconds = []
     for devices in (1, 2, 4, 8, 16, 64, 256, 512):
         mesh = Mesh(shard=devices) if zero else Mesh(replicate=devices)
@@ -108,7 +108,7 @@ def falls(arch: Architecture, variants: list[Settings], of: Callable[[PeakMemory
 
 
 def allocated(need: PeakMemory) -> float:
-    """Without what a device takes for each group that it talks in, which grows with the mesh."""
+    """Without communicator buffers, which grow with the mesh."""
     return need.allocated
 
 
@@ -129,13 +129,13 @@ def test_memory_falls_with_what_is_sharded_in_a_pipeline(name, microbatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_3_in_a_pipeline_is_zero_2_plus_a_shard(name):
-    """There weights stay gathered for a step, and gradients wait in full for its end: ZeRO 3 is ZeRO 2 and a shard."""
+    """Weights stay gathered and gradients unsharded for the step: ZeRO 3 is ZeRO 2 plus a shard."""
     two, three = (needs(MODELS[name], Settings(Mesh(shard=8, pipeline=4), 4096, 1, BATCH, zero)) for zero in (2, 3))
     assert three.allocated <= two.allocated + three.weights
 
 
 def test_gathered_weights_are_at_least_one_layer():
-    """With nothing split, ZeRO 3 brings a whole layer together: here eight experts of three matrices, in bfloat16."""
+    """With nothing split, ZeRO 3 gathers a full layer: here eight experts of three matrices, in bfloat16."""
     assert needs(EXPERTS, Settings(Mesh(shard=64), 4096, 1, BATCH)).gathered >= 2 * 8 * 3 * 4096 * 14336
 
 
@@ -163,7 +163,7 @@ def test_memory_falls_with_pipeline_stages(name, zero, recompute):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_falls_with_more_pipeline_stages_of_sharded_weights(name):
-    """From two on: the first split keeps weights gathered that were gathered layer by layer before."""
+    """From two stages on: the first split keeps weights gathered that were gathered per layer before."""
     variants = [Settings(Mesh(shard=8, pipeline=n), 4096, 1, BATCH, 3) for n in (2, 4, 8)]
     assert falls(MODELS[name], variants, allocated), [needs(MODELS[name], settings) for settings in variants]
 
@@ -269,7 +269,7 @@ def test_accounts_sum_to_the_step_and_are_not_negative():
 
 
 def test_useful_time_is_model_flops_at_peak():
-    """MFU from the step's time and from the account of useful seconds are one number."""
+    """MFU from the step's time and from the account of useful seconds agree."""
     for settings, plan, costs in accounted():
         assert plan.mfu == pytest.approx(plan.step.accounts["useful"] / plan.step.seconds), (costs.fidelity, settings)
         assert 0 < plan.mfu <= 1

@@ -40,7 +40,7 @@ def test_dense_rows_on_known_chips_are_modelled_or_name_what_is_missing() -> Non
 
 @pytest.mark.parametrize("source", ["llm-foundry", "Megatron-Bridge docs"])
 def test_tokens_from_flops_are_the_published_tokens(source: str) -> None:
-    """Where a line has both, the source's own convention turns one into the other within rounding."""
+    """If a row has both, the source's convention converts one into the other within rounding."""
     checked = 0
     for row, line in enumerate(RUNS):
         if (
@@ -68,7 +68,7 @@ def test_notes_are_parsed() -> None:
     assert case(114).settings.chunks == 5
     assert case(114).settings.schedule == "interleaved"
     foundry = case(47)
-    assert foundry.cluster.levels[-1].bandwidth_bytes_s == 25e9  # 1600 Gb/s a node of eight
+    assert foundry.cluster.levels[-1].bandwidth_bytes_s == 25e9  # 1600 Gb/s per node of eight
     assert case(327).cluster.levels[-1].bandwidth_bytes_s == 12.5e9
     assert case(377).cluster.levels[-1].bandwidth_bytes_s == 6.25e9
 
@@ -117,7 +117,7 @@ def test_iterations_are_read() -> None:
 
 
 def test_headway_rows_use_the_planners_software() -> None:
-    """8B on 32 H100, sharded, compiled: a line with the plan's own settings is predicted as the plan predicts."""
+    """8B on 32 H100, sharded, compiled: a row with the plan's settings has the plan's prediction."""
     recipe = load_recipe(
         TABLES.parents[1] / "recipes/llama3-8b.toml", ["parallel.keep_weights=false", "train.recompute=none"]
     )

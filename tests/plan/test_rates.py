@@ -1,4 +1,4 @@
-"""The kernel model against what was measured on an H200, and against figures that others published."""
+"""The kernel model against what was measured on an H200, and against published figures."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ assert CEILINGS is not None
 
 @pytest.mark.parametrize(("precision", "name", "most"), [("bf16", "bfloat16", 0.06), ("fp8", "float8", 0.09)])
 def test_tile_model_matches_measured_gemms(precision: str, name: str, most: float) -> None:
-    """Over every product with sides of 1024 and more that was measured: a median error of a few percent."""
+    """Over every measured GEMM with sides of at least 1024: a median error of a few percent."""
     grid = next(gemm for gemm in CEILINGS.gemm if gemm.precision == name)
     sizes = [(m, n, k) for m in grid.m for n in grid.n for k in grid.k]
     rates, errors = ModelRates(H200), []
@@ -99,6 +99,6 @@ def test_power_limit_slows_gemms_but_not_memory() -> None:
 
 
 def test_sustained_gemm_runs_at_the_measured_clock() -> None:
-    """Products without a pause: 663 of 797 TFLOP/s were left of a burst on an H200 at 692 W."""
+    """Back-to-back GEMMs: 663 of a burst's 797 TFLOP/s on an H200 at 692 W."""
     share = CEILINGS.sustained_share("bf16")
     assert power_share(H200, H200.power_w, 1, 0, 0, share**-2) == pytest.approx(share)

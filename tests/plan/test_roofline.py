@@ -23,7 +23,7 @@ BELOW = RooflinePoint("below", flops=1e13, bytes=1e10, seconds=1.0)  # 1,000 FLO
 
 
 class Chart:
-    """What a text says, read by its axes."""
+    """A text chart, parsed by its axes."""
 
     def __init__(self, text: str) -> None:
         lines = text.splitlines()
@@ -60,7 +60,7 @@ def test_points_are_drawn_at_their_coordinates() -> None:
 def test_points_on_the_roof_are_drawn_on_it() -> None:
     chart = Chart(text_roofline([ON_SLOPE, ON_TOP], PEAK, BANDWIDTH, "two"))
     row, column = chart.where("a")
-    # The slope rises by less than a row a column, so that the roof's neighbours are above and below by one at most.
+    # The slope rises by less than a row per column, so that the roof's neighbours are above and below by one at most.
     assert row - 1 <= chart.roof_row(column + 1) <= row <= chart.roof_row(column - 1) <= row + 1
     row, column = chart.where("b")
     assert chart.roof_row(column - 1) == chart.roof_row(column + 1) == row == chart.row("100")

@@ -1,4 +1,4 @@
-"""The search against brute force: every way to run estimated, none left out."""
+"""The search against brute force over every candidate."""
 
 import re
 from dataclasses import replace
@@ -41,7 +41,7 @@ LARGE = Architecture(126, 16384, 128, 8, 128, 53248, 128256, tied=False)
 
 
 def cluster(on: str, gib: float | None = None) -> Cluster:
-    """A cluster, its devices perhaps with less memory."""
+    """A cluster, optionally with less memory per device."""
     resized = parse_on(on)
     return resized if gib is None else replace(resized, chip=replace(resized.chip, memory_bytes=int(gib * 2**30)))
 
@@ -74,7 +74,7 @@ CASES: list[tuple[TrainingTask, Cluster, Fidelity]] = [
     (TrainingTask(MANY_EXPERTS, 2048, 16), cluster("a100x8", 5), "limit"),
 ]  # fmt: skip
 LONG = {3, 8, 9, 11, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23}
-"""Cases of which brute force takes long."""
+"""Cases that take long by brute force."""
 ALL_CASES = [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in range(len(CASES))]
 """All cases, the long ones among the slow tests."""
 NAMES = [f"{i}-{on.name}-{fidelity}" for i, (_, on, fidelity) in enumerate(CASES)]
@@ -82,7 +82,7 @@ NAMES = [f"{i}-{on.name}-{fidelity}" for i, (_, on, fidelity) in enumerate(CASES
 
 @cache
 def everything(case: int) -> tuple[Estimate, ...]:
-    """All ways to run, estimated, whether they fit or not."""
+    """Estimates of all candidates, whether they fit or not."""
     task, on, fidelity = CASES[case]
     costs = make_cost_model(on, fidelity)
     return tuple(
@@ -97,7 +97,7 @@ def kind(plan: Estimate) -> tuple[int, ...]:
 
 
 def best_of_kinds(plans: list[Estimate]) -> list[Estimate]:
-    """The fastest of each kind, of equals the one that recomputes and holds least; the fastest kind first."""
+    """The fastest of each kind, ties broken by less recomputation and memory; fastest kind first."""
     least = ("none", "attention", "selective", "full").index
     ordered = sorted(
         plans, key=lambda plan: (plan.step.seconds, least(plan.settings.recompute), plan.memory.total, kind(plan))
@@ -156,7 +156,7 @@ def test_limit_bound_without_pipeline_lacks_only_the_optimizer():
 
 
 def least_blocks(task: TrainingTask, candidate: Settings, on: Cluster) -> int | None:
-    """Counted up from none."""
+    """The fewest recomputed blocks that fit, by counting up."""
     for blocks in range(task.architecture.layers + 1):
         trial = replace(candidate, recompute_blocks=blocks)
         if memory(task.architecture, trial, on, held_microbatches(trial)).fits:
@@ -193,7 +193,7 @@ def test_fewest_layers_that_fit_are_recomputed(kinds, tight) -> None:
 
 
 def test_partial_recomputation_is_chosen() -> None:
-    """A device with room for more than full recomputation leaves and less than none needs."""
+    """A device with memory for more than full recomputation and less than none."""
     task, on = TIGHT[3]
     costs = make_cost_model(on)
     some = search(task, costs, SearchSpace(limits=RUNNABLE, least_blocks=True, microbatches=(2,))).plans[0].estimate
@@ -203,7 +203,7 @@ def test_partial_recomputation_is_chosen() -> None:
 
 
 def test_keeping_weights_depends_on_time_and_memory() -> None:
-    """Between nodes a second gather costs, where memory is short it is paid."""
+    """A second gather between nodes costs time, and is chosen if memory is short."""
     both = SearchSpace(mesh=Mesh(shard=32), limits=RUNNABLE, keeps_weights=(False, True), microbatches=(1,))
     task = TrainingTask(EIGHT, 4096, 32, OWN)
     roomy, tight = (search(task, make_cost_model(cluster("h100x8x4", gib)), both).plans[0] for gib in (80, 22))
@@ -215,7 +215,7 @@ def test_keeping_weights_depends_on_time_and_memory() -> None:
 
 
 def uneven_settings(task: TrainingTask, on: Cluster) -> list[Settings]:
-    """Every split into copies and shards, every number of chunks and microbatch: also what candidates leave out."""
+    """Every split into copies and shards, every number of chunks and microbatch, also those that candidates exclude."""
     all_candidates = {}
     for candidate in candidates(task, on, SearchSpace(), task.seq >= 16384):
         mesh, share = candidate.mesh, task.batch // candidate.mesh.data
@@ -349,7 +349,7 @@ def test_invalid_mesh_is_rejected_with_a_hint():
 
 
 def test_tensor_axis_crosses_nodes_only_if_nothing_else_fits() -> None:
-    """70 billion parameters on sixteen devices: 79 GB each if four share a layer, whatever their nodes' size."""
+    """70 billion parameters on sixteen devices: 79 GB each if four split a layer, whatever the size of nodes."""
     large = Architecture(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
     task = TrainingTask(large, 8192, 1024, EAGER)
     short = SearchSpace(context=False)

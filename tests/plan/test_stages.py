@@ -1,4 +1,4 @@
-"""Cuts of a pipeline against all there are."""
+"""Pipeline cuts against all possible cuts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ LLAMA = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
 
 
 def compositions(total: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as so many parts in order."""
+    """All compositions of a number into that many parts."""
     if parts == 1:
         if total >= least:
             yield (total,)
@@ -29,7 +29,7 @@ def compositions(total: int, parts: int, least: int) -> Iterator[tuple[int, ...]
 
 
 def busiest(counts: tuple[int, ...], first: float, last: float, ranks: int) -> float:
-    """What the rank with most to do has to do, in blocks."""
+    """Load of the busiest rank, in blocks."""
     loads = [float(sum(counts[rank::ranks])) for rank in range(ranks)]
     loads[0] += first
     loads[-1] += last

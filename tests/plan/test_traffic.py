@@ -1,4 +1,4 @@
-"""Bytes of a step against sums done by hand, against the model's own shapes, and against the timed exchanges."""
+"""Bytes of a step against sums done by hand, against the model's shapes, and against the timed collectives."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -28,7 +28,7 @@ BLOCK = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
 
 
 def make_settings(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
-    """Eight sequences of 32 tokens for each data rank, two at once."""
+    """Eight sequences of 32 tokens per data rank, in microbatches of two."""
     software = headway_software(compiled=False, autocasts=precision == "bf16", older=True).on_mesh(mesh, passes=2)
     settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.shard > 1 else 0, precision=precision, software=software)
     return replace(settings, **changes)
@@ -49,7 +49,7 @@ def test_a_single_worker_holds_every_parameter(model: Model) -> None:
 
 
 def whole_names(model: Model, tensor: int) -> set[str]:
-    """Parameters of a block that all workers of a tensor axis hold alike, by name."""
+    """Parameters of a block that the tensor axis replicates, by name."""
     names = {"attention_norm", "mlp_norm", "q_norm", "k_norm", "o.bias", "down.bias"}
     if model.kv_heads % tensor:
         names |= {"attention.k.", "attention.v."}
@@ -72,7 +72,7 @@ def test_tensor_axis_replicates_norms_row_biases_and_few_kv_heads(model: Model, 
 
 
 def test_shards() -> None:
-    """Four microbatches: blocks are gathered twice in each, the table and the last norm once; gradients travel once."""
+    """Four microbatches: each gathers blocks twice, table and final norm once; gradients are reduced once."""
     rest = 515 * 64 + 64
     weights = 4 * (2 * 6 * BLOCK + rest) * 4
     assert bytes_of(SMALL, make_settings(Mesh(shard=4))) == {
@@ -97,22 +97,22 @@ def test_copies() -> None:
 
 
 def test_tensor() -> None:
-    """Of each layer two gathers and two scatters a pass; the embedding a scatter and a gather, the head the reverse."""
+    """Two gathers and two scatters per layer and pass; the embedding a scatter and a gather, the head the reverse."""
     stream = 2 * 32 * 64 * 4
     sizes = bytes_of(SMALL, make_settings(Mesh(tensor=2)))
     assert sizes == {
         ("all_gather", "tensor"): 4 * (6 * 4 + 2) * stream,
         ("reduce_scatter", "tensor"): 4 * (6 * 4 + 2) * stream,
-        # three numbers a token, and the gradients of thirteen norms
+        # three numbers per token, and the gradients of thirteen norms
         ("all_reduce", "tensor"): 8 * 32 * 3 * 4 + 13 * 64 * 4,
     }
-    # four workers, two heads of keys and values: those are held whole, and their gradients added up
+    # four workers, two key-value heads: those are replicated, and their gradients reduced
     more = bytes_of(SMALL, make_settings(Mesh(tensor=4)))
     assert more["all_reduce", "tensor"] == 8 * 32 * 3 * 4 + 13 * 64 * 4 + 6 * 2 * 32 * 64 * 4
 
 
 def test_tensor_with_autocast_keeps_the_stream_in_float32() -> None:
-    """What enters a part travels in four bytes, and so does its gradient; what leaves one is a product's, in two."""
+    """Inputs and their gradients are sent in four bytes; outputs come from GEMMs, in two."""
     element = 2 * 32 * 64
     sizes = bytes_of(SMALL, make_settings(Mesh(tensor=2), precision="bf16"))
     assert sizes["all_gather", "tensor"] == 4 * (6 * 2 * (4 + 2) + 2 * 4) * element
@@ -123,7 +123,7 @@ def test_tensor_with_autocast_keeps_the_stream_in_float32() -> None:
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_tensor_with_recomputation(kind: str) -> None:
-    """Both gathers and the first of the two scatters come again: nobody needs a layer's last sum twice."""
+    """Recomputation repeats both gathers and the first of the two scatters: the last one is not needed."""
     stream = 2 * 32 * 64 * 4
     plain, every, some = (
         bytes_of(SMALL, make_settings(Mesh(tensor=2), **changes))
@@ -150,7 +150,7 @@ def test_pipeline() -> None:
 
 
 def test_interleaved_pipeline() -> None:
-    """Two ranks of three stages each: five borders, crossed both ways in each of four microbatches."""
+    """Two ranks of three stages each: five boundaries, crossed both ways in each of four microbatches."""
     stream = 2 * 32 * 64 * 4
     settings = make_settings(Mesh(pipeline=2), schedule="interleaved", chunks=3, stages=(1,) * 6)
     sent = [bytes_of(SMALL, settings, rank)["send", "pipeline"] for rank in range(2)]
@@ -183,7 +183,7 @@ MESHES = [
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 @pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
 def test_timed_collectives_match_the_traffic(mesh: Mesh, precision: str, recompute: Any) -> None:
-    """On average over a pipeline's ranks; what comes once a step is timed for the rank that has most."""
+    """On average over pipeline ranks; per-step transfers are timed for the rank with most parameters."""
     costs = make_cost_model(parse_on("h100x8x2"))
     settings = replace(make_settings(mesh, precision=precision), seq=2048, batch=64 * mesh.data, recompute=recompute)
     estimated = estimate(LLAMA, settings, costs)

@@ -313,10 +313,13 @@ def copies(timer: DeviceTimer, sizes: Sequence[int]) -> Iterator[float | CopyCur
             on_device = torch.empty(size, dtype=torch.uint8, device=timer.device)
             on_device.copy_(on_host)
             source, target = (on_host, on_device) if direction == "to_device" else (on_device, on_host)
-            copy = partial(target.copy_, source, non_blocking=True)
-            times.append(to_microseconds(timer.seconds(lambda _, copy=copy: copy())))
+            times.append(to_microseconds(timer.seconds(partial(_copy_once, source, target))))
         yield CopyCurve(direction=direction, pinned=pinned, bytes=tuple(sizes), microseconds=tuple(times))
         yield done / 4
+
+
+def _copy_once(source: Tensor, target: Tensor, _: int) -> Tensor:
+    return target.copy_(source, non_blocking=True)
 
 
 LAYERS = 4

@@ -43,9 +43,8 @@ def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None
 
     def mean(value: Callable[[str, Shape, Train], float], in_blocks: bool) -> float:
         parts = {name: shape for name, shape in shapes.items() if name.startswith(BLOCKS) == in_blocks}
-        return sum(value(name, shape, train) for name, shape in parts.items()) / max(
-            1, sum(map(math.prod, parts.values()))
-        )
+        total = sum(value(name, shape, train) for name, shape in parts.items())
+        return total / max(1, sum(map(math.prod, parts.values())))
 
     return OptimizerFootprint(
         mean(optimizer_state_bytes, True),

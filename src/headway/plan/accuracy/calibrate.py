@@ -118,7 +118,9 @@ def calibrate(cases: Sequence[PublishedRun], prior: Efficiencies) -> Calibration
     parameters = fit(cases, prior)
     features = np.array([_features(case) for case in cases])
     kernel = _similarity(features, features) + REPEATS**2 * np.eye(len(cases))
-    return Calibration(parameters, features, np.linalg.solve(kernel, _errors(cases, parameters)))
+    return Calibration(
+        parameters, features, np.asarray(np.linalg.solve(kernel, _errors(cases, parameters)), dtype=np.float64)
+    )
 
 
 def _features(case: PublishedRun) -> Array:
