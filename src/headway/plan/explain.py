@@ -20,9 +20,9 @@ from headway.plan.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
-    activation_bytes,
     holds_full_gradients,
     local_parameters,
+    mean_activation_bytes,
     non_layer_parameters,
     optimizer_bytes_each,
     sharded_parameters,
@@ -387,11 +387,8 @@ def _activations(plan: Estimate) -> tuple[str, float]:
         if settings.software.is_headway
         else arch.layers / ranks
     )
-    again = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / here)
-    each = [(n, *activation_bytes(arch, experts, settings.shape, settings)) for experts, n in layer_kinds(arch)]
-    mean = sum(n * (again * policy + (1 - again) * whole) for n, whole, policy in each) / arch.layers
+    mean, working = mean_activation_bytes(arch, settings, here)
     kept = mean * here * (1 - settings.offloaded)
-    working = max(whole for _, whole, _ in each) if settings.recompute != "none" and again else 0.0
     wide = settings.software.stream_bytes * settings.shape.width / 2
     stream = settings.shape.tokens * arch.dim * wide / settings.mesh.tensor
     held = _held_microbatches(plan)

@@ -20,6 +20,7 @@ __all__ = [
     "activation_bytes",
     "holds_full_gradients",
     "local_parameters",
+    "mean_activation_bytes",
     "memory",
     "non_layer_parameters",
     "optimizer_bytes_each",
@@ -92,39 +93,47 @@ def activation_bytes(
     copies = (
         (5 if arch.gated else 4) if software.casts_weights and eager else 2 if software.fusion != "compiled" else 1
     ) * low
-    kept = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
+    per_token = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
     if not software.regathers and streams > 1:
         # gathered inputs of attention and feed-forward
-        kept = arch.dim * ((2 * stream + 2 * software.dropout) / streams + 2 * low)
+        per_token = arch.dim * ((2 * stream + 2 * software.dropout) / streams + 2 * low)
     width = arch.heads * (arch.head_dim + arch.value_dim) / split
     keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
-    kept += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
+    per_token += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
     if software.attention == "unfused":
-        kept += (5 if software.dropout else 2) * arch.heads / split * shape.seq
+        per_token += (5 if software.dropout else 2) * arch.heads / split * shape.seq
     inner = (8 if eager else 4 + low) if arch.gated else 2 + low
     if not with_experts:
-        kept += inner * arch.hidden / split
+        per_token += inner * arch.hidden / split
     else:
         assert arch.experts is not None, "a layer with experts belongs to a model with experts"
         routed = arch.experts.top_k / split * settings.imbalance
-        kept += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
-        kept += inner * arch.experts.hidden * arch.experts.shared / split
-    whole = tokens * kept * (shape.width / 2)
+        per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
+        per_token += inner * arch.experts.hidden * arch.experts.shared / split
+    full = tokens * per_token * (shape.width / 2)
     if settings.recompute == "full":
-        return whole, tokens * arch.dim * stream / streams * (shape.width / 2)
+        return full, tokens * arch.dim * stream / streams * (shape.width / 2)
     if settings.recompute == "selective" and software.keeps_gemm_outputs:
         # the layer's input, attention's output, and the outputs of all GEMMs before they are reduced
         inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0
         chosen = arch.dim * (stream / streams + 4) + 2 * (width + keys) + inner_kept
-        return whole, min(whole, tokens * chosen * (shape.width / 2))
+        return full, min(full, tokens * chosen * (shape.width / 2))
     if settings.recompute == "selective":
         # the layer's input, attention's output, and every other GEMM's
         inner_kept = 2 * arch.hidden / split if not with_experts else 0.0
         chosen = arch.dim * (stream + 2) / streams + 2 * arch.heads * arch.value_dim / split + keys + inner_kept
-        return whole, min(whole, tokens * chosen)
+        return full, min(full, tokens * chosen)
     if settings.recompute == "attention" and software.attention == "unfused":
-        return whole, whole - tokens * (5 if software.dropout else 2) * arch.heads / split * shape.seq
-    return whole, whole
+        return full, full - tokens * (5 if software.dropout else 2) * arch.heads / split * shape.seq
+    return full, full
+
+
+def mean_activation_bytes(arch: Architecture, settings: Settings, layers: float) -> tuple[float, float]:
+    """Bytes that an average layer of a rank with `layers` keeps per microbatch, and of a recomputed layer at work."""
+    recomputed = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / layers)
+    kinds = [(n, *activation_bytes(arch, experts, settings.shape, settings)) for experts, n in layer_kinds(arch)]
+    mean = sum(n * (recomputed * policy + (1 - recomputed) * full) for n, full, policy in kinds) / arch.layers
+    return mean, max(full for _, full, _ in kinds) if settings.recompute != "none" and recomputed else 0.0
 
 
 def local_parameters(arch: Architecture, settings: Settings, rank: int = 0) -> tuple[float, float]:
@@ -188,19 +197,16 @@ def _candidate_ranks(arch: Architecture, settings: Settings) -> list[_Rank]:
 def _stage(arch: Architecture, settings: Settings, cluster: Cluster, rank: _Rank) -> PeakMemory:
     mesh, software, shape = settings.mesh, settings.software, settings.shape
     weights, gradients, states = _states(arch, settings, rank.rank)
-    layers = [(n, *activation_bytes(arch, experts, shape, settings)) for experts, n in layer_kinds(arch)]
-    recomputed = 1.0 if settings.recompute_blocks is None else min(1.0, settings.recompute_blocks / rank.layers)
-    per_layer = sum(n * (recomputed * policy + (1 - recomputed) * whole) for n, whole, policy in layers) / arch.layers
-    kept = per_layer * rank.layers * rank.held * (1 - settings.offloaded)
-    working = max(whole for _, whole, _ in layers) if settings.recompute != "none" and recomputed else 0.0
+    per_layer, working = mean_activation_bytes(arch, settings, rank.layers)
+    activations = per_layer * rank.layers * rank.held * (1 - settings.offloaded)
     gathered = _gathered(arch, settings, rank.rank)
     accumulated = gradients if settings.microbatches > 1 or software.gradient_buffers else 0.0
     stream = shape.tokens * arch.dim * software.stream_bytes / mesh.tensor * (shape.width / 2)
 
     # the end of a forward pass, against the end of the backward pass
     logits = _logits(arch, settings) if rank.last else 0.0
-    forward = (accumulated, kept + stream, gathered, logits)
-    waiting = kept if mesh.pipeline > 1 and (rank.held > 1 or not rank.last) else 0.0
+    forward = (accumulated, activations + stream, gathered, logits)
+    waiting = activations if mesh.pipeline > 1 and (rank.held > 1 or not rank.last) else 0.0
     backward = (gradients, waiting + working, 0.0 if software.casts_weights else gathered, 0.0)
     parts = max(forward, backward, key=sum)
     allocated = weights + states + sum(parts)
