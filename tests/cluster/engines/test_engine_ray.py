@@ -176,13 +176,13 @@ def test_dataset_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tm
     sources = [f"{Path(json.__file__).parent.parent}/[ab]*.py"]
     options = BuildOptions(vocab_size=300, shard_tokens=100_000)
     here = build_dataset(tmp_path / "here", sources, options)
-    there = build_dataset(
+    remote = build_dataset(
         tmp_path / "there", sources, options, remote_encoders=ray_encoders(RayEngine(cluster.address), 1 << 17)
     )
-    assert there.manifest.version == here.manifest.version
+    assert remote.manifest.version == here.manifest.version
     names = sorted(path.name for path in here.path.iterdir())
     assert len(names) > 4
-    assert names == sorted(path.name for path in there.path.iterdir())
+    assert names == sorted(path.name for path in remote.path.iterdir())
     for name in names:
         if name not in ("sources.json", ".verified.json"):  # they hold times
-            assert (here.path / name).read_bytes() == (there.path / name).read_bytes(), name
+            assert (here.path / name).read_bytes() == (remote.path / name).read_bytes(), name

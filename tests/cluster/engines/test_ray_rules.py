@@ -11,6 +11,8 @@ from headway.cluster.engines.ray.rules import (
     TaskExit,
     bundle,
     machines_from_nodes,
+    machines_to_avoid,
+    must_stop,
     next_state,
     restart_delay_s,
     why_never_fits,
@@ -126,6 +128,27 @@ def test_bundle_holds_the_requested_resources_only() -> None:
 )
 def test_next_state_after_tasks_have_ended(exits: list[TaskExit], options: dict[str, Any], expected: NextState) -> None:
     assert next_state(exits, ["a", "b"], **{"cancelled": False, "limit_s": None, **options}) == expected
+
+
+@pytest.mark.parametrize(
+    ("exits", "spares", "stops"),
+    [
+        ([TaskExit(0, 0)], 0, False),
+        ([TaskExit(0, lost="x")], 0, True),
+        ([TaskExit(0, lost="x")], 1, False),
+        ([TaskExit(0, lost="x"), TaskExit(1, lost="x")], 1, True),
+        ([TaskExit(0, error="x")], 9, True),
+    ],
+)
+def test_tasks_stop_when_more_machines_are_lost_than_spare(exits: list[TaskExit], spares: int, stops: bool) -> None:
+    assert must_stop(exits, spares) == stops
+
+
+def test_suspects_are_avoided_only_while_others_are_enough() -> None:
+    request = make_request(machines=2, avoid=("m0",))
+    four = [*SMALL, Machine("m3", "free", gpus=2, gpus_free=2, cpus=4, memory_bytes=8 << 30)]
+    assert machines_to_avoid(request, ["m1", "m0"], four) == ("m0", "m1")
+    assert machines_to_avoid(request, ["m1"], SMALL) == ("m0",)
 
 
 def test_restart_delay_grows_up_to_a_limit() -> None:

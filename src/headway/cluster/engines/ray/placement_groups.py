@@ -13,7 +13,7 @@ from headway.cluster.engines.ray.rules import (
     resource_shape,
 )
 
-__all__ = ["PlacementGroups"]
+__all__ = ["PlacementGroups", "heir"]
 
 MAX_PENDING = 32
 """Placement groups requested from Ray at a time; it retries all of them whenever something becomes free."""
@@ -60,9 +60,9 @@ class PlacementGroups:
         from ray.util.placement_group import remove_placement_group
 
         group, job.group = job.group, None
-        heir = None if job.group_pending else _heir(job, self._jobs.values())
-        if heir is not None:
-            heir.set_result(group)
+        turn = None if job.group_pending else heir(job, self._jobs.values())
+        if turn is not None:
+            turn.set_result(group)
         elif group is not None:
             remove_placement_group(group)
         self.granted(job)
@@ -98,7 +98,7 @@ class PlacementGroups:
         )
 
 
-def _heir(job: RayJob, jobs: Iterable[RayJob]) -> "asyncio.Future[Any] | None":
+def heir(job: RayJob, jobs: Iterable[RayJob]) -> "asyncio.Future[Any] | None":
     """The turn of the first job that waits for the same resources; it may overtake only jobs of the same shape."""
     shape = resource_shape(job.request)
     for other in jobs:

@@ -12,9 +12,6 @@ from headway.errors import EngineError
 
 __all__ = ["Advice", "advise", "parse_configuration", "slurm_template"]
 
-SHORT_KILL_WAIT_S = 30
-SHORT_JOB_AGE_S = 60
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -38,14 +35,21 @@ def parse_configuration(text: str) -> dict[str, str]:
 
 def advise(conf: Mapping[str, str], partitions: Mapping[str, Partition]) -> list[Advice]:
     """Advice per setting, the most valuable first."""
+
+    def setting(key: str, good: bool, text: str) -> Advice:
+        return Advice(key, conf.get(key, "(null)"), good, text)
+
+    def at_least(key: str, seconds: int, text: str) -> Advice:
+        number = conf.get(key, "").partition(" ")[0]
+        return setting(key, number.isdecimal() and int(number) >= seconds, f"{text}; {seconds} s is enough")
+
     preempts = conf.get("PreemptType", "preempt/none") not in ("preempt/none", "(null)")
     signals = "preempt_send_user_signal" in conf.get("SlurmctldParameters", "")
-    requeues, accounting = conf.get("JobRequeue", ""), conf.get("AccountingStorageType", "(null)")
-    has_accounting = accounting not in ("(null)", "accounting_storage/none")
+    requeues = "jobs whose machine fails are restarted"
+    accounts = conf.get("AccountingStorageType", "(null)") not in ("(null)", "accounting_storage/none")
     advice = [
-        Advice(
+        setting(
             "SlurmctldParameters",
-            conf.get("SlurmctldParameters", "(null)"),
             signals or not preempts,
             "preempted runs are signalled, and save"
             if signals
@@ -53,40 +57,26 @@ def advise(conf: Mapping[str, str], partitions: Mapping[str, Partition]) -> list
             if preempts
             else "nothing is preempted here; if that changes, add preempt_send_user_signal so that runs save",
         ),
-        Advice(
-            "JobRequeue",
-            requeues,
-            True,
-            "jobs whose machine fails are restarted" if requeues == "1" else "runs ask for --requeue themselves",
-        ),
-        Advice(
+        setting("JobRequeue", True, requeues if conf.get("JobRequeue") == "1" else "runs ask for --requeue themselves"),
+        setting(
             "RequeueExit",
-            conf.get("RequeueExit", "(null)"),
             str(REQUEUE) in conf.get("RequeueExit", "").split(","),
             f"with {REQUEUE}, Slurm itself requeues runs that saved, even if the script's own requeue fails",
         ),
-        Advice(
+        setting(
             "AccountingStorageType",
-            accounting,
-            has_accounting,
-            "sacct lists old jobs" if has_accounting else "slurmdbd would list old jobs; without it their folders do",
+            accounts,
+            "sacct lists old jobs" if accounts else "slurmdbd would list old jobs; without it their folders do",
         ),
-        _seconds(conf, "KillWait", SHORT_KILL_WAIT_S, "time between SIGTERM and SIGKILL"),
-        _seconds(conf, "MinJobAge", SHORT_JOB_AGE_S, "how long squeue lists a job that is over"),
-        Advice(
+        at_least("KillWait", 30, "time between SIGTERM and SIGKILL"),
+        at_least("MinJobAge", 60, "how long squeue lists a job that is over"),
+        setting(
             "ProctrackType",
-            conf.get("ProctrackType", ""),
             conf.get("ProctrackType") == "proctrack/cgroup",
             "proctrack/cgroup leaves no process behind, and signals reach only the processes they are meant for",
         ),
     ]
     return [*advice, *(_limit(partition) for partition in partitions.values())]
-
-
-def _seconds(conf: Mapping[str, str], key: str, least: int, text: str) -> Advice:
-    value = conf.get(key, "")
-    number = value.split()[0] if value else ""
-    return Advice(key, value, number.isdecimal() and int(number) >= least, f"{text}; {least} s is enough")
 
 
 def _limit(partition: Partition) -> Advice:
