@@ -144,19 +144,9 @@ class LaunchRequest:
         for variable in (*self.environment, *self.secrets):
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(f"invalid variable name {variable!r}", hint="letters, digits and underscores")
-        minimum = {
-            "machines": 1,
-            "spares": 0,
-            "gpus": 0,
-            "cpus": 1,
-            "array": 1,
-            "at_once": 1,
-            "limit_s": 1,
-            "grace_s": 0,
-            "memory_bytes": 1,
-        }
-        for key, lowest in minimum.items():
-            value = getattr(self, key)
+        positive = ("machines", "cpus", "array", "at_once", "limit_s", "memory_bytes")
+        for key in (*positive, "spares", "gpus", "grace_s"):
+            value, lowest = getattr(self, key), int(key in positive)
             if value is not None and not lowest <= value < 2**63:
                 raise UsageError(f"job {self.name}: {key} is {value}", hint=f"{lowest} or more")
         if self.spares >= self.machines:
@@ -223,16 +213,7 @@ def combined_exit_status(reported: Iterable[int]) -> int | None:
 
 def array_status(tasks: Sequence[JobStatus]) -> JobStatus:
     """The state of an array: that of its most active task; once all are over, of the worst."""
-    order: tuple[State, ...] = (
-        "ending",
-        "running",
-        "waiting",
-        "unknown",
-        "impossible",
-        "failed",
-        "cancelled",
-        "finished",
-    )
+    order = ["ending", "running", "waiting", "unknown", "impossible", "failed", "cancelled", "finished"]
     first = min(tasks, key=lambda task: order.index(task.state))
     counts = {state: sum(task.state == state for task in tasks) for state in order}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)

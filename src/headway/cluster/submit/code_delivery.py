@@ -14,12 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headway.cluster.engines.settings import EngineSettings, engine_settings
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from headway.cluster.engines.settings import EngineSettings
 
 __all__ = ["CARRIED", "CodeDelivery", "code_for", "pack_code"]
 
@@ -43,7 +40,7 @@ class CodeDelivery:
 
 
 def code_for(
-    settings: "EngineSettings",
+    settings: EngineSettings,
     engine: str,
     runs: Path,
     *,
@@ -73,14 +70,12 @@ def code_for(
 
 def pack_code(engine: str, runs: Path) -> None:
     """Pack code beside the runs if it is staged."""
-    from headway.cluster.engines.settings import engine_settings
-
     settings = engine_settings(engine)
     if settings.code == "staged" and settings.container is None:
         code_for(settings, engine, runs, gpus=0, data=(), snapshot=None, pack=True)
 
 
-def check_code_settings(settings: "EngineSettings", engine: str) -> None:
+def check_code_settings(settings: EngineSettings, engine: str) -> None:
     """Raise UsageError for settings that contradict each other."""
     for key, value, allowed in (
         ("code", settings.code, ("shared", "staged")),
@@ -111,9 +106,7 @@ def check_code_settings(settings: "EngineSettings", engine: str) -> None:
             )
 
 
-def _contained(
-    settings: "EngineSettings", runs: Path, gpus: int, data: Sequence[str], first: list[str]
-) -> CodeDelivery:
+def _contained(settings: EngineSettings, runs: Path, gpus: int, data: Sequence[str], first: list[str]) -> CodeDelivery:
     image = _image(str(settings.container))
     needed = dict.fromkeys([str(runs.absolute()), *(path for path in data if Path(path).is_absolute())])
     mounts = [mount if ":/" in mount else f"{mount}:{mount}" for mount in (*needed, *settings.mounts)]

@@ -43,7 +43,7 @@ _CALLED_OFF = TaskExit(0, lost="called off")
 
 
 class RayJobController:
-    """Runs the jobs of one user. All methods run on one event loop, and change state only between two awaits."""
+    """Runs the jobs of one user. All methods run on one event loop, so state changes only between awaits."""
 
     def __init__(self, user: str) -> None:
         import ray

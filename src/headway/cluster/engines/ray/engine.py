@@ -9,6 +9,7 @@ import getpass
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import time
@@ -77,9 +78,7 @@ class RayEngine(Engine):
 
     def describe(self, request: LaunchRequest) -> str:
         """The placement group, and what runs in each of its bundles."""
-        from headway.cluster.engines.ray.describe import describe_job
-
-        return describe_job(self._complete(request), bundle(request), placement_strategy(request))
+        return _describe(self._complete(request))
 
     def launch(self, request: LaunchRequest) -> str:
         """See Engine."""
@@ -194,6 +193,25 @@ class RayEngine(Engine):
                 f"no Ray cluster answers at {self.address}: {error.strerror or error}",
                 hint="ray start --head prints a cluster's address",
             ) from None
+
+
+def _describe(request: LaunchRequest) -> str:
+    """A job for people; secrets by name only."""
+    resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle(request).items())
+    lines = [f"placement group, {placement_strategy(request)}: {request.machines} x {{{resources}}}"]
+    if request.array is not None:
+        at_once = f", {request.at_once} at a time" if request.at_once else ""
+        lines.append(f"once per array task: {request.array}{at_once}")
+    if request.avoid:
+        lines.append(f"not on {', '.join(request.avoid)}")
+    lines += [f"in each bundle, in {request.folder}:"]
+    lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(request.environment.items())]
+    lines += [f"  {name}=(from the submitter's environment)" for name in request.secrets]
+    lines += [f"  {line}" for line in request.setup]
+    lines.append(f"  {shlex.join(request.command)}")
+    limit = "none" if request.limit_s is None else f"{request.limit_s:g} s"
+    lines.append(f"time limit {limit}, SIGUSR1 {request.grace_s:g} s before a stop")
+    return "\n".join(lines) + "\n"
 
 
 def _import_ray(address: str) -> Any:
