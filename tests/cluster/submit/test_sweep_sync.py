@@ -268,12 +268,12 @@ def test_failure_after_launch_cancels_the_job_and_leaves_nothing(
 
 def test_next_sweep_deletes_what_was_left_in_a_store(setup: SweepSetup, monkeypatch) -> None:
     def unreachable(*_: object) -> None:
-        raise StateError("no connection could be made")
+        raise StateError("cannot connect")
 
     setup.engine.trouble = "no room"
     with monkeypatch.context() as broken:
         broken.setattr(store_runs, "delete_run", unreachable)
-        with pytest.raises(StateError, match="no room; 2 runs are left in their stores: no connection") as raised:
+        with pytest.raises(StateError, match="no room; 2 runs are left in their stores: cannot connect") as raised:
             start_sweep(setup.request(), setup.runs)
     assert raised.value.hint == "the next headway sweep deletes them"
     assert list_runs(setup.runs) == []
@@ -411,7 +411,7 @@ def test_store_that_does_not_answer_is_given_up(setup: SweepSetup, monkeypatch) 
     rows = sweep_results(setup.runs, unreachable, records)
     assert [row.state for row in rows] == ["running"] * 20
     assert records.trouble.startswith("could not fetch 20 of 20 runs from their stores: s3://bucket/s-seed_")
-    assert "no connection could be made" in records.trouble
+    assert "cannot connect" in records.trouble
     assert store_runs.IN_FLIGHT <= len(fetched_urls) < 20
 
 
