@@ -1,9 +1,11 @@
-"""The rules of the house: who may import whom, and what starts without torch."""
+"""Rules of the codebase: who may import whom, what starts without torch, which names are unique."""
 
 import ast
 import json
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import headway
 
 SOURCE = Path(headway.__file__).parent
-# Imports go down these lists and never up; packages that share a line may not import each other.
+# Imports go down these lists, never up; packages on one line may not import each other.
 CONTROL = [
     {"cli", "dashboard"},
     {"cluster", "chaos"},
@@ -66,23 +68,28 @@ def files_of(package: str) -> list[Path]:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    modules = set()
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
 PACKAGES = sorted({package_of(path) for path in FILES})
 
 
 def allowed(package: str) -> set[str]:
-    """The packages that one may import."""
+    """The packages that a package may import."""
     for side, below in ((CONTROL, set()), (TENSOR, CONTROL_SIDE - NEVER_FROM_TENSOR_SIDE)):
         for level, packages in enumerate(side):
             if package in packages:
@@ -92,21 +99,21 @@ def allowed(package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_go_down(package: str) -> None:
-    assert package in CONTROL_SIDE | TENSOR_SIDE | BASE, f"{package} is not a room of the house"
+    assert package in CONTROL_SIDE | TENSOR_SIDE | BASE, f"{package} has no place in the layers above"
     for path in files_of(package):
-        ours = {module.split(".")[1] for module in imports_of(path) if module.startswith("headway.")}
-        ours -= {"__version__"}
-        assert ours <= allowed(package), f"{path.name} must not import {sorted(ours - allowed(package))}"
+        imported = {module.split(".")[1] for module in imports_of(path) if module.startswith("headway.")}
+        imported -= {"__version__"}
+        assert imported <= allowed(package), f"{path.name} must not import {sorted(imported - allowed(package))}"
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package in CONTROL_SIDE])
-def test_the_control_side_never_imports_torch(package: str) -> None:
+def test_control_side_never_imports_torch(package: str) -> None:
     for path in files_of(package):
         if str(path.relative_to(SOURCE)) not in KNOWS_TORCH:
             assert not [module for module in imports_of(path) if module.split(".")[0] == "torch"], path
 
 
-ONE_AFTER_THE_OTHER = """
+RUN_VERBS = """
 import contextlib, io, json, sys, traceback
 from headway.cli.main import main
 for verb in json.load(sys.stdin):
@@ -123,8 +130,8 @@ for verb in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """Status and standard error of each verb, in a process where importing torch is an error, again each time."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """Exit status and standard error of each verb, in a process where importing torch is an error."""
     folder = tmp_path_factory.mktemp("without-torch")
     (folder / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     environment = {
@@ -133,19 +140,19 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
         "HEADWAY_RUNS": str(folder / "runs"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER],
+        [sys.executable, "-c", RUN_VERBS],
         input=json.dumps(VERBS), env=environment, cwd=SOURCE.parent.parent, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(VERBS)
-    return found
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(VERBS)
+    return results
 
 
 @pytest.mark.parametrize("number", range(len(VERBS)), ids=[" ".join(verb) for verb in VERBS])
-def test_verbs_start_without_torch(spoken: list[tuple[int, str]], number: int) -> None:
-    """Each verb runs, or fails with a sentence."""
-    status, error = spoken[number]
+def test_verbs_start_without_torch(outcomes: list[tuple[int, str]], number: int) -> None:
+    """Each verb runs, or fails with a message."""
+    status, error = outcomes[number]
     assert "torch was imported" not in error
     assert "Traceback" not in error, error
     assert status in (0, 1, 2)
@@ -155,7 +162,7 @@ def test_verbs_start_without_torch(spoken: list[tuple[int, str]], number: int) -
 
 def test_every_package_lists_its_contents() -> None:
     for init in SOURCE.glob("*/__init__.py"):
-        tree = ast.parse(init.read_text())
+        tree = tree_of(init)
         assert ast.get_docstring(tree), init
         lists = [
             ast.literal_eval(node.value)
@@ -166,3 +173,109 @@ def test_every_package_lists_its_contents() -> None:
         if names:
             assert lists, init
             assert set(lists[0]) == names, init
+
+
+FUNCTION_IMPORTS = {
+    "checkpoint.py": "headway.data.tokenizer loads the tokenizers library; only export and import need it",
+    "model.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
+    "plan.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
+    "run_sync.py": "headway.agent takes 0.35 s to import; only runs on other machines need it",
+}
+"""Files of cli/ that import Headway's modules inside functions, and why; all others do so at their top."""
+
+
+def test_cli_imports_at_the_top() -> None:
+    """`headway.cli.lazy` imports a verb's module when the verb is called, so imports at the top cost others nothing."""
+    inside = {
+        path.name
+        for path in files_of("cli")
+        for function in ast.walk(tree_of(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headway")
+    }
+    assert inside == set(FUNCTION_IMPORTS)
+
+
+def test_public_class_names_are_unique() -> None:
+    """Family files have classes of the same names by design."""
+    places = defaultdict(list)
+    for path in FILES:
+        relative = path.relative_to(SOURCE)
+        if relative.parts[0] == "models" or relative.parts[:2] == ("recipe", "families"):
+            continue
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(relative))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_packages_export_no_function_named_like_one_of_their_modules() -> None:
+    for init in SOURCE.rglob("__init__.py"):
+        modules = {
+            path.stem for path in init.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        }
+        package = ".".join(["headway", *init.parent.relative_to(SOURCE).parts])
+        exported = {
+            alias.asname or alias.name
+            for node in tree_of(init).body
+            if isinstance(node, ast.ImportFrom) and node.module != package
+            for alias in node.names
+        }
+        assert not exported & modules, f"{package} exports {sorted(exported & modules)}, which are also its modules"
+
+
+def module_name(path: Path) -> str:
+    parts = ["headway", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported, without those for type checkers alone."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        for block in ("body", "orelse", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                yield from statements(getattr(node, block, []))
+
+
+def defining_module(module: str, name: str) -> str | None:
+    """The module that `from module import name` needs: what a package re-exports is looked up where it is defined."""
+    if f"{module}.{name}" in MODULES:
+        return f"{module}.{name}"
+    path = MODULES.get(module)
+    if path is None or path.name != "__init__.py":
+        return module if path else None
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ImportFrom) and node.module != module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return defining_module(str(node.module), alias.name)
+    return module
+
+
+def imported_at_top(path: Path) -> set[str]:
+    """Headway's modules that a module imports as it is imported itself."""
+    targets = set[str | None]()
+    for node in statements(tree_of(path).body):
+        if isinstance(node, ast.ImportFrom):
+            targets |= {defining_module(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names if alias.name in MODULES}
+    return {target for target in targets if target is not None} - {module_name(path)}
+
+
+def test_no_import_cycles() -> None:
+    """Remove modules whose imports are all removed, again and again: what is left is in a cycle or imports one."""
+    left = {name: imported_at_top(path) for name, path in MODULES.items() if path.name != "__init__.py"}
+    left = {name: targets & set(left) for name, targets in left.items()}
+    while free := {name for name, targets in left.items() if not targets & set(left)}:
+        left = {name: targets for name, targets in left.items() if name not in free}
+    while unused := set(left) - {target for targets in left.values() for target in targets}:
+        left = {name: targets for name, targets in left.items() if name not in unused}
+    assert not left, {name: sorted(targets & set(left)) for name, targets in left.items()}

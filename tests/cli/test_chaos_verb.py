@@ -57,9 +57,9 @@ def start(desk: Path, *words: str) -> "subprocess.Popen[str]":
         (["none.toml"], 2, "none.toml: no such recipe"),
         (["tiny.toml", "--faults", "kill-everybody"], 2, "unknown fault 'kill-everybody'"),
         (["tiny.toml", "--faults", "slow-rank", "--workers", "1"], 2, "slow-rank needs 2 workers or more, not 1"),
-        (["tiny.toml", "--random", "3", "--faults", "all"], 2, "--random draws its own faults"),
-        (["tiny.toml", "--random", "3", "--beside", "torchrun"], 2, "--random draws its own faults"),
-        (["tiny.toml", "--runs", "."], 2, ". has something in it"),
+        (["tiny.toml", "--random", "3", "--faults", "all"], 2, "--random chooses its own faults"),
+        (["tiny.toml", "--random", "3", "--beside", "torchrun"], 2, "--random chooses its own faults"),
+        (["tiny.toml", "--runs", "."], 2, ". is not empty"),
         (["tiny.toml", "--set", "train.steps=3"], 2, "train.steps is 3: too few for a fault and a recovery"),
         (["tiny.toml", "--set", "checkpoint.every_steps=auto"], 2, "faults need known save steps"),
         (["tiny.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
@@ -96,7 +96,7 @@ def test_a_signal_ends_what_was_started_and_removes_its_folder(desk: Path, numbe
 
     monkeypatch.chdir(desk)
     monkeypatch.setattr(tempfile, "tempdir", str(desk / "temporary"))
-    monkeypatch.setattr("headway.cli.launch.start_launcher", start_keeper)
+    monkeypatch.setattr("headway.cli.chaos.start_launcher", start_keeper)
     monkeypatch.setattr(sys, "argv", ["headway", "chaos", "tiny.toml", "--faults", "kill-worker"])
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as end:
@@ -198,7 +198,7 @@ def long(**more: Any) -> SoakResult:
 def test_a_long_run_is_told() -> None:
     assert long().met
     lines = long_lines(long())
-    assert lines[0] == "30 of 30 faults struck in 500 steps (seed 1), 99 s:"
+    assert lines[0] == "30 of 30 faults fired in 500 steps (seed 1), 99 s:"
     assert sum(int(line.split()[0]) for line in lines[1:-2]) == 30
     assert lines[-1].startswith("equal: ")
     for wrong in (long(struck=(1, 2)), long(complaints=("they diverge at step 4",)), long(left=("process 7",))):

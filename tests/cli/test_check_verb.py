@@ -82,7 +82,7 @@ def typed(desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     """Types a command in this process, with the tests' own zygote: exit status, output, errors."""
     monkeypatch.chdir(desk.folder)
     monkeypatch.setattr("tempfile.tempdir", str(desk.folder / "temporary"))
-    monkeypatch.setattr("headway.agent.parity.check_parity", partial(run_check, warm=zygote))
+    monkeypatch.setattr("headway.cli.check.check_parity", partial(run_check, warm=zygote))
 
     def type_(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headway", "check", *words])
@@ -169,7 +169,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(desk) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["r.toml"], 2, "nothing to check: the recipe has no [parallel], and no mesh is given"),
+        (["r.toml"], 2, "nothing to check: no --mesh, and the recipe has no [parallel]"),
         (["none.toml", "--mesh", "shard=2"], 2, "no such recipe"),
         (["r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),
         (["r.toml", "--mesh", "shard=2,shard=2"], 2, "shard is given twice"),
@@ -200,7 +200,7 @@ def test_a_mesh_may_say_all_that_a_recipe_may() -> None:
     }  # fmt: skip
     assert parse_layout(text) == Parallel.model_validate(wanted)
     assert parse_layout("tensor=2").shard == 1, "an axis that is left out is 1"
-    with pytest.raises(UsageError, match="chunks is given twice"):
+    with pytest.raises(UsageError, match="chunks given twice"):
         parse_layout("pipeline=2,chunks=2,chunks=2")
 
 
@@ -227,20 +227,20 @@ def test_one_mesh_is_a_few_lines() -> None:
     lines = check_lines(checked(compared("shard 2 x tensor 2", verdict(gradient=2.5e-6))))
     assert lines == [
         "one process against shard 2 x tensor 2, 3 steps, float32",
-        "  forward       1.0e-09 of 1e-5   ok      largest: layers.3.mlp.down.weight",
+        "  forward       1.0e-09 of 1e-5   ok       largest: layers.3.mlp.down.weight",
         "  loss          1.0e-09 of 1e-5   ok",
-        "  gradients     2.5e-06 of 1e-4   ok      largest: layers.3.mlp.down.weight",
-        "  parameters    1.0e-09 of 1e-4   ok      largest: layers.3.mlp.down.weight",
-        "  after AdamW   1.0e-09 of 1e-4   ok      largest: layers.3.mlp.down.weight",
+        "  gradients     2.5e-06 of 1e-4   ok       largest: layers.3.mlp.down.weight",
+        "  parameters    1.0e-09 of 1e-4   ok       largest: layers.3.mlp.down.weight",
+        "  after AdamW   1.0e-09 of 1e-4   ok       largest: layers.3.mlp.down.weight",
         "equal.",
     ]
 
 
 def test_what_parts_is_named() -> None:
     lines = check_lines(checked(compared("tensor 2", verdict(gradient=0.5, parameter=float("inf")))))
-    assert "  gradients     5.0e-01 of 1e-4   PARTED  largest: layers.3.mlp.down.weight" in lines
+    assert "  gradients     5.0e-01 of 1e-4   DIFFERS  largest: layers.3.mlp.down.weight" in lines
     assert lines[-2:] == [
-        "  parts first: gradient of layers.3.mlp.down.weight, step 2: off by 5.0e-01, 1e-04 allowed",
+        "  first difference: gradient of layers.3.mlp.down.weight, step 2: off by 5.0e-01, 1e-04 allowed",
         "not equal.",
     ]
 
@@ -253,16 +253,16 @@ def test_several_meshes_are_a_table_with_details_of_what_is_wrong() -> None:
         "  mesh              loss   gradients  parameters",
         "  (allowed)         1e-5        1e-4        1e-4",
         "  shard 2        1.0e-09     1.0e-09     1.0e-09  ok",
-        "  tensor 2       2.5e-01     1.0e-09     1.0e-09  PARTED",
+        "  tensor 2       2.5e-01     1.0e-09     1.0e-09  DIFFERS",
         "  pipeline 2  failed",
         "",
         "tensor 2",
-        "  forward       1.0e-09 of 1e-5   ok      largest: layers.3.mlp.down.weight",
-        "  loss          2.5e-01 of 1e-5   PARTED",
-        "  gradients     1.0e-09 of 1e-4   ok      largest: layers.3.mlp.down.weight",
-        "  parameters    1.0e-09 of 1e-4   ok      largest: layers.3.mlp.down.weight",
-        "  after AdamW   1.0e-09 of 1e-4   ok      largest: layers.3.mlp.down.weight",
-        "  parts first: the loss, step 2: off by 2.5e-01, 1e-05 allowed",
+        "  forward       1.0e-09 of 1e-5   ok       largest: layers.3.mlp.down.weight",
+        "  loss          2.5e-01 of 1e-5   DIFFERS",
+        "  gradients     1.0e-09 of 1e-4   ok       largest: layers.3.mlp.down.weight",
+        "  parameters    1.0e-09 of 1e-4   ok       largest: layers.3.mlp.down.weight",
+        "  after AdamW   1.0e-09 of 1e-4   ok       largest: layers.3.mlp.down.weight",
+        "  first difference: the loss, step 2: off by 2.5e-01, 1e-05 allowed",
         "",
         "pipeline 2",
         "  failed: worker 1 failed: out of memory",

@@ -63,7 +63,7 @@ def test_pydantics_mistakes_are_told_in_plain_words(key: str, value: Any, said: 
 def test_a_line_is_as_wide_as_the_terminal_allows(monkeypatch: pytest.MonkeyPatch, columns: int, width: int) -> None:
     """Below 40 columns it is the terminal that breaks lines."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = main._wrapped("error: ", MESSAGE).split("\n")
+    lines = main._wrap("error: ", MESSAGE).split("\n")
     assert [line[:7] for line in lines] == ["error: ", *["       "] * (len(lines) - 1)]
     rows = [line[7:].split(" ") for line in lines]
     assert [word for row in rows for word in row] == MESSAGE.split(" ")
@@ -76,4 +76,4 @@ def test_a_word_wider_than_the_terminal_stays_whole(monkeypatch: pytest.MonkeyPa
     """A path that was broken cannot be copied."""
     monkeypatch.setenv("COLUMNS", "40")
     path = "a-folder/" * 6
-    assert main._wrapped("hint:  ", f"see {path} now") == f"hint:  see\n       {path}\n       now"
+    assert main._wrap("hint:  ", f"see {path} now") == f"hint:  see\n       {path}\n       now"

@@ -108,7 +108,7 @@ def test_what_people_see_fits_and_says_what_next(ask: Ask, tmp_path: Path) -> No
     lines = said.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "next: headway plan small.toml"
-    assert "heads      4 of 8, 2 of keys and values" in lines
+    assert "heads      4 of 8, 2 KV heads" in lines
     assert "positions  rotary, theta 10,000" in lines
     assert any(line.split() == ["embedding", "4,096", "15.0%"] for line in lines), said.out
 
@@ -154,7 +154,7 @@ def test_a_vocabulary_that_is_not_settled(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "open.toml").write_text(RECIPE.replace("vocab_size = 128\n", ""))
     said = ask("show", "open.toml", "--json").json
     assert said["fields"]["vocab_size"] == 4096
-    assert said["notes"] == ["nowhere is not built: a vocabulary of 4,096 tokens is assumed"]
+    assert said["notes"] == ["nowhere is not built: assuming a vocabulary of 4,096 tokens"]
     (tmp_path / "nowhere").mkdir()
     (tmp_path / "nowhere" / "manifest.json").write_text('{"vocab_size": 129}')
     said = ask("show", "open.toml", "--json").json
@@ -210,11 +210,11 @@ def test_positions_and_scaling(ask: Ask, tmp_path: Path) -> None:
     folder_of(tmp_path / "gpt2", gpt2)
     said = ask("show", "gpt2")
     assert "positions  learned, 20 of them" in said.out
-    assert "of training at 20 (" in said.out
+    assert "per training token at 20 (" in said.out
     assert ask("show", "gpt2", "--json").json["parts"]["embedding"] == (128 + 20) * 32
     refused = ask("show", "gpt2", "--seq", "21")
     assert refused.status == 2
-    assert "positions for 20" in refused.err
+    assert "has 20 positions" in refused.err
     scaling = {"kind": "yarn", "factor": 4.0, "original": 1024}
     folder_of(tmp_path / "yarn", Model(**SIZES, rope_scaling=scaling))
     assert "positions  rotary, theta 10,000, yarn x 4 from 1,024 tokens" in ask("show", "yarn").out
@@ -237,11 +237,11 @@ def test_runs_and_steps(ask: Ask, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["show", "none.toml"], "none.toml"),
-        (["show", "no/where"], "there is no no/where"),
+        (["show", "no/where"], "no/where not found"),
         (["show", "somebody"], "no runs"),
-        (["show", "own.toml"], "a class of your own"),
-        (["show", "odd"], "not known"),
-        (["show", "somebody", "--set", "model.dim=8"], "is none"),
+        (["show", "own.toml"], "a custom class"),
+        (["show", "odd"], "unknown model_type 'rwkv'"),
+        (["show", "somebody", "--set", "model.dim=8"], "is not one"),
     ],
 )
 def test_what_cannot_be_shown(ask: Ask, tmp_path: Path, words: list[str], said: str) -> None:

@@ -108,12 +108,12 @@ def test_as_json_and_one_rank_alone(live, capsys):
 
 
 def test_ranks_that_are_not_there(live):
-    with pytest.raises(RunError, match="no workers at this moment"):
+    with pytest.raises(RunError, match="no workers right now"):
         stacks("live", runs=live.root)
     live.record(2, ("worker", {"rank": 3, "pid": os.getpid()}))
     with pytest.raises(UsageError, match="no worker 1") as caught:
         stacks("live", rank=1, runs=live.root)
-    assert caught.value.hint == "there are: 3"
+    assert caught.value.hint == "its workers: 3"
 
 
 def test_a_run_that_is_over_or_elsewhere(live, tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def test_a_dry_run_leaves_nothing(desk, tmp_path: Path) -> None:
     done = desk("submit", "r.toml", "--on", "cpux1", "--name", "e", "--dry-run")
     assert "agent --run e --runs" in done.out
     assert not [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
-    assert desk("jobs").out.startswith("no run in runs was submitted")
+    assert desk("jobs").out.startswith("no submitted runs in runs")
 
 
 def test_spares_are_asked_for_and_told_to_the_agents(desk, tmp_path: Path) -> None:

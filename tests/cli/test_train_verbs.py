@@ -229,7 +229,7 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "r.toml", "--mesh", "context=2"], 2, "parallel.context is 2: this version's trainer runs"),
         (["train", "r.toml", "--mesh", "tensor=3"], 2, "tensor 3 does not divide"),
         (["train", "r.toml", "--mesh", "shard=2,tensor=2", "--workers", "3"], 2, "4 workers, but 3 were requested"),
-        (["train", "r.toml", "--mesh", "row=2"], 2, "'row=2' is no axis"),
+        (["train", "r.toml", "--mesh", "row=2"], 2, "expected AXIS=SIZE, got 'row=2'"),
         (["train", "r.toml", "--mesh", "shard=2", "--workers", "4"], 2, "shard 2: 2 workers, but 4 were"),
         (["train", "r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),
         (["train", "r.toml", "--set", "parallel.pipeline=3"], 2, "layers cannot fill 3 pipeline stages"),

@@ -52,13 +52,13 @@ def test_speed_mfu_and_time_left_follow_the_last_steps() -> None:
     assert standing.seconds_left == pytest.approx(60)
 
 
-def test_the_largest_loss_is_named() -> None:
+def test_largest_overhead_is_shown() -> None:
     spans = [
         {"kind": "begin", "name": "startup", "t": 0}, {"kind": "end-span", "name": "startup", "t": 2 * SECOND},
         {"kind": "begin", "name": "checkpoint", "t": 0}, {"kind": "end-span", "name": "checkpoint", "t": 3 * SECOND},
     ]  # fmt: skip
-    assert standing_after(spans).largest_loss == ("checkpoint stall", 3.0)
-    assert standing_after([*spans, FACTS, *steps(1, 40)]).largest_loss == ("data stall", pytest.approx(4.0))
+    assert standing_after(spans).largest_overhead == ("checkpoint stall", 3.0)
+    assert standing_after([*spans, FACTS, *steps(1, 40)]).largest_overhead == ("data stall", pytest.approx(4.0))
 
 
 def test_a_loss_that_is_not_finite_is_said_and_not_formatted() -> None:

@@ -176,8 +176,8 @@ def test_wrong_steps_are_refused_before_anything_starts(
     ("script", "message"),
     [
         ("cat > /dev/null; echo out of luck >&2; kill -9 $$", "the sampling process failed with signal 9: out of luck"),
-        ("cat > /dev/null; exit 3", "the sampling process failed with exit status 3: it said nothing"),
-        ("exec 0<&-; sleep 0.2; exit 4", "the sampling process failed with exit status 4: it said nothing"),
+        ("cat > /dev/null; exit 3", "the sampling process failed with exit status 3: no output"),
+        ("exec 0<&-; sleep 0.2; exit 4", "the sampling process failed with exit status 4: no output"),
         ("""cat > /dev/null; echo '{"error": "no such thing", "hint": "try"}'; exit 2""", "no such thing"),
     ],
 )

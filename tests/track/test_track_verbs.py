@@ -122,12 +122,12 @@ def test_report_shows_the_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "compared", "line", "replicas"),
     [
-        ('{"mesh": {}}', [], "cannot be found on this mesh (no replicas to compare)", [1, 0, None]),
-        ('{"mesh": {"shard": 2}}', [], "cannot be found on this mesh (no replicas to compare)", [1, 0, None]),
+        ('{"mesh": {}}', [], "not detectable on this mesh (no replicas to compare)", [1, 0, None]),
+        ('{"mesh": {"shard": 2}}', [], "not detectable on this mesh (no replicas to compare)", [1, 0, None]),
         (
             '{"mesh": {"replicate": 2}}',
             [],
-            "replicas have not been compared (health.compare_every_steps)",
+            "replicas were never compared (health.compare_every_steps)",
             [2, 0, None],
         ),
         ('{"mesh": {"replicate": 2}}', [3], "replicas compared 1 time, last at step 3", [2, 1, 3]),
@@ -177,8 +177,8 @@ def test_report_compares_plan_with_measurements(tmp_path):
     assert table["data stall"] == ["3.0", "15.0%", "0.0%"]
     assert table["start-up"] == ["4.0", "20.0%", "-"]
     flat = " ".join(text.split())
-    assert "plan: 1.60 s a step, measured 2.00 s (+25.0 %); MFU 50.0%, measured 15.0%" in flat
-    assert "a step as planned: useful 50%, kernels below peak 50% largest overhead" in flat
+    assert "plan: 1.60 s per step, measured 2.00 s (+25.0 %); MFU 50.0%, measured 15.0%" in flat
+    assert "planned step: useful 50%, kernels below peak 50% largest overhead" in flat
     assert all(len(line) <= 80 for line in text.splitlines())
     document = json.loads(call(tmp_path, "report", "demo", "--json").output)["plan"]
     assert document["step_s"] == 1.6
@@ -197,7 +197,7 @@ def test_report_of_plan_with_assumed_chip_or_for_last_steps(tmp_path):
     assert (document["measured"]["steps"], document["shares"]) == (1, {})
     write_plan(run, make_plan(from_step=3))
     text = call(tmp_path, "report", "demo").output
-    assert "plan: 1.60 s a step; MFU" in text
+    assert "plan: 1.60 s per step; MFU" in text
     run.plan_file.write_text("{")
     assert "plan:" not in call(tmp_path, "report", "demo").output
 

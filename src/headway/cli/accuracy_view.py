@@ -1,4 +1,4 @@
-"""How `headway plan --against` looks: tables of errors, by group, source and chip."""
+"""Formats `headway plan --against`: tables of errors by group, source and chip."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,20 +9,20 @@ from headway.plan.accuracy.score import AccuracyReport, ScoredRun, Scores
 __all__ = ["against_lines", "short_source"]
 
 
-def against_lines(found: AccuracyReport) -> list[str]:
-    """The groups that goals are set for, the tables by source and chip, what was skipped, and the worst lines."""
-    unit = "milliseconds of a step" if found.iterations else "tokens a second and device"
-    modelled = sum(row.case is not None for row in found.rows)
-    lines = [f"{modelled:,} of {len(found.rows):,} lines predicted: {unit}; errors are relative", ""]
+def against_lines(report: AccuracyReport) -> list[str]:
+    """Return tables by group, by source and chip, what was skipped, and the worst predictions."""
+    unit = "milliseconds per step" if report.iterations else "tokens per second and device"
+    modelled = sum(row.case is not None for row in report.rows)
+    lines = [f"{modelled:,} of {len(report.rows):,} lines predicted: {unit}; errors are relative", ""]
     titles = {
         "groups": "groups",
-        "unseen": "(a) unseen: no run of the program was fitted",
-        "calibrated": f"(b) calibrated on {found.calibrated_on} lines of the source, seed {found.seed}; the rest",
+        "unseen": "(a) unseen: not fitted to any run of the program",
+        "calibrated": f"(b) calibrated on {report.calibrated_on} lines of the source, seed {report.seed}; the rest",
         "fitted on all": "(c) fitted on all published runs",
     }
     for name, title in titles.items():
-        lines += [*_scores(title, found.tables.get(name, {}), name == "groups"), ""]
-    lines += [*_skipped(found.rows), *_worst(found.rows)]
+        lines += [*_scores(title, report.tables.get(name, {}), name == "groups"), ""]
+    lines += [*_skipped(report.rows), *_worst(report.rows)]
     return [*lines, "next: headway plan RECIPE --on h100x8x4"]
 
 
@@ -32,14 +32,14 @@ def _scores(title: str, table: Mapping[str, Scores], groups: bool) -> Iterator[s
     room = WIDTH - 2 - sum(widths)
     yield title
     if not table:
-        yield "  no source has lines enough"
+        yield "  no source has enough lines"
         return
     yield f"  {'':<{room}}" + cells_of(heads, widths)
-    for key, one in table.items():
+    for key, scores in table.items():
         name = key if groups else _source_and_chip(key, room - 1)
-        rank = "-" if one.spearman is None else f"{one.spearman:.3f}"
-        shares = [f"{one.mean:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}"]
-        yield f"  {cut(name, room - 1):<{room}}" + cells_of([f"{one.count:,}", *shares, rank], widths)
+        rank = "-" if scores.spearman is None else f"{scores.spearman:.3f}"
+        shares = [f"{scores.mean:.1%}", f"{scores.median:.1%}", f"{scores.p90:.1%}", f"{scores.bias:+.1%}"]
+        yield f"  {cut(name, room - 1):<{room}}" + cells_of([f"{scores.count:,}", *shares, rank], widths)
 
 
 def _source_and_chip(key: str, width: int) -> str:
@@ -48,24 +48,24 @@ def _source_and_chip(key: str, width: int) -> str:
 
 
 def short_source(source: str, width: int) -> str:
-    """A source's project and what its brackets say, or its file where there are none, within so many columns."""
+    """Return a source's project and the text in its brackets, else its file, within a width."""
     words = source.split()
     first = words[0] if words else ""
     if "/" not in first:
         return cut(source, width)
     project = first.split("/")[1]
-    opened = min((place for place in (source.find("["), source.find("(")) if place >= 0), default=-1)
-    if opened >= 0:
-        inner = source[opened + 1 : source.rfind("]" if source[opened] == "[" else ")")]
+    bracket = min((index for index in (source.find("["), source.find("(")) if index >= 0), default=-1)
+    if bracket >= 0:
+        inner = source[bracket + 1 : source.rfind("]" if source[bracket] == "[" else ")")]
         return cut(f"{project} {_plain(inner)}", width)
     return cut(" ".join([project, *(word.rpartition("/")[2] for word in words[1:])]), width)
 
 
-def _plain(words: str) -> str:
-    """Without what every line of such a table says."""
-    for known in (" NeMo Container;", " Pre-Training", " Performance"):
-        words = words.replace(known, "")
-    return words
+def _plain(text: str) -> str:
+    """Remove words that are in every line of such a table."""
+    for common in (" NeMo Container;", " Pre-Training", " Performance"):
+        text = text.replace(common, "")
+    return text
 
 
 def _skipped(rows: Sequence[ScoredRun]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _skipped(rows: Sequence[ScoredRun]) -> Iterator[str]:
 
 
 def _worst(rows: Sequence[ScoredRun]) -> Iterator[str]:
-    """Of the unseen ones."""
+    """Yield the ten largest errors among the unseen."""
     errors = [
         (row.by_table["unseen"] / row.measured - 1, row)
         for row in rows
@@ -86,7 +86,7 @@ def _worst(rows: Sequence[ScoredRun]) -> Iterator[str]:
     ]
     if not errors:
         return
-    yield "farthest off, unseen"
+    yield "largest errors, unseen"
     yield f"  {'line':>5}  {'source and chip':<38}{'measured':>11}{'predicted':>11}{'error':>9}"
     for error, row in sorted(errors, key=lambda pair: -abs(pair[0]))[:10]:
         assert row.by_table is not None, "rows without predictions were left out"

@@ -1,6 +1,11 @@
-"""`headway cancel`: a submitted run, or all runs of a sweep, save and end, and are not started again."""
+"""`headway cancel`: saves and cancels a submitted run or sweep."""
 
+from headway.cli.jobs import as_document, print_sweep_jobs, sweep_named
 from headway.cli.options import Json, RunOrSweep, Runs
+from headway.cli.text import print_json
+from headway.cluster.submit import runs as submit
+from headway.cluster.submit.sweeps import cancel_sweep
+from headway.track import find_run, runs_root
 
 __all__ = ["cancel"]
 
@@ -10,17 +15,11 @@ def cancel(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Have the job of a run end, or of all runs of a sweep: it saves within its grace, and nobody starts it again."""
-    from headway.cli.jobs import as_document, sweep_named, tell_of_sweep
-    from headway.cli.text import print_json
-    from headway.cluster.submit import runs as submit
-    from headway.cluster.submit.sweeps import cancel_sweep
-    from headway.track import find_run, runs_root
-
+    """Save and cancel a submitted run, or all runs of a sweep. Each saves within its grace period."""
     root = runs_root(runs)
     sweep = sweep_named(root, run)
     if sweep is not None:
-        tell_of_sweep(sweep, cancel_sweep(root, sweep), json)
+        print_sweep_jobs(sweep, cancel_sweep(root, sweep), json)
         return
     after = submit.cancel(root, find_run(root, run))
     if json:

@@ -1,4 +1,4 @@
-"""What a fault matrix looks like: a table and what was said for people, an object for programs."""
+"""Formats a fault matrix: a table and the agent's messages as text, or JSON."""
 
 import textwrap
 from collections import Counter
@@ -16,11 +16,11 @@ __all__ = ["long_lines", "long_object", "matrix_lines", "matrix_object"]
 WIDTH = 80
 NAME = 22
 MISSED = 3
-"""Faults that did not strike to name: one that ends a run keeps all later ones from it."""
+"""Faults that did not fire to name: one that ends a run prevents all later ones."""
 
 
 def matrix_lines(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> list[str]:
-    """A matrix as people read it, and how torchrun took the same."""
+    """Return a matrix as text, with the torchrun baseline if there is one."""
     below = [*_beside(peers), ""] if peers else []
     return [*_head(matrix), *_table(matrix), "", *below, *_said(matrix), *_trouble(matrix), _end(matrix)]
 
@@ -59,41 +59,42 @@ def _seconds(value: float | None) -> str:
 def _beside(peers: Sequence[BaselineResult]) -> Iterator[str]:
     yield f"  {'under torchrun':<{NAME}}  {'restarts':>8}  {'stepping':>8}  {'recovered':>9}"
     for peer in peers:
-        restarted = _seconds(peer.median(lambda one: one.restarted_s))
-        stepping = _seconds(peer.median(lambda one: one.stepping_s))
-        recovered = f"{peer.recovered} of {len(peer.tries)}"
-        row = f"  {peer.case.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {recovered:>9}"
+        restarted = _seconds(peer.median(lambda result: result.restarted_s))
+        stepping = _seconds(peer.median(lambda result: result.stepping_s))
+        row = (
+            f"  {peer.case.name:<{NAME}}  {restarted:>8}  {stepping:>8}  {f'{peer.recovered} of {len(peer.tries)}':>9}"
+        )
         yield f"{row}{_otherwise(peer)}"
 
 
 def _otherwise(peer: BaselineResult) -> str:
-    """What became of the tries that did not step on."""
-    found = Counter(one.outcome for one in peer.tries if one.outcome != "recovered")
-    words = [f"{count} {outcome}" if len(peer.tries) > 1 else outcome for outcome, count in found.items()]
+    """Return the outcomes of the tries that did not recover."""
+    outcomes = Counter(result.outcome for result in peer.tries if result.outcome != "recovered")
+    words = [f"{count} {outcome}" if len(peer.tries) > 1 else outcome for outcome, count in outcomes.items()]
     return f"  ({', '.join(words)})" if words else ""
 
 
 def _said(matrix: FaultMatrix) -> Iterator[str]:
-    """What the agent said, of the first try of each row."""
-    yield "what the agent said:"
+    """Yield the agent's messages in the first try of each row."""
+    yield "messages of the agent:"
     for result in matrix.results:
-        words = result.tries[0].said
-        if words:
-            yield from _wrapped(f"{result.case.name}: {'; then: '.join(words)}")
+        messages = result.tries[0].said
+        if messages:
+            yield from _wrapped(f"{result.case.name}: {'; then: '.join(messages)}")
     yield ""
 
 
 def _trouble(matrix: FaultMatrix) -> Iterator[str]:
-    """What is not as it must be."""
+    """Yield what went wrong."""
     for result in matrix.results:
-        for number, one in enumerate(result.tries, start=1):
+        for number, case_run in enumerate(result.tries, start=1):
             which = f", try {number}" if len(result.tries) > 1 else ""
-            for text in _complaints(one):
+            for text in _complaints(case_run):
                 yield from _wrapped(f"{result.case.name}{which}: {text}")
 
 
-def _complaints(one: CaseRun) -> list[str]:
-    return [*one.complaints, *(f"left behind: {thing}" for thing in one.left)]
+def _complaints(case_run: CaseRun) -> list[str]:
+    return [*case_run.complaints, *(f"left behind: {leftover}" for leftover in case_run.left)]
 
 
 def _end(matrix: FaultMatrix) -> str:
@@ -106,7 +107,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def matrix_object(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> dict[str, Any]:
-    """A matrix for programs."""
+    """Return a matrix as JSON-ready values."""
     return {
         "recipe": matrix.recipe,
         "workers": matrix.workers,
@@ -128,7 +129,7 @@ def _object(result: CaseResult) -> dict[str, Any]:
         "stepping_s": result.median(lambda figures: figures.stepping_s),
         "redone": result.median(lambda figures: figures.redone),
         "lost_s": result.median(lambda figures: figures.lost_s),
-        "tries": [asdict(one) | {"met": one.met} for one in result.tries],
+        "tries": [asdict(case_run) | {"met": case_run.met} for case_run in result.tries],
     }
 
 
@@ -136,32 +137,32 @@ def _peer_object(peer: BaselineResult) -> dict[str, Any]:
     return {
         "name": peer.case.name,
         "recovered": peer.recovered,
-        "restarted_s": peer.median(lambda one: one.restarted_s),
-        "stepping_s": peer.median(lambda one: one.stepping_s),
-        "tries": [asdict(one) for one in peer.tries],
+        "restarted_s": peer.median(lambda result: result.restarted_s),
+        "stepping_s": peer.median(lambda result: result.stepping_s),
+        "tries": [asdict(result) for result in peer.tries],
     }
 
 
-# -- one long run
+# -- one long run with random faults
 
 
 def long_lines(long: SoakResult) -> list[str]:
-    """A long run as people read it."""
+    """Return a long run as text."""
     count = len(long.faults.faults)
     lines = [
-        f"{len(long.struck)} of {count} faults struck in {long.steps} steps (seed {long.seed}), {long.seconds:.0f} s:",
+        f"{len(long.struck)} of {count} faults fired in {long.steps} steps (seed {long.seed}), {long.seconds:.0f} s:",
         *(f"  {number:>4}  {name}" for name, number in count_kinds(long.faults).items()),
         f"{long.attempts} attempts; {long.lost_s:.1f} worker-seconds lost",
     ]
     if long.met:
-        return [*lines, "equal: chain and digest are the unfaulted run's; nothing was left behind."]
-    wrong = [*long.complaints, *(f"left behind: {thing}" for thing in long.left)]
-    missed = [f"fault {number} never struck" for number in range(count) if number not in long.struck][:MISSED]
-    return [*lines, *(line for text in [*wrong, *missed] for line in _wrapped(text)), "NOT as it must be."]
+        return [*lines, "equal: chain and digest match the run without faults; nothing was left behind."]
+    wrong = [*long.complaints, *(f"left behind: {leftover}" for leftover in long.left)]
+    missed = [f"fault {number} never fired" for number in range(count) if number not in long.struck][:MISSED]
+    return [*lines, *(line for text in [*wrong, *missed] for line in _wrapped(text)), "NOT recovered exactly."]
 
 
 def long_object(long: SoakResult, recipe: str, workers: int) -> dict[str, Any]:
-    """A long run for programs."""
+    """Return a long run as JSON-ready values."""
     return {
         "recipe": recipe,
         "workers": workers,

@@ -1,4 +1,4 @@
-"""What a check looks like: a few lines for one mesh, a table for several, and an object for programs."""
+"""Formats a parity check: lines for one mesh, a table for several, or JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +22,7 @@ MESH_WIDTH = 34
 
 
 def check_lines(checked: ParityReport) -> list[str]:
-    """A check as people read it."""
+    """Return a check as text."""
     steps = f"{checked.steps} step{'s' if checked.steps > 1 else ''}"
     if len(checked.meshes) == 1:
         (mesh,) = checked.meshes
@@ -35,7 +35,7 @@ def check_lines(checked: ParityReport) -> list[str]:
 
 
 def _details(mesh: MeshParity) -> Iterator[str]:
-    """Of one mesh: the largest difference of each kind, and what parts first."""
+    """Yield the largest difference of each kind of a mesh, and the first difference."""
     if mesh.verdict is None:
         yield f"  failed: {mesh.error}"
         if mesh.hint:
@@ -49,17 +49,17 @@ def _details(mesh: MeshParity) -> Iterator[str]:
 
 
 def _row(kind: Kind, largest: Finding) -> str:
-    """One kind's largest difference; a name that would be too wide goes onto a line of its own."""
-    state = "PARTED" if largest.differs else "ok"
-    row = f"  {NAMES[kind]:<12}  {_number(largest.difference)} of {_short(largest.tolerance):<5}  {state:<6}"
+    """Return the largest difference of a kind; a wide name comes on a separate line."""
+    state = "DIFFERS" if largest.differs else "ok"
+    row = f"  {NAMES[kind]:<12}  {_number(largest.difference)} of {_short(largest.tolerance):<5}  {state:<7}"
     if not largest.name:
         return row.rstrip()
-    where = f"largest: {largest.name}"
-    return f"{row}  {where}" if len(row) + 2 + len(where) <= WIDTH else f"{row.rstrip()}\n      {where}"
+    location = f"largest: {largest.name}"
+    return f"{row}  {location}" if len(row) + 2 + len(location) <= WIDTH else f"{row.rstrip()}\n      {location}"
 
 
 def _table(checked: ParityReport) -> Iterator[str]:
-    """A line a mesh; two where its name is so wide that the line would be."""
+    """Yield one line per mesh, or two if its name is wide."""
     width = min(MESH_WIDTH, max(len("(allowed)"), *(len(mesh.mesh) for mesh in checked.meshes)))
     yield f"  {'mesh':<{width}}" + "".join(f"  {NAMES[kind]:>10}" for kind in COLUMNS)
     allowed = "".join(f"  {_short(checked.tolerances.of(kind)):>10}" for kind in COLUMNS)
@@ -75,17 +75,17 @@ def _cells(mesh: MeshParity) -> str:
     if mesh.verdict is None:
         return "  failed"
     numbers = [_number(mesh.verdict.largest[kind].difference) for kind in COLUMNS]
-    return "".join(f"  {number:>10}" for number in numbers) + ("  ok" if mesh.equal else "  PARTED")
+    return "".join(f"  {number:>10}" for number in numbers) + ("  ok" if mesh.equal else "  DIFFERS")
 
 
 def _end(checked: ParityReport) -> str:
-    parted = [mesh for mesh in checked.meshes if not mesh.equal]
-    if not parted:
+    unequal = [mesh for mesh in checked.meshes if not mesh.equal]
+    if not unequal:
         return "equal."
-    failed = sum(mesh.verdict is None for mesh in parted)
+    failed = sum(mesh.verdict is None for mesh in unequal)
     if len(checked.meshes) == 1:
         return "not compared: the trial failed." if failed else "not equal."
-    return f"{len(checked.meshes) - len(parted)} of {len(checked.meshes)} equal" + (
+    return f"{len(checked.meshes) - len(unequal)} of {len(checked.meshes)} equal" + (
         f", {failed} failed." if failed else "."
     )
 
@@ -95,15 +95,15 @@ def _number(value: float) -> str:
 
 
 def _short(tolerance: float) -> str:
-    """1e-5, as people write it."""
+    """Return a tolerance as 1e-5."""
     return f"{tolerance:.0e}".replace("e-0", "e-")
 
 
-# -- for programs
+# -- JSON
 
 
 def as_json(checked: ParityReport) -> dict[str, Any]:
-    """Everything that a check found."""
+    """Return everything that a check found as JSON-ready values."""
     return {
         "recipe": checked.recipe,
         "steps": checked.steps,

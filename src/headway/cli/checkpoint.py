@@ -1,25 +1,45 @@
-"""`headway checkpoint ls | verify | show | diff | export | import`: what was saved, if it is whole, in and out."""
+"""`headway checkpoint ls | verify | show | diff | export | import`: a run's checkpoints."""
 
+import json
+import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from pydantic import ValidationError
 
-from headway.cli.options import Json, Runs
-
-if TYPE_CHECKING:
-    from headway.recipe import Recipe
-    from headway.state import OpenCheckpoint
-    from headway.state.huggingface import TokenizerFile
-    from headway.track import RunFolder
+from headway.cli.checkpoint_view import (
+    CountingSource,
+    diff_lines,
+    facts_of,
+    list_lines,
+    progress_bar,
+    show_lines,
+    tensor_rows,
+)
+from headway.cli.options import Json, Runs, complete_run
+from headway.cli.text import byte_size, print_json
+from headway.errors import DamagedState, DataError, HeadwayError, ModelError, StateError, UsageError
+from headway.recipe import Recipe
+from headway.recipe.huggingface import read_model
+from headway.recipe.upgrade import upgrade_recipe
+from headway.state import OpenCheckpoint, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
+from headway.state.address import address_in_store, is_in_store, open_address, store_url
+from headway.state.checkpoint_diff import diff_checkpoints
+from headway.state.hf_import import import_run
+from headway.state.huggingface import TokenizerFile, saved_weights, stored_weights, write_folder
+from headway.state.object_store import open_store
+from headway.state.store_checkpoint import list_remote
+from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, verify, show, compare, export and import checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
 STORE_PATIENCE_S = 10.0
-REF = "A run's name, a unique prefix of it, or `last`, and a step; or where a checkpoint lies."
-Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=REF)]
+REF = "A run's name, a unique prefix of it or `last`, and a step; or a checkpoint's path."
+Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", autocompletion=complete_run, help=REF)]
 
 
 class NamedCheckpoint(NamedTuple):
@@ -28,23 +48,21 @@ class NamedCheckpoint(NamedTuple):
     label: str
     step: int | None
     address: str
-    """A folder, or a place in an object store."""
+    """A folder, or an address in an object store."""
 
 
 @app.command("ls")
 def list_command(
     run: Annotated[
-        str, typer.Argument(metavar="RUN|URL", help="A run, or the url of one in an object store (s3://bucket/RUN).")
+        str,
+        typer.Argument(
+            metavar="RUN|URL", autocompletion=complete_run, help="A run, or its address in a store (s3://bucket/RUN)."
+        ),
     ],
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """List a run's checkpoints, oldest first."""
-    from headway.cli.checkpoint_view import list_lines
-    from headway.cli.text import print_json
-    from headway.state.address import is_in_store
-    from headway.track import find_run, runs_root
-
     if is_in_store(run):
         name, rows = run, _rows_at(run.rstrip("/"))
     else:
@@ -61,146 +79,123 @@ def list_command(
 
 @app.command("verify")
 def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
-    """Read checkpoints back and check every byte: the one of a step, or all that the run has."""
-    from headway.cli.text import print_json
-    from headway.errors import StateError
-    from headway.track import find_run, runs_root
-
-    name, wanted = _all_of(run, runs)
-    results = [_verify(one, quiet=json) for one in wanted]
-    damaged = [one.label for one, result in zip(wanted, results, strict=True) if not result["ok"]]
+    """Verify every byte of one checkpoint, or of all of a run's."""
+    name, checkpoints = _find_checkpoints(run, runs)
+    results = [_verify(checkpoint, quiet=json) for checkpoint in checkpoints]
+    damaged = [checkpoint.label for checkpoint, result in zip(checkpoints, results, strict=True) if not result["ok"]]
     if json:
         print_json({"run": name, "ok": not damaged, "checkpoints": results})
         raise typer.Exit(1 if damaged else 0)
     if "@" not in run and "/" not in run and (stored := _rows_of_store(find_run(runs_root(runs), run))):
-        print(f"note: {len(stored)} in the object store were not read; headway checkpoint verify {name}@STEP does")
+        print(f"note: {len(stored)} in the object store not read; use headway checkpoint verify {name}@STEP")
     if damaged:
         raise StateError(
-            f"{len(damaged)} of {len(results)} checkpoints of {name} damaged: {', '.join(damaged)}",
-            hint="headway resume takes the newest that is whole; remove what is damaged to have its space back",
+            f"{len(damaged)} of {len(results)} checkpoints of {name} are damaged: {', '.join(damaged)}",
+            hint="headway resume uses the newest intact one; delete damaged ones to free their space",
         )
 
 
 @app.command("show")
 def show_command(
     run: Ref,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, too.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print what a checkpoint holds."""
-    from headway.cli.checkpoint_view import facts_of, show_lines, tensor_rows
-    from headway.cli.text import print_json
-    from headway.state.address import open_address
-
-    one = _one(run, runs)
-    opened = open_address(one.address)
-    facts = facts_of(opened) | {"saved": _saved(Path(one.address))}
+    """Show what a checkpoint contains."""
+    checkpoint = _find_checkpoint(run, runs)
+    opened = open_address(checkpoint.address)
+    facts = facts_of(opened) | {"saved": _saved(Path(checkpoint.address))}
     table = tensor_rows(opened) if tensors else []
     if json:
-        print_json({"path": one.address, **facts} | ({"tensors": table} if tensors else {}))
+        print_json({"path": checkpoint.address, **facts} | ({"tensors": table} if tensors else {}))
         return
-    print("\n".join(show_lines(one.address, facts, table)))
+    print("\n".join(show_lines(checkpoint.address, facts, table)))
     if not tensors:
         print(f"next: headway checkpoint show {run} --tensors")
 
 
 @app.command("diff")
 def diff_command(
-    first: Annotated[str, typer.Argument(metavar="A[@STEP]", help=REF)],
-    second: Annotated[str, typer.Argument(metavar="B[@STEP]", help=REF)],
+    first: Annotated[str, typer.Argument(metavar="A[@STEP]", autocompletion=complete_run, help=REF)],
+    second: Annotated[str, typer.Argument(metavar="B[@STEP]", autocompletion=complete_run, help=REF)],
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints, tensor by tensor where their digests differ.
+    """Compare two checkpoints tensor by tensor.
 
-    Exit status 0 when they are equal, 1 when not.
+    Exits with 0 if they are equal, 1 if not.
     """
-    from dataclasses import asdict
-
-    from headway.cli.checkpoint_view import diff_lines, progress_bar
-    from headway.cli.text import print_json
-    from headway.state.address import open_address
-    from headway.state.checkpoint_diff import diff_checkpoints
-
-    a, b = _one(first, runs), _one(second, runs)
+    a, b = _find_checkpoint(first, runs), _find_checkpoint(second, runs)
     with progress_bar("comparing", quiet=json) as progress:
-        found = diff_checkpoints(open_address(a.address), open_address(b.address), progress)
+        difference = diff_checkpoints(open_address(a.address), open_address(b.address), progress)
     if json:
-        print_json({"first": a.address, "second": b.address, **asdict(found)})
+        print_json({"first": a.address, "second": b.address, **asdict(difference)})
     else:
-        print("\n".join(diff_lines(a.label, b.label, found)))
-    if not found.equal:
+        print("\n".join(diff_lines(a.label, b.label, difference)))
+    if not difference.equal:
         raise typer.Exit(1)
 
 
 @app.command("export")
 def export_command(
     run: Ref,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
-    ema: Annotated[bool, typer.Option("--ema", help="The weights' average over the steps (train.ema).")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Export the exponential moving average (train.ema).")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder that transformers opens."""
-    from headway.cli.checkpoint_view import progress_bar
-    from headway.cli.text import print_json
-    from headway.state.address import open_address
-    from headway.state.huggingface import saved_weights, write_folder
-
-    one = _one(run, runs)
-    opened = open_address(one.address)
-    recipe = _recipe(opened, one)
+    """Export a checkpoint's weights as a Hugging Face folder."""
+    checkpoint = _find_checkpoint(run, runs)
+    opened = open_address(checkpoint.address)
+    recipe = _recipe(opened, checkpoint)
     shapes = recipe.model.tensors() | recipe.model.buffers()
     weights = saved_weights(opened, shapes)
     if ema:
-        # what is not trained has no average, and is its own
+        # frozen parameters have no average
         averaged = _averaged(opened)
         weights |= saved_weights(opened, {name: shapes[name] for name in shapes if name in averaged}, prefix="ema/")
     ordered = {name: weights[name] for name in shapes}
-    tokenizer = _tokenizer_of(_home(one))
+    tokenizer = _tokenizer_of(_home(checkpoint))
     with progress_bar("exporting", quiet=json) as progress:
         write_folder(
             folder,
             recipe.model,
             ordered,
             tokenizer=tokenizer,
-            sidecars=_home(one).companions,
+            sidecars=_home(checkpoint).companions,
             seq=recipe.data.seq,
             progress=progress,
         )
     manifest = opened.manifest
     if json:
         facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
-        print_json({"checkpoint": one.address, "folder": str(folder), **facts})
+        print_json({"checkpoint": checkpoint.address, "folder": str(folder), **facts})
     else:
-        print(f"{folder}: {one.label}{', its average' if ema else ''}, {len(weights)} tensors")
+        print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {len(weights)} tensors")
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 @app.command("import")
 def import_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")],
-    name: Annotated[str | None, typer.Option("--name", metavar="RUN", help="Name of the run to make.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="RUN", help="Name of the new run (default: the folder's name).")
+    ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Make a run of a Hugging Face folder: to sample from, to export, or to start from (model.init)."""
-    from headway.cli.checkpoint_view import progress_bar, size
-    from headway.cli.text import print_json
-    from headway.recipe.huggingface import read_model
-    from headway.state import find_checkpoint, open_checkpoint
-    from headway.state.hf_import import import_run
-    from headway.state.huggingface import stored_weights
-    from headway.track import runs_root
+    """Import a Hugging Face folder as a run.
 
+    Sample from it, export it, or start other runs from it with model.init.
+    """
     model = read_model(folder)
     weights = stored_weights(folder, model)
     seq, end_id = _length_and_end(folder)
     tokenizer = _tokenizer_file(folder / "tokenizer.json", end_id)
     source = str(folder.resolve())
     with progress_bar("importing", quiet=json) as progress:
-        made = import_run(
+        run_folder = import_run(
             runs_root(runs),
             name or _run_name(folder),
             model,
@@ -211,50 +206,42 @@ def import_command(
             sidecars=folder,
             progress=progress,
         )
-    manifest = open_checkpoint(find_checkpoint(made.checkpoints)).manifest
+    manifest = open_checkpoint(find_checkpoint(run_folder.checkpoints)).manifest
     if json:
         facts = {"step": manifest.step, "tensors": len(weights), "bytes": manifest.bytes, "digest": manifest.digest}
-        print_json({"run": made.name, "path": str(made.path), **facts, "tokenizer": tokenizer is not None})
+        print_json({"run": run_folder.name, "path": str(run_folder.path), **facts, "tokenizer": tokenizer is not None})
         return
-    print(f"{made.name}: {len(weights)} tensors, {size(manifest.bytes)}, digest {manifest.digest[:16]}")
+    print(f"{run_folder.name}: {len(weights)} tensors, {byte_size(manifest.bytes)}, digest {manifest.digest[:16]}")
     if tokenizer is None or tokenizer.end_id is None:
-        what = "no tokenizer.json" if tokenizer is None else "no token that is known to end a text"
+        what = "no tokenizer.json" if tokenizer is None else "no known end-of-text token"
         print(f"note: {folder} has {what}, which headway sample needs")
-        print(f"next: headway checkpoint show {made.name}")
+        print(f"next: headway checkpoint show {run_folder.name}")
     else:
-        print(f"next: headway sample {made.name}")
+        print(f"next: headway sample {run_folder.name}")
 
 
-# -- which checkpoints are meant
+# -- find checkpoints
 
 
-def _one(ref: str, runs: Path | None) -> NamedCheckpoint:
-    """The checkpoint of a run's step, a run's newest, or the one that lies there."""
-    from headway.errors import UsageError
-    from headway.state import find_checkpoint, list_checkpoints
-    from headway.state.address import is_in_store
-    from headway.track import find_run, parse_ref, runs_root
-
+def _find_checkpoint(ref: str, runs: Path | None) -> NamedCheckpoint:
+    """Return the checkpoint of a run's step, a run's newest, or the one at a path."""
     if "/" in ref:
         if not is_in_store(ref) and not Path(ref).is_dir():
-            raise UsageError(f"there is no folder {ref}", hint="a run is named by its name alone: headway runs")
+            raise UsageError(f"no folder {ref}", hint="give a run's name without a path: headway runs")
         return NamedCheckpoint(ref, None, ref)
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
     if stored := _in_store(folder, step):
         return stored
     path = find_checkpoint(folder.checkpoints, step)
-    found = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
-    return NamedCheckpoint(f"step {found} of {folder.name}", found, str(path))
+    found_step = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
+    return NamedCheckpoint(f"step {found_step} of {folder.name}", found_step, str(path))
 
 
-def _all_of(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
-    """What a reference is called, and its checkpoint, or all of the run's where it names no step."""
-    from headway.state import find_checkpoint, list_checkpoints
-    from headway.track import find_run, parse_ref, runs_root
-
+def _find_checkpoints(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
+    """Return a reference's name and its checkpoint, or all of the run's if it names no step."""
     if "/" in ref:
-        return ref, [_one(ref, runs)]
+        return ref, [_find_checkpoint(ref, runs)]
     name, step = parse_ref(ref)
     folder = find_run(runs_root(runs), name)
     if stored := _in_store(folder, step):
@@ -264,10 +251,8 @@ def _all_of(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
     return folder.name, [NamedCheckpoint(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
 
 
-def _in_store(folder: "RunFolder", step: int | None) -> NamedCheckpoint | None:
-    """A step, or without one the newest, of a run whose disk does not have it."""
-    from headway.state import list_checkpoints
-
+def _in_store(folder: RunFolder, step: int | None) -> NamedCheckpoint | None:
+    """Return a step, or the newest, from the store of a run whose disk does not have it."""
     here = [entry.step for entry in list_checkpoints(folder.checkpoints)]
     if (step is None and here) or step in here:
         return None
@@ -277,27 +262,21 @@ def _in_store(folder: "RunFolder", step: int | None) -> NamedCheckpoint | None:
     )
 
 
-def _home(one: NamedCheckpoint) -> "RunFolder":
-    """The run that a checkpoint lies in."""
-    from headway.track import RunFolder
-
-    return RunFolder(Path(one.address).resolve().parent.parent)
+def _home(checkpoint: NamedCheckpoint) -> RunFolder:
+    """Return the run that a checkpoint is in."""
+    return RunFolder(Path(checkpoint.address).resolve().parent.parent)
 
 
 # -- ls and verify
 
 
-def _rows(run: "RunFolder") -> list[dict[str, Any]]:
-    """A row for each checkpoint, oldest first; each tier that has some adds its own here."""
+def _rows(run: RunFolder) -> list[dict[str, Any]]:
+    """Return one row per checkpoint of each tier, oldest first."""
     return sorted([*_rows_of_disk(run), *_rows_of_store(run)], key=lambda row: (int(row["step"]), row["tier"]))
 
 
-def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
-    """What the run's object store has; one row with the trouble where it cannot be asked."""
-    from headway.errors import HeadwayError
-    from headway.state.address import store_url
-    from headway.track import read_recipe
-
+def _rows_of_store(run: RunFolder) -> list[dict[str, Any]]:
+    """Return rows of the run's object store; one row with the error if it cannot be read."""
     rules = read_recipe(run).checkpoint.store if run.recipe_file.exists() else None
     if rules is None:
         return []
@@ -308,11 +287,7 @@ def _rows_of_store(run: "RunFolder") -> list[dict[str, Any]]:
 
 
 def _rows_at(url: str) -> list[dict[str, Any]]:
-    """What lies at the url of a run in an object store, by its listing alone."""
-    from headway.state.address import address_in_store
-    from headway.state.object_store import open_store
-    from headway.state.store_checkpoint import list_remote
-
+    """Return rows of a run's address in an object store, by its listing alone."""
     return [
         {
             "step": entry.step,
@@ -325,11 +300,8 @@ def _rows_at(url: str) -> list[dict[str, Any]]:
     ]
 
 
-def _rows_of_disk(run: "RunFolder") -> list[dict[str, Any]]:
-    """What the manifests say; a damaged one is listed too, with what is wrong."""
-    from headway.errors import StateError
-    from headway.state import list_checkpoints, open_checkpoint
-
+def _rows_of_disk(run: RunFolder) -> list[dict[str, Any]]:
+    """Return rows from manifests on disk; a damaged one has its error."""
     rows = []
     seen: set[tuple[int, int]] = set()
     for entry in list_checkpoints(run.checkpoints):
@@ -343,7 +315,7 @@ def _rows_of_disk(run: "RunFolder") -> list[dict[str, Any]]:
     return rows
 
 
-def _describe(checkpoint: "OpenCheckpoint") -> dict[str, Any]:
+def _describe(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     return {
         "bytes": manifest.bytes,
@@ -355,87 +327,70 @@ def _describe(checkpoint: "OpenCheckpoint") -> dict[str, Any]:
     }
 
 
-def _shared(checkpoint: "OpenCheckpoint", path: Path, seen: set[tuple[int, int]]) -> int:
-    """Bytes of files that have a second name in one of the checkpoints seen before: they are on the disk once."""
+def _shared(checkpoint: OpenCheckpoint, path: Path, seen: set[tuple[int, int]]) -> int:
+    """Return the bytes of files hard-linked to a checkpoint seen before: they are on disk once."""
     shared = 0
     for name in checkpoint.manifest.files:
-        found = (path / name).stat()
-        shared += found.st_size if (found.st_dev, found.st_ino) in seen else 0
-        seen.add((found.st_dev, found.st_ino))
+        status = (path / name).stat()
+        shared += status.st_size if (status.st_dev, status.st_ino) in seen else 0
+        seen.add((status.st_dev, status.st_ino))
     return shared
 
 
 def _saved(path: Path) -> float | None:
-    """When a checkpoint was written, in Unix seconds."""
+    """Return when a checkpoint was written, in Unix seconds."""
     manifest = path / "manifest.json"
     return manifest.stat().st_mtime if manifest.exists() else None
 
 
-def _verify(one: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
-    """Check one checkpoint, and say how it went."""
-    from dataclasses import asdict
-
-    from headway.cli.checkpoint_view import CountingSource, progress_bar, size
-    from headway.errors import DamagedState, StateError
-    from headway.state import verify_checkpoint
-    from headway.state.address import is_in_store, open_address
-
+def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
+    """Verify a checkpoint and print the result."""
     try:
-        with progress_bar(one.label, quiet=quiet) as progress:
-            found = verify_checkpoint(CountingSource(open_address(one.address).source, progress))
+        with progress_bar(checkpoint.label, quiet=quiet) as progress:
+            verified = verify_checkpoint(CountingSource(open_address(checkpoint.address).source, progress))
     except StateError as error:
-        if is_in_store(one.address) and not isinstance(error, DamagedState):
-            raise  # there is none, or no answer: that is no damage
-        line, result = error.message, {"step": one.step, "ok": False, "damage": error.message}
+        if is_in_store(checkpoint.address) and not isinstance(error, DamagedState):
+            raise  # missing or no answer: not damage
+        line, result = error.message, {"step": checkpoint.step, "ok": False, "damage": error.message}
     else:
-        line = f"ok, {found.tensors} tensors, {size(found.bytes)}, digest {found.digest[:16]}"
-        result = {"ok": True, **asdict(found)}
+        line = f"ok, {verified.tensors} tensors, {byte_size(verified.bytes)}, digest {verified.digest[:16]}"
+        result = {"ok": True, **asdict(verified)}
     if not quiet:
-        print(f"{one.label}: {line}", flush=True)
-    return {"path": one.address, **result}
+        print(f"{checkpoint.label}: {line}", flush=True)
+    return {"path": checkpoint.address, **result}
 
 
 # -- export and import
 
 
-def _averaged(checkpoint: "OpenCheckpoint") -> set[str]:
-    """The parameters that a checkpoint has an average of."""
-    from headway.errors import StateError
-
-    found = {name.removeprefix("ema/") for name in checkpoint.manifest.tensors if name.startswith("ema/")}
-    if not found:
+def _averaged(checkpoint: OpenCheckpoint) -> set[str]:
+    """Return the parameters whose moving average a checkpoint has."""
+    averaged = {name.removeprefix("ema/") for name in checkpoint.manifest.tensors if name.startswith("ema/")}
+    if not averaged:
         raise StateError(
-            f"{checkpoint.location} has no average of its weights",
-            hint="train.ema keeps one, from the first step on; without --ema the weights themselves are written",
+            f"{checkpoint.location} has no EMA weights",
+            hint="set train.ema from the first step on, or leave out --ema",
         )
-    return found
+    return averaged
 
 
-def _recipe(checkpoint: "OpenCheckpoint", one: NamedCheckpoint) -> "Recipe":
-    """The recipe that a checkpoint was saved with, of a decoder that transformers can have."""
-    from pydantic import ValidationError
-
-    from headway.errors import ModelError
-    from headway.recipe.upgrade import upgrade_recipe
-    from headway.track import read_recipe
-
-    said = checkpoint.manifest.recipe
+def _recipe(checkpoint: OpenCheckpoint, named: NamedCheckpoint) -> Recipe:
+    """Return the recipe that a checkpoint was saved with; raise if transformers has no such model."""
+    saved = checkpoint.manifest.recipe
     try:
-        recipe = upgrade_recipe(said) if said else read_recipe(_home(one))
-    except ValidationError:  # of a version whose recipes had other keys; a run's own file may have been mended
-        recipe = read_recipe(_home(one))
+        recipe = upgrade_recipe(saved) if saved else read_recipe(_home(named))
+    except ValidationError:  # of a version with other keys; the run's own file may have been fixed
+        recipe = read_recipe(_home(named))
     if recipe.model.class_ is not None:
         raise ModelError(
-            f"{recipe.model.class_} has no form that transformers would open: only Headway's own decoders are exported",
-            hint="a checkpoint's files are safetensors, and headway.state.tensors.read_tensors reads whole tensors",
+            f"cannot export {recipe.model.class_}: only Headway's own decoders have a Hugging Face format",
+            hint="checkpoint files are safetensors; headway.state.tensors.read_tensors reads whole tensors",
         )
     return recipe
 
 
-def _tokenizer_of(run: "RunFolder") -> "TokenizerFile | None":
-    """A run's tokenizer, with the end of text that its data was built with."""
-    import json
-
+def _tokenizer_of(run: RunFolder) -> TokenizerFile | None:
+    """Return a run's tokenizer, with the end-of-text token of its data."""
     try:
         end_id = int(json.loads(run.data_file.read_bytes())["end_of_text"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -443,25 +398,21 @@ def _tokenizer_of(run: "RunFolder") -> "TokenizerFile | None":
     return _tokenizer_file(run.tokenizer_file, end_id)
 
 
-def _tokenizer_file(path: Path, end_id: int | None) -> "TokenizerFile | None":
-    """A tokenizer.json if it is there, with the token that ends a document: the one told, or one of a usual name."""
-    from headway.data.tokenizer import load_tokenizer
-    from headway.errors import DataError
-    from headway.state.huggingface import TokenizerFile
-
+def _tokenizer_file(path: Path, end_id: int | None) -> TokenizerFile | None:
+    """Return a tokenizer.json, if it exists, with its end-of-text token: the one given, or one with a usual name."""
     if not path.exists():
         return None
+    from headway.data.tokenizer import load_tokenizer  # loads the tokenizers library
+
     try:
         loaded = load_tokenizer(path, end_of_text=end_id)
-    except DataError:  # one without an end of text still encodes and decodes
+    except DataError:  # without an end-of-text token it still encodes and decodes
         return TokenizerFile(path, end_id)
     return TokenizerFile(path, loaded.end_of_text, loaded.raw.id_to_token(loaded.end_of_text))
 
 
 def _length_and_end(folder: Path) -> tuple[int, int | None]:
-    """The longest sequence that a Hugging Face model is meant for, and the token that ends a document."""
-    import json
-
+    """Return the longest sequence of a Hugging Face model, and its end-of-text token."""
     config = json.loads((folder / "config.json").read_bytes())
     length, end = config.get("max_position_embeddings", config.get("n_positions")), config.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
@@ -469,7 +420,5 @@ def _length_and_end(folder: Path) -> tuple[int, int | None]:
 
 
 def _run_name(folder: Path) -> str:
-    """A folder's name as far as a run may be called so."""
-    import re
-
+    """Return a run name made from a folder's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")[:64] or "imported"

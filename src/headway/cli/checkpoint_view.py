@@ -1,11 +1,14 @@
-"""How `headway checkpoint` looks: rows, tables of at most 80 columns, and a bar for what takes long."""
+"""Formats `headway checkpoint`: tables of at most 80 columns, and a progress bar."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from headway.cli.progress import terminal_bars
+from headway.cli.text import byte_size, first_names, plural
 from headway.state import CheckpointSource, OpenCheckpoint
 from headway.state.checkpoint_diff import CheckpointDiff
 from headway.state.manifest import CheckpointManifest, TensorEntry
@@ -19,7 +22,6 @@ __all__ = [
     "list_lines",
     "progress_bar",
     "show_lines",
-    "size",
     "tensor_rows",
 ]
 
@@ -31,7 +33,7 @@ DIMS = ("rows", "columns")
 
 
 class CountingSource(CheckpointSource):
-    """A source that tells how many bytes were read of it, and of how many."""
+    """A source that reports how many bytes were read, and of how many."""
 
     def __init__(self, inner: CheckpointSource, progress: Callable[[int, int], None]) -> None:
         self.location, self.request_bytes = inner.location, inner.request_bytes
@@ -40,38 +42,34 @@ class CountingSource(CheckpointSource):
         self._done = 0
 
     def manifest(self) -> bytes:
-        """See Source."""
+        """See CheckpointSource."""
         return self._inner.manifest()
 
     def size(self, file: str) -> int:
-        """See Source."""
+        """See CheckpointSource."""
         self._sizes[file] = self._inner.size(file)
         return self._sizes[file]
 
     def read(self, file: str, begin: int, out: memoryview) -> None:
-        """See Source."""
+        """See CheckpointSource."""
         self._inner.read(file, begin, out)
         self._done += len(out)
         self._progress(self._done, sum(self._sizes.values()))
 
     def name(self, file: str) -> str:
-        """See Source."""
+        """See CheckpointSource."""
         return self._inner.name(file)
 
 
 @contextmanager
-def progress_bar(words: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on standard error, if that is a terminal and once the work has taken a moment."""
+def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield what draws a bar of bytes on a terminal once the work has taken a second."""
     if quiet or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars = terminal_bars("{task.description}", "Bar", "Download", "TransferSpeed", "TimeRemaining")
     began = time.monotonic()
-    task = bars.add_task(words, total=None)
+    task = bars.add_task(label, total=None)
 
     def draw(done: int, total: int) -> None:
         if time.monotonic() - began > PATIENCE_S:
@@ -84,17 +82,8 @@ def progress_bar(words: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
         bars.stop()
 
 
-def size(count: float) -> str:
-    """Bytes with four digits: 992 B, 1.985 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
 def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table of a run's checkpoints."""
+    """Yield the table of a run's checkpoints."""
     yield "    step  tier         size  workers  saved                digest"
     for row in rows:
         begin = f"{row['step'] if row['step'] >= 0 else '-':>8}  {row['tier']:6}"
@@ -102,17 +91,17 @@ def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{begin}  {row['damage']}"
         else:
             digest, workers = row.get("digest", "")[:16], row.get("workers", "")
-            yield f"{begin}  {size(row['bytes']):>9}  {workers:>7}  {_when(row['saved'])}  {digest}".rstrip()
+            yield f"{begin}  {byte_size(row['bytes']):>9}  {workers:>7}  {_when(row['saved'])}  {digest}".rstrip()
     shared = sum(row.get("shared_bytes", 0) for row in rows)
     if shared:
-        yield f"{size(shared)} of it are files that a checkpoint shares with an older one"
+        yield f"{byte_size(shared)} are files shared with an older checkpoint"
 
 
 def facts_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """What a checkpoint's manifest says, summed up."""
+    """Return a summary of a checkpoint's manifest."""
     manifest = checkpoint.manifest
-    said = manifest.model_dump(mode="json", exclude={"tensors", "files", "rng", "format", "chunk_bytes"})
-    return said | {
+    facts = manifest.model_dump(mode="json", exclude={"tensors", "files", "rng", "format", "chunk_bytes"})
+    return facts | {
         "bytes": manifest.bytes,
         "num_tensors": len(manifest.tensors),
         "kinds": _kinds(manifest),
@@ -121,7 +110,7 @@ def facts_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
 
 def tensor_rows(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
-    """Every tensor: name, dtype, shape, how it is cut, bytes, digest."""
+    """Return each tensor's name, dtype, shape, sharding, bytes and digest."""
     return [
         {
             "name": name,
@@ -136,7 +125,7 @@ def tensor_rows(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
 
 
 def cut_of(tensor: TensorEntry) -> str:
-    """How a tensor is cut into pieces, in words: whole, 2 x rows, rows x columns 2 x 2."""
+    """Return how a tensor is sharded: whole, 2 x rows, rows x columns 2 x 2."""
     pieces = [piece.box for piece in tensor.pieces if piece.box.volume]
     if len(pieces) <= 1:
         return "whole"
@@ -154,7 +143,7 @@ def cut_of(tensor: TensorEntry) -> str:
 
 
 def show_lines(place: str, facts: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One checkpoint for people; `tensors` are listed if there are any."""
+    """Yield the text of a checkpoint, with its tensors if given."""
     yield place
     saved = "" if facts["saved"] is None else f", saved {_when(facts['saved'])}"
     yield _fact("step", f"{facts['step']}{saved}")
@@ -167,57 +156,57 @@ def show_lines(place: str, facts: Mapping[str, Any], tensors: Sequence[Mapping[s
         yield _fact("recipe", str(facts["recipe"].get("name", "")))
     if "imported" in facts["extra"]:
         yield _fact("imported", f"from {facts['extra']['imported']}")
-    workers = _count(facts["workers"], "worker")
+    workers = plural(facts["workers"], "worker")
     yield _fact("mesh", ", ".join(filter(None, [_mesh(facts["mesh"]), workers])))
-    for kind, found in facts["kinds"].items():
-        dtypes = ", ".join(f"{name} {size(count)}" for name, count in found["dtypes"].items())
-        yield _fact(kind, f"{size(found['bytes'])} in {_count(found['tensors'], 'tensor')}: {dtypes}")
+    for kind, kind_facts in facts["kinds"].items():
+        dtypes = ", ".join(f"{name} {byte_size(count)}" for name, count in kind_facts["dtypes"].items())
+        yield _fact(kind, f"{byte_size(kind_facts['bytes'])} in {plural(kind_facts['tensors'], 'tensor')}: {dtypes}")
     yield from _file_lines(facts["files"])
     if tensors:
         yield ""
         yield from _tensor_lines(tensors)
 
 
-def diff_lines(first: str, second: str, found: CheckpointDiff) -> Iterator[str]:
-    """Two checkpoints side by side."""
-    yield from _wrap(f"{first} and {second}: {_verdict(found)}")
-    if found.differing:
+def diff_lines(first: str, second: str, diff: CheckpointDiff) -> Iterator[str]:
+    """Yield the differences of two checkpoints."""
+    yield from _wrap(f"{first} and {second}: {_verdict(diff)}")
+    if diff.differing:
         yield f"  {'tensor':<38}{'differing of':>21}{'largest':>9}{'relative':>10}"
-    for one in found.differing[:SHOWN]:
-        numbers = f"{f'{one.differing:,} of {one.elements:,}':>21}{one.absolute:>9.2g}{one.relative:>10.2g}"
-        yield from _beside(one.name, 38, numbers)
-    if len(found.differing) > SHOWN:
-        yield f"  and {len(found.differing) - SHOWN:,} more (--json lists all)"
-    for label, names in ((first, found.only_first), (second, found.only_second)):
+    for tensor in diff.differing[:SHOWN]:
+        numbers = f"{f'{tensor.differing:,} of {tensor.elements:,}':>21}{tensor.absolute:>9.2g}{tensor.relative:>10.2g}"
+        yield from _beside(tensor.name, 38, numbers)
+    if len(diff.differing) > SHOWN:
+        yield f"  and {len(diff.differing) - SHOWN:,} more (--json lists all)"
+    for label, names in ((first, diff.only_first), (second, diff.only_second)):
         if names:
-            yield from _wrap(f"only in {label}: {_some(names)}")
-    for name, (a, b) in list(found.unlike.items())[:SHOWN]:
+            yield from _wrap(f"only in {label}: {first_names(names)}")
+    for name, (a, b) in list(diff.unlike.items())[:SHOWN]:
         yield from _wrap(f"{name}: {a} | {b}")
-    if len(found.unlike) > SHOWN:
-        yield f"and {len(found.unlike) - SHOWN:,} more of another shape or dtype"
-    for key, (a, b) in found.facts.items():
-        yield _fact(key.removesuffix("_version"), f"{_said(a)} | {_said(b)}")
-    if not found.same_rng:
-        yield _fact("rng", "the random generators were in other states")
-    for key, (a, b) in found.recipe.items():
-        yield _fact("recipe", f"{key}: {_said(a)} | {_said(b)}")
+    if len(diff.unlike) > SHOWN:
+        yield f"and {len(diff.unlike) - SHOWN:,} more of another shape or dtype"
+    for key, (a, b) in diff.facts.items():
+        yield _fact(key.removesuffix("_version"), f"{_value(a)} | {_value(b)}")
+    if not diff.same_rng:
+        yield _fact("rng", "the random generators differ")
+    for key, (a, b) in diff.recipe.items():
+        yield _fact("recipe", f"{key}: {_value(a)} | {_value(b)}")
 
 
-def _verdict(found: CheckpointDiff) -> str:
-    tensors = _count(found.tensors, "tensor")
-    if found.equal:
-        how = "they have one digest" if found.by == "digest" else "all bits were compared, for digests cannot tell"
+def _verdict(diff: CheckpointDiff) -> str:
+    tensors = plural(diff.tensors, "tensor")
+    if diff.equal:
+        how = "same digest" if diff.by == "digest" else "all bits compared; digests are not comparable"
         return f"equal, {tensors} ({how})"
     counts = {
-        "differ": len(found.differing),
-        "of another shape or dtype": len(found.unlike),
-        "only in one": len(found.only_first) + len(found.only_second),
+        "differ": len(diff.differing),
+        "of another shape or dtype": len(diff.unlike),
+        "only in one": len(diff.only_first) + len(diff.only_second),
     }
     return f"different: {tensors} in both; " + ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
 
 
 def _kinds(manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
-    """Tensors and bytes by what they are for, and those by dtype."""
+    """Return tensors and bytes by purpose, and by dtype."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, tensor in manifest.tensors.items():
         prefix = name.partition("/")[0]
@@ -236,23 +225,23 @@ def _file_lines(files: Mapping[str, int]) -> Iterator[str]:
     width = max(map(len, files), default=0)
     label = "files"
     for name, count in list(files.items())[:SHOWN]:
-        yield _fact(label, f"{name:<{width}}  {size(count):>9}")
+        yield _fact(label, f"{name:<{width}}  {byte_size(count):>9}")
         label = ""
     if len(files) > SHOWN:
-        yield _fact("", f"and {len(files) - SHOWN:,} more, {size(sum(files.values()))} in all (--json lists them)")
+        yield _fact("", f"and {len(files) - SHOWN:,} more, {byte_size(sum(files.values()))} in all (--json lists them)")
 
 
 def _tensor_lines(tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line a tensor; a name that leaves no room for the rest has a line of its own."""
-    cells = [(t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["cut"], size(t["bytes"])) for t in tensors]
+    """Yield one line per tensor, or two if its name is wide."""
+    cells = [(t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["cut"], byte_size(t["bytes"])) for t in tensors]
     heads = ("dtype", "shape", "cut", "bytes")
     widths = [max(len(row[i]) for row in [heads, *cells]) for i in range(4)]
     room = WIDTH - sum(widths) - 2 * 4 - 2
     name_width = max(12, min(room, max(len(t["name"]) for t in tensors)))
 
     def line(row: tuple[str, ...]) -> str:
-        *words, last = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        return "  " + "  ".join([*words, last.strip().rjust(widths[-1])])
+        *first, last = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        return "  " + "  ".join([*first, last.strip().rjust(widths[-1])])
 
     yield f"  {'tensor':<{name_width}}{line(heads)}"
     for tensor, row in zip(tensors, cells, strict=True):
@@ -271,7 +260,7 @@ def _fact(label: str, text: str) -> str:
 
 
 def _fit(line: str) -> str:
-    """A line within the width; what is cut is cut in its middle."""
+    """Cut a line in its middle to fit the width."""
     if len(line) <= WIDTH:
         return line
     half = (WIDTH - 3) // 2
@@ -279,13 +268,11 @@ def _fit(line: str) -> str:
 
 
 def _wrap(text: str) -> list[str]:
-    import textwrap
-
     return [_fit(line) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)]
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:
-    """The axes that have more than one worker."""
+    """Return the axes with more than one worker."""
     return ", ".join(f"{axis} {count}" for axis, count in mesh.items() if count > 1)
 
 
@@ -293,16 +280,7 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _said(value: Any) -> str:
+def _value(value: Any) -> str:
     if isinstance(value, dict):
         return _mesh(value) or "-"
     return "-" if value in (None, "") else str(value)

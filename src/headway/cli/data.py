@@ -1,4 +1,4 @@
-"""`headway data`: build a data set from text, show what is in one, check that it is whole, show a mixture's shares."""
+"""`headway data build | show | verify | mix`: tokenized datasets and mixtures of them."""
 
 import json
 import shlex
@@ -7,61 +7,74 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from headway.cli.data_mix import mix_command
-
-if TYPE_CHECKING:
-    from headway.data import BuildProgress, BuildResult, Dataset
-    from headway.data.build import RemoteEncoders
+from headway.cli.data_mix import print_mix
+from headway.cli.options import Json, Settings
+from headway.cli.progress import terminal_bars
+from headway.cli.text import plural
+from headway.cluster.engines.ray.encode import ray_encoders
+from headway.cluster.engines.ray.engine import RayEngine
+from headway.cluster.engines.settings import engine_settings
+from headway.data import (
+    BuildOptions,
+    BuildProgress,
+    BuildResult,
+    Dataset,
+    ReadOptions,
+    build_dataset,
+    open_dataset,
+    verify,
+)
+from headway.data.build import RemoteEncoders
+from headway.data.tokenizer import limit_threads
+from headway.errors import UsageError
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Build, show, verify and mix data sets.", no_args_is_help=True)
+app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
 
 
 @app.command("build")
 def build_command(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCES...", help="Files or quoted globs; ** works.")],
-    vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 4096,
-    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json, or folder holding one.")] = None,
-    end_of_text: Annotated[str | None, typer.Option(help="Name of that tokenizer's end-of-text token.")] = None,
-    special_tokens: Annotated[bool, typer.Option(help="Read its special tokens from the text.")] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCES...", help="Files or quoted globs, ** included.")],
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json, or a folder with one.")] = None,
+    end_of_text: Annotated[str | None, typer.Option(help="Its end-of-text token.")] = None,
+    special_tokens: Annotated[bool, typer.Option(help="Parse special tokens in the text.")] = False,
     format: Annotated[
-        Literal["auto", "text", "jsonl", "parquet"], typer.Option(help="What the files are; auto goes by their names.")
+        Literal["auto", "text", "jsonl", "parquet"], typer.Option(help="File format; auto uses the file names.")
     ] = "auto",
     text_field: Annotated[str, typer.Option(help="JSONL field or Parquet column to train on.")] = "text",
     prompt_field: Annotated[str | None, typer.Option(help="Field or column before it, not trained on.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Glob of files to leave out; repeatable.")] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in one shard.")] = 100_000_000,
+    exclude: Annotated[list[str] | None, typer.Option(help="Glob of files to skip; repeatable.")] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 100_000_000,
     tokenizer_engine: Annotated[
         Literal["auto", "tokenizers", "tiktoken"],
-        typer.Option(help="Library that encodes; auto takes tiktoken where it gives the same tokens and pays."),
+        typer.Option(help="Encoding library; auto uses tiktoken if it is faster and exact."),
     ] = "auto",
     engine: Annotated[
         Literal["local", "ray"],
-        typer.Option("--engine", help="Encode here, or on the cores of a RayEngine cluster."),
+        typer.Option("--engine", help="Encode on this machine or on a Ray cluster."),
     ] = "local",
-    threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads; by default all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads (default: all cores).")] = None,
     errors: Annotated[
-        Literal["strict", "replace", "skip"], typer.Option(help="What to do with what cannot be read.")
+        Literal["strict", "replace", "skip"], typer.Option(help="How to handle unreadable input.")
     ] = "strict",
-    force: Annotated[bool, typer.Option("--force", help="Replace a data set of another version.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a dataset of another version.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build the data set OUT from text, JSONL (plain, gzip or zst) or Parquet files."""
+    """Build a dataset from text, JSONL or Parquet files.
+
+    JSONL may be plain, gzip or zstd.
+    """
     if threads is not None:
-        from headway.data.tokenizer import limit_threads
-
         limit_threads(threads)
-    from headway.data import BuildOptions, ReadOptions, build_dataset
-
     options = BuildOptions(
         exclude=tuple(exclude or ()),
         reading=ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors),
@@ -87,38 +100,31 @@ def build_command(
         _print_json({**_facts(built.path, built.manifest), **_build_facts(built)})
         return
     _print_facts(built.path, built.manifest)
-    print(f"sources    {_count(built.sources, 'file')}, {_size(built.source_bytes)}")
+    print(f"sources    {plural(built.sources, 'file')}, {_size(built.source_bytes)}")
     print(f"encoder    {built.engine}")
     if built.skipped:
-        print(f"skipped    {built.skipped:,} files, lines or rows that cannot be read")
+        print(f"skipped    {built.skipped:,} unreadable files, lines or rows")
     if not built.changed:
-        print("unchanged  this version was there already")
+        print("unchanged  this version already exists")
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
 
 
-def _elsewhere(engine: str, tokenizer_engine: str) -> "RemoteEncoders | None":
-    """What encodes on a cluster, where that is wanted."""
+def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
+    """Return the encoder on a cluster; None for this machine."""
     if engine == "local":
         return None
-    from headway.cluster.engines.ray.encode import ray_encoders
-    from headway.cluster.engines.ray.engine import RayEngine
-    from headway.cluster.engines.settings import engine_settings
-    from headway.errors import UsageError
-
     if tokenizer_engine == "tiktoken":
-        raise UsageError("the tasks on a Ray cluster encode with tokenizers", hint="leave --tokenizer-engine out")
+        raise UsageError("--engine ray encodes with tokenizers only", hint="leave out --tokenizer-engine")
     return ray_encoders(RayEngine(engine_settings("ray").site.get("address")))
 
 
 @app.command("show")
 def show_command(
     path: DataPath,
-    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to preview.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Print counts and the beginnings of a few documents."""
-    from headway.data import open_dataset
-
+    """Show counts and the beginnings of a few documents."""
     dataset = open_dataset(path)
     shown = list(_samples(dataset, samples))
     if as_json:
@@ -135,19 +141,24 @@ def show_command(
 
 @app.command("verify")
 def verify_command(path: DataPath, as_json: Json = False) -> None:
-    """Hash every file of a data set and compare with its manifest."""
-    from headway.data import verify
-
+    """Hash every file of a dataset and compare with its manifest."""
     manifest = verify(path).manifest
     if as_json:
         _print_json({**_facts(path, manifest), "verified": True})
         return
     _print_facts(path, manifest)
-    print(f"verified   {_count(len(manifest.all_files()), 'file')}, all as the manifest says")
+    print(f"verified   {plural(len(manifest.all_files()), 'file')}, all match the manifest")
     print(f"\nnext: headway data show {path}")
 
 
-app.command("mix")(mix_command)
+@app.command("mix")
+def mix_command(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.")],
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Print the shares and epochs of a recipe's datasets."""
+    print_mix(recipe, settings or [], as_json)
 
 
 def _facts(path: Path, manifest: Any) -> dict[str, Any]:
@@ -165,7 +176,7 @@ def _facts(path: Path, manifest: Any) -> dict[str, Any]:
     }
 
 
-def _build_facts(built: "BuildResult") -> dict[str, Any]:
+def _build_facts(built: BuildResult) -> dict[str, Any]:
     return {
         "sources": built.sources,
         "source_bytes": built.source_bytes,
@@ -178,17 +189,17 @@ def _build_facts(built: "BuildResult") -> dict[str, Any]:
 def _print_facts(path: Path, manifest: Any) -> None:
     facts = _facts(path, manifest)
     mean = facts["tokens"] / facts["documents"]
-    print(f"data set   {path}")
+    print(f"dataset    {path}")
     print(f"version    {facts['version']}")
-    print(f"tokens     {facts['tokens']:,} in {_count(facts['shards'], 'shard')}, {_size(facts['bytes'])}")
+    print(f"tokens     {facts['tokens']:,} in {plural(facts['shards'], 'shard')}, {_size(facts['bytes'])}")
     print(f"documents  {facts['documents']:,}, {mean:,.0f} tokens each on average")
     if facts["prompt_tokens"]:
         print(f"prompts    {facts['prompt_tokens']:,} tokens, not trained on")
     print(f"vocabulary {facts['vocab_size']:,} ({facts['dtype']}), end of text is {facts['end_of_text']}")
 
 
-def _samples(dataset: "Dataset", count: int) -> Iterator[dict[str, Any]]:
-    """The beginnings of documents spread evenly over the data set."""
+def _samples(dataset: Dataset, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the beginnings of documents spread evenly over the dataset."""
     total = dataset.manifest.documents
     tokenizer = dataset.tokenizer()
     for number in sorted({index * total // max(count, 1) for index in range(count)}):
@@ -204,16 +215,12 @@ def _samples(dataset: "Dataset", count: int) -> Iterator[dict[str, Any]]:
 
 
 def _print_text(label: str, text: str) -> None:
-    """A few lines of a document, indented and cut at 80 columns, with control characters made visible."""
+    """Print a few lines of a document, indented and cut at 80 columns, with control characters visible."""
     lines = text.splitlines()[:6]
     for index, line in enumerate(lines):
         plain = "".join(c if c.isprintable() else "\\t" if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
         mark = f"{label}: " if label and index == 0 else ""
         print(f"  {mark}{plain}"[:80].rstrip())
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _size(count: float) -> str:
@@ -240,20 +247,15 @@ _STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
-    """A bar on a terminal, else a line now and then; on stderr either way."""
+def _progress() -> Iterator[Callable[[BuildProgress], None]]:
+    """Yield what draws a bar on a terminal, else prints a line every few seconds; on stderr."""
     if not sys.stderr.isatty():
         yield _plain_progress()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description:22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal_bars("{task.description:22}", "Bar", "Download", "TimeRemaining") as bars:
         tasks: dict[str, Any] = {}
 
-        def draw(now: "BuildProgress") -> None:
+        def draw(now: BuildProgress) -> None:
             if now.stage not in tasks:
                 tasks[now.stage] = bars.add_task(_STAGES[now.stage], total=now.total_bytes)
             bars.update(tasks[now.stage], completed=now.done_bytes)
@@ -261,14 +263,14 @@ def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
         yield draw
 
 
-def _plain_progress(every_s: float = 5.0) -> Callable[["BuildProgress"], None]:
-    said: dict[str, float] = {}
+def _plain_progress(every_s: float = 5.0) -> Callable[[BuildProgress], None]:
+    printed_s: dict[str, float] = {}
 
-    def say(now: "BuildProgress") -> None:
-        due = now.stage not in said or time.monotonic() - said[now.stage] >= every_s
+    def show(now: BuildProgress) -> None:
+        due = now.stage not in printed_s or time.monotonic() - printed_s[now.stage] >= every_s
         if due:
-            said[now.stage] = time.monotonic()
+            printed_s[now.stage] = time.monotonic()
             share = now.done_bytes / max(now.total_bytes, 1)
             print(f"{_STAGES[now.stage]}: {share:.0%} of {_size(now.total_bytes)}", file=sys.stderr)
 
-    return say
+    return show

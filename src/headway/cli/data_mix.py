@@ -1,29 +1,18 @@
-"""`headway data mix`: what a recipe's mixture comes to by the end of its run."""
+"""`headway data mix`: the shares and epochs of a recipe's datasets over its run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-
-from headway.cli.options import Json, Settings
 from headway.cli.text import count, print_json
+from headway.data.corpus import Corpus, open_corpus
+from headway.recipe import load_recipe
 
-if TYPE_CHECKING:
-    from headway.data.corpus import Corpus
-
-__all__ = ["mix_command"]
+__all__ = ["print_mix"]
 
 
-def mix_command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.")],
-    settings: Settings = None,
-    as_json: Json = False,
-) -> None:
-    """Print each data set's share of a recipe's samples, and how often it is gone through."""
-    from headway.data.corpus import open_corpus
-    from headway.recipe import load_recipe
-
-    corpus = open_corpus(load_recipe(recipe, settings or ()))
+def print_mix(recipe: Path, settings: list[str], as_json: bool) -> None:
+    """Print each dataset's share of a recipe's samples, and its epochs."""
+    corpus = open_corpus(load_recipe(recipe, settings))
     facts = _facts(corpus)
     if as_json:
         print_json(facts)
@@ -31,24 +20,24 @@ def mix_command(
     print(f"recipe     {facts['recipe']}, {facts['steps']:,} steps")
     print(f"samples    {facts['samples']:,} of {facts['seq']:,} tokens")
     print(f"version    {facts['version']}")
-    print(f"\n{'data set':20}{'windows':>13}{'samples':>13}{'tokens':>9}{'share':>9}{'epochs':>10}")
-    for one in facts["data_sets"]:
-        tokens, share = count(one["samples"] * facts["seq"]), f"{100 * one['share']:.2f} %"
+    print(f"\n{'part':20}{'windows':>13}{'samples':>13}{'tokens':>9}{'share':>9}{'epochs':>10}")
+    for part in facts["data_sets"]:
+        tokens, share = count(part["samples"] * facts["seq"]), f"{100 * part['share']:.2f} %"
         print(
-            f"{_cut(one['name'], 19):20}{one['training_windows']:13,}{one['samples']:13,}{tokens:>9}{share:>9}"
-            f"{one['epochs']:10.2f}"
+            f"{_cut(part['name'], 19):20}{part['training_windows']:13,}{part['samples']:13,}{tokens:>9}{share:>9}"
+            f"{part['epochs']:10.2f}"
         )
     if len(facts["phases"]) > 1:
         _print_phases(facts["phases"])
     print(f"\nnext: headway train {recipe}")
 
 
-def _facts(corpus: "Corpus") -> dict[str, Any]:
+def _facts(corpus: Corpus) -> dict[str, Any]:
     recipe = corpus.recipe
     end = corpus.cursor_before(recipe.train.steps + 1)
     samples = dict(zip(corpus.names, corpus.samples(end), strict=True))
     epochs = dict(zip(corpus.names, corpus.epochs(end), strict=True))
-    places = {name: corpus.names.index(name) for name in recipe.data.parts}
+    indices = {name: corpus.names.index(name) for name in recipe.data.parts}
     return {
         "recipe": recipe.name,
         "version": corpus.version,
@@ -58,34 +47,34 @@ def _facts(corpus: "Corpus") -> dict[str, Any]:
         "data_sets": [
             {
                 "name": name,
-                "path": str(corpus.datasets[place].path),
-                "version": corpus.datasets[place].version,
-                "training_windows": corpus.splits[place].training,
-                "held_out_windows": corpus.splits[place].held_out,
+                "path": str(corpus.datasets[index].path),
+                "version": corpus.datasets[index].version,
+                "training_windows": corpus.splits[index].training,
+                "held_out_windows": corpus.splits[index].held_out,
                 "samples": samples[name],
                 "share": samples[name] / end,
                 "epochs": epochs[name],
             }
-            for name, place in places.items()
+            for name, index in indices.items()
         ],
         "phases": [
-            {"step": step, "shares": {name: float(shares[place]) for name, place in places.items()}}
+            {"step": step, "shares": {name: float(shares[index]) for name, index in indices.items()}}
             for step, shares in corpus.shares()
         ],
     }
 
 
 def _print_phases(phases: list[dict[str, Any]]) -> None:
-    """Shares by the step from which on they hold, as many to a line as fit."""
+    """Print the shares from each step on, as many per line as fit."""
     print("\nshares from step")
     for phase in phases:
         line = f"{phase['step']:>10,} "
         for name, share in phase["shares"].items():
-            word = f"  {_cut(name, 40)} {100 * share:.2f} %"
-            if len(line) + len(word) > 80:
+            cell = f"  {_cut(name, 40)} {100 * share:.2f} %"
+            if len(line) + len(cell) > 80:
                 print(line)
                 line = " " * 11
-            line += word
+            line += cell
         print(line)
 
 

@@ -1,39 +1,34 @@
-"""`headway diff RUN RUN`: whether two runs are the same, bit for bit."""
+"""`headway diff RUN RUN`: compares two runs bit for bit."""
 
-from typing import Annotated
+from dataclasses import asdict
 
 import typer
 
-from headway.cli.options import Json, Runs
+from headway.cli.options import Json, Run, Runs
+from headway.cli.text import print_json
+from headway.track import compare_runs, find_run, runs_root
 
 __all__ = ["diff"]
 
-_RUN_HELP = "A run's name, a unique prefix of it, or `last`."
-
 
 def diff(
-    run_a: Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP)],
-    run_b: Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP)],
+    run_a: Run,
+    run_b: Run,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare two runs' chains and digests.
+    """Compare two runs bit for bit, by their chains and digests.
 
-    Exit status 0 when they are equal, 1 when not.
+    Exits with 0 if they are equal, 1 if not.
     """
-    from dataclasses import asdict
-
-    from headway.cli.text import print_json
-    from headway.track import compare_runs, find_run, runs_root
-
     root = runs_root(runs)
     a, b = find_run(root, run_a), find_run(root, run_b)
-    found = compare_runs(a, b)
+    comparison = compare_runs(a, b)
     if json:
-        print_json({"runs": [a.name, b.name], **asdict(found), "sentence": found.sentence})
+        print_json({"runs": [a.name, b.name], **asdict(comparison), "sentence": comparison.sentence})
     else:
-        print(f"{a.name} and {b.name}: {found.sentence}")
-        if found.tensors:
-            print(f"tensors that differ at step {found.tensors_step}: {', '.join(found.tensors)}")
-    if not found.equal:
+        print(f"{a.name} and {b.name}: {comparison.sentence}")
+        if comparison.tensors:
+            print(f"tensors that differ at step {comparison.tensors_step}: {', '.join(comparison.tensors)}")
+    if not comparison.equal:
         raise typer.Exit(1)

@@ -1,98 +1,97 @@
-"""`headway doctor`: looks at what a run would stand on, and says what it is good for."""
+"""`headway doctor`: checks storage, network or an engine before a run."""
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from headway.cli.doctor_engine import look_at_engine
 from headway.cli.options import Json
-
-if TYPE_CHECKING:
-    from headway.hardware.network import HostNetwork, Transport
-    from headway.hardware.storage import StorageRates
+from headway.cli.progress import terminal_bars
+from headway.cli.text import print_json
+from headway.errors import UsageError
+from headway.hardware.link_bench import listen, measure
+from headway.hardware.network import HostNetwork, Transport, find_network, main_address, transport
+from headway.hardware.storage import StorageRates, measure_storage, uses
 
 __all__ = ["doctor"]
 
 
 def doctor(
     storage: Annotated[
-        Path | None, typer.Option("--storage", metavar="PATH", help="Measure the disk that holds this folder.")
+        Path | None, typer.Option("--storage", metavar="PATH", help="Benchmark the file system of this folder.")
     ] = None,
-    network: Annotated[
-        bool, typer.Option("--network", help="Show interfaces and RDMA, and what NCCL would use.")
-    ] = False,
+    network: Annotated[bool, typer.Option("--network", help="Show interfaces, RDMA and what NCCL will use.")] = False,
     with_: Annotated[
         str | None, typer.Option("--with", metavar="HOST:PORT", help="With --network: measure TCP to a listener.")
     ] = None,
     listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="With --network: be one, until Ctrl-C.")
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="With --network: listen until Ctrl-C.")
     ] = None,
     token_env: Annotated[
         str | None,
-        typer.Option("--token-env", metavar="NAME", help="Variable with a token both sides know; needed off loopback."),
+        typer.Option("--token-env", metavar="NAME", help="Variable with a shared token; required off loopback."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=30, help="How long to measure, about.")] = 5.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=30, help="Approximate time to measure.")] = 5.0,
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="ENGINE", help="Say what its configuration lacks: slurm.")
+        str | None, typer.Option("--engine", metavar="ENGINE", help="Check an engine's configuration: slurm.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Look at what a run would stand on: a disk, the network here or between two machines, an engine."""
-    from headway.cli.text import print_json
-    from headway.errors import UsageError
-
+    """Check storage, network or an engine before a run."""
     _check(network, with_, listen)
     if storage is None and not network and engine is None:
-        raise UsageError("say what to look at", hint="headway doctor --storage PATH, --network or --engine slurm")
+        raise UsageError("nothing to check", hint="use --storage PATH, --network or --engine slurm")
     if listen is not None:
         _listen(listen, _token(token_env))
         return
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     lines: list[str] = []
     if storage is not None:
-        found["storage"], said = _storage(storage, seconds)
-        lines += said
+        document["storage"], text = _storage(storage, seconds)
+        lines += text
     if network:
-        found["network"], said = _network(with_, _token(token_env), seconds)
-        lines += [""] * bool(lines) + said
+        document["network"], text = _network(with_, _token(token_env), seconds)
+        lines += [""] * bool(lines) + text
     if engine is not None:
-        from headway.cli.doctor_engine import look_at_engine
-
-        found["engine"], said = look_at_engine(engine)
-        lines += [""] * bool(lines) + said
+        document["engine"], text = look_at_engine(engine)
+        lines += [""] * bool(lines) + text
     if json:
-        print_json(found)
+        print_json(document)
         return
     print("\n".join(lines))
     print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
 
 
 def _check(network: bool, with_: str | None, listen: str | None) -> None:
-    from headway.errors import UsageError
-
     if (with_ or listen) and not network:
-        raise UsageError(f"--{'with' if with_ else 'listen'} goes with --network", hint="headway doctor --help")
+        raise UsageError(f"--{'with' if with_ else 'listen'} needs --network", hint="headway doctor --help")
     if with_ and listen:
-        raise UsageError("one side listens and the other measures", hint="--listen there, --with here")
+        raise UsageError(
+            "--with and --listen exclude each other", hint="use --listen on one machine, --with on the other"
+        )
 
 
 def _next(storage: Path | None, with_: str | None) -> str:
     if storage is not None:
         return "headway train RECIPE --runs DIR"
-    return "headway plan RECIPE" if with_ else "headway doctor --network --listen HOST:PORT, --with it elsewhere"
+    return (
+        "headway plan RECIPE"
+        if with_
+        else "headway doctor --network --listen HOST:PORT here, --with HOST:PORT elsewhere"
+    )
 
 
 def _token(name: str | None) -> str | None:
-    from headway.errors import UsageError
-
     if name is None:
         return None
     if not os.environ.get(name):
-        raise UsageError(f"there is no variable {name}, or it is empty", hint=f"export {name}=... on both sides")
+        raise UsageError(f"environment variable {name} is unset or empty", hint=f"export {name}=... on both machines")
     return os.environ[name]
 
 
@@ -100,30 +99,28 @@ def _token(name: str | None) -> str | None:
 
 
 def _storage(path: Path, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    from headway.hardware.storage import measure_storage, uses
-
     with _bar() as progress:
-        found = measure_storage(path, seconds, progress)
-    good = uses(found)
-    document = {**vars(found), "uses": [vars(one) for one in good]}
-    lines = [*_rates(found), ""]
-    lines += _wrapped([(f"use it for {one.what}" if one.good else f"not for {one.what}", one.why) for one in good])
-    if not any(one.good for one in good):
-        lines.append("good for nothing that a run writes or reads")
+        rates = measure_storage(path, seconds, progress)
+    usable = uses(rates)
+    document = {**vars(rates), "uses": [vars(use) for use in usable]}
+    lines = [*_rates(rates), ""]
+    lines += _wrapped([(f"use it for {use.what}" if use.good else f"not for {use.what}", use.why) for use in usable])
+    if not any(use.good for use in usable):
+        lines.append("not suitable for anything that a run reads or writes")
     return document, lines
 
 
-def _rates(found: "StorageRates") -> list[str]:
-    kind = found.file_system or "file system not known"
-    how = "around the page cache" if found.cold else "the page cache may have helped"
+def _rates(rates: StorageRates) -> list[str]:
+    kind = rates.file_system or "unknown file system"
+    how = "page cache bypassed" if rates.cold else "page cache may have helped"
     return [
-        f"{found.path}: {kind}, {found.free_bytes / 1e9:,.1f} GB free",
-        f"  write         {found.write_bytes_s / 1e6:>10,.0f} MB/s, fsync included",
-        f"  read          {found.read_bytes_s / 1e6:>10,.0f} MB/s, {how}",
-        f"  durable lines {found.flushes_s:>10,.0f} /s, 4 KiB and fsync each",
-        f"  files made    {found.creates_s:>10,.0f} /s, looked at {found.stats_s:,.0f}",
-        f"  files renamed {found.renames_s:>10,.0f} /s, removed {found.unlinks_s:,.0f}",
-        f"  locks         {'work' if found.locks else 'do not work':>10}",
+        f"{rates.path}: {kind}, {rates.free_bytes / 1e9:,.1f} GB free",
+        f"  write         {rates.write_bytes_s / 1e6:>10,.0f} MB/s, fsync included",
+        f"  read          {rates.read_bytes_s / 1e6:>10,.0f} MB/s, {how}",
+        f"  durable lines {rates.flushes_s:>10,.0f} /s, 4 KiB and fsync each",
+        f"  file creates  {rates.creates_s:>10,.0f} /s, stats {rates.stats_s:,.0f} /s",
+        f"  file renames  {rates.renames_s:>10,.0f} /s, unlinks {rates.unlinks_s:,.0f} /s",
+        f"  locks         {'work' if rates.locks else 'do not work':>10}",
     ]
 
 
@@ -131,43 +128,39 @@ def _rates(found: "StorageRates") -> list[str]:
 
 
 def _network(with_: str | None, token: str | None, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    from headway.hardware.network import find_network, main_address, transport
-
-    found, host = find_network(), os.environ.get("HEADWAY_HOST") or main_address()
-    # As agents have it: by the address that they call each other at, where there is one to call at.
-    chosen = transport(found, host=None if host == "127.0.0.1" else host)
+    host_network, host = find_network(), os.environ.get("HEADWAY_HOST") or main_address()
+    # As agents choose it: by the address that they reach each other at, if there is one.
+    chosen = transport(host_network, host=None if host == "127.0.0.1" else host)
     document: dict[str, Any] = {
-        "interfaces": [vars(one) for one in found.interfaces],
-        "rdma": [vars(one) for one in found.rdma],
-        "gpudirect": found.gpudirect,
+        "interfaces": [vars(device) for device in host_network.interfaces],
+        "rdma": [vars(device) for device in host_network.rdma],
+        "gpudirect": host_network.gpudirect,
         "transport": vars(chosen),
     }
-    lines = [*_found(found), *_chosen(chosen)]
+    lines = [*_interface_lines(host_network), *_transport_lines(chosen)]
     if with_ is not None:
-        from headway.hardware.link_bench import measure
-
         rates = measure(with_, token, seconds / 2)
         document["with"] = {"address": with_, **vars(rates)}
         lines.append(
-            f"TCP with {with_}: {rates.there_bytes_s / 1e9:.2f} GB/s there, {rates.back_bytes_s / 1e9:.2f} back, "
+            f"TCP with {with_}: {rates.there_bytes_s / 1e9:.2f} GB/s out, {rates.back_bytes_s / 1e9:.2f} GB/s back, "
             f"{rates.round_trip_s * 1e6:.0f} us"
         )
     return document, lines
 
 
-def _found(found: "HostNetwork") -> list[str]:
+def _interface_lines(host_network: HostNetwork) -> list[str]:
     lines = []
-    for one in found.interfaces:
-        speed = f"{one.gigabits_s:g} Gb/s" if one.gigabits_s else "speed not known"
-        where = ", ".join(one.addresses[:2]) or "no address"
-        lines.append(f"{one.name:<12} {'up' if one.up else 'down':<5}{speed:>16}  {where}"[:80])
-    for card in found.rdma:
+    for interface in host_network.interfaces:
+        speed = f"{interface.gigabits_s:g} Gb/s" if interface.gigabits_s else "unknown speed"
+        addresses = ", ".join(interface.addresses[:2]) or "no address"
+        lines.append(f"{interface.name:<12} {'up' if interface.up else 'down':<5}{speed:>16}  {addresses}"[:80])
+    for card in host_network.rdma:
         state = "up" if card.active else "down"
         lines.append(f"{card.name:<12} {state:<5}{card.gigabits_s:>11g} Gb/s  {card.kind}"[:80])
     return lines
 
 
-def _chosen(chosen: "Transport") -> list[str]:
+def _transport_lines(chosen: Transport) -> list[str]:
     lines = ["", *_wrapped([(f"between machines: {chosen.name}", chosen.why)])]
     for name, value in chosen.variables.items():
         lines.append(f"  {name}={value}{'  (set by you)' if name in chosen.kept else ''}")
@@ -175,41 +168,33 @@ def _chosen(chosen: "Transport") -> list[str]:
 
 
 def _listen(address: str, token: str | None) -> None:
-    from headway.hardware.link_bench import listen
-
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    listen(address, token, ready=lambda at: say(f"listening on {at} until Ctrl-C"), report=say)
+    listen(address, token, ready=lambda at: print_line(f"listening on {at} until Ctrl-C"), report=print_line)
 
 
-# -- how it looks
+# -- output
 
 
 def _wrapped(pairs: list[tuple[str, str]]) -> list[str]:
-    """Something and why, no wider than a terminal."""
-    import textwrap
-
+    """Return pairs of statement and reason, wrapped at 80 columns."""
     return [line for what, why in pairs for line in textwrap.wrap(f"{what}: {why}", 80, subsequent_indent="  ")]
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal, else a line a stage; on stderr either way."""
+    """Yield what draws a bar on a terminal, else prints one line per stage; on stderr."""
     if not sys.stderr.isatty():
-        said = set[str]()
+        shown = set[str]()
 
-        def say(stage: str, _share: float) -> None:
-            if stage not in said:
-                said.add(stage)
+        def show(stage: str, _share: float) -> None:
+            if stage not in shown:
+                shown.add(stage)
                 print(f"measuring {stage}", file=sys.stderr, flush=True)
 
-        yield say
+        yield show
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("measuring {task.description:9}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal_bars("measuring {task.description:9}", "Bar", "TimeRemaining") as bars:
         task = bars.add_task("write", total=1.0)
         yield lambda stage, share: bars.update(task, description=stage, completed=share)

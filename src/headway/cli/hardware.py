@@ -1,35 +1,34 @@
-"""`headway hardware show | measure`: what chips can do by their data sheets, and what this machine's do in fact."""
+"""`headway hardware show | measure`: known chips, and benchmarks of this machine."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from headway.cli.options import Json
-
-if TYPE_CHECKING:
-    from headway.hardware import Ceilings, Chip
+from headway.cli.text import print_json
+from headway.errors import RunError
+from headway.hardware import CHIPS, Ceilings, Chip, devices, find_ceilings, load_cluster, parse_on, write_ceilings
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Show chips and measure this machine's.", no_args_is_help=True)
+app = typer.Typer(help="List known chips and benchmark this machine.", no_args_is_help=True)
 
 
 @app.command("show")
 def show_command(
     chip: Annotated[
         str | None,
-        typer.Argument(metavar="[CHIP]", help="A chip's name, or CHIPxPERNODExNODES; without it all are listed."),
+        typer.Argument(metavar="[CHIP]", help="A chip or CHIPxPERNODExNODES (default: list all)."),
     ] = None,
     cluster: Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help="Show this cluster.toml.")] = None,
     json: Json = False,
 ) -> None:
-    """List the chips Headway knows, or show one: peaks, memory, links, the usual cluster, measured ceilings."""
-    from headway.cli.text import print_json
-    from headway.hardware import CHIPS, find_ceilings, load_cluster, parse_on
-
+    """List known chips, or show one with its measured ceilings."""
     if chip is None and cluster is None:
         if json:
             print_json([_facts(known) for known in CHIPS])
@@ -54,25 +53,25 @@ def show_command(
 @app.command("measure")
 def measure_command(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write here (default: ceilings-CHIP.json).")
+        Path | None, typer.Option("--out", metavar="FILE", help="Output file (default: ceilings-CHIP.json).")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A coarse grid: seconds instead of minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarse grid: seconds instead of minutes.")] = False,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        typer.Option("--device", help="What to measure; auto takes a GPU if there is one."),
+        typer.Option("--device", help="Device to benchmark; auto prefers a GPU."),
     ] = "auto",
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Devices in collectives (default: all GPUs; on a CPU none).")
+        int | None, typer.Option("--ranks", min=1, help="Devices in collectives (default: all GPUs; none on CPU).")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine's device: products, attention, memory, copies, host, collectives; for the planner."""
-    from headway.cli.text import print_json
-    from headway.hardware import devices, write_ceilings
+    """Benchmark this machine for the planner.
 
-    found = devices(device)
-    together = ranks if ranks is not None else (found.count if found.kind == "cuda" else 1)
-    ceilings = _run_measure({"device": found.kind, "quick": quick, "ranks": together})
+    Measures GEMMs, attention, memory, copies, host overhead and collectives.
+    """
+    local = devices(device)
+    collective_ranks = ranks if ranks is not None else (local.count if local.kind == "cuda" else 1)
+    ceilings = _run_measure({"device": local.kind, "quick": quick, "ranks": collective_ranks})
     file = out or Path(f"ceilings-{ceilings.chip or ceilings.kind}.json")
     write_ceilings(file, ceilings)
     if json:
@@ -82,14 +81,8 @@ def measure_command(
     print(f"\nwrote {file}, {file.stat().st_size / 1e3:.0f} kB")
 
 
-def _run_measure(request: dict[str, Any]) -> "Ceilings":
-    """Have a process that knows tensors do the work; it tells how far it is, and at last what it found."""
-    import json
-    import subprocess
-
-    from headway.errors import RunError
-    from headway.hardware import Ceilings
-
+def _run_measure(request: dict[str, Any]) -> Ceilings:
+    """Run the benchmark in a process with torch; it reports progress, then the result."""
     with subprocess.Popen(
         [sys.executable, "-m", "headway.measure.device"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:
@@ -99,35 +92,35 @@ def _run_measure(request: dict[str, Any]) -> "Ceilings":
         worker.stdin.close()
         answer = _follow(worker.stdout)
     if answer is None:
-        answer = {"error": f"the measurement stopped with exit status {worker.returncode}", "hint": None}
+        answer = {"error": f"the benchmark failed with exit status {worker.returncode}", "hint": None}
     if "error" in answer:
         raise RunError(answer["error"], hint=answer["hint"])
     return Ceilings.model_validate(answer["ceilings"])
 
 
 def _follow(lines: Any) -> dict[str, Any] | None:
-    """The last line's answer; shows progress on the terminal until it comes."""
-    import json
-
+    """Show progress until the last line, and return its answer."""
     answer, live, before = None, sys.stderr.isatty(), ""
     for line in lines:
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             continue
-        if "progress" not in said:
-            answer = said
+        if "progress" not in message:
+            answer = message
         elif live:
-            print(f"\r\x1b[Kmeasuring {said['progress']}  {said['share']:.0%}", end="", file=sys.stderr, flush=True)
-        elif said["progress"] != before:
-            print(f"measuring {said['progress']}", file=sys.stderr, flush=True)
-            before = said["progress"]
+            print(
+                f"\r\x1b[Kmeasuring {message['progress']}  {message['share']:.0%}", end="", file=sys.stderr, flush=True
+            )
+        elif message["progress"] != before:
+            print(f"measuring {message['progress']}", file=sys.stderr, flush=True)
+            before = message["progress"]
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return answer
 
 
-def _facts(chip: "Chip") -> dict[str, Any]:
+def _facts(chip: Chip) -> dict[str, Any]:
     return {
         "name": chip.name,
         "peaks": dict(chip.peaks),
@@ -141,9 +134,7 @@ def _facts(chip: "Chip") -> dict[str, Any]:
     }
 
 
-def _print_table(chips: tuple["Chip", ...]) -> None:
-    from headway.hardware import find_ceilings
-
+def _print_table(chips: tuple[Chip, ...]) -> None:
     print("chip           bf16    fp8    fp4    GiB   TB/s  link GB/s    watt  measured")
     for chip in chips:
         flops = [_tera(chip.peaks.get(name)) for name in ("bfloat16", "float8", "nvfp4")]
@@ -154,7 +145,7 @@ def _print_table(chips: tuple["Chip", ...]) -> None:
             f"{chip.bandwidth_bytes_s / 1e12:>7.2f}{joined:>11}{chip.power_w:>8.0f}  "
             f"{'yes' if find_ceilings(chip) else ''}".rstrip()
         )
-    print("\nTFLOP/s dense; links per device and direction, and how many devices they join")
+    print("\nTFLOP/s dense; links per device and direction, and how many devices they connect")
     print("next: headway hardware show h100")
 
 
@@ -164,22 +155,22 @@ def _tera(flops: float | None) -> str:
     return f"{flops / 1e12:.4g}" if flops < 1e15 else f"{flops / 1e12:.0f}"
 
 
-def _print_chip(chip: "Chip") -> None:
+def _print_chip(chip: Chip) -> None:
     print(chip.name)
     for name, peak in chip.peaks.items():
         print(f"  {name:<10}{_tera(peak):>8} TFLOP/s dense")
     print(f"  memory    {chip.memory_bytes / 2**30:>8.0f} GiB at {chip.bandwidth_bytes_s / 1e12:.3g} TB/s")
     for link in chip.links:
-        print(f"  {link.kind:<10}{link.bandwidth_bytes_s / 1e9:>8.0f} GB/s a direction among {link.devices}")
-    print(f"  host      {chip.host_bytes_s / 1e9:>8.0f} GB/s a direction")
+        print(f"  {link.kind:<10}{link.bandwidth_bytes_s / 1e9:>8.0f} GB/s per direction among {link.devices}")
+    print(f"  host      {chip.host_bytes_s / 1e9:>8.0f} GB/s per direction")
     print(f"  power     {chip.power_w:>8.0f} W")
     print(f"  source: {chip.source}")
     for figure, note in chip.notes.items():
         print(f"  {figure}: {note}")
 
 
-def _measured(ceilings: "Ceilings") -> dict[str, Any]:
-    """The few figures that say most, of all that was measured."""
+def _measured(ceilings: Ceilings) -> dict[str, Any]:
+    """Return the main figures of a measurement."""
     return {
         "device": ceilings.device,
         "chip": ceilings.chip,
@@ -201,7 +192,7 @@ def _measured(ceilings: "Ceilings") -> dict[str, Any]:
     }
 
 
-def _best_gemm(ceilings: "Ceilings", precision: str) -> dict[str, Any]:
+def _best_gemm(ceilings: Ceilings, precision: str) -> dict[str, Any]:
     grid = next(grid for grid in ceilings.gemm if grid.precision == precision)
     points = [(m, n, k) for m in grid.m for n in grid.n for k in grid.k]
     shape = max(points, key=lambda point: ceilings.gemm_efficiency(point[0], point[1], point[2], precision))
@@ -214,7 +205,7 @@ def _best_gemm(ceilings: "Ceilings", precision: str) -> dict[str, Any]:
     }
 
 
-def _attention_rows(ceilings: "Ceilings") -> Iterator[dict[str, Any]]:
+def _attention_rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     for curve in ceilings.attention:
         grouped = curve.kv_heads < curve.heads
         rates = [
@@ -232,26 +223,26 @@ def _attention_rows(ceilings: "Ceilings") -> Iterator[dict[str, Any]]:
         }
 
 
-def _print_measured(ceilings: "Ceilings") -> None:
-    found = _measured(ceilings)
-    print(f"measured on {found['device']}, torch {found['torch']}")
-    for name, best in found["gemm"].items():
+def _print_measured(ceilings: Ceilings) -> None:
+    measured = _measured(ceilings)
+    print(f"measured on {measured['device']}, torch {measured['torch']}")
+    for name, best in measured["gemm"].items():
         size = " x ".join(map(str, best["best"]))
-        settled = found["sustained"].get(name)
-        after = f", {_tera(settled)} sustained" if settled else ""
+        sustained = measured["sustained"].get(name)
+        after = f", {_tera(sustained)} sustained" if sustained else ""
         print(f"  {name:<10}{_tera(best['flops_s']):>8} TFLOP/s, {best['efficiency']:.1%} of peak at {size}{after}")
-    for row in found["attention"]:
-        words = [row["backend"], f"heads of {row['head_dim']}", "causal" if row["causal"] else "full"]
-        words += ["grouped"] if row["grouped"] else []
+    for row in measured["attention"]:
+        labels = [row["backend"], f"heads of {row['head_dim']}", "causal" if row["causal"] else "full"]
+        labels += ["grouped"] if row["grouped"] else []
         rates = f"{_tera(row['forward_flops_s'])} / {_tera(row['backward_flops_s'])}"
-        print(f"  attention {rates:>16} TFLOP/s forward / backward at {row['seq']}: {', '.join(words)}")
-    for name, rate in found["memory_bytes_s"].items():
+        print(f"  attention {rates:>16} TFLOP/s forward / backward at {row['seq']}: {', '.join(labels)}")
+    for name, rate in measured["memory_bytes_s"].items():
         print(f"  {name:<18}{rate / 1e9:>8.4g} GB/s")
-    for name, rate in found["copies_bytes_s"].items():
+    for name, rate in measured["copies_bytes_s"].items():
         print(f"  {name:<18}{rate / 1e9:>8.3g} GB/s")
-    for mode, (forward, backward) in found["layer_host_us"].items():
-        print(f"  host of a layer, {mode}: {forward:.0f} us forward, {backward:.0f} us backward")
-    for name, rate in found["collectives_bytes_s"].items():
+    for mode, (forward, backward) in measured["layer_host_us"].items():
+        print(f"  host time per layer, {mode}: {forward:.0f} us forward, {backward:.0f} us backward")
+    for name, rate in measured["collectives_bytes_s"].items():
         print(f"  {name:<18}{rate / 1e9:>8.3g} GB/s")
-    for what, reason in found["skipped"].items():
+    for what, reason in measured["skipped"].items():
         print(f"  not measured: {what}: {reason}")

@@ -1,102 +1,99 @@
-"""`headway jobs`: what engines have of the runs that were submitted."""
+"""`headway jobs`: lists submitted jobs and their state."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from headway.cli.options import Json, Runs
 from headway.cli.text import print_json, shortened
+from headway.cluster.submit.runs import SubmittedRun, submitted_runs
+from headway.cluster.submit.sweeps import Sweep, find_sweep
+from headway.track import runs_root
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headway.cluster.submit.runs import SubmittedRun
-    from headway.cluster.submit.sweeps import Sweep
-
-__all__ = ["as_document", "jobs", "sweep_named", "tell_of_sweep"]
+__all__ = ["as_document", "jobs", "print_sweep_jobs", "sweep_named"]
 
 WIDTH = 80
 
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
-    """List the jobs of all runs that were submitted, the most recently active first."""
-    from headway.cluster.submit.runs import submitted_runs
-    from headway.track import runs_root
-
+    """List submitted jobs and their state, most recently active first."""
     root = runs_root(runs)
-    found = submitted_runs(root)
+    submitted = submitted_runs(root)
     if json:
-        print_json([as_document(one) for one in found])
-    elif not found:
-        print(f"no run in {root} was submitted")
+        print_json([as_document(run) for run in submitted])
+    elif not submitted:
+        print(f"no submitted runs in {root}")
         print("next: headway submit RECIPE --engine E --on CHIPxPERNODE")
     else:
-        print("\n".join(_table(found)))
+        print("\n".join(_table(submitted)))
         print("next: headway logs RUN --follow, headway cancel RUN, headway requeue RUN")
 
 
-def _table(found: "list[SubmittedRun]") -> list[str]:
-    """A line a job, its run first; the run on a line of its own where they are too wide."""
-    width = max(len("run"), *(len(one.run.name) for one in found))
-    jobs = max(10, *(len(one.submission.job) for one in found))
+def _table(submitted: list[SubmittedRun]) -> list[str]:
+    """Return one line per job, or two where run and job do not fit into one."""
+    width = max(len("run"), *(len(job.run.name) for job in submitted))
+    job_width = max(10, *(len(job.submission.job) for job in submitted))
     heads = ("state", "engine", "job", "on", "starts", "submitted")
-    rest = [_cells(heads, jobs), *(_cells(_words(one), jobs) for one in found)]
+    rest = [_cells(heads, job_width), *(_cells(_words(job), job_width) for job in submitted)]
     wide = width + 2 + max(map(len, rest)) > WIDTH
     lines = list[str]()
     for name, cells, under in zip(
-        ("run", *(one.run.name for one in found)), rest, ([], *(_under(one) for one in found)), strict=True
+        ("run", *(job.run.name for job in submitted)), rest, ([], *(_under(job) for job in submitted)), strict=True
     ):
         lines += [name, shortened(f"  {cells}", WIDTH)] if wide else [f"{name:{width}}  {cells}"]
         lines += under
     return lines
 
 
-def _cells(words: tuple[str, ...], jobs: int) -> str:
-    state, engine, job, on, starts, submitted = words
+def _cells(cells: tuple[str, ...], jobs: int) -> str:
+    state, engine, job, on, starts, submitted = cells
     return f"{state:10}  {engine:7}  {job:{jobs}}  {on:12}  {starts:>6}  {submitted:11}".rstrip()
 
 
-def _words(one: "SubmittedRun") -> tuple[str, ...]:
-    status, given = one.status, one.submission
-    submitted = time.strftime("%m-%d %H:%M", time.localtime(given.time))
-    return status.state, given.engine, given.job, given.on, str(status.starts), submitted
+def _words(job: SubmittedRun) -> tuple[str, ...]:
+    status, submission = job.status, job.submission
+    submitted = time.strftime("%m-%d %H:%M", time.localtime(submission.time))
+    return status.state, submission.engine, submission.job, submission.on, str(status.starts), submitted
 
 
-def _under(one: "SubmittedRun") -> list[str]:
-    """Where it is, and why it stands so: whole, where something is wrong."""
-    machines = f"on {', '.join(one.status.machines)}" if one.status.machines else ""
-    text = "; ".join(filter(None, (machines, one.status.reason)))
-    if one.status.state in ("failed", "impossible", "unknown"):
+def _under(job: SubmittedRun) -> list[str]:
+    """Return the machines and reason of a job: cut at the width unless something is wrong."""
+    machines = f"on {', '.join(job.status.machines)}" if job.status.machines else ""
+    text = "; ".join(filter(None, (machines, job.status.reason)))
+    if job.status.state in ("failed", "impossible", "unknown"):
         return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [shortened(f"  {text}", WIDTH)] if text else []
 
 
-def as_document(one: "SubmittedRun") -> dict[str, object]:
-    """A run's job for programs."""
-    from dataclasses import asdict
+def as_document(job: SubmittedRun) -> dict[str, object]:
+    """Return a run's job as JSON-ready values."""
+    submission = job.submission
+    fields = {
+        "run": job.run.name,
+        "engine": submission.engine,
+        "job": submission.job,
+        "on": submission.on,
+        "submitted": submission.time,
+    }
+    return fields | asdict(job.status)
 
-    given = one.submission
-    fields = {"run": one.run.name, "engine": given.engine, "job": given.job, "on": given.on, "submitted": given.time}
-    return fields | asdict(one.status)
 
-
-def sweep_named(root: "Path", name: str) -> "Sweep | None":
-    """The sweep that somebody means who names one where runs are named too; runs come first."""
+def sweep_named(root: Path, name: str) -> Sweep | None:
+    """Return the sweep of this name, if there is one and no run has the name."""
     if (root / name).exists() or not (root / ".sweeps" / name).is_dir():
         return None
-    from headway.cluster.submit.sweeps import find_sweep
-
     return find_sweep(root, name)
 
 
-def tell_of_sweep(sweep: "Sweep", after: "Mapping[str, SubmittedRun | None]", json: bool) -> None:
-    """How the jobs of a sweep stand, after something was asked of them all."""
-    there = [one for one in after.values() if one is not None]
+def print_sweep_jobs(sweep: Sweep, after: Mapping[str, SubmittedRun | None], json: bool) -> None:
+    """Print the state of all jobs of a sweep."""
+    submitted = [job for job in after.values() if job is not None]
     if json:
-        print_json([as_document(one) for one in there])
+        print_json([as_document(job) for job in submitted])
         return
-    states = [one.status.state for one in there]
-    told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
-    print(f"{sweep.name}: job {sweep.job}, {len(there)} runs: {told}")
+    states = [job.status.state for job in submitted]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+    print(f"{sweep.name}: job {sweep.job}, {len(submitted)} runs: {counts}")
     print(f"next: headway sweep {sweep.name}")

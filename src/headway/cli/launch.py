@@ -1,4 +1,4 @@
-"""Starts an attempt from a verb: in this process with a live view, or in the background."""
+"""Starts an attempt for a verb: in this process with a live view, or in the background."""
 
 import contextlib
 import subprocess
@@ -23,7 +23,7 @@ DETACH_TIMEOUT_S = 120.0
 
 
 def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
-    """Supervise an attempt to its end and exit with its status, or hand it to an agent of its own."""
+    """Run an attempt to its end and exit with its status, or leave it to a launcher in the background."""
     name, plan = attempt.run.name, read_plan(attempt.folder)
     planned = None if plan is None else plan.model_dump()
     for line in plan_lines(plan) if plan else []:
@@ -58,30 +58,28 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
 
 
 def main() -> int:
-    """A keeper without a terminal: has the attempt that comes as JSON on standard input run to its end, with what an
-    agent elsewhere has left."""
-    told = from_json(sys.stdin.read())
-    attempt = Attempt.model_validate(told["attempt"])
-    left = {name: FdEntry(fields) for name, fields in told["left"].items()}
-    if told["door"] is not None:
-        left["door"] = FdEntry({}, (told["door"],))
+    """Launcher without a terminal: run the attempt given as JSON on standard input, with what another agent left."""
+    request = from_json(sys.stdin.read())
+    attempt = Attempt.model_validate(request["attempt"])
+    inherited = {name: FdEntry(fields) for name, fields in request["left"].items()}
+    if request["door"] is not None:
+        inherited["door"] = FdEntry({}, (request["door"],))
     with open_view(attempt, quiet=False) as view:
-        outcome = run_launcher(attempt, on_tick=view.tick, inherited=left)
+        outcome = run_launcher(attempt, on_tick=view.tick, inherited=inherited)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 
 
 def start_launcher(
     attempt: Attempt,
-    left: Mapping[str, Mapping[str, Any]] | None = None,
+    inherited: Mapping[str, Mapping[str, Any]] | None = None,
     door: int | None = None,
     shown: bool = False,
-) -> "subprocess.Popen[bytes]":
-    """A keeper in a session of its own, which runs the attempt to the run's end; what it prints goes where this process
-    prints if it is `shown`, else into a log."""
+) -> subprocess.Popen[bytes]:
+    """Start a launcher in its own session; it prints where this process does if `shown`, else into a log."""
     attempt.folder.logs.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
-        output = None if shown else stack.enter_context(keeper_log(attempt).open("ab"))
+        output = None if shown else stack.enter_context(launcher_log(attempt).open("ab"))
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.cli.launch"],
             stdin=subprocess.PIPE,
@@ -92,23 +90,23 @@ def start_launcher(
         )
     assert process.stdin is not None
     with process.stdin as pipe:
-        told = {"attempt": attempt.model_dump(mode="json"), "left": dict(left or {}), "door": door}
-        pipe.write(to_json(told))
+        request = {"attempt": attempt.model_dump(mode="json"), "left": dict(inherited or {}), "door": door}
+        pipe.write(to_json(request))
     return process
 
 
-def keeper_log(attempt: Attempt) -> Path:
-    """Where it prints what a terminal would show."""
+def launcher_log(attempt: Attempt) -> Path:
+    """Return the log of what a terminal would show."""
     return attempt.folder.logs / f"{attempt.number:04d}-keeper.log"
 
 
-def wait_for_agent(attempt: Attempt, keeper: "subprocess.Popen[bytes]") -> int:
-    """The process id of a keeper's agent, once that holds the run."""
+def wait_for_agent(attempt: Attempt, launcher: subprocess.Popen[bytes]) -> int:
+    """Return the process id of a launcher's agent once that holds the run's lock."""
     deadline = time.monotonic() + DETACH_TIMEOUT_S
     while (pid := lock_holder(attempt.folder)) is None:
-        if keeper.poll() is not None or time.monotonic() > deadline:
-            log = keeper_log(attempt)
-            raise RunError(f"the agent of {attempt.run.name} did not start", hint=f"its log is {log}")
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            log = launcher_log(attempt)
+            raise RunError(f"the agent of {attempt.run.name} did not start", hint=f"see its log: {log}")
         time.sleep(0.02)
     return pid
 

@@ -1,127 +1,116 @@
-"""`headway logs RUN`: what the processes of a run printed."""
+"""`headway logs RUN`: prints or follows the logs of a run."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from pydantic_core import from_json, to_json
 
+from headway.agent.remote.store_mirror import start_failures
+from headway.cli.jobs import sweep_named
 from headway.cli.options import Json, Run, Runs
-
-if TYPE_CHECKING:
-    from headway.cli.run_lookup import RunSync
-    from headway.cluster.submit.sweeps import Sweep
-    from headway.errors import RunError
-    from headway.track import RunFolder
+from headway.cli.run_sync import RunSync
+from headway.cli.view import LiveStatus
+from headway.cluster.engines import OVER
+from headway.cluster.engines.settings import open_engine
+from headway.cluster.engines.submissions import last_submission
+from headway.cluster.submit.runs import submitted_runs
+from headway.cluster.submit.sweeps import Sweep
+from headway.errors import EngineError, RunError
+from headway.track import RunFolder, find_run, lock_holder, runs_root
 
 __all__ = ["is_alive", "logs"]
 
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
-"""Between questions to an engine, which others ask too."""
-MANY = 8
-"""Names of runs that are told at a time."""
+"""Between queries of an engine, which serves other users too."""
+SHOWN_RUNS = 8
+"""Runs of a sweep that an error names."""
 
 
 def logs(
     run: Run,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this worker's.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only the log of this worker.")] = None,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", min=1, help="Of this attempt (default: the last).")
+        int | None, typer.Option("--attempt", min=1, help="Attempt to show (default: the last).")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print what a run's processes printed, its engine's job included. With --json one object a line: file, line.
+    """Print a run's logs, with those of its engine's job. With --json, one object per line: file, line.
 
-    What an agent said on somebody's terminal is in no log: then its record tells.
+    An agent started in a terminal has no log; its record is shown instead.
     """
-    from headway.cli.jobs import sweep_named
-    from headway.cli.run_lookup import RunSync
-    from headway.errors import RunError
-    from headway.track import find_run, runs_root
-
     root = runs_root(runs)
     sweep = sweep_named(root, run)
     if sweep is not None:
-        raise _is_sweep(sweep)
+        raise _sweep_error(sweep)
     folder = find_run(root, run)
-    brought = RunSync(folder)
-    brought.now()
+    sync = RunSync(folder)
+    sync.now()
     files = _files(folder, rank, attempt)
     if not files and not follow:
-        there = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
-        raise RunError(f"run {folder.name} has no such log", hint=f"there are: {there}")
+        available = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
+        raise RunError(f"run {folder.name} has no such log", hint=f"available: {available}")
     show = _printer(json, headings=rank is None)
-    for name, line in _lines(folder, rank, attempt, follow, brought):
+    for name, line in _lines(folder, rank, attempt, follow, sync):
         show(name, line)
 
 
-def _is_sweep(sweep: "Sweep") -> "RunError":
-    """What to ask for instead."""
-    from headway.errors import RunError
-
+def _sweep_error(sweep: Sweep) -> RunError:
+    """Return an error that names the runs of a sweep."""
     names = [point.run for point in sweep.points]
-    more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+    more = f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
     return RunError(
-        f"{sweep.name} is a sweep, and its runs have logs of their own",
-        hint=f"its runs: {', '.join(names[:MANY])}{more}",
+        f"{sweep.name} is a sweep; its runs have separate logs",
+        hint=f"its runs: {', '.join(names[:SHOWN_RUNS])}{more}",
     )
 
 
-def _files(run: "RunFolder", rank: int | None, attempt: int | None) -> list[Path]:
-    """The logs asked for: of the attempt named, else of the last that has any."""
-    from headway.agent.remote.store_mirror import start_failures
-
+def _files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
+    """Return the selected logs: of the given attempt, else of the last that has any."""
     process = "*" if rank is None else f"rank-{rank}"
     paths = [path for path in run.logs.glob(f"*-{process}.log") if path.name.partition("-")[0].isdecimal()]
-    wanted = attempt or max((_attempt(path) for path in paths), default=0)
-    own = sorted(path for path in paths if _attempt(path) == wanted)
+    number = attempt or max((_attempt(path) for path in paths), default=0)
+    own = sorted(path for path in paths if _attempt(path) == number)
     if rank is not None:
         return own
-    job = [*_of_job(run), *start_failures(run)] if attempt is None else []
-    told = job or any(path.name.endswith("-keeper.log") for path in own)
-    return [*job, *([] if told else _of_agent(run, attempt)), *own]
+    job_logs = [*_job_logs(run), *start_failures(run)] if attempt is None else []
+    has_output = job_logs or any(path.name.endswith("-keeper.log") for path in own)
+    return [*job_logs, *([] if has_output else _agent_records(run, attempt)), *own]
 
 
-def _of_agent(run: "RunFolder", attempt: int | None) -> list[Path]:
-    """The records of agents that led, of one attempt or of all: what they said on somebody's terminal is in no log."""
+def _agent_records(run: RunFolder, attempt: int | None) -> list[Path]:
+    """Return the records of leading agents, of one attempt or of all: what a terminal showed is in no log."""
     return sorted(run.events.glob("*-agent.jsonl" if attempt is None else f"{attempt:04d}-agent.jsonl"))
 
 
-def _of_job(run: "RunFolder") -> list[Path]:
-    """What the newest start of a submitted run's job printed, machine by machine."""
+def _job_logs(run: RunFolder) -> list[Path]:
+    """Return the logs of the newest start of a submitted run's job, one per machine."""
     if not (run.path / "jobs.jsonl").exists():
         return []
-    from headway.cluster.engines.settings import open_engine
-    from headway.cluster.engines.submissions import last_submission
-    from headway.errors import EngineError
-
     job = last_submission(run.path)
     try:
-        found = [] if job is None else open_engine(job.engine, run.path.parent).logs(job.job)
-    except EngineError:  # there are the run's own logs, whatever has become of the engine
+        paths = [] if job is None else open_engine(job.engine, run.path.parent).logs(job.job)
+    except EngineError:  # the run's own logs are still here
         return []
-    last = max((path.name.partition("-")[0] for path in found), default="")
-    return [path for path in found if path.exists() and path.name.startswith(f"{last}-")]
+    last = max((path.name.partition("-")[0] for path in paths), default="")
+    return [path for path in paths if path.exists() and path.name.startswith(f"{last}-")]
 
 
-def is_alive(run: "RunFolder") -> bool:
-    """Whether more may come: somebody holds the run, or an engine will have it started."""
-    from headway.track import lock_holder
-
+def is_alive(run: RunFolder) -> bool:
+    """Whether more may follow: a process holds the run's lock, or an engine will start it."""
     if lock_holder(run) is not None:
         return True
     if not (run.path / "jobs.jsonl").exists():
         return False
-    from headway.cluster.engines import OVER
-    from headway.cluster.submit.runs import submitted_runs
-
     return any(
-        one.status.state not in OVER and one.status.state != "unknown" for one in submitted_runs(run.path.parent, [run])
+        submitted.status.state not in OVER and submitted.status.state != "unknown"
+        for submitted in submitted_runs(run.path.parent, [run])
     )
 
 
@@ -130,41 +119,35 @@ def _attempt(path: Path) -> int:
 
 
 def _lines(
-    run: "RunFolder", rank: int | None, attempt: int | None, follow: bool, brought: "RunSync"
+    run: RunFolder, rank: int | None, attempt: int | None, follow: bool, sync: RunSync
 ) -> Iterator[tuple[str, str]]:
-    """Each file's name and lines; when following, new ones as they come until nobody holds the run, or will."""
-    from headway.track import lock_holder
-
+    """Yield file names and lines; when following, new lines as they come until the run has ended."""
     offsets: dict[Path, int] = {}
-    told = defaultdict[Path, _Words](_Words)
+    event_lines = defaultdict[Path, _EventLines](_EventLines)
     while True:
-        alive = follow and is_alive(run)  # asked before reading, so that the last words are not missed
+        alive = follow and is_alive(run)  # checked before reading, so that the last lines are not missed
         if follow:
-            brought.now(at_once=not alive)
+            sync.now(at_once=not alive)
         for path in _files(run, rank, attempt):
             data = _read_from(path, offsets.get(path, 0))
-            whole = data.rfind(b"\n") + 1 if alive else len(data)
-            offsets[path] = offsets.get(path, 0) + whole
-            for line in data[:whole].splitlines():
-                words = told[path].of(line) if path.suffix == ".jsonl" else [line.decode(errors="replace")]
-                yield from ((path.name, one) for one in words)
+            end = data.rfind(b"\n") + 1 if alive else len(data)
+            offsets[path] = offsets.get(path, 0) + end
+            for line in data[:end].splitlines():
+                lines = event_lines[path].parse(line) if path.suffix == ".jsonl" else [line.decode(errors="replace")]
+                yield from ((path.name, text) for text in lines)
         if not alive:
             return
         time.sleep(_POLL_S if lock_holder(run) is not None else _POLL_ENGINE_S)
 
 
-class _Words:
-    """What the events of an agent's record say to people, as its view would."""
+class _EventLines:
+    """Turns the events of an agent's record into the lines that its view would show."""
 
     def __init__(self) -> None:
-        from headway.cli.view import LiveStatus
+        self._status, self._wall, self._shown = LiveStatus(), 0.0, 0
 
-        self._standing, self._wall, self._told = LiveStatus(), 0.0, 0
-
-    def of(self, line: bytes) -> list[str]:
-        """Of one event: nothing, or a line or two with the time before."""
-        from pydantic_core import from_json
-
+    def parse(self, line: bytes) -> list[str]:
+        """Return the lines of one event, each after its time of day."""
         try:
             event = from_json(line)
             clock = time.strftime("%H:%M:%S", time.localtime(self._wall + event.get("t", 0) / 1e9))
@@ -173,8 +156,8 @@ class _Words:
             return []  # a torn line
 
     def _texts(self, event: dict[str, Any]) -> list[str]:
-        self._standing.take(event)
-        notices, self._told = self._standing.notices[self._told :], len(self._standing.notices)
+        self._status.take(event)
+        notices, self._shown = self._status.notices[self._shown :], len(self._status.notices)
         match event["kind"]:
             case "open":
                 self._wall = event.get("wall", 0.0)
@@ -196,9 +179,7 @@ def _read_from(path: Path, offset: int) -> bytes:
 
 
 def _printer(json: bool, headings: bool) -> Callable[[str, str], None]:
-    """Print lines as JSON objects, or plain with a heading wherever the file changes."""
-    from pydantic_core import to_json
-
+    """Return what prints lines as JSON objects, or as text with a heading wherever the file changes."""
     last = ""
 
     def show(name: str, line: str) -> None:

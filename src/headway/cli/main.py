@@ -1,106 +1,105 @@
-"""`headway`: puts the verbs together, and turns errors into a sentence, a hint and an exit status."""
+"""`headway`: verbs in groups, imported when called; errors become a message, a hint and an exit status."""
 
 import errno
 import gc
+import json
 import os
 import shutil
 import sys
 import textwrap
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]
+from typer.core import TyperGroup
 
 from headway import __version__
-from headway.cli import (
-    agent,
-    cancel,
-    chaos,
-    check,
-    checkpoint,
-    cluster,
-    data,
-    diff,
-    doctor,
-    fetch,
-    hardware,
-    jobs,
-    kernels,
-    logs,
-    metrics,
-    model,
-    nodes,
-    plan,
-    ps,
-    recipe,
-    replay,
-    report,
-    requeue,
-    resume,
-    runs,
-    sample,
-    simulate,
-    stacks,
-    stop,
-    submit,
-    sweep,
-    trace,
-    train,
-    why,
-)
+from headway.cli.lazy import LazyCommands
 from headway.errors import HeadwayError
 
-__all__ = ["app", "main"]
+__all__ = ["VERBS", "app", "main"]
 
-OF_THE_WORLD = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""Errors of disks and permissions: nobody's bug, told without a traceback."""
+ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""Errors of disks and permissions: nobody's bug, reported without a traceback."""
+
+VERBS: dict[str, dict[str, str]] = {
+    "Plan and prepare": {
+        "plan": "Find the fastest way to run a recipe on a cluster",
+        "recipe": "Show a resolved recipe or the recipe schema",
+        "data": "Build, inspect, verify and mix datasets",
+        "model": "Show a model's parts and costs, or compare two",
+        "hardware": "List known chips and benchmark this machine",
+    },
+    "Train and use": {
+        "train": "Train a recipe on this machine",
+        "resume": "Resume a stopped, killed or failed run",
+        "stop": "Save a running run and stop it",
+        "sample": "Generate text with a run's model",
+        "checkpoint": "List, verify, compare, export and import checkpoints",
+    },
+    "Inspect runs": {
+        "runs": "List runs, most recently active first",
+        "ps": "List active runs and processes on this machine",
+        "report": "Show where every device-second of a run went",
+        "metrics": "Print or export a run's metrics",
+        "logs": "Show or follow a run's logs",
+        "stacks": "Show what each worker is doing right now",
+        "diff": "Compare two runs bit for bit",
+        "fetch": "Sync a run's records from its object store",
+    },
+    "Submit jobs": {
+        "submit": "Submit a run to the local queue, Slurm or Ray",
+        "sweep": "Run a grid of settings as one job and rank it",
+        "jobs": "List submitted jobs and their state",
+        "cancel": "Save and cancel a submitted run or sweep",
+        "requeue": "Restart a submitted run, or a sweep's failed runs",
+        "nodes": "List an engine's machines and what is free",
+        "agent": "Run the agent of one node (started by engines)",
+    },
+    "Simulate and explain scheduling": {
+        "simulate": "Simulate a job trace under several policies",
+        "trace": "Import job traces from other schedulers",
+        "replay": "Repeat recorded scheduling decisions and compare",
+        "why": "Explain why a job waits and when it may start",
+        "cluster": "Generate configuration files for a cluster",
+    },
+    "Verify and diagnose": {
+        "check": "Verify that a mesh computes what one process does",
+        "chaos": "Inject faults into small runs, verify recovery",
+        "doctor": "Check storage, network or an engine before a run",
+        "kernels": "Show which kernel runs each operation, and why",
+        "completion": "Print the completion script of a shell",
+    },
+}
+"""Every verb by group, with its help."""
+
+
+class LazyGroup(TyperGroup):
+    """Verbs that are imported when they are called, so that `headway report` does not pay for `headway plan`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"commands": LazyCommands([verb for verbs in VERBS.values() for verb in verbs])})
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the verbs under the names of their groups; none is imported for that."""
+        width = max(map(len, self.commands))
+        for group, verbs in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl([(f"{verb:{width}}", text) for verb, text in verbs.items()])
+
 
 app = typer.Typer(
     name="headway",
-    help="Trains foundation models and accounts for every GPU-second.",
+    cls=LazyGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-app.command()(plan.plan)
-app.command()(train.train)
-app.command()(resume.resume)
-app.command()(submit.submit)
-app.command()(sweep.sweep)
-app.command()(jobs.jobs)
-app.command()(cancel.cancel)
-app.command()(requeue.requeue)
-app.command()(fetch.fetch)
-app.command()(nodes.nodes)
-app.command()(stop.stop)
-app.command()(runs.runs)
-app.command()(ps.ps)
-app.command()(agent.agent)
-app.command()(report.report)
-app.command()(metrics.metrics)
-app.command()(logs.logs)
-app.command()(stacks.stacks)
-app.command()(diff.diff)
-app.command()(check.check)
-app.command()(doctor.doctor)
-app.command()(chaos.chaos)
-app.command()(sample.sample)
-app.command()(kernels.kernels)
-app.command()(simulate.simulate)
-app.command()(replay.replay)
-app.command()(why.why)
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(trace.app, name="trace")
-app.add_typer(data.app, name="data")
-app.add_typer(model.app, name="model")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(hardware.app, name="hardware")
 
-
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"headway {__version__}")
         raise typer.Exit
 
@@ -111,16 +110,18 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Trains foundation models and accounts for every GPU-second."""
+    """Train foundation models and account for every GPU-second."""
 
 
 def main() -> None:
-    """Run one command; exit 0 done, 1 failed, 2 usage, 75 stopped early and worth resuming."""
-    gc.set_threshold(50_000)  # what is imported stays: looking for garbage in it takes a tenth of a short verb's time
+    """Run one command; exit with 0 done, 1 failed, 2 usage error, 75 stopped early and resumable."""
+    gc.set_threshold(50_000)  # imports leave no garbage: looking for it takes a tenth of a short verb's time
+    if "_HEADWAY_COMPLETE" in os.environ:  # a shell asks, through the script of `headway completion`
+        completion_init()
     try:
         app()
     except HeadwayError as error:
-        _tell(error.message, error.hint)
+        _print_error(error.message, error.hint)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -129,33 +130,31 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:
-        if error.errno not in OF_THE_WORLD:
+        if error.errno not in ENVIRONMENT_ERRORS:
             raise
-        _tell(f"{error.filename or 'writing'}: {error.strerror}", "free some space, or choose another place")
+        _print_error(f"{error.filename or 'writing'}: {error.strerror}", "free some space or choose another location")
         sys.exit(1)
 
 
-def _tell(message: str, hint: str | None) -> None:
-    """An error for people on standard error, and for programs that asked for JSON on standard output."""
-    for lead, text in (("error: ", message), ("hint:  ", hint)):
+def _print_error(message: str, hint: str | None) -> None:
+    """Print an error on standard error, and on standard output too if JSON was requested."""
+    for label, text in (("error: ", message), ("hint:  ", hint)):
         if text:
-            print(_wrapped(lead, text) if sys.stderr.isatty() else f"{lead}{text}", file=sys.stderr)
+            print(_wrap(label, text) if sys.stderr.isatty() else f"{label}{text}", file=sys.stderr)
     if "--json" in sys.argv:
-        import json
-
         try:
             print(json.dumps({"error": message, "hint": hint}), flush=True)
-        except OSError:  # it is standard output that failed: the words above say so
+        except OSError:  # standard output itself failed, as reported above
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (or the interpreter would try again at its end)
 
 
-def _wrapped(lead: str, text: str) -> str:
-    """Lines no wider than the terminal, those after the first below its words."""
+def _wrap(label: str, text: str) -> str:
+    """Wrap a message at the width of the terminal, with a hanging indent."""
     return textwrap.fill(
         text,
         max(40, shutil.get_terminal_size().columns),
-        initial_indent=lead,
-        subsequent_indent=" " * len(lead),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
         break_long_words=False,
         break_on_hyphens=False,
     )

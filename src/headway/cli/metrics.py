@@ -1,4 +1,4 @@
-"""`headway metrics RUN`: one number over the steps of a run, or all of them for TensorBoard."""
+"""`headway metrics RUN`: prints one metric of a run by step, or exports all for TensorBoard."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,24 +6,25 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import Json, Run, Runs
+from headway.cli.run_sync import find_up_to_date
+from headway.cli.text import print_json
+from headway.track import export_tensorboard, read_metric, runs_root
 
 __all__ = ["metrics"]
 
 
 def metrics(
     run: Run,
-    key: Annotated[str, typer.Option("--key", help="Which metric: loss, eval_loss, tokens_per_s, mfu, ...")] = "loss",
+    key: Annotated[
+        str, typer.Option("--key", help="Metric to print: loss, eval_loss, tokens_per_s, mfu and others.")
+    ] = "loss",
     tensorboard: Annotated[
-        Path | None, typer.Option("--tensorboard", metavar="DIR", help="Export all metrics for TensorBoard instead.")
+        Path | None, typer.Option("--tensorboard", metavar="DIR", help="Export all metrics for TensorBoard.")
     ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print a metric: the step and its value, one a line."""
-    from headway.cli.run_lookup import find_up_to_date
-    from headway.cli.text import print_json
-    from headway.track import export_tensorboard, read_metric, runs_root
-
+    """Print a metric, one step and value per line, or export all metrics."""
     folder = find_up_to_date(runs_root(runs), run)
     if tensorboard is not None:
         values = export_tensorboard(folder, tensorboard)

@@ -1,105 +1,87 @@
-"""`headway model show | diff`: what a model is made of and what it takes; and in what two of them differ.
+"""`headway model show | diff`: a model's parts and costs, and the differences of two models.
 
-A model is named by a Hugging Face folder, a recipe, a run, a run's step, or where a checkpoint lies.
+A model is a Hugging Face folder, a recipe, a run, a run's step, or the path of a checkpoint.
 """
 
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import from_json
 
+from headway.cli.checkpoint_view import progress_bar
+from headway.cli.model_view import NamedModel, diff_document, diff_lines, document_of, next_line, show_lines
 from headway.cli.options import Json, Runs, Settings
-
-if TYPE_CHECKING:
-    from headway.recipe import Model, Recipe, Train
-    from headway.state.checkpoint_diff import TensorDifference
-    from headway.state.huggingface import LazyWeight
+from headway.cli.text import print_json
+from headway.errors import HeadwayError, ModelError, StateError, UsageError
+from headway.plan.model_summary import describe
+from headway.recipe import Model, Recipe, load_recipe
+from headway.recipe.huggingface import model_from_config, read_config
+from headway.recipe.upgrade import upgrade_recipe
+from headway.state import find_checkpoint
+from headway.state.address import open_address
+from headway.state.checkpoint_diff import TensorDifference
+from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
+from headway.state.weight_diff import weight_differences
+from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Show what a model is made of, or compare two.", no_args_is_help=True)
+app = typer.Typer(help="Show a model's parts and costs, or compare two.", no_args_is_help=True)
 
 ASSUMED_VOCABULARY = 4096
-"""Of a tokenizer that is not built yet: the default of `headway data build`."""
+"""Of a dataset that is not built yet: the default of `headway data build`."""
 VOCABULARY_MULTIPLE = 64
-"""As training rounds it; kept here since the agent's imports take longer than this verb."""
+"""As training rounds it; repeated here since importing the agent takes longer than this verb."""
 USUAL_SEQ = 2048
-"""Of a folder, which says how long sequences may be and not how long they usually are."""
-WHAT = "A Hugging Face folder, a recipe, a run, RUN@STEP, or where a checkpoint lies."
-
-
-@dataclass(frozen=True)
-class NamedModel:
-    """A model that the command line names."""
-
-    name: str
-    """As it was typed."""
-    kind: Literal["folder", "recipe", "run", "checkpoint"]
-    model: "Model"
-    seq: int
-    """Tokens of a sequence in training."""
-    longest: int
-    """Tokens of the longest sequence that it is meant for."""
-    train: "Train | None" = None
-    folder: Path | None = None
-    checkpoint: str | None = None
-    """Where its weights are: in a folder, at a checkpoint's address, or nowhere yet."""
-    notes: tuple[str, ...] = ()
+"""Of a Hugging Face folder, which states the longest sequence only."""
+WHAT = "A Hugging Face folder, a recipe, a run, RUN@STEP, or a checkpoint's path."
 
 
 @app.command("show")
 def show_command(
     what: Annotated[str, typer.Argument(metavar="FOLDER|RECIPE|RUN[@STEP]", help=WHAT)],
     seq: Annotated[
-        int | None, typer.Option("--seq", min=1, metavar="TOKENS", help="Length of sequences (default: the model's).")
+        int | None, typer.Option("--seq", min=1, metavar="TOKENS", help="Sequence length (default: the model's).")
     ] = None,
     settings: Settings = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print a model's family, shape, parameters by part, and what it takes in memory, operations and cache."""
-    from headway.cli.model_view import document_of, next_line, show_lines
-    from headway.cli.text import print_json
-    from headway.errors import UsageError
-    from headway.plan.model_summary import describe
-
-    subject = _subject(what, runs, settings)
-    longest = subject.model.longest
+    """Show a model's parameters, memory, FLOPs and KV cache."""
+    named = _find_model(what, runs, settings)
+    longest = named.model.longest
     if seq is not None and longest is not None and seq > longest:
-        raise UsageError(f"--seq is {seq}, and {what} has positions for {longest}", hint=f"{longest} at most")
-    found = describe(subject.model, seq or subject.seq, seq or subject.longest, subject.train)
-    stored, trouble = _stored(subject)
-    notes = (*subject.notes, *trouble)
-    document = document_of(subject, found, stored, _template(subject.folder), notes)
+        raise UsageError(f"--seq {seq} is too long: {what} has {longest} positions", hint=f"use {longest} or less")
+    summary = describe(named.model, seq or named.seq, seq or named.longest, named.train)
+    stored, problems = _stored(named)
+    notes = (*named.notes, *problems)
+    document = document_of(named, summary, stored, _template(named.folder), notes)
     if json:
         print_json(document)
         return
-    print("\n".join(show_lines(subject.model, document)))
-    print(next_line(what, subject.kind))
+    print("\n".join(show_lines(named.model, document)))
+    print(next_line(what, named.kind))
 
 
 @app.command("diff")
 def diff_command(
     first: Annotated[str, typer.Argument(metavar="A", help=WHAT)],
     second: Annotated[str, typer.Argument(metavar="B", help=WHAT)],
-    weights: Annotated[bool, typer.Option("--weights", help="Compare every value, too; reads all of both.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="Compare every value too; reads both completely.")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare two models: their fields, their tensors, and with --weights their values.
+    """Compare the fields, tensors and values of two models.
 
-    Exit status 0 when they are the same, 1 when not, 2 when one of them cannot be read.
+    Exits with 0 if they are the same, 1 if not, 2 if one of them cannot be read.
     """
-    from headway.cli.model_view import diff_document, diff_lines
-    from headway.cli.text import print_json
-    from headway.errors import HeadwayError, UsageError
-
     try:
-        a, b = _subject(first, runs), _subject(second, runs)
-        tensors = [_tensors(one) for one in (a, b)]
+        a, b = _find_model(first, runs), _find_model(second, runs)
+        tensors = [_tensors(named) for named in (a, b)]
         values = _values(a, b, quiet=json) if weights else None
-    except HeadwayError as error:  # 1 says that they differ, and nothing else
+    except HeadwayError as error:  # exit status 1 is reserved for "they differ"
         raise UsageError(error.message, hint=error.hint) from None
     document = diff_document(a, b, tensors[0], tensors[1], values)
     if json:
@@ -110,18 +92,16 @@ def diff_command(
         raise typer.Exit(1)
 
 
-# -- which model is meant
+# -- find the model
 
 
-def _subject(what: str, runs: Path | None, settings: list[str] | None = None) -> NamedModel:
-    """The model that a folder, a recipe, a run or a checkpoint has."""
-    from headway.errors import UsageError
-
+def _find_model(what: str, runs: Path | None, settings: list[str] | None = None) -> NamedModel:
+    """Return the model of a folder, a recipe, a run or a checkpoint."""
     path = Path(what)
     if (path.is_file() or path.suffix == ".toml") and path.name != "config.json":
         return _of_recipe(what, path, runs, settings or [])
     if settings:
-        raise UsageError(f"--set changes a recipe, and {what} is none", hint="headway model show RECIPE --set ...")
+        raise UsageError(f"--set needs a recipe, and {what} is not one", hint="headway model show RECIPE --set ...")
     if path.is_file():
         return _of_folder(what, path.parent)
     if "://" in what or (path / "manifest.json").exists():
@@ -129,28 +109,23 @@ def _subject(what: str, runs: Path | None, settings: list[str] | None = None) ->
     if path.is_dir():
         return _of_folder(what, path)
     if "/" in what:
-        raise UsageError(f"there is no {what}", hint="a folder with config.json, a recipe, or a run's name")
+        raise UsageError(f"{what} not found", hint="give a folder with config.json, a recipe, or a run's name")
     return _of_run(what, runs)
 
 
 def _of_folder(what: str, folder: Path) -> NamedModel:
-    from headway.recipe.huggingface import model_from_config, read_config
-
     config = read_config(folder)
     model = model_from_config(config)
-    said = config.get("max_position_embeddings")
-    longest = model.longest or (said if isinstance(said, int) and said > 0 else USUAL_SEQ)
+    positions = config.get("max_position_embeddings")
+    longest = model.longest or (positions if isinstance(positions, int) and positions > 0 else USUAL_SEQ)
     return NamedModel(what, "folder", model, min(longest, USUAL_SEQ), longest, folder=folder)
 
 
 def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) -> NamedModel:
-    from headway.recipe import load_recipe
-
     recipe = load_recipe(file, settings)
     model, notes = recipe.model, tuple[str, ...]()
     if model.init is not None:
-        from headway.agent.launch.prepare import resolve_model
-        from headway.track import runs_root
+        from headway.agent.launch.prepare import resolve_model  # takes 0.35 s, and few recipes have model.init
 
         model = resolve_model(model, runs_root(runs))
     if model.class_ is None and model.vocab_size is None:
@@ -158,25 +133,19 @@ def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) ->
     return _trained(what, "recipe", recipe, model, notes=notes)
 
 
-def _with_vocabulary(model: "Model", data: Path) -> "tuple[Model, tuple[str, ...]]":
-    """The size that training would give the vocabulary, if the data are there; a guess and a note otherwise."""
-    from pydantic_core import from_json
-
+def _with_vocabulary(model: Model, data: Path) -> tuple[Model, tuple[str, ...]]:
+    """Return the model with the vocabulary of its dataset; with a default and a note if that is not built."""
     notes = tuple[str, ...]()
     try:
         size = int(from_json((data / "manifest.json").read_bytes())["vocab_size"])
     except (OSError, ValueError, TypeError, KeyError):
         size = ASSUMED_VOCABULARY
-        notes = (f"{data} is not built: a vocabulary of {size:,} tokens is assumed",)
+        notes = (f"{data} is not built: assuming a vocabulary of {size:,} tokens",)
     rounded = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return model.model_copy(update={"vocab_size": rounded}), notes
 
 
 def _of_run(what: str, runs: Path | None) -> NamedModel:
-    from headway.errors import StateError
-    from headway.state import find_checkpoint
-    from headway.track import find_run, parse_ref, read_recipe, runs_root
-
     name, step = parse_ref(what)
     run = find_run(runs_root(runs), name)
     try:
@@ -190,59 +159,48 @@ def _of_run(what: str, runs: Path | None) -> NamedModel:
 
 
 def _of_checkpoint(what: str, kind: Literal["run", "checkpoint"], address: str) -> NamedModel:
-    """The recipe that a checkpoint was saved with; older ones have it in their run only."""
-    from headway.recipe.upgrade import upgrade_recipe
-    from headway.state.address import open_address
-    from headway.track import RunFolder, read_recipe
-
-    said = open_address(address).manifest.recipe
-    recipe = upgrade_recipe(said) if said else read_recipe(RunFolder(Path(address).resolve().parent.parent))
+    """Return the model of a checkpoint's recipe; old checkpoints have it in their run only."""
+    saved = open_address(address).manifest.recipe
+    recipe = upgrade_recipe(saved) if saved else read_recipe(RunFolder(Path(address).resolve().parent.parent))
     return _trained(what, kind, recipe, recipe.model, checkpoint=address)
 
 
 def _trained(
     what: str,
     kind: Literal["recipe", "run", "checkpoint"],
-    recipe: "Recipe",
-    model: "Model",
+    recipe: Recipe,
+    model: Model,
     *,
     checkpoint: str | None = None,
     notes: tuple[str, ...] = (),
 ) -> NamedModel:
-    from headway.errors import ModelError
-
     if model.class_ is not None:
         raise ModelError(
-            f"{what} trains {model.class_}, a class of your own: what it is made of, only it can say",
-            hint="headway checkpoint show RUN --tensors lists the tensors of what was saved",
+            f"{what} trains a custom class, {model.class_}, whose parts are unknown",
+            hint="headway checkpoint show RUN --tensors lists the saved tensors",
         )
     seq = recipe.data.seq
     return NamedModel(what, kind, model, seq, seq, recipe.train, checkpoint=checkpoint, notes=notes)
 
 
-# -- what lies beside it
+# -- weights and templates
 
 
-def _weights(subject: NamedModel) -> "dict[str, LazyWeight] | None":
-    """A model's weights by our names, none of them read yet; None where there are none."""
-    if subject.checkpoint is None and subject.folder is None:
+def _weights(named: NamedModel) -> dict[str, LazyWeight] | None:
+    """Return a model's weights by Headway's names, none of them read yet; None if it has none."""
+    if named.checkpoint is None and named.folder is None:
         return None
-    from headway.state.address import open_address
-    from headway.state.huggingface import saved_weights, stored_weights
-
-    if subject.checkpoint is not None:
-        shapes = subject.model.tensors() | subject.model.buffers()
-        return saved_weights(open_address(subject.checkpoint), shapes)
-    assert subject.folder is not None
-    return stored_weights(subject.folder, subject.model) if any(subject.folder.glob("*.safetensors*")) else None
+    if named.checkpoint is not None:
+        shapes = named.model.tensors() | named.model.buffers()
+        return saved_weights(open_address(named.checkpoint), shapes)
+    assert named.folder is not None
+    return stored_weights(named.folder, named.model) if any(named.folder.glob("*.safetensors*")) else None
 
 
-def _stored(subject: NamedModel) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """How many tensors and bytes of which dtypes there are; a note where they are not this model's."""
-    from headway.errors import HeadwayError
-
+def _stored(named: NamedModel) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return the number of tensors and bytes by dtype; or a note if they do not match the model."""
     try:
-        weights = _weights(subject)
+        weights = _weights(named)
     except HeadwayError as error:
         return None, (error.message,)
     if weights is None:
@@ -254,7 +212,7 @@ def _stored(subject: NamedModel) -> tuple[dict[str, Any] | None, tuple[str, ...]
 
 
 def _template(folder: Path | None) -> dict[str, Any] | None:
-    """A folder's chat template: which file has it, how long it is, how it begins. It is never executed."""
+    """Return a folder's chat template: its file, length and first line. It is never executed."""
     if folder is None:
         return None
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
@@ -266,40 +224,34 @@ def _template(folder: Path | None) -> dict[str, Any] | None:
 
 
 def _template_in(file: Path) -> str | None:
-    """The template that a file is or has; of several that have names, the first or the default."""
-    import json
-
+    """Return the template in a file; of several named ones, the default or the first."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
-        found = text if file.suffix == ".jinja" else json.loads(text).get("chat_template")
+        template = text if file.suffix == ".jinja" else json.loads(text).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return None
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default", next(iter(named.values()), None))
-    return found if isinstance(found, str) else None
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) else None
 
 
-# -- two of them
+# -- compare two
 
 
-def _tensors(subject: NamedModel) -> dict[str, tuple[str | None, tuple[int, ...]]]:
-    """Every tensor's dtype, where there are weights, and its shape."""
-    weights = _weights(subject)
+def _tensors(named: NamedModel) -> dict[str, tuple[str | None, tuple[int, ...]]]:
+    """Return each tensor's shape, and its dtype if there are weights."""
+    weights = _weights(named)
     if weights is None:
-        return {name: (None, shape) for name, shape in (subject.model.tensors() | subject.model.buffers()).items()}
+        return {name: (None, shape) for name, shape in (named.model.tensors() | named.model.buffers()).items()}
     return {name: (weight.dtype, weight.shape) for name, weight in weights.items()}
 
 
-def _values(a: NamedModel, b: NamedModel, *, quiet: bool) -> "list[TensorDifference]":
-    """How far apart the values of two models' tensors are."""
-    from headway.cli.checkpoint_view import progress_bar
-    from headway.errors import UsageError
-    from headway.state.weight_diff import weight_differences
-
+def _values(a: NamedModel, b: NamedModel, *, quiet: bool) -> list[TensorDifference]:
+    """Return the differences of two models' weights."""
     first, second = _weights(a), _weights(b)
     if first is None or second is None:
-        bare = a if first is None else b
-        raise UsageError(f"{bare.name} has no weights to compare", hint="leave out --weights")
+        without = a if first is None else b
+        raise UsageError(f"{without.name} has no weights to compare", hint="leave out --weights")
     with progress_bar("comparing", quiet=quiet) as progress:
         return weight_differences(first, second, progress)

@@ -1,19 +1,21 @@
-"""How `headway model` looks: one document for programs, and tables of at most 80 columns for people."""
+"""Formats `headway model`: JSON, and tables of at most 80 columns."""
 
+import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from headway.cli.text import count
-from headway.recipe import Model
+from headway.cli.text import byte_size, count, first_names
+from headway.errors import ModelError
+from headway.plan.model_summary import PARTS, ModelSummary, part_of
+from headway.recipe import Model, Train
 from headway.recipe.rope import RotaryModel
+from headway.state.checkpoint_diff import TensorDifference
+from headway.state.weight_diff import tensor_mismatches
 
-if TYPE_CHECKING:
-    from headway.cli.model import NamedModel
-    from headway.plan.model_summary import ModelSummary
-    from headway.state.checkpoint_diff import TensorDifference
-
-__all__ = ["diff_document", "diff_lines", "document_of", "next_line", "show_lines"]
+__all__ = ["NamedModel", "diff_document", "diff_lines", "document_of", "next_line", "show_lines"]
 
 WIDTH = 80
 SHOWN = 12
@@ -25,7 +27,7 @@ NEXT = {
     "checkpoint": "headway checkpoint show {}",
 }
 NOT_THE_MODEL = {"init", "layout", "class", "args"}
-"""Keys of a model section that say nothing of what a decoder is."""
+"""Keys of a model section that do not describe the decoder."""
 
 Kinds = Mapping[str, tuple[str | None, tuple[int, ...]]]
 
@@ -33,22 +35,41 @@ Kinds = Mapping[str, tuple[str | None, tuple[int, ...]]]
 # -- show
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """A model named on the command line."""
+
+    name: str
+    """As typed."""
+    kind: Literal["folder", "recipe", "run", "checkpoint"]
+    model: Model
+    seq: int
+    """Sequence length in training."""
+    longest: int
+    """Longest sequence that it supports."""
+    train: Train | None = None
+    folder: Path | None = None
+    checkpoint: str | None = None
+    """Its weights are in `folder`, at this address, or nowhere yet."""
+    notes: tuple[str, ...] = ()
+
+
 def document_of(
-    subject: "NamedModel",
-    found: "ModelSummary",
+    named: "NamedModel",
+    summary: ModelSummary,
     stored: Mapping[str, Any] | None,
     template: Mapping[str, Any] | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """All that is known of a model, for programs."""
-    training = asdict(found.training) | {"total": found.training.total}
+    """Return all that is known of a model as JSON-ready values."""
+    training = asdict(summary.training) | {"total": summary.training.total}
     return {
-        "name": subject.name,
-        "kind": subject.kind,
-        "family": subject.model.family,
-        "model_type": _model_type(subject.model, subject.seq),
-        "fields": _fields(subject.model),
-        **asdict(found),
+        "name": named.name,
+        "kind": named.kind,
+        "family": named.model.family,
+        "model_type": _model_type(named.model, named.seq),
+        "fields": _fields(named.model),
+        **asdict(summary),
         "training": training,
         "stored": stored,
         "chat_template": template,
@@ -57,9 +78,7 @@ def document_of(
 
 
 def _model_type(model: Model, seq: int) -> str | None:
-    """What `transformers` calls it; None where it has no such decoder."""
-    from headway.errors import ModelError
-
+    """Return the name in `transformers`; None if it has no such decoder."""
     try:
         return str(model.to_config(seq)["model_type"])
     except ModelError:
@@ -71,20 +90,20 @@ def _fields(model: Model) -> dict[str, Any]:
 
 
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
-    """A model for people."""
+    """Yield a model as text."""
     kind = document["model_type"]
     yield _fit(f"{document['name']}: {KINDS[document['kind']]}")
-    yield _fact("family", f"{model.family} ({f'transformers: {kind}' if kind else 'transformers has none like it'})")
+    yield _fact("family", f"{model.family} ({f'transformers: {kind}' if kind else 'not in transformers'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
     for part, number in document["parts"].items():
         yield f"  {part:<16}{number:>20,}{number / document['parameters']:>9.1%}"
     if document["active"] != document["parameters"]:
         share = document["active"] / document["parameters"]
-        yield _fact("active", f"{count(document['active'])} a token ({document['active']:,}, {share:.1%})")
+        yield _fact("active", f"{count(document['active'])} per token ({document['active']:,}, {share:.1%})")
     yield from _cost_lines(document)
     if document["stored"] is not None:
-        dtypes = ", ".join(f"{name} {_size(number)}" for name, number in document["stored"]["dtypes"].items())
+        dtypes = ", ".join(f"{name} {byte_size(number)}" for name, number in document["stored"]["dtypes"].items())
         yield _fact("stored", f"{document['stored']['tensors']:,} tensors: {dtypes}")
     if document["kind"] == "folder":
         yield _fact("template", _template(document["chat_template"]))
@@ -94,18 +113,18 @@ def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
 
 def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
     yield _fact("shape", f"{model.layers} layers, width {model.dim:,}, feed-forward {model.hidden:,}")
-    keys = "" if model.kv_heads == model.heads else f", {model.kv_heads} of keys and values"
+    keys = "" if model.kv_heads == model.heads else f", {model.kv_heads} KV heads"
     yield _fact("heads", f"{model.heads} of {model.head_dim}{keys}")
     experts = model.architecture().experts
     if experts is not None:
-        shared = f", {experts.shared} for all" if experts.shared else ""
-        dense = f"; the first {experts.dense_layers} layers have none" if experts.dense_layers else ""
+        shared = f", {experts.shared} shared" if experts.shared else ""
+        dense = f"; the first {experts.dense_layers} layers are dense" if experts.dense_layers else ""
         yield _fact("experts", f"{experts.top_k} of {experts.count}, each {experts.hidden:,} wide{shared}{dense}")
     tied = "tied" if model.tie_embeddings else "not tied"
     yield _fact("vocabulary", f"{model.vocabulary:,}, embedding and head {tied}")
     yield _fact("positions", _positions(model))
     seen = [f"{window:,} tokens in {layers} of {model.layers} layers" for window, layers in windows.items()]
-    yield _fact("windows", ", ".join(seen) or "none: each token sees all before it")
+    yield _fact("windows", ", ".join(seen) or "none: full causal attention")
 
 
 def _positions(model: Model) -> str:
@@ -122,40 +141,39 @@ def _positions(model: Model) -> str:
 
 
 def _cost_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Memory, operations, cache."""
-    yield _fact("weights", ", ".join(f"{name} {_size(number)}" for name, number in document["weights"].items()))
+    """Yield memory, FLOPs and KV cache."""
+    yield _fact("weights", ", ".join(f"{name} {byte_size(number)}" for name, number in document["weights"].items()))
     training = document["training"]
-    states = f"weights {_size(training['weights'])}, gradients {_size(training['gradients'])}"
+    states = f"weights {byte_size(training['weights'])}, gradients {byte_size(training['gradients'])}"
     yield _fact(
-        "training", f"{_size(training['total'])}: {states}, {training['optimizer']} {_size(training['states'])}"
+        "training", f"{byte_size(training['total'])}: {states}, {training['optimizer']} {byte_size(training['states'])}"
     )
-    yield _fact("", "and activations, which headway plan knows")
+    yield _fact("", "plus activations: see headway plan")
     full = count(document["flops_per_token_full_attention"])
     yield _fact(
         "FLOPs",
-        f"{count(document['flops_per_token'])} a token of training at {document['seq']:,} ({full} if not causal)",
+        f"{count(document['flops_per_token'])} per training token at {document['seq']:,} ({full} if not causal)",
     )
     cache = document["cache"]
     yield _fact(
-        "cache", f"{_size(cache['token'])} a token; {cache['length']:,} tokens: {_size(cache['full'])} (bfloat16)"
+        "cache",
+        f"{byte_size(cache['token'])} per token; {cache['length']:,} tokens: {byte_size(cache['full'])} (bfloat16)",
     )
     if cache["windowed"] != cache["full"]:
-        yield _fact("", f"{_size(cache['windowed'])} if windowed layers keep no more than they see")
+        yield _fact("", f"{byte_size(cache['windowed'])} if windowed layers cache their window only")
 
 
-def _template(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _template(template: Mapping[str, Any] | None) -> str:
+    if template is None:
         return "none"
-    begins = "".join(letter if letter.isprintable() else " " for letter in found["begins"])
-    start = f"{found['file']}, {found['letters']:,} letters: "
+    begins = "".join(letter if letter.isprintable() else " " for letter in template["begins"])
+    start = f"{template['file']}, {template['letters']:,} characters: "
     room = WIDTH - 11 - len(start)
     return start + (begins if len(begins) <= room else f"{begins[: room - 3]}...")
 
 
 def next_line(what: str, kind: str) -> str:
-    """What to do with it."""
-    import shlex
-
+    """Return a command to continue with."""
     return f"next: {NEXT[kind].format(shlex.quote(what))}"
 
 
@@ -163,13 +181,15 @@ def next_line(what: str, kind: str) -> str:
 
 
 def diff_document(
-    a: "NamedModel", b: "NamedModel", first: Kinds, second: Kinds, values: "Sequence[TensorDifference] | None"
+    a: "NamedModel", b: "NamedModel", first: Kinds, second: Kinds, values: Sequence[TensorDifference] | None
 ) -> dict[str, Any]:
-    """In what two models differ, for programs; pairs are (first, second)."""
-    from headway.state.weight_diff import tensor_mismatches
-
-    one, other = _fields(a.model), _fields(b.model)
-    fields = {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}
+    """Return the differences of two models as JSON-ready values; pairs are (first, second)."""
+    first_fields, second_fields = _fields(a.model), _fields(b.model)
+    fields = {
+        key: (first_fields.get(key), second_fields.get(key))
+        for key in {**first_fields, **second_fields}
+        if first_fields.get(key) != second_fields.get(key)
+    }
     tensors = tensor_mismatches(first, second)
     parts = None if values is None else _by_part(values)
     return {
@@ -183,38 +203,36 @@ def diff_document(
     }
 
 
-def _by_part(values: "Sequence[TensorDifference]") -> dict[str, dict[str, Any]]:
-    """The values' differences by part of the model; the tensor with the largest one stands for its part."""
-    from headway.plan.model_summary import PARTS, part_of
-
-    found: dict[str, dict[str, Any]] = {}
+def _by_part(values: Sequence[TensorDifference]) -> dict[str, dict[str, Any]]:
+    """Return the differences of weights by part of the model, with the worst tensor of each."""
+    parts: dict[str, dict[str, Any]] = {}
     for part in PARTS:
-        inside = [one for one in values if part_of(one.name) == part]
+        inside = [tensor for tensor in values if part_of(tensor.name) == part]
         if inside:
-            worst = max(inside, key=lambda one: (one.absolute, one.differing))
-            found[part] = {
+            worst = max(inside, key=lambda tensor: (tensor.absolute, tensor.differing))
+            parts[part] = {
                 "tensors": len(inside),
-                "elements": sum(one.elements for one in inside),
-                "differing": sum(one.differing for one in inside),
+                "elements": sum(tensor.elements for tensor in inside),
+                "differing": sum(tensor.differing for tensor in inside),
                 "absolute": worst.absolute,
-                "relative": max(one.relative for one in inside),
+                "relative": max(tensor.relative for tensor in inside),
                 "worst": worst.name if worst.differing else None,
             }
-    return found
+    return parts
 
 
 def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Two models side by side."""
+    """Yield the differences of two models as text."""
     a, b = document["models"]
     yield from _wrap(f"{a} and {b}: {_verdict(document)}")
     if document["fields"]:
         yield f"  {'field':<22}{'first':<28}second"
-    for key, (one, other) in document["fields"].items():
-        yield _fit(f"  {key:<22}{_short(one):<27} {_short(other)}")
+    for key, (value_a, value_b) in document["fields"].items():
+        yield _fit(f"  {key:<22}{_short(value_a):<27} {_short(value_b)}")
     tensors = document["tensors"]
     for label, names in ((a, tensors["only_first"]), (b, tensors["only_second"])):
         if names:
-            yield from _wrap(f"only in {label}: {_some(names)}")
+            yield from _wrap(f"only in {label}: {first_names(names)}")
     for name, shapes in list(tensors["shapes"].items())[:SHOWN]:
         yield _fit(f"  {name}: {' | '.join('x'.join(map(str, shape)) for shape in shapes)}")
     if len(tensors["shapes"]) > SHOWN:
@@ -229,9 +247,7 @@ def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _next_of_diff(document: Mapping[str, Any]) -> str:
-    """Values, where there are any and they were not asked for; otherwise one of the two by itself."""
-    import shlex
-
+    """Suggest comparing values if both have weights; else showing the first model."""
     names = " ".join(shlex.quote(name) for name in document["models"])
     if document["values"] is None and document["tensors"]["both"] and all(document["has_weights"]):
         return f"next: headway model diff {names} --weights"
@@ -242,16 +258,16 @@ def _value_lines(values: Mapping[str, Mapping[str, Any]] | None) -> Iterator[str
     if not values:
         return
     yield f"  {'part':<16}{'values that differ':>27}{'largest':>10}{'relative':>10}"
-    for part, one in values.items():
-        differing = f"{one['differing']:,} of {one['elements']:,}"
-        yield f"  {part:<16}{differing:>27}{one['absolute']:>10.2g}{one['relative']:>10.2g}"
-        if one["worst"]:
-            yield _fit(f"    most in {one['worst']}")
+    for part, values_of_part in values.items():
+        differing = f"{values_of_part['differing']:,} of {values_of_part['elements']:,}"
+        yield f"  {part:<16}{differing:>27}{values_of_part['absolute']:>10.2g}{values_of_part['relative']:>10.2g}"
+        if values_of_part["worst"]:
+            yield _fit(f"    most in {values_of_part['worst']}")
 
 
 def _verdict(document: Mapping[str, Any]) -> str:
     tensors, values = document["tensors"], document["values"]
-    compared = "fields, tensors and values" if values is not None else "fields and tensors; values were not compared"
+    compared = "fields, tensors and values" if values is not None else "fields and tensors; values not compared"
     if document["same"]:
         return f"the same {compared}"
     numbers = [
@@ -261,20 +277,11 @@ def _verdict(document: Mapping[str, Any]) -> str:
         (len(tensors["dtypes"]), "tensor", " of another dtype"),
         (sum(part["differing"] for part in (values or {}).values()), "value", ""),
     ]
-    said = [f"{number:,} {noun}{'' if number == 1 else 's'}{which}" for number, noun, which in numbers if number]
-    return f"they differ in {', '.join(said)}"
+    differences = [f"{number:,} {noun}{'' if number == 1 else 's'}{which}" for number, noun, which in numbers if number]
+    return f"they differ in {', '.join(differences)}"
 
 
 # -- lines
-
-
-def _size(number: float) -> str:
-    """Bytes with four digits. Written out here: that of checkpoints brings NumPy along, which takes a while."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.4g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
 
 
 def _fact(label: str, text: str) -> str:
@@ -282,21 +289,14 @@ def _fact(label: str, text: str) -> str:
 
 
 def _fit(line: str) -> str:
-    """A line within the width; what is cut is cut at its end."""
+    """Cut a line at the width."""
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
 def _wrap(text: str) -> list[str]:
-    import textwrap
-
     return [_fit(line) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)]
 
 
 def _short(value: Any) -> str:
     text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 27 else f"{text[:24]}..."
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more:,} more" if more > 0 else "")

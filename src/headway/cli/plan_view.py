@@ -1,4 +1,4 @@
-"""How `headway plan` looks: at most 80 columns, readable without colour. Lines of text; nothing is printed here."""
+"""Formats `headway plan` as lines of at most 80 columns, readable without colour."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ BAR = 38
 GIB = 2**30
 DAY_S = 86400.0
 SHOWN = 5
-"""Plans in the table; the best that the trainer runs comes on top of that."""
+"""Plans in the table, besides the best one that the trainer can run."""
 LETTERS = {
     "weights": "w", "gradients": "g", "optimizer": "o", "activations": "a", "gathered": "t", "logits": "l",
     "overhead": "x", "free": ".",
@@ -29,22 +29,22 @@ LETTERS = {
 RECOMPUTED = {
     "none": "nothing recomputed",
     "attention": "attention recomputed",
-    "selective": "all but products recomputed",
+    "selective": "all but GEMMs recomputed",
     "full": "all recomputed",
 }
 WELL_KNOWN = ("a100", "h100", "h200")
 ERRORS = {"dense": 0.08, "other": 0.14}
-"""Mean errors of default fidelity on published runs of programs it was not fitted to, as `--against` says them: of
-fully specified dense models on the chips above, and of all others."""
+"""Mean errors of default fidelity on published runs of programs it was not fitted to, from `--against`: of fully
+specified dense models on the chips above, and of all others."""
 ACCURACY = {
-    "limit": "limit fidelity: the speed of light, which no run reaches",
-    "calibrated": "calibrated fidelity: refitted to the runs that were given",
-    "measured": "measured fidelity: kernels as measured on such a device, links as modelled",
+    "limit": "limit fidelity: an upper bound that no run reaches",
+    "calibrated": "calibrated fidelity: calibrated to the given runs",
+    "measured": "measured fidelity: kernels as measured on this chip, links as modelled",
 }
 
 
 def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, RunForecast]) -> list[str]:
-    """The whole screen. `runs` holds the recipe at each plan's speed, by the plan's place."""
+    """Return all lines. `runs` has the forecast of each plan, by its rank."""
     return [
         *wrapped(_title(plan)),
         "",
@@ -59,17 +59,17 @@ def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, RunForecast]) -> l
 
 
 def next_lines(plan: Plan, command: str) -> list[str]:
-    """What to do next."""
+    """Return what to do next."""
     nodes = plan.cluster.nodes
     train = f"{command}; " if command and plan.runnable is not None else ""
-    return wrapped(f"next: {train}--explain says why; --sweep~nodes={nodes}..{8 * nodes} scales it", 6)
+    return wrapped(f"next: {train}--explain shows why; --sweep~nodes={nodes}..{8 * nodes} scales it", 6)
 
 
 # -- numbers
 
 
 def span(seconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     for limit, size, unit in ((2 * DAY_S, DAY_S, "d"), (7200, 3600, "h"), (180, 60, "min"), (0.9995, 1, "s")):
         if seconds >= limit:
             return f"{_three(seconds / size)} {unit}"
@@ -77,26 +77,26 @@ def span(seconds: float) -> str:
 
 
 def _step(seconds: float) -> str:
-    """Of steps, which are never told in minutes."""
+    """Return the time of a step, never in minutes."""
     return f"{_three(seconds)} s" if seconds >= 0.9995 else span(seconds)
 
 
 def _three(number: float) -> str:
-    """Three digits, and no exponent."""
+    """Return three digits without an exponent."""
     if number >= 99.95:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
 
 
 def _percent(share: float) -> str:
-    """A share for people: 52 %, 3.1 %, 0.04 %."""
+    """Return a share: 52 %, 3.1 %, 0.04 %."""
     size = abs(share)
     digits = 0 if size >= 0.0995 else 1 if size >= 0.00995 or size < 5e-5 else 2
     return f"{100 * share:.{digits}f} %"
 
 
 def _tenths(share: float) -> str:
-    """A share to a tenth of a percent."""
+    """Return a share to a tenth of a percent."""
     return f"{100 * share:.1f} %"
 
 
@@ -105,7 +105,7 @@ def _gb(size: float) -> str:
 
 
 def _size(size: float) -> str:
-    """Bytes, by powers of 1024 like the memory they lie in."""
+    """Return bytes by powers of 1024."""
     for limit, unit in ((GIB, "GB"), (2**20, "MB"), (2**10, "kB")):
         if size >= 0.9995 * limit:
             return f"{_three(size / limit)} {unit}" if size < 99.95 * limit else f"{size / limit:.0f} {unit}"
@@ -125,7 +125,7 @@ def _rate(tokens_s: float) -> str:
 
 
 def wrapped(line: str, indent: int = 2) -> list[str]:
-    """Break what is longer than a terminal is wide, but not at a `~`; the rest stands further in."""
+    """Wrap a line at 80 columns with a hanging indent, but not at a `~`."""
     if len(line) <= WIDTH:
         return [line.replace("~", " ")]
     parts = textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
@@ -137,7 +137,7 @@ def _label(name: str, text: str) -> list[str]:
 
 
 def cut(text: str, width: int) -> str:
-    """At most so wide."""
+    """Cut a text at a width."""
     return text if len(text) <= width else text[: width - 2] + ".."
 
 
@@ -149,18 +149,20 @@ def _title(plan: Plan) -> str:
 
 
 def _work(plan: Plan) -> str:
-    """What is trained."""
+    """Return what is trained."""
     size = count(parameters(plan.architecture))
-    return f"{plan.name}  {size} parameters, {plan.seq:,} tokens x {plan.batch:,} sequences a step"
+    return f"{plan.name}  {size} parameters, {plan.seq:,} tokens x {plan.batch:,} sequences per step"
 
 
 def run_of(plan: Plan, other: RankedPlan) -> RunForecast:
-    """The whole recipe at another plan's speed: the same steps, saves and failures."""
+    """Return the forecast of the recipe with another plan: the same steps, saves and failures."""
     if other is plan.best:
         return plan.run
-    made = _goodput(plan, other.estimate.step.seconds)
-    hours = made.wall_s / 3600 * plan.cluster.devices
-    return RunForecast(plan.run.steps, plan.run.tokens, made.wall_s, hours, plan.run.price_per_device_hour, made)
+    forecast = _goodput(plan, other.estimate.step.seconds)
+    hours = forecast.wall_s / 3600 * plan.cluster.devices
+    return RunForecast(
+        plan.run.steps, plan.run.tokens, forecast.wall_s, hours, plan.run.price_per_device_hour, forecast
+    )
 
 
 def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Goodput:
@@ -177,29 +179,35 @@ def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
     widths = [8, 10, 6, 8, 7, 9][: len(heads)]
     room = WIDTH - 2 - sum(widths)
     yield f"  {'plan':<{room}}" + cells_of(heads, widths)
-    for place, one in enumerate(plan.result.plans):
-        if place >= SHOWN and not (one.runnable and one is plan.runnable):
+    for rank, candidate in enumerate(plan.result.plans):
+        if rank >= SHOWN and not (candidate.runnable and candidate is plan.runnable):
             continue
-        made, run = one.estimate, runs[place]
-        memory = f"{_gb(made.memory.total)}/{_gb(made.memory.capacity)}"
-        cells = [_step(made.step.seconds), _rate(made.tokens_s), _percent(made.mfu), memory, span(run.seconds)]
-        mark, name = ">" if place == 0 else " ", made.settings.mesh.describe()
+        estimate, run = candidate.estimate, runs[rank]
+        memory = f"{_gb(estimate.memory.total)}/{_gb(estimate.memory.capacity)}"
+        cells = [
+            _step(estimate.step.seconds),
+            _rate(estimate.tokens_s),
+            _percent(estimate.mfu),
+            memory,
+            span(run.seconds),
+        ]
+        mark, name = ">" if rank == 0 else " ", estimate.settings.mesh.describe()
         if len(name) > room:
             yield f"{mark} {name}"
             name, mark = "", " "
         yield f"{mark} {name:<{room}}" + cells_of([*cells, _money(run.cost)][: len(heads)], widths)
-        reason = "" if place == 0 and len(plan.result.plans) == 1 else f"; {one.reason}"
-        able = "; what this version's trainer runs" if place >= SHOWN else ""
-        yield from wrapped(f"    {_details(made.settings)}{reason}{able}", 4)
+        reason = "" if rank == 0 and len(plan.result.plans) == 1 else f"; {candidate.reason}"
+        note = "; the best that the trainer can run" if rank >= SHOWN else ""
+        yield from wrapped(f"    {_details(estimate.settings)}{reason}{note}", 4)
 
 
 def cells_of(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells of a row, each to the right of its column."""
+    """Return right-aligned cells of a row."""
     return "".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def _details(settings: Settings, short: bool = False) -> str:
-    """What the mesh does not say; in short, what is special."""
+    """Return the settings besides the mesh; if short, only unusual ones."""
     parts = [f"microbatch {settings.microbatch}"]
     if settings.recompute != "none" or not short:
         parts.append(RECOMPUTED[settings.recompute] + _in_blocks(settings))
@@ -214,7 +222,7 @@ def _details(settings: Settings, short: bool = False) -> str:
 
 
 def _in_blocks(settings: Settings) -> str:
-    """How many layers of a device, where not all of them."""
+    """Return how many layers per device, if not all."""
     some = settings.recompute_blocks if settings.recompute != "none" else None
     return "" if some is None else f" in {some} {'layer' if some == 1 else 'layers'}"
 
@@ -224,7 +232,7 @@ def _in_blocks(settings: Settings) -> str:
 
 def _waterfall(plan: Plan) -> Iterator[str]:
     step = plan.best.estimate.step
-    yield f"{'where a step goes':<23}{'':>7}{_step(step.seconds):>9} |{'#' * BAR}|"
+    yield f"{'time of a step':<23}{'':>7}{_step(step.seconds):>9} |{'#' * BAR}|"
     before = 0.0
     for name, seconds in step.accounts.items():
         if seconds <= 1e-9 * step.seconds:
@@ -241,7 +249,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.best.estimate.memory
     parts = {name: getattr(memory, name) for name in LETTERS if name != "free"}
     parts["free"] = max(0.0, memory.capacity - memory.total)
-    yield f"memory of a device, {_gb(memory.total)} of {_gb(memory.capacity)} GB"
+    yield f"memory per device: {_gb(memory.total)} of {_gb(memory.capacity)} GB"
     width, before, bar = WIDTH - 4, 0.0, ""
     for name, size in parts.items():
         before += size
@@ -257,7 +265,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _facts(plan: Plan, recipe: Recipe) -> Iterator[str]:
     best, run = plan.best.estimate, plan.run
     peak = f"{best.peak_flops_s / 1e12:,.4g} TFLOP/s"
-    yield from _label("speed", f"{best.tokens_s:,.0f} tokens/s, {best.tokens_s_per_device:,.0f} a device")
+    yield from _label("speed", f"{best.tokens_s:,.0f} tokens/s, {best.tokens_s_per_device:,.0f} per device")
     full = f"{_tenths(best.mfu_full_attention)} counting full attention"
     yield from _label("MFU", f"{_tenths(best.mfu)} of {peak}, causal attention counted half; {full}")
     hours = f"{run.device_hours:,.0f}" if run.device_hours >= 10 else f"{run.device_hours:.3g}"
@@ -265,70 +273,70 @@ def _facts(plan: Plan, recipe: Recipe) -> Iterator[str]:
         "run", f"{run.steps:,} steps, {count(run.tokens)} tokens: {span(run.seconds)}, {hours} device-hours"
     )
     if run.cost is not None:
-        yield from _label("cost", f"{_money(run.cost)} at ${run.price_per_device_hour:,.2f} a device-hour")
+        yield from _label("cost", f"{_money(run.cost)} at ${run.price_per_device_hour:,.2f} per device-hour")
     yield from _goodput_lines(plan, recipe)
     yield from _label("trainer", _trainer(plan))
     yield from _label("accuracy", _accuracy(plan))
 
 
 def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
-    made = plan.run.goodput
-    lost = ", ".join(f"{name} {_percent(share)}" for name, share in made.accounts.items() if share >= 5e-5)
-    yield from _label("goodput", _tenths(made.share) + (f"; lost: {lost}" if lost else ""))
+    expected = plan.run.goodput
+    lost = ", ".join(f"{name} {_percent(share)}" for name, share in expected.accounts.items() if share >= 5e-5)
+    yield from _label("goodput", _tenths(expected.share) + (f"; lost: {lost}" if lost else ""))
     own = recipe.checkpoint.every_steps
     stated = "auto" if own == "auto" else f"{own:,} steps" if own else "the last step only"
-    if made.interval_steps is None or made.interval_s is None:
-        yield from _label("checkpoint", f"at the end would do: no failure rate is known; the recipe says {stated}")
+    if expected.interval_steps is None or expected.interval_s is None:
+        yield from _label("checkpoint", f"at the end suffices: failure rate unknown; the recipe has {stated}")
         return
-    failures = f"{made.failures:.1f}" if made.failures < 10 else f"{made.failures:,.0f}"
-    yield from _label("failures", f"MTBF of the job {span(made.mtbf_s)}; {failures} expected in the run")
-    why = f"Daly's optimum for saves that stall {span(made.checkpoint_s)}"
-    every = f"every {made.interval_steps:,} steps, {span(made.interval_s)}: {why}"
-    if own in (made.interval_steps, "auto"):
-        yield from _label("checkpoint", f"{every}, as the recipe has it")
+    failures = f"{expected.failures:.1f}" if expected.failures < 10 else f"{expected.failures:,.0f}"
+    yield from _label("failures", f"job MTBF {span(expected.mtbf_s)}; {failures} expected in the run")
+    why = f"Daly's optimum for saves that stall {span(expected.checkpoint_s)}"
+    every = f"every {expected.interval_steps:,} steps, {span(expected.interval_s)}: {why}"
+    if own in (expected.interval_steps, "auto"):
+        yield from _label("checkpoint", f"{every}, as in the recipe")
         return
-    yield from _label("checkpoint", f"{every}; the recipe's {stated} {_dearer(plan, int(own))}")
+    yield from _label("checkpoint", f"{every}; the recipe's {stated} {_extra_cost(plan, int(own))}")
 
 
-def _dearer(plan: Plan, own: int) -> str:
-    """What the recipe's own interval costs beyond the best one."""
+def _extra_cost(plan: Plan, own: int) -> str:
+    """Return the extra cost of the recipe's own interval."""
     step_s = plan.best.estimate.step.seconds
-    theirs = _goodput(plan, step_s, (own or plan.run.steps) * step_s)
-    more = theirs.wall_s / plan.run.goodput.wall_s - 1
-    return f"would take {_percent(more)} longer" if more >= 5e-5 else "cost as little"
+    recipe_goodput = _goodput(plan, step_s, (own or plan.run.steps) * step_s)
+    more = recipe_goodput.wall_s / plan.run.goodput.wall_s - 1
+    return f"would take {_percent(more)} longer" if more >= 5e-5 else "cost the same"
 
 
 def _trainer(plan: Plan) -> str:
-    best, able = plan.best, plan.runnable
+    best, runnable = plan.best, plan.runnable
     if (plan.architecture.experts or plan.architecture.latent) and best.estimate.settings.mesh.tensor > 1:
-        return "this version shares neither experts nor latent attention over a tensor axis"
+        return "the trainer supports no tensor axis with experts or latent attention"
     if best.runnable:
-        return "this version runs the best plan"
-    if able is None and best.estimate.settings.precision not in ("bf16", "float32"):
-        return f"this version does not train in {best.estimate.settings.precision}"
+        return "the trainer can run the best plan"
+    if runnable is None and best.estimate.settings.precision not in ("bf16", "float32"):
+        return f"the trainer does not support {best.estimate.settings.precision}"
     *others, last = RUNNABLE.axes
     axes = f"{', '.join(others)} and {last} axes"
-    if able is None and len(plan.result.plans) == 1:
-        return f"this version does not run such a plan: it runs {axes}, weights sharded over all of a shard axis"
-    if able is None:
-        return f"this version runs {axes}, and none of their plans fits here"
-    slower = able.estimate.step.seconds / best.estimate.step.seconds - 1
+    if runnable is None and len(plan.result.plans) == 1:
+        return f"the trainer cannot run this plan: it supports {axes}, with weights sharded over the whole shard axis"
+    if runnable is None:
+        return f"the trainer supports {axes}; none of their plans fits here"
+    slower = runnable.estimate.step.seconds / best.estimate.step.seconds - 1
     behind = f"{_percent(slower)} slower" if slower >= 5e-4 else "as fast"
-    settings = able.estimate.settings
+    settings = runnable.estimate.settings
     what = f"{settings.mesh.describe()}, {_details(settings)}"
-    return f"this version does not run the best plan; it runs {what}: {behind}"
+    return f"the trainer cannot run the best plan; it can run {what}: {behind}"
 
 
 def _accuracy(plan: Plan) -> str:
     chip = plan.cluster.chip.name
     if chip == "cpu" and plan.fidelity != "limit":
-        return "a CPU's figures are assumed: expect to be off by a factor"
+        return "CPU figures are assumed: expect errors of a factor"
     if plan.fidelity in ACCURACY:
         return ACCURACY[plan.fidelity]
     dense = chip.startswith(WELL_KNOWN) and plan.architecture.experts is None
-    of = "dense runs" if dense else "other chips and experts,"
-    error = f"{100 * ERRORS['dense' if dense else 'other']:.0f} % mean error on {of}"
-    return f"{plan.fidelity} fidelity: {error} nobody fitted (docs/guides/plan.md)"
+    runs = "dense runs" if dense else "other chips and MoE"
+    error = f"{100 * ERRORS['dense' if dense else 'other']:.0f} % mean error on {runs}"
+    return f"{plan.fidelity} fidelity: {error} it was not fitted to (docs/guides/plan.md)"
 
 
 # -- explanations
@@ -346,12 +354,12 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "of roof": lambda v: _percent(v),
     "value": lambda v: f"{v:.4g}",
 }
-"""Look of columns that hold numbers; others with numbers are shares."""
+"""Formats of columns with numbers; other numbers are shares."""
 COLLECTIVES = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce", "all_to_all": "to all"}
 
 
 def explain_lines(sections: Sequence[ExplainTable]) -> list[str]:
-    """Sections as tables; of a formula or a meaning that is long, the rest on lines of its own."""
+    """Return sections as tables; long formulas and meanings are wrapped."""
     return [line for section in sections for line in (*_section(section), "")][:-1]
 
 
@@ -374,7 +382,7 @@ def _cell(name: str, cell: Cell) -> str:
 
 
 def _grid(section: ExplainTable, texts: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they must be: words to the left, numbers to the right."""
+    """Yield columns as wide as needed: text left-aligned, numbers right-aligned."""
     every = [section.columns, *texts]
     widths = [max(len(row[i]) for row in every) for i in range(len(section.columns))]
     numbers = [not isinstance(section.rows[0][i], str) for i in range(len(widths))]
@@ -389,7 +397,7 @@ def _grid(section: ExplainTable, texts: Sequence[Sequence[str]]) -> Iterator[str
 
 
 def _story(section: ExplainTable, texts: Sequence[Sequence[str]], long: int) -> Iterator[str]:
-    """A name, its number, and a formula or meaning that may take several lines."""
+    """Yield a name, its number, and a formula or meaning of one or more lines."""
     number = next(i for i in range(len(section.columns)) if i not in (0, long))
     names = max(len(row[0]) for row in texts) + 1
     for row in texts:
@@ -401,8 +409,7 @@ def _story(section: ExplainTable, texts: Sequence[Sequence[str]], long: int) -> 
 
 
 def sweep_lines(points: Sequence[ScalingPoint], command: str) -> list[str]:
-    """A table: for each number of nodes two lines, the second with the plan and, if there is room, a bar of its
-    efficiency."""
+    """Return two lines per number of nodes: figures; then the plan and, if it fits, a bar of its efficiency."""
     plans = [point.plan for point in points if point.plan is not None]
     priced = any(plan.run.cost is not None for plan in plans)
     heads = ["nodes", "devices", "step", "tokens/s", "scaling", "MFU", "run", "device-h", "cost"][: 9 if priced else 8]
@@ -412,8 +419,8 @@ def sweep_lines(points: Sequence[ScalingPoint], command: str) -> list[str]:
     for point in points:
         lines += _sweep_point(points, point, widths)
     barred = any(_has_bar(_sweep_text(plan)) for plan in plans)
-    lines += ["", "scaling: tokens/s of a device over the first line's" + "; bars are of the largest" * barred]
-    return [*lines, *wrapped(f"next: {command} for one of them in full", 6)]
+    lines += ["", "scaling: tokens/s per device relative to the first line" + "; bars: share of the best" * barred]
+    return [*lines, *wrapped(f"next: {command} for the details of one", 6)]
 
 
 def _sweep_title(plan: Plan) -> str:
@@ -426,7 +433,7 @@ def _sweep_text(plan: Plan) -> str:
 
 
 def _has_bar(text: str) -> bool:
-    """Whether a plan's text leaves room for a bar of ten and its ends."""
+    """Whether a plan's text leaves room for a bar."""
     return len(text) <= WIDTH - 13
 
 
@@ -442,7 +449,7 @@ def _sweep_point(points: Sequence[ScalingPoint], point: ScalingPoint, widths: Se
     yield head + cells_of(cells[: len(widths) - 2], widths[2:])
     text = _sweep_text(point.plan)
     if _has_bar(text):
-        most = max(efficiency(points, one) or 0.0 for one in points)
+        most = max(efficiency(points, other) or 0.0 for other in points)
         yield f"{text:<{WIDTH - 12}}|{'#' * round(share / most * 10):<10}|"
     else:
         yield from wrapped(text, 9)

@@ -1,68 +1,81 @@
-"""`headway report RUN`: where every device-second of a run went, what it cost, and what to try."""
+"""`headway report RUN`: shows where every device-second of a run went, and what to try."""
 
 import statistics
 import textwrap
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from headway.cli.options import Json, Run, Runs
-
-if TYPE_CHECKING:
-    from headway.track import AttemptTime, Ledger, Record, RunFolder, RunPlan, RunSummary
+from headway.cli.run_sync import find_up_to_date
+from headway.cli.text import duration, print_json, short_seconds
+from headway.track import (
+    AttemptTime,
+    Ledger,
+    Record,
+    RunFolder,
+    RunPlan,
+    RunSummary,
+    account,
+    checkpoint_digests,
+    history,
+    largest_overhead,
+    read_plan,
+    read_run,
+    runs_root,
+    summarize,
+)
 
 __all__ = ["report"]
 
 
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
-    """Say where a run's time went.
+    """Show where every device-second of a run went.
 
-    Every device-second is in one account; then the largest overhead, what happened, the chain and digest.
+    Each is in one account. Then come the largest overhead, incidents, and the run's chain and digest.
     """
-    from headway.cli.run_lookup import find_up_to_date
-    from headway.cli.text import print_json
-    from headway.track import account, read_plan, read_run, runs_root, summarize
-
     folder = find_up_to_date(runs_root(runs), run)
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
     plan = read_plan(folder)
-    foretold, replicas = _foretold(plan, records), _replicas(folder, records)
+    check, replicas = _check_plan(plan, records), _replicas(folder, records)
     if json:
-        more = {"plan": _plan_document(foretold, ledger), "replicas": None if replicas is None else replicas._asdict()}
+        more = {"plan": _plan_document(check, ledger), "replicas": None if replicas is None else replicas._asdict()}
         print_json(_document(folder, summarize(folder), ledger, exact) | more)
     else:
         if plan is not None and plan.assumed:
-            foretold = None  # a CPU's speed is assumed: nothing to hold a measurement against
+            check = None  # the CPU's speed is assumed: nothing to compare a measurement with
         peak = _facts(records).get("peak_source") or "the device's peak"
-        below = [*_damage(records), *_corruption(replicas)]
-        print("\n".join(_text(summarize(folder), ledger, foretold, exact, str(peak), below)))
+        below = [*_unreadable(records), *_corruption(replicas)]
+        print("\n".join(_text(summarize(folder), ledger, check, exact, str(peak), below)))
 
 
-class _Foretold(NamedTuple):
-    """A run's plan beside what its steps took."""
+class _PlanCheck(NamedTuple):
+    """A run's plan and what its steps took."""
 
-    plan: "RunPlan"
+    plan: RunPlan
     steps: int
-    """Steps that count and that the plan holds for."""
+    """Counted steps that the plan applies to."""
     measured_s: float | None
-    """Their median: the first steps of an attempt are slower, and a plan knows nothing of that."""
+    """Their median: the first steps of an attempt are slower, which a plan does not model."""
 
     @property
     def off(self) -> float | None:
-        """By how much of the plan's step the measured one is longer."""
+        """Relative error: how much longer the measured step is than the planned one."""
         return None if self.measured_s is None else self.measured_s / self.plan.step_s - 1
 
 
 def _text(
-    summary: "RunSummary",
-    ledger: "Ledger",
-    foretold: _Foretold | None,
+    summary: RunSummary,
+    ledger: Ledger,
+    check: _PlanCheck | None,
     exact: dict[str, Any],
     peak: str,
     below: list[str],
 ) -> list[str]:
-    lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(foretold, ledger)), ""]
-    lines += [*_useful(ledger, peak), *_plan(foretold, ledger), *_overhead(ledger)]
+    lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(check, ledger)), ""]
+    lines += [*_useful(ledger, peak), *_plan(check, ledger), *_overhead(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
         lines += [f"  {_clock(incident.wall)}  {incident.text}" for incident in ledger.incidents]
@@ -77,8 +90,8 @@ def _text(
     return [part for line in lines for part in _wrap(line)]
 
 
-def _damage(records: "list[Record]") -> list[str]:
-    """What of the record could not be read: figures that lean on it are off."""
+def _unreadable(records: list[Record]) -> list[str]:
+    """Return a line per record with unreadable lines."""
     return [
         f"record: {record.skipped} unreadable line{'s' * (record.skipped != 1)} in attempt {record.header.attempt}'s "
         f"{record.header.process}; figures use the readable lines"
@@ -88,19 +101,17 @@ def _damage(records: "list[Record]") -> list[str]:
 
 
 class _Replicas(NamedTuple):
-    """How often a run's replicas were compared."""
+    """How often a run compared its replicas."""
 
     copies: int
-    """Replicas on the mesh that it ran on last."""
+    """Replicas on the last mesh."""
     compared: int
     last_step: int | None
-    """The last step after which they were, and were equal."""
+    """The last step at which they were compared and equal."""
 
 
-def _replicas(folder: "RunFolder", records: "list[Record]") -> _Replicas | None:
-    """What is known of a run's replicas; None where it never got as far as to a mesh."""
-    from pydantic_core import from_json
-
+def _replicas(folder: RunFolder, records: list[Record]) -> _Replicas | None:
+    """Return the comparisons of a run's replicas; None if it never had a mesh."""
     try:
         copies = int(from_json(folder.environment_file.read_bytes())["mesh"].get("replicate", 1))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -111,26 +122,24 @@ def _replicas(folder: "RunFolder", records: "list[Record]") -> _Replicas | None:
 
 
 def _corruption(replicas: _Replicas | None) -> list[str]:
-    """Whether silent corruption would have been found."""
+    """Return whether silent corruption would have been detected."""
     if replicas is None:
         return []
     if replicas.copies < 2:
-        return ["silent corruption: cannot be found on this mesh (no replicas to compare)"]
+        return ["silent corruption: not detectable on this mesh (no replicas to compare)"]
     if not replicas.compared:
-        return ["silent corruption: replicas have not been compared (health.compare_every_steps)"]
+        return ["silent corruption: replicas were never compared (health.compare_every_steps)"]
     times = f"{replicas.compared:,} time{'s' * (replicas.compared != 1)}"
     return [f"silent corruption: replicas compared {times}, last at step {replicas.last_step}"]
 
 
 def _wrap(line: str) -> list[str]:
-    """Break what is longer than a terminal is wide; the rest lines up under its beginning."""
+    """Wrap a line at 80 columns with a hanging indent."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(line, 80, subsequent_indent=indent, drop_whitespace=True) if len(line) > 80 else [line]
 
 
-def _title(summary: "RunSummary", ledger: "Ledger") -> str:
-    from headway.cli.text import duration
-
+def _title(summary: RunSummary, ledger: Ledger) -> str:
     attempts = f"{summary.attempts} attempt{'s' * (summary.attempts != 1)}"
     workers = summary.workers or 0
     devices = f"{workers} worker{'s' * (workers != 1)} x {summary.device or '?'}"
@@ -138,94 +147,86 @@ def _title(summary: "RunSummary", ledger: "Ledger") -> str:
     return f"{summary.name}  {summary.state}, step {summary.step} in {attempts}, {devices}, {took}"
 
 
-def _accounts(ledger: "Ledger", predicted: dict[str, float]) -> list[str]:
-    """One row an account; what a plan says its share would be stands beside it."""
+def _accounts(ledger: Ledger, predicted: dict[str, float]) -> list[str]:
+    """Return one row per account, with the share that the plan predicts."""
     rows = [f"  {'account':18} {'device-seconds':>15} {'share':>9}{'plan' if predicted else '':>10}".rstrip()]
     for name in ledger.accounts:
         row = f"  {name:18} {ledger.seconds(name):15,.1f} {ledger.share(name):9.1%}"
-        foretold = f"{predicted[name]:.1%}" if name in predicted else "-"
-        rows.append(f"{row}{foretold:>10}" if predicted else row)
+        check = f"{predicted[name]:.1%}" if name in predicted else "-"
+        rows.append(f"{row}{check:>10}" if predicted else row)
     return [*rows, f"  {'total':18} {ledger.total_ns / 1e9:15,.1f} {1 if ledger.total_ns else 0:9.1%}"]
 
 
-def _useful(ledger: "Ledger", peak: str) -> list[str]:
-    """The two conventions side by side; nothing where no peak is known."""
+def _useful(ledger: Ledger, peak: str) -> list[str]:
+    """Return useful time and MFU by both conventions; nothing if the peak is unknown."""
     if ledger.useful_ns is None or ledger.mfu is None:
         return []
     share = ledger.useful_ns / ledger.total_ns if ledger.total_ns else 0.0
     lines = [f"useful: {ledger.useful_ns / 1e9:,.1f} device-seconds at peak, {share:.1%} of all ({peak})"]
-    counted = "attention's own products left out"
+    counted = "without attention's own GEMMs"
     if ledger.mfu_full_attention is not None:
         counted = f"causal attention counted half; {ledger.mfu_full_attention:.1%} counting full attention"
     return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
 
 
-def _foretold(plan: "RunPlan | None", records: "list[Record]") -> _Foretold | None:
-    """The plan, and the steps it holds for."""
-    from headway.track import history
-
+def _check_plan(plan: RunPlan | None, records: list[Record]) -> _PlanCheck | None:
+    """Return the plan with the measured time of the steps it applies to."""
     if plan is None:
         return None
     steps = [event for event in history(records) if event["step"] > plan.from_step]
     pairs = [(event.get("data"), event.get("compute")) for event in steps]
     times = [data + compute for data, compute in pairs if isinstance(data, int) and isinstance(compute, int)]
-    return _Foretold(plan, len(steps), statistics.median(times) / 1e9 if times else None)
+    return _PlanCheck(plan, len(steps), statistics.median(times) / 1e9 if times else None)
 
 
-def _predicted(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, float]:
-    """Shares of what was allocated that the steps would have taken as planned; a plan knows no other account.
+def _predicted(check: _PlanCheck | None, ledger: Ledger) -> dict[str, float]:
+    """Return the planned share of the allocation per account; a plan only models steps.
 
-    Nothing where it holds for some of the steps only: the allocation is that of all.
+    Empty if the plan applies to some steps only: the allocation is that of all steps.
     """
-    if foretold is None or foretold.plan.from_step or not foretold.steps or not ledger.total_ns:
+    if check is None or check.plan.from_step or not check.steps or not ledger.total_ns:
         return {}
-    device_ns = foretold.steps * foretold.plan.step_s * foretold.plan.devices * 1e9
+    device_ns = check.steps * check.plan.step_s * check.plan.devices * 1e9
     return {"compute": device_ns / ledger.total_ns, "data stall": 0.0}
 
 
-def _plan(foretold: _Foretold | None, ledger: "Ledger") -> list[str]:
-    """The step as planned and as measured, and where the planned one was to go."""
-    from headway.cli.text import short_seconds
-
-    if foretold is None:
+def _plan(check: _PlanCheck | None, ledger: Ledger) -> list[str]:
+    """Return the planned and the measured step, and the accounts of the planned one."""
+    if check is None:
         return []
-    plan, line = foretold.plan, f"plan: {short_seconds(foretold.plan.step_s)} a step"
-    if foretold.measured_s is not None:
-        line += f", measured {short_seconds(foretold.measured_s)} ({100 * (foretold.off or 0):+.1f} %)"
+    plan, line = check.plan, f"plan: {short_seconds(check.plan.step_s)} per step"
+    if check.measured_s is not None:
+        line += f", measured {short_seconds(check.measured_s)} ({100 * (check.off or 0):+.1f} %)"
     measured = "" if ledger.mfu is None else f", measured {ledger.mfu:.1%}"
     parts = [f"{name} {seconds / plan.step_s:.0%}" for name, seconds in plan.accounts_s.items()]
     shown = [part for part in parts if not part.endswith(" 0%")]
-    return [f"{line}; MFU {plan.mfu:.1%}{measured}", f"  a step as planned: {', '.join(shown)}"]
+    return [f"{line}; MFU {plan.mfu:.1%}{measured}", f"  planned step: {', '.join(shown)}"]
 
 
-def _plan_document(foretold: _Foretold | None, ledger: "Ledger") -> dict[str, Any] | None:
-    """plan.json, and beside it what was measured over the steps it holds for."""
-    if foretold is None:
+def _plan_document(check: _PlanCheck | None, ledger: Ledger) -> dict[str, Any] | None:
+    """Return plan.json with what was measured over the steps it applies to."""
+    if check is None:
         return None
-    measured = {"steps": foretold.steps, "step_s": foretold.measured_s, "mfu": ledger.mfu}
-    shares = _predicted(foretold, ledger)
-    return foretold.plan.model_dump() | {"measured": measured, "off": foretold.off, "shares": shares}
+    measured = {"steps": check.steps, "step_s": check.measured_s, "mfu": ledger.mfu}
+    shares = _predicted(check, ledger)
+    return check.plan.model_dump() | {"measured": measured, "off": check.off, "shares": shares}
 
 
-def _overhead(ledger: "Ledger") -> list[str]:
-    from headway.track import largest_overhead
-
+def _overhead(ledger: Ledger) -> list[str]:
     overhead = largest_overhead(ledger)
     if overhead is None:
         return []
-    account, seconds, advice = overhead
+    share = ledger.share(overhead.account)
     return [
-        f"largest overhead: {account}, {seconds:,.1f} device-seconds, {ledger.share(account):.1%}.",
-        f"  {advice}",
+        f"largest overhead: {overhead.account}, {overhead.seconds:,.1f} device-seconds, {share:.1%}.",
+        f"  {overhead.advice}",
     ]
 
 
-def _attempt(attempt: "AttemptTime") -> str:
-    from headway.cli.text import duration
-
-    begun = "-" if attempt.resumed_from is None else f"after step {attempt.resumed_from}"
+def _attempt(attempt: AttemptTime) -> str:
+    resumed = "-" if attempt.resumed_from is None else f"after step {attempt.resumed_from}"
     first = f"  {attempt.number}  {_clock(attempt.wall)}  {duration(attempt.length_ns / 1e9)}"
-    first += f"  {len(attempt.workers)} x {attempt.device or '?'}  {begun:16}"
+    first += f"  {len(attempt.workers)} x {attempt.device or '?'}  {resumed:16}"
     return f"{first}  {attempt.outcome or 'no end recorded'}"
 
 
@@ -233,25 +234,21 @@ def _clock(wall: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
-def _facts(records: "list[Record]") -> dict[str, Any]:
+def _facts(records: list[Record]) -> dict[str, Any]:
     events = [event for record in records if record.header.rank == 0 for event in record.events]
     return next((event for event in reversed(events) if event["kind"] == "facts"), {})
 
 
-def _exact(records: "list[Record]") -> dict[str, Any]:
-    """The last link of the chain and the last checkpoint's digest."""
-    from headway.track import checkpoint_digests, history
-
+def _exact(records: list[Record]) -> dict[str, Any]:
+    """Return the last link of the chain and the last checkpoint's digest."""
     steps, digests = history(records), checkpoint_digests(records)
     last, saved = steps[-1] if steps else {}, max(digests, default=None)
     digest = None if saved is None else digests[saved]
     return {"step": last.get("step"), "chain": last.get("chain"), "digest_step": saved, "digest": digest}
 
 
-def _document(folder: "RunFolder", summary: "RunSummary", ledger: "Ledger", exact: dict[str, Any]) -> dict[str, Any]:
-    """Everything the text shows and the numbers behind it, for programs."""
-    from headway.track import largest_overhead
-
+def _document(folder: RunFolder, summary: RunSummary, ledger: Ledger, exact: dict[str, Any]) -> dict[str, Any]:
+    """Return everything the text shows as JSON-ready values."""
     overhead = largest_overhead(ledger)
     attempts = [
         {

@@ -1,10 +1,15 @@
-"""`headway requeue`: a submitted run is started again, or what of a sweep has not finished."""
+"""`headway requeue`: restarts a submitted run, or the failed runs of a sweep."""
 
 from typing import Annotated
 
 import typer
 
+from headway.cli.jobs import as_document, print_sweep_jobs, sweep_named
 from headway.cli.options import Json, RunOrSweep, Runs
+from headway.cli.text import print_json
+from headway.cluster.submit import runs as submit
+from headway.cluster.submit.sweeps import requeue_sweep
+from headway.track import find_run, runs_root
 
 __all__ = ["requeue"]
 
@@ -12,25 +17,19 @@ __all__ = ["requeue"]
 def requeue(
     run: RunOrSweep,
     avoid: Annotated[
-        list[str] | None, typer.Option("--avoid", metavar="MACHINE", help="Not on this one; repeatable.")
+        list[str] | None, typer.Option("--avoid", metavar="MACHINE", help="Do not use this machine; repeatable.")
     ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Have a run started again: one that runs saves first, one that is over has a new job.
+    """Restart a submitted run, or a sweep's runs that ended without finishing.
 
-    Of a sweep, those that are over and have not finished.
+    A running one saves first; one that has ended gets a new job.
     """
-    from headway.cli.jobs import as_document, sweep_named, tell_of_sweep
-    from headway.cli.text import print_json
-    from headway.cluster.submit import runs as submit
-    from headway.cluster.submit.sweeps import requeue_sweep
-    from headway.track import find_run, runs_root
-
     root = runs_root(runs)
     sweep = sweep_named(root, run)
     if sweep is not None:
-        tell_of_sweep(sweep, requeue_sweep(root, sweep, tuple(avoid or ())), json)
+        print_sweep_jobs(sweep, requeue_sweep(root, sweep, tuple(avoid or ())), json)
         return
     after = submit.requeue(root, find_run(root, run), tuple(avoid or ()))
     if json:

@@ -1,10 +1,14 @@
-"""`headway resume`: a run goes on from its newest checkpoint."""
+"""`headway resume`: continues a run from its newest checkpoint."""
 
 from typing import Annotated
 
 import typer
 
-from headway.cli.options import Detach, Json, Runs, Settings
+from headway.agent import resume_run, stated_recipe
+from headway.cli.launch import launch
+from headway.cli.mesh import parse_layout
+from headway.cli.options import Detach, Json, Runs, Settings, complete_run
+from headway.cli.run_lookup import folder_of
 
 __all__ = ["resume"]
 
@@ -14,7 +18,8 @@ def resume(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run's name, a unique prefix of it, `last`, or its address in its store: s3://bucket/prefix/RUN.",
+            autocompletion=complete_run,
+            help="A run's name, a unique prefix of it, `last`, or its address in a store: s3://bucket/prefix/RUN.",
         ),
     ],
     workers: Annotated[
@@ -23,34 +28,27 @@ def resume(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="AXIS=N,...", help="Go on with another layout of workers (default: as before)."),
+        typer.Option(metavar="AXIS=N,...", help="Resume on another mesh (default: as before)."),
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, metavar="N", help="Emulate so many nodes here (default: as before)."),
+        typer.Option("--nodes", min=1, metavar="N", help="Emulate N nodes on this machine (default: as before)."),
     ] = None,
     spares: Annotated[
         int | None,
-        typer.Option(
-            "--spares", min=0, metavar="N", help="Nodes that wait to replace a lost one (default: as before)."
-        ),
+        typer.Option("--spares", min=0, metavar="N", help="Spare nodes that replace lost ones (default: as before)."),
     ] = None,
     runs: Runs = None,
     settings: Settings = None,
     detach: Detach = False,
     json: Json = False,
 ) -> None:
-    """Go on with a run that was stopped, killed or failed.
+    """Resume a stopped, killed or failed run.
 
-    Some settings may change; those that would make another run of it are refused by name. The address of a run in its
-    object store (s3://bucket/prefix/RUN) has its folder made here, from what the store has.
+    Some settings may change; those that would make it a different run are rejected. Given an address in an object store
+    (s3://bucket/prefix/RUN), the run's folder is first restored from the store.
     """
-    from headway.agent import resume_run, stated_recipe
-    from headway.cli.launch import launch
-    from headway.cli.mesh import parse_layout
-    from headway.cli.run_lookup import folder_of
-
-    folder, apart = folder_of(run, runs, alone=True)
-    wanted = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
-    attempt = resume_run(folder, settings or [], workers=workers, mesh=wanted, nodes=nodes, spares=spares)
-    launch(attempt.model_copy(update={"apart": apart}), detach=detach, json=json)
+    folder, from_store = folder_of(run, runs, alone=True)
+    layout = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
+    attempt = resume_run(folder, settings or [], workers=workers, mesh=layout, nodes=nodes, spares=spares)
+    launch(attempt.model_copy(update={"apart": from_store}), detach=detach, json=json)

@@ -1,69 +1,62 @@
-"""`headway runs`: what runs there are and how each stands."""
+"""`headway runs`: lists runs with their state, step and loss."""
 
 import time
+from dataclasses import asdict, replace
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from headway.cli.options import Json, Runs
-
-if TYPE_CHECKING:
-    from headway.track import RunFolder, RunSummary
+from headway.cli.run_sync import is_elsewhere
+from headway.cli.text import duration, print_json
+from headway.track import RunFolder, RunSummary, list_runs, runs_root, summarize
 
 __all__ = ["runs"]
 
 
 def runs(runs: Runs = None, json: Json = False) -> None:
-    """List the runs, the most recently active first."""
-    from dataclasses import asdict
-
-    from headway.cli.text import print_json
-    from headway.track import list_runs, runs_root
-
+    """List runs, most recently active first."""
     root = runs_root(runs)
-    there = list_runs(root)
-    found = [_summary(run) for run in there]
+    folders = list_runs(root)
+    summaries = [_summary(run) for run in folders]
     if json:
-        print_json([asdict(summary) for summary in found])
-    elif not found:
+        print_json([asdict(summary) for summary in summaries])
+    elif not summaries:
         print(f"no runs in {root}")
         print("next: headway train RECIPE")
     else:
-        print("\n".join(_table(found)))
-        print("\n".join([*_old(there, found), "next: headway report last"]))
+        print("\n".join(_table(summaries)))
+        print("\n".join([*_outdated(folders, summaries), "next: headway report last"]))
 
 
-def _old(there: "list[RunFolder]", found: "list[RunSummary]") -> list[str]:
-    """A line where machines that do not see this folder may know more than it says."""
-    from headway.cli.run_lookup import is_elsewhere
-
-    names = [run.name for run, how in zip(there, found, strict=True) if how.state != "finished" and is_elsewhere(run)]
+def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str]:
+    """Return a note if machines that do not share this folder may be further on."""
+    names = [
+        run.name
+        for run, summary in zip(folders, summaries, strict=True)
+        if summary.state != "finished" and is_elsewhere(run)
+    ]
     if not names:
         return []
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
     which = names[0] if len(names) == 1 else "RUN"
-    return wrap(f"note: {what} elsewhere and may be further on: headway fetch {which}", 80, subsequent_indent="  ")
+    return wrap(
+        f"note: {what} on other machines and may be further on: headway fetch {which}", 80, subsequent_indent="  "
+    )
 
 
-def _summary(run: "RunFolder") -> "RunSummary":
-    """How a run stands; one that an engine was given, and nobody has started yet, has been submitted."""
-    from dataclasses import replace
-
-    from headway.track import summarize
-
+def _summary(run: RunFolder) -> RunSummary:
+    """Summarize a run; one that its engine has not started yet is `submitted`."""
     summary = summarize(run)
-    waits = summary.attempts == 0 and summary.state == "interrupted" and (run.path / "jobs.jsonl").exists()
-    return replace(summary, state="submitted") if waits else summary
+    is_waiting = summary.attempts == 0 and summary.state == "interrupted" and (run.path / "jobs.jsonl").exists()
+    return replace(summary, state="submitted") if is_waiting else summary
 
 
-def _table(found: "list[RunSummary]") -> list[str]:
-    width = max(len("run"), *(len(summary.name) for summary in found))
+def _table(summaries: list[RunSummary]) -> list[str]:
+    width = max(len("run"), *(len(summary.name) for summary in summaries))
     head = f"{'run':{width}}  {'state':11}  {'step':>9}  {'loss':>7}  {'on':>6}  {'started':11}  {'took':>8}"
-    return [head, *(_row(summary, width) for summary in found)]
+    return [head, *(_row(summary, width) for summary in summaries)]
 
 
-def _row(summary: "RunSummary", width: int) -> str:
-    from headway.cli.text import duration
-
+def _row(summary: RunSummary, width: int) -> str:
     total = "" if summary.total_steps is None else f"/{summary.total_steps}"
     loss = "-" if summary.loss is None else f"{summary.loss:.4f}"
     on = "-" if summary.workers is None else f"{summary.workers} {summary.device}"

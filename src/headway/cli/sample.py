@@ -1,46 +1,53 @@
-"""`headway sample RUN --prompt TEXT`: what a run's model has to say.
+"""`headway sample RUN --prompt TEXT`: generates text with a run's model.
 
-Tensors live in a process of their own (`headway.inference.sample`); this file asks it and prints what comes.
+The model runs in another process (`headway.inference.sample`); this module prints what that generates.
 """
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from headway.cli.options import Json, Runs
+from headway.cli.options import Json, Runs, complete_run
+from headway.errors import HeadwayError, UsageError, WorkerError
+from headway.state import find_checkpoint, list_checkpoints
+from headway.track import find_run, parse_ref, runs_root
 
 __all__ = ["sample"]
 
 RunAtStep = Annotated[
     str,
-    typer.Argument(metavar="RUN[@STEP]", help="A run's name, a unique prefix of it, or `last`; and a step of it."),
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        autocompletion=complete_run,
+        help="A run's name, a unique prefix of it or `last`, and a step.",
+    ),
 ]
 Prompt = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeatable. Without one, a document is begun."),
+    typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeatable (default: start a new document)."),
 ]
 
 
 def sample(
     run: RunAtStep,
     prompt: Prompt = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use (default: the newest).")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from the so many likeliest; 0: from all.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the top K tokens (0 = off).")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text.")] = 0,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Continue a text with a run's model."""
-    from headway.errors import UsageError
-    from headway.state import find_checkpoint, list_checkpoints
-    from headway.track import find_run, parse_ref, runs_root
-
+    """Generate text with a run's model."""
     ref, at = parse_ref(run)
     if at is not None and step is not None and at != step:
-        raise UsageError(f"{run} and --step {step} name two checkpoints", hint="give one of them")
+        raise UsageError(f"{run} and --step {step} name different checkpoints", hint="give only one of them")
     folder = find_run(runs_root(runs), ref)
     checkpoint = find_checkpoint(folder.checkpoints, step if at is None else at)
     prompts = prompt or [""]
@@ -57,36 +64,31 @@ def sample(
     }
     pieces = _ask(request)
     if json:
-        found = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == checkpoint)
-        _print_json(folder.name, found, prompts, pieces)
+        used_step = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == checkpoint)
+        _print_json(folder.name, used_step, prompts, pieces)
     else:
         _print_text(prompts, pieces)
 
 
 def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Start the tensor process; yield (prompt's index, piece of text) as they come; raise what it reports."""
-    import json
-    import subprocess
-    import sys
-    import tempfile
-
-    # Files, not pipes, for what has no reader while we read its output: nothing can block or break.
-    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as log:
-        question.write(json.dumps(request).encode())
-        question.seek(0)
+    """Start the sampling process; yield (prompt index, piece of text) as they come; raise the error it reports."""
+    # Files, not pipes, for input and log: nobody reads or writes them while we read the output.
+    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
+        request_file.write(json.dumps(request).encode())
+        request_file.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.inference.sample"],
-            stdin=question,
+            stdin=request_file,
             stdout=subprocess.PIPE,
             stderr=log,
         )
         assert process.stdout is not None
         try:
-            told = None
+            reported = None
             for line in process.stdout:
                 message = json.loads(line)
                 if "error" in message:
-                    told = message
+                    reported = message
                 else:
                     yield message["prompt_index"], message["text"]
             status = process.wait()
@@ -96,23 +98,21 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
             process.stdout.close()
         if status != 0:
             log.seek(0)
-            _fail(status, told, log.read().decode(errors="replace"))
+            _fail(status, reported, log.read().decode(errors="replace"))
 
 
-def _fail(status: int, told: dict[str, Any] | None, log: str) -> None:
-    from headway.errors import HeadwayError, WorkerError
-
-    if told is not None:
-        error = HeadwayError(told["error"], hint=told.get("hint"))
+def _fail(status: int, reported: dict[str, Any] | None, log: str) -> None:
+    if reported is not None:
+        error = HeadwayError(reported["error"], hint=reported.get("hint"))
         error.exit_status = status
         raise error
-    last = log.strip().splitlines()[-1:] or ["it said nothing"]
+    last = log.strip().splitlines()[-1:] or ["no output"]
     how = f"signal {-status}" if status < 0 else f"exit status {status}"
     raise WorkerError(f"the sampling process failed with {how}: {last[0]}")
 
 
 def _print_text(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
-    """Each prompt and its continuation as it comes, a blank line between two."""
+    """Print each prompt and its continuation as it comes, with a blank line between two."""
     shown = -1
     for index, text in pieces:
         while shown < index:
@@ -125,8 +125,6 @@ def _print_text(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
 
 
 def _print_json(run: str, step: int, prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
-    import json
-
     texts = [""] * len(prompts)
     for index, text in pieces:
         texts[index] += text

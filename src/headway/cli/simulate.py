@@ -1,18 +1,36 @@
-"""`headway simulate`: a log of jobs on a cluster, under several policies."""
+"""`headway simulate`: simulates a job trace on a cluster under several policies."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from headway.cli.options import Json
-
-if TYPE_CHECKING:
-    from headway.cluster.simulate import JobTrace, SimulationResult, SimulationSetup, Site
+from headway.cli.progress import terminal_bars
+from headway.cli.text import print_json
+from headway.cluster.simulate import (
+    JobTrace,
+    SimulationResult,
+    SimulationSetup,
+    Site,
+    compare_policies,
+    find_policies,
+    generate_trace,
+    read_away,
+    read_site,
+    read_topology,
+    read_trace,
+    summary,
+    zero_wait_bound,
+)
+from headway.errors import UsageError
+from headway.hardware import load_cluster, parse_on
 
 __all__ = ["simulate"]
 
@@ -20,65 +38,66 @@ USUAL_LOAD = 0.8
 
 
 def simulate(
-    log: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="Jobs as CSV, gzipped or not: see docs/scheduling.md.")
+    trace_file: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="Job trace as CSV, plain or gzip: see docs/scheduling.md.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="The cluster: a100x8x32.")
+        str | None, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Cluster, e.g. a100x8x32.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="FILE", help="Or a cluster.toml, with tenants and topology.")
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="Cluster as a cluster.toml, with tenants and topology."),
     ] = None,
     topology: Annotated[
         Path | None, typer.Option("--topology", metavar="FILE", help="Hosts and their switches as CSV.")
     ] = None,
     away: Annotated[
-        Path | None, typer.Option("--away", metavar="FILE", help="Nodes that will be away as CSV: node,from_s,to_s.")
+        Path | None, typer.Option("--away", metavar="FILE", help="Maintenance windows as CSV: node,from_s,to_s.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--generate", metavar="NAME", help="Make a log up: acme-like, seren-like.")
+        str | None, typer.Option("--generate", metavar="NAME", help="Generate a trace: acme-like or seren-like.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Of a log that is made up.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="With --generate: number of jobs.")] = None,
     load: Annotated[
         float | None,
-        typer.Option("--load", min=0.01, max=10, help="GPUs such a log asks for, of those there are; default 0.8."),
+        typer.Option("--load", min=0.01, max=10, help="With --generate: requested share of the GPUs (default: 0.8)."),
     ] = None,
     policy: Annotated[
         str,
         typer.Option(
-            "--policy", metavar="NAME,...", help="headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles."
+            "--policy",
+            metavar="NAME,...",
+            help="Policies: headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles.",
         ),
     ] = "headway,slurm,kueue,fifo",
-    preemptible: Annotated[
-        float, typer.Option("--preemptible", min=0, max=1, help="Share of jobs that may be stopped and go on later.")
-    ] = 0.5,
+    preemptible: Annotated[float, typer.Option("--preemptible", min=0, max=1, help="Share of preemptible jobs.")] = 0.5,
     elastic: Annotated[
         float,
-        typer.Option("--elastic", min=0, max=1, help="Share of jobs that can have half to four times their GPUs."),
+        typer.Option("--elastic", min=0, max=1, help="Share of jobs that scale from half to four times their GPUs."),
     ] = 0.0,
     save_every: Annotated[
-        float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Between a job's checkpoints.")
+        float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Checkpoint interval of jobs.")
     ] = 1800,
-    restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="What a restart takes.")] = 120,
+    restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="Duration of a restart.")] = 120,
     node_days: Annotated[
-        float | None, typer.Option("--node-days", min=0.01, help="Days between failures of a node; default never.")
+        float | None,
+        typer.Option("--node-days", min=0.01, help="Mean days between failures of a node (default: none)."),
     ] = None,
     repair: Annotated[
-        float, typer.Option("--repair", min=0, metavar="SECONDS", help="What mending a node takes.")
+        float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")
     ] = 14400,
-    spares: Annotated[int, typer.Option("--spares", min=0, help="Of the nodes, how many wait to replace one.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what a log does not say.")] = 0,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw what happened.")] = None,
+    spares: Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")
+    ] = None,
     record: Annotated[
-        Path | None, typer.Option("--record", metavar="DIR", help="Keep every decision: headway replay, headway why.")
+        Path | None,
+        typer.Option("--record", metavar="DIR", help="Record decisions for headway replay and headway why."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run a log of jobs through the scheduler, months in seconds, under several policies."""
-    from headway.cli.text import print_json
-    from headway.cluster.simulate import SimulationSetup, compare_policies, find_policies, summary, zero_wait_bound
-    from headway.errors import UsageError
-
+    """Simulate a job trace under several policies: months in seconds."""
     policies = find_policies(policy)
     chip, per_node, nodes, site = _where(on, cluster, topology, away)
     setup = SimulationSetup(
@@ -96,13 +115,13 @@ def simulate(
         seed=seed,
     )
     if spares >= nodes:
-        raise UsageError(f"--spares {spares}, of {nodes} nodes", hint="leave some to work on")
-    trace = _jobs(log, workload, setup, jobs, load)
+        raise UsageError(f"--spares {spares} leaves none of {nodes} nodes", hint="use fewer spares")
+    trace = _jobs(trace_file, workload, setup, jobs, load)
     if record is not None:
         _new_folder(record)
     if plot is not None:
         _check_plot(plot)
-    with _bars([one.name for one in policies], len(trace), quiet=json) as progress:
+    with _bars([chosen.name for chosen in policies], len(trace), quiet=json) as progress:
         outcomes = compare_policies(trace, setup, policies, progress, record)
     summaries = {name: summary(outcome) for name, outcome in outcomes.items()}
     if plot is not None:
@@ -116,74 +135,59 @@ def simulate(
 
 def _where(
     on: str | None, cluster: Path | None, topology: Path | None, away: Path | None
-) -> "tuple[str, int, int, Site]":
-    """Chip, GPUs of a node, nodes, and what is known beside."""
-    from dataclasses import replace
-
-    from headway.cluster.simulate import Site, read_away, read_site, read_topology
-    from headway.errors import UsageError
-    from headway.hardware import load_cluster, parse_on
-
+) -> tuple[str, int, int, Site]:
+    """Return chip, GPUs per node, nodes and site."""
     if (on is None) == (cluster is None):
-        what = "neither --on nor --cluster says" if on is None else "--on and --cluster both say"
-        raise UsageError(f"{what} where the jobs run", hint="for example --on a100x8x32")
-    found = load_cluster(cluster) if cluster is not None else parse_on(on or "")
+        problem = "no cluster given" if on is None else "--on and --cluster exclude each other"
+        raise UsageError(problem, hint="for example --on a100x8x32")
+    hardware = load_cluster(cluster) if cluster is not None else parse_on(on or "")
     site = read_site(cluster) if cluster is not None else Site()
     if topology is not None:
-        there = read_topology(topology)
-        site = replace(site, hosts=there.hosts, domains=there.domains)
+        read = read_topology(topology)
+        site = replace(site, hosts=read.hosts, domains=read.domains)
     if away is not None:
         site = replace(site, away=read_away(away))
-    return found.chip.name, found.per_node, found.nodes, site
+    return hardware.chip.name, hardware.per_node, hardware.nodes, site
 
 
 def _jobs(
-    log: Path | None, workload: str | None, setup: "SimulationSetup", jobs: int | None, load: float | None
-) -> "JobTrace":
-    """A log that is read or made up."""
-    from headway.cluster.simulate import generate_trace, read_trace
-    from headway.errors import UsageError
-
-    if (log is None) == (workload is None):
-        what = "there is no log of jobs" if log is None else "there are a log of jobs and --generate"
-        raise UsageError(what, hint="name a CSV file, or --generate acme-like")
-    if log is None:
+    file: Path | None, workload: str | None, setup: SimulationSetup, jobs: int | None, load: float | None
+) -> JobTrace:
+    """Read or generate a trace."""
+    if (file is None) == (workload is None):
+        problem = "no job trace given" if file is None else "a job trace and --generate exclude each other"
+        raise UsageError(problem, hint="give a CSV file or --generate acme-like")
+    if file is None:
         return generate_trace(workload or "", setup.gpus, jobs, USUAL_LOAD if load is None else load, setup.seed)
     if jobs is not None or load is not None:
         option = "--load" if jobs is None else "--jobs"
-        raise UsageError(f"{option} is of a log that is made up, and {log} is there", hint="--generate acme-like")
-    return read_trace(log)
+        raise UsageError(f"{option} needs --generate; {file} is a trace", hint="--generate acme-like")
+    return read_trace(file)
 
 
 def _new_folder(record: Path) -> None:
-    """For records of this log alone."""
-    from headway.errors import UsageError
-
+    """Create the folder for records of this simulation."""
     try:
         record.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--record {record}: {error.strerror}", hint="it names a new folder") from None
+        raise UsageError(f"--record {record}: {error.strerror}", hint="give a new folder") from None
     if any(record.glob("*.jsonl.gz")):
-        raise UsageError(f"--record {record}: there are records of another simulation", hint="name a new folder")
+        raise UsageError(f"--record {record}: it has records of another simulation", hint="give a new folder")
 
 
 @contextmanager
 def _bars(names: list[str], jobs: int, quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar for each policy on a terminal, and elsewhere a line now and then."""
+    """Yield what advances one bar per policy on a terminal, else prints lines."""
     if quiet or not sys.stderr.isatty():
-        yield (lambda *_: None) if quiet else _told(jobs)
+        yield (lambda *_: None) if quiet else _progress_lines(jobs)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal_bars("{task.description:8}", "Bar", "MofNComplete", "TimeRemaining") as bars:
         tasks = {name: bars.add_task(name, total=jobs) for name in names}
         yield lambda name, count: bars.advance(tasks[name], count)
 
 
-def _told(jobs: int, clock: Callable[[], float] = time.monotonic) -> Callable[[str, int], None]:
-    """Says on standard error how far a policy is, every ten seconds."""
+def _progress_lines(jobs: int, clock: Callable[[], float] = time.monotonic) -> Callable[[str, int], None]:
+    """Return what prints the progress of a policy every ten seconds."""
     done, last = dict[str, int](), clock()
 
     def progress(name: str, count: int) -> None:
@@ -198,37 +202,37 @@ def _told(jobs: int, clock: Callable[[], float] = time.monotonic) -> Callable[[s
 
 
 def _table(
-    trace: "JobTrace", setup: "SimulationSetup", found: dict[str, dict[str, Any]], bound: dict[str, Any]
+    trace: JobTrace, setup: SimulationSetup, summaries: dict[str, dict[str, Any]], bound: dict[str, Any]
 ) -> Iterator[str]:
     span = _short(trace.submit_s[-1] - trace.submit_s[0])
     jobs = "one job" if len(trace) == 1 else f"{len(trace):,} jobs"
     spares = f", spare nodes: {setup.spares}" if setup.spares else ""
     tenants = f"{len(trace.tenants)} tenants" if len(trace.tenants) > 1 else "one tenant"
-    yield f"{jobs} of {tenants} in {span}, on {setup.gpus:,} GPUs ({setup.per_node} a node{spares})"
+    yield f"{jobs} of {tenants} in {span}, on {setup.gpus:,} GPUs ({setup.per_node} per node{spares})"
     yield ""
     yield f"{'':8}{'completion':>18}  {'delay':>27}  {'GPUs':>5}  {'owed':>5}  {'stops':>6}"
     yield f"{'':8}{'mean':>9}{'p99':>9}  {'mean':>9}{'p99':>9}{'worst':>9}  {'used':>5}"
-    for name, one in found.items():
-        completion = f"{_short(one['mean_jct_s']):>9}{_short(one['p99_jct_s']):>9}"
-        delay = f"{_short(one['mean_delay_s']):>9}{_short(one['p99_delay_s']):>9}{_short(one['worst_delay_s']):>9}"
-        use = f"{one['utilization']:>5.0%}  {one['quota_deficit']:>5.1%}  {one['preemptions']:>6,}"
+    for name, figures in summaries.items():
+        completion = f"{_short(figures['mean_jct_s']):>9}{_short(figures['p99_jct_s']):>9}"
+        delay = "".join(f"{_short(figures[f'{key}_delay_s']):>9}" for key in ("mean", "p99", "worst"))
+        use = f"{figures['utilization']:>5.0%}  {figures['quota_deficit']:>5.1%}  {figures['preemptions']:>6,}"
         yield f"{name:8}{completion}  {delay}  {use}"
     yield f"{'no wait':8}{_short(bound['mean_jct_s']):>9}{_short(bound['p99_jct_s']):>9}"
-    if known := next(iter(found.values()))["deadlines"]:
-        misses = ", ".join(f"{name} {one['deadline_misses']:,}" for name, one in found.items())
+    if known := next(iter(summaries.values()))["deadlines"]:
+        misses = ", ".join(f"{name} {figures['deadline_misses']:,}" for name, figures in summaries.items())
         yield f"of {known:,} deadlines missed: {misses}"
     if setup.node_days is not None:
-        for name, one in found.items():
-            lost = one["lost_gpu_s"]["failure"] / 3600
-            yield f"{name}: failing nodes stopped {one['failures']:,} jobs, which lost {lost:,.0f} GPU-hours"
+        for name, figures in summaries.items():
+            lost = figures["lost_gpu_s"]["failure"] / 3600
+            yield f"{name}: node failures stopped {figures['failures']:,} jobs, which lost {lost:,.0f} GPU-hours"
     yield ""
-    yield "delay: completion less the run time alone. owed: what tenants asked for within"
-    yield "their guarantees and did not have, of all that is guaranteed."
-    yield "next: --plot FILE.png draws it, --json has all numbers"
+    yield "delay: completion minus run time. owed: what tenants requested within their"
+    yield "guarantees and did not get, as a share of all guarantees."
+    yield "next: --plot FILE.png plots it, --json prints all numbers"
 
 
 def _short(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+    """Return seconds in a suitable unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
@@ -236,30 +240,25 @@ def _short(seconds: float) -> str:
 
 
 def _check_plot(file: Path) -> None:
-    """Before the hours are simulated that it will show."""
-    from headway.errors import UsageError
-
+    """Check the file of a plot before the simulation."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise UsageError("--plot needs matplotlib", hint="pip install 'headway[plot]'") from None
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if file.suffix.lower().lstrip(".") not in known:
-        raise UsageError(f"--plot {file}: its name does not end with a known kind", hint=f"one of {', '.join(known)}")
+        raise UsageError(f"--plot {file}: unknown file type", hint=f"use one of {', '.join(known)}")
     if file.is_dir():
-        raise UsageError(f"--plot {file}: that is a folder")
+        raise UsageError(f"--plot {file}: it is a folder")
     if not file.parent.is_dir():
-        raise UsageError(f"--plot {file}: its folder is not there")
+        raise UsageError(f"--plot {file}: no such folder")
 
 
-def _draw(outcomes: "dict[str, SimulationResult]", file: Path) -> None:
-    """Use and queue over time, and how many jobs are done after how long."""
+def _draw(outcomes: dict[str, SimulationResult], file: Path) -> None:
+    """Plot usage and queue over time, and the distribution of completion times."""
     import matplotlib
 
-    from headway.errors import UsageError
-
     matplotlib.use("Agg")
-    import numpy as np
     from matplotlib import pyplot
 
     last = max(float(outcome.times[-1] - outcome.trace.submit_s[0]) for outcome in outcomes.values())
@@ -272,7 +271,7 @@ def _draw(outcomes: "dict[str, SimulationResult]", file: Path) -> None:
         completion = np.sort(outcome.completion_s)
         done.plot(completion / 3600, np.arange(1, len(completion) + 1) / len(completion), label=name, linewidth=1.2)
     use.set(ylabel="GPUs in use", xlabel=unit)
-    queue.set(ylabel="GPUs waited for", xlabel=unit)
+    queue.set(ylabel="GPUs queued", xlabel=unit)
     done.set(
         ylabel="share of jobs done", xlabel="hours after submission", xscale="log", xlim=(0.01, None), ylim=(0, 1.005)
     )

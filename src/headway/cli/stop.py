@@ -1,4 +1,4 @@
-"""`headway stop`: a running run saves and ends."""
+"""`headway stop`: saves a running run and ends it."""
 
 import os
 import signal
@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import Json, Run, Runs
+from headway.cli.text import print_json
+from headway.errors import RunError
+from headway.track import find_run, lock_holder, runs_root, summarize
 
 __all__ = ["stop"]
 
@@ -15,31 +18,29 @@ __all__ = ["stop"]
 def stop(
     run: Run,
     runs: Runs = None,
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without saving.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="How long to wait for its end.")] = 120.0,
+    now: Annotated[bool, typer.Option("--now", help="Stop at once, without saving.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the run to end.")] = 120.0,
     json: Json = False,
 ) -> None:
-    """Have a run save its state and end.
+    """Save a running run and stop it.
 
-    headway resume goes on with it.
+    headway resume continues it.
     """
-    from headway.cli.text import print_json
-    from headway.errors import RunError
-    from headway.track import find_run, lock_holder, runs_root, summarize
-
     folder = find_run(runs_root(runs), run)
     pid = lock_holder(folder)
     if pid is None:
-        raise RunError(f"run {folder.path.name} is not running", hint="headway runs shows what is")
-    for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):  # the same one twice would be one wish
+        raise RunError(f"run {folder.path.name} is not running", hint="headway ps lists active runs")
+    for number in (
+        (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,)
+    ):  # the same signal twice would count once
         os.kill(pid, number)
         time.sleep(0.2)
     deadline = time.monotonic() + timeout_s
-    while lock_holder(folder) in (pid, 0):  # 0: it is just letting go
+    while lock_holder(folder) in (pid, 0):  # 0: it is releasing the lock
         if time.monotonic() > deadline:
             raise RunError(
-                f"run {folder.path.name} has not ended within {timeout_s:g} s",
-                hint=f"headway stop {folder.path.name} --now ends it without saving",
+                f"run {folder.path.name} did not end within {timeout_s:g} s",
+                hint=f"headway stop {folder.path.name} --now stops it without saving",
             )
         time.sleep(0.05)
     summary = summarize(folder)

@@ -1,72 +1,83 @@
-"""`headway sweep`: one recipe with many settings, a run each, and a table of what came of them."""
+"""`headway sweep`: runs a grid of settings as one job, one run each, and ranks them."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from headway.cli.options import Apart, EngineName, Json, Runs, Settings
-
-if TYPE_CHECKING:
-    from headway.cluster.submit.sweep_results import SweepResult
-    from headway.cluster.submit.sweep_sync import SweepSync
-    from headway.cluster.submit.sweeps import Sweep, SweepRequest
+from headway.cli.options import EngineName, Json, NoSharedFolder, Runs, Settings
+from headway.cli.sweep_view import Counting, SweepProgress, document, sweep_lines, table
+from headway.cli.text import print_json
+from headway.cluster.submit.grid import parse_grid
+from headway.cluster.submit.sweep_results import SweepResult, sweep_results, wait_for_sweep
+from headway.cluster.submit.sweep_sync import SweepSync
+from headway.cluster.submit.sweeps import (
+    Sweep,
+    SweepRequest,
+    describe_sweep,
+    find_sweep,
+    list_sweeps,
+    request_sweep,
+    start_sweep,
+)
+from headway.errors import UsageError
+from headway.hardware import parse_on
+from headway.track import runs_root
 
 __all__ = ["sweep"]
 
 
 def sweep(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe to sweep, or a sweep to look at again.")
+        str | None, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe to sweep, or the name of a sweep to show.")
     ] = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY=A,B,...", help="Values of one key; repeatable: all combinations are run."),
+        typer.Option("--grid", metavar="KEY=A,B,...", help="Values of one key; repeatable, for all combinations."),
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="CHIPxPERNODExNODES", help="What each run has (default here: one GPU or core)."),
+        typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Resources of each run (default: one GPU or core)."),
     ] = None,
     engine: EngineName = "local",
-    name: Annotated[str | None, typer.Option(help="The sweep's name (default: the recipe's and four digits).")] = None,
-    at_once: Annotated[
-        int | None, typer.Option("--at-once", min=1, metavar="N", help="So many runs at a time, and no more.")
+    name: Annotated[
+        str | None, typer.Option(help="Name of the sweep (default: the recipe's name and four digits).")
     ] = None,
-    apart: Apart = False,
+    at_once: Annotated[
+        int | None, typer.Option("--at-once", min=1, metavar="N", help="Run at most N at a time.")
+    ] = None,
+    no_shared_folder: NoSharedFolder = False,
     runs: Runs = None,
     settings: Settings = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return at once; the runs go on.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit and return at once.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Run a recipe with all combinations of some settings, as one job of an engine, and compare them.
+    """Run all combinations of some settings as one job, and rank the runs.
 
-    The same command again goes on waiting. Exits with 1 if a run failed. Without --grid, show a sweep that there is.
+    The same command again resumes waiting. Exits with 1 if a run failed. Without --grid, show an existing sweep.
     """
-    from headway.track import runs_root
-
     root = runs_root(runs)
     if not grid:
-        _look(root, recipe, json)
+        _show(root, recipe, json)
         return
-    wanted = _wanted(recipe, grid, settings or [], on, engine, name, at_once, shared=not apart)
+    request = _request(recipe, grid, settings or [], on, engine, name, at_once, shared=not no_shared_folder)
     if dry_run:
-        _describe(wanted, root, json)
+        _describe(request, root, json)
         return
-    from headway.cli.sweep_view import Counting
-    from headway.cluster.submit.sweeps import start_sweep
-
-    with Counting(f"{wanted.name}: runs are put into their stores") as counting:
-        begun, new = start_sweep(wanted, root, counting.show)
+    with Counting(f"{request.name}: uploading runs") as counting:
+        submitted, new = start_sweep(request, root, counting.show)
     if detach:
-        _told(begun, json)
+        _print_submitted(submitted, json)
         return
-    sys.exit(_wait(root, begun, new, json))
+    sys.exit(_wait(root, submitted, new, json))
 
 
-def _wanted(
+def _request(
     recipe: str | None,
     grid: list[str],
     settings: list[str],
@@ -75,63 +86,46 @@ def _wanted(
     name: str | None,
     at_once: int | None,
     shared: bool,
-) -> "SweepRequest":
-    from headway.cluster.submit.grid import parse_grid
-    from headway.cluster.submit.sweeps import request_sweep
-    from headway.errors import UsageError
-    from headway.hardware import parse_on
-
+) -> SweepRequest:
     if recipe is None:
-        raise UsageError("no recipe is named", hint="headway sweep RECIPE --grid KEY=A,B")
+        raise UsageError("no recipe given", hint="headway sweep RECIPE --grid KEY=A,B")
     axes, cluster = parse_grid(grid, settings), parse_on(on) if on else None
     file = Path(recipe)
     return request_sweep(file, settings, axes, engine=engine, on=cluster, name=name, at_once=at_once, shared=shared)
 
 
-def _look(root: Path, ref: str | None, json: bool) -> None:
-    """A sweep as it stands now, or the list of all."""
-    from headway.cli.sweep_view import Counting, document, sweep_lines, table
-    from headway.cli.text import print_json
-    from headway.cluster.submit.sweep_results import sweep_results
-    from headway.cluster.submit.sweep_sync import SweepSync
-    from headway.cluster.submit.sweeps import find_sweep, list_sweeps
-    from headway.errors import UsageError
-
+def _show(root: Path, ref: str | None, json: bool) -> None:
+    """Print the state of a sweep, or the list of all."""
     if ref is None:
-        found = list_sweeps(root)
-        print_json([{"sweep": one.name, "runs": len(one.points)} for one in found]) if json else print(
-            "\n".join(sweep_lines(root, found))
+        sweeps = list_sweeps(root)
+        print_json([{"sweep": listed.name, "runs": len(listed.points)} for listed in sweeps]) if json else print(
+            "\n".join(sweep_lines(root, sweeps))
         )
         return
     if Path(ref).suffix == ".toml":
         raise UsageError("nothing to sweep over", hint=f"headway sweep {ref} --grid train.lr=1e-4,3e-4")
     sweep = find_sweep(root, ref)
-    with Counting(f"{sweep.name}: records are brought from their stores") as counting:
+    with Counting(f"{sweep.name}: syncing records") as counting:
         records = SweepSync(root, sweep, counting.show)
         outcome = sweep_results(root, sweep, records)
-    _say_what_is_old(records)
+    _warn_if_outdated(records)
     print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
 
 
-def _describe(wanted: "SweepRequest", root: Path, json: bool) -> None:
-    from headway.cli.text import print_json
-    from headway.cluster.submit.sweeps import describe_sweep
-
-    text = describe_sweep(wanted, root)
-    points = [{"run": point.run, "settings": point.settings} for point in wanted.points]
+def _describe(request: SweepRequest, root: Path, json: bool) -> None:
+    text = describe_sweep(request, root)
+    points = [{"run": point.run, "settings": point.settings} for point in request.points]
     if json:
-        print_json({"sweep": wanted.name, "engine": wanted.engine, "points": points, "would_send": text})
+        print_json({"sweep": request.name, "engine": request.engine, "points": points, "would_send": text})
         return
-    for index, point in enumerate(wanted.points):
-        words = " ".join(f"{key}={value}" for key, value in point.settings.items())
-        print(f"# {index}: {point.run}: {words}")
+    for index, point in enumerate(request.points):
+        settings = " ".join(f"{key}={value}" for key, value in point.settings.items())
+        print(f"# {index}: {point.run}: {settings}")
     print(text, end="")
 
 
-def _told(sweep: "Sweep", json: bool) -> None:
-    """That it is submitted."""
-    from headway.cli.text import print_json
-
+def _print_submitted(sweep: Sweep, json: bool) -> None:
+    """Print that a sweep was submitted."""
     if json:
         fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on}
         print_json(fields | {"runs": [point.run for point in sweep.points]})
@@ -140,19 +134,14 @@ def _told(sweep: "Sweep", json: bool) -> None:
     print(f"next: headway sweep {sweep.name}, headway jobs, headway cancel {sweep.name}")
 
 
-def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
-    """Until all runs are over; the exit status."""
-    from headway.cli.sweep_view import SweepProgress, document, table
-    from headway.cli.text import print_json
-    from headway.cluster.submit.sweep_results import wait_for_sweep
-    from headway.cluster.submit.sweep_sync import SweepSync
-
+def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
+    """Wait until all runs have ended; return the exit status."""
     progress = SweepProgress(sweep)
-    records = SweepSync(root, sweep, progress.bringing)
+    records = SweepSync(root, sweep, progress.syncing)
     if not new:
-        progress.say(f"{sweep.name} was submitted before, as job {sweep.job}: waiting for it")
+        progress.say(f"{sweep.name} is already submitted as job {sweep.job}; waiting")
 
-    def show(rows: "Sequence[SweepResult]") -> None:
+    def show(rows: Sequence[SweepResult]) -> None:
         progress.note(records.trouble)
         progress.show(rows)
 
@@ -160,15 +149,15 @@ def _wait(root: Path, sweep: "Sweep", new: bool, json: bool) -> int:
         outcome = wait_for_sweep(root, sweep, records, show)
     except KeyboardInterrupt:
         progress.end()
-        print("stopped waiting; the runs go on", file=sys.stderr)
+        print("stopped waiting; the runs continue", file=sys.stderr)
         print(f"next: headway sweep {sweep.name}, headway cancel {sweep.name}", file=sys.stderr)
         return 130
     progress.end()
-    _say_what_is_old(records)
+    _warn_if_outdated(records)
     print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
     return 1 if any(row.state != "finished" for row in outcome) else 0
 
 
-def _say_what_is_old(records: "SweepSync") -> None:
+def _warn_if_outdated(records: SweepSync) -> None:
     if records.trouble:
-        print(f"note: {records.trouble}; this is what is known here", file=sys.stderr)
+        print(f"note: {records.trouble}; showing what is known here", file=sys.stderr)

@@ -1,29 +1,29 @@
-"""How a sweep looks: a line while it goes on, a table at its end."""
+"""Shows a sweep: a line while it runs, a table at its end."""
 
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headway.cluster.submit.sweep_results import SweepResult
-    from headway.cluster.submit.sweeps import Sweep
+from headway.cli.text import duration
+from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
+from headway.cluster.submit.sweeps import Sweep
 
 __all__ = ["Counting", "SweepProgress", "document", "sweep_lines", "table"]
 
 WIDTH = 80
 EVERY_S = 10.0
-"""Between lines where there is no terminal to write one over the other."""
+"""Between lines where no terminal lets one overwrite the other."""
 
 
 LONG_S = 2.0
-"""What takes longer than that is told of."""
+"""Work that takes longer than this shows its progress."""
 
 
 class Counting:
-    """How many of something are done, on standard error, for as long as it takes and only where that is long."""
+    """Counts finished items on standard error, if the work takes long."""
 
     def __init__(self, what: str) -> None:
         self._what, self._terminal = what, sys.stderr.isatty()
@@ -37,7 +37,7 @@ class Counting:
             print(file=sys.stderr, flush=True)
 
     def show(self, done: int, number: int) -> None:
-        """So many are done."""
+        """Show how many are done."""
         if time.monotonic() < self._next:
             return
         line = f"{self._what}: {done} of {number}"[: WIDTH - 1]
@@ -47,43 +47,43 @@ class Counting:
 
 
 class SweepProgress:
-    """A line on standard error: written over on a terminal, else anew when something has changed."""
+    """A line on standard error: overwritten on a terminal, else printed when something has changed."""
 
-    def __init__(self, sweep: "Sweep") -> None:
+    def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._terminal = sweep, sys.stderr.isatty()
-        self._counts, self._said, self._line = Counter[str](), 0.0, ""
+        self._counts, self._printed_s, self._line = Counter[str](), 0.0, ""
         self._counting: Counting | None = None
         self._noted = ""
 
-    def bringing(self, done: int, number: int) -> None:
-        """So many runs were brought from their stores, before the next line."""
-        self._counting = self._counting or Counting(f"{self._sweep.name}: records are brought from their stores")
+    def syncing(self, done: int, number: int) -> None:
+        """Show how many runs were synced from their stores."""
+        self._counting = self._counting or Counting(f"{self._sweep.name}: syncing records")
         self._counting.show(done, number)
 
     def note(self, text: str) -> None:
-        """Something that is wrong, as often as it changes."""
+        """Print a problem whenever it changes."""
         if text and text != self._noted:
             self.end()
             self.say(f"note: {text}")
         self._noted = text
 
     def say(self, text: str) -> None:
-        """Something once."""
+        """Print a line."""
         print(text, file=sys.stderr, flush=True)
 
-    def show(self, rows: "Sequence[SweepResult]") -> None:
-        """How it goes on."""
+    def show(self, rows: Sequence[SweepResult]) -> None:
+        """Show the states of the runs."""
         counts, self._counting = Counter(row.state for row in rows), None
         line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
         if self._terminal:
             print(f"\r\x1b[K{line[: WIDTH - 1]}", end="", file=sys.stderr, flush=True)
-        elif line != self._line and (counts != self._counts or time.monotonic() > self._said + EVERY_S):
+        elif line != self._line and (counts != self._counts or time.monotonic() > self._printed_s + EVERY_S):
             self.say(line[:WIDTH])
-            self._said, self._line = time.monotonic(), line
+            self._printed_s, self._line = time.monotonic(), line
         self._counts = counts
 
     def end(self) -> None:
-        """The line is finished."""
+        """End the line."""
         if self._terminal:
             print(file=sys.stderr, flush=True)
 
@@ -93,7 +93,7 @@ def _counted(counts: Counter[str], number: int) -> str:
     return ", ".join([f"{counts['finished']} of {number} finished", *others])
 
 
-def _steps(rows: "Sequence[SweepResult]") -> str:
+def _steps(rows: Sequence[SweepResult]) -> str:
     running = [row for row in rows if row.state == "running" and row.total_steps]
     if not running:
         return ""
@@ -101,10 +101,8 @@ def _steps(rows: "Sequence[SweepResult]") -> str:
     return f"; step {least.step} of {least.total_steps}"
 
 
-def table(sweep: "Sweep", rows: "Sequence[SweepResult]") -> list[str]:
-    """A line a run, the best first and marked; settings on a line of their own where they are too wide."""
-    from headway.cluster.submit.sweep_results import best, ranked_by
-
+def table(sweep: Sweep, rows: Sequence[SweepResult]) -> list[str]:
+    """Return one line per run, best first and marked; wide settings come on a separate line."""
     winner = best(rows)
     columns = _columns(rows)
     settings = {name: [row.settings[key] for row in rows] for key, name in sweep.keys.items()}
@@ -120,17 +118,15 @@ def table(sweep: "Sweep", rows: "Sequence[SweepResult]") -> list[str]:
             *(text for row, line in zip(rows, marked[1:], strict=True) for text in (line, _under(sweep, row))),
         ]
     by = {"eval_loss": "eval loss", "loss": "loss of the last step"}[ranked_by(rows)]
-    told = [f"* the best by {by}: {winner.run}"] if winner else ["no run has finished"]
-    return [*marked, *told, *_reasons(rows), _next(sweep, rows, winner)]
+    verdict = [f"* the best by {by}: {winner.run}"] if winner else ["no run has finished"]
+    return [*marked, *verdict, *_reasons(rows), _next(sweep, rows, winner)]
 
 
-def _columns(rows: "Sequence[SweepResult]") -> dict[str, list[str]]:
-    from headway.cli.text import duration
-
-    found = {"loss": [_loss(row.loss) for row in rows]}
+def _columns(rows: Sequence[SweepResult]) -> dict[str, list[str]]:
+    columns = {"loss": [_loss(row.loss) for row in rows]}
     if any(row.eval_loss is not None for row in rows):
-        found["eval loss"] = [_loss(row.eval_loss) for row in rows]
-    return found | {
+        columns["eval loss"] = [_loss(row.eval_loss) for row in rows]
+    return columns | {
         "step": [f"{row.step}/{row.total_steps}" if row.total_steps else str(row.step) for row in rows],
         "took": [duration(row.seconds) for row in rows],
         "state": [row.state for row in rows],
@@ -142,27 +138,27 @@ def _loss(loss: float | None) -> str:
 
 
 def _aligned(columns: dict[str, list[str]], left: tuple[str, ...]) -> list[str]:
-    """Lines of columns, two blanks before each; numbers to the right."""
+    """Return aligned columns; numbers are right-aligned."""
     widths = {name: max(map(len, [name, *values])) for name, values in columns.items()}
     to_left = {*left, "state"}
 
-    def line(words: Sequence[str]) -> str:
+    def line(cells: Sequence[str]) -> str:
         cells = [
-            f"{word:{widths[name]}}" if name in to_left else f"{word:>{widths[name]}}"
-            for name, word in zip(columns, words, strict=True)
+            f"{cell:{widths[name]}}" if name in to_left else f"{cell:>{widths[name]}}"
+            for name, cell in zip(columns, cells, strict=True)
         ]
         return f"  {'  '.join(cells)}".rstrip()
 
-    return [line(list(columns)), *(line(words) for words in zip(*columns.values(), strict=True))]
+    return [line(list(columns)), *(line(cells) for cells in zip(*columns.values(), strict=True))]
 
 
-def _under(sweep: "Sweep", row: "SweepResult") -> str:
+def _under(sweep: Sweep, row: SweepResult) -> str:
     text = "    " + " ".join(f"{sweep.keys[key]}={value}" for key, value in row.settings.items())
     return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
 
 
-def _reasons(rows: "Sequence[SweepResult]") -> list[str]:
-    """Why runs failed, a line each; alike ones once."""
+def _reasons(rows: Sequence[SweepResult]) -> list[str]:
+    """Return why runs failed, one line per reason."""
     alike = dict[tuple[str, str], list[str]]()
     for row in rows:
         if row.reason and row.state not in ("finished", "running"):
@@ -175,7 +171,7 @@ def _reasons(rows: "Sequence[SweepResult]") -> list[str]:
     return lines
 
 
-def _next(sweep: "Sweep", rows: "Sequence[SweepResult]", winner: "SweepResult | None") -> str:
+def _next(sweep: Sweep, rows: Sequence[SweepResult], winner: SweepResult | None) -> str:
     failed = next((row.run for row in rows if row.state in ("failed", "impossible")), None)
     if any(not row.over for row in rows):
         return f"next: headway sweep {sweep.name}, headway cancel {sweep.name}"
@@ -184,27 +180,23 @@ def _next(sweep: "Sweep", rows: "Sequence[SweepResult]", winner: "SweepResult | 
     return f"next: headway report {winner.run}" if winner else f"next: headway logs {rows[0].run}"
 
 
-def document(sweep: "Sweep", rows: "Sequence[SweepResult]", old: str = "") -> dict[str, object]:
-    """A sweep for programs; `old` says why some of it may be."""
-    from dataclasses import asdict
-
-    from headway.cluster.submit.sweep_results import best, ranked_by
-
+def document(sweep: Sweep, rows: Sequence[SweepResult], old: str = "") -> dict[str, object]:
+    """Return a sweep as JSON-ready values; `old` is why some may be out of date."""
     winner = best(rows)
     fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on, "by": ranked_by(rows)}
-    found: dict[str, object] = fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
-    return found | {"old": old} if old else found
+    content: dict[str, object] = fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
+    return content | {"old": old} if old else content
 
 
-def sweep_lines(root: Path, found: "Sequence[Sweep]") -> list[str]:
-    """All sweeps, a line each."""
-    if not found:
+def sweep_lines(root: Path, sweeps: Sequence[Sweep]) -> list[str]:
+    """Return one line per sweep."""
+    if not sweeps:
         return [f"no sweeps in {root}", "next: headway sweep RECIPE --grid train.lr=1e-4,3e-4"]
-    width = max(len("sweep"), *(len(one.name) for one in found))
-    head = f"{'sweep':{width}}  {'runs':>4}  {'engine':10}  {'submitted':11}  over"
+    width = max(len("sweep"), *(len(sweep.name) for sweep in sweeps))
+    head = f"{'sweep':{width}}  {'runs':>4}  {'engine':10}  {'submitted':11}  keys"
     rows = [
-        f"{one.name:{width}}  {len(one.points):>4}  {one.engine:10}  "
-        f"{time.strftime('%m-%d %H:%M', time.localtime(one.time)):11}  {', '.join(one.keys)}"[:WIDTH]
-        for one in found
+        f"{sweep.name:{width}}  {len(sweep.points):>4}  {sweep.engine:10}  "
+        f"{time.strftime('%m-%d %H:%M', time.localtime(sweep.time)):11}  {', '.join(sweep.keys)}"[:WIDTH]
+        for sweep in sweeps
     ]
-    return [head, *rows, f"next: headway sweep {found[0].name}"]
+    return [head, *rows, f"next: headway sweep {sweeps[0].name}"]

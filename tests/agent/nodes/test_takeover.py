@@ -161,4 +161,4 @@ def test_second_agent_of_a_machine_is_refused(recipe, tmp_path, reference: Lived
         assert cluster.recoveries == []
         cluster.start(1)  # of a finished run
         assert cluster.wait() == {0: 0, 1: 0}
-        assert "has finished already" in cluster.output()
+        assert "has already finished" in cluster.output()

@@ -275,14 +275,14 @@ def test_join_refuses_a_wrong_key_missing_data_and_a_second_agent(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--join", "127.0.0.1:9"], "--join, and HEADWAY_KEY has no key"),
+        (["--join", "127.0.0.1:9"], "--join needs a key in HEADWAY_KEY"),
         (
             ["--run", "file:///nowhere/r", "--nodes", "2", "--rank", "1"],
-            "see no common folder, and HEADWAY_KEY has no key",
+            "a run without a shared folder needs a key in HEADWAY_KEY",
         ),
         (["--join", "nowhere"], "'nowhere' is not an agent address"),
-        ([], "an agent needs --run RUN or --join HOST:PORT"),
-        (["--join", "a:1", "--run", "r"], "an agent has one of --run RUN or --join HOST:PORT"),
+        ([], "missing --run RUN or --join HOST:PORT"),
+        (["--join", "a:1", "--run", "r"], "--run and --join exclude each other"),
     ],
 )
 def test_agent_verb_names_what_is_missing(words: list[str], message: str, monkeypatch, capsys) -> None:

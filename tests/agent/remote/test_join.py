@@ -133,6 +133,6 @@ def test_rank_0_joins_a_run_that_already_has_a_leader(recipe, tmp_path: Path) ->
         with refusing(run) as callers:
             assert leader_answers(run)
             messages = stderr_of(*words)
-    assert messages[0].startswith(f"process {os.getpid()} leads run r already: joining it (headway logs r --follow")
+    assert messages[0].startswith(f"process {os.getpid()} already leads run r: joining it (headway logs r --follow")
     assert messages[1:] == REFUSED
     assert set(callers) == {f"{socket.gethostname()}-0"}

@@ -238,7 +238,7 @@ def test_fetch_brings_a_folder_up_to_date(run: RunFolder, url: str, tmp_path: Pa
     ("events", "ago_s", "how", "resume"),
     [
         ([{"kind": "alive", "t": 5_000_000_000}], 10, "training", False),
-        ([{"kind": "alive", "t": 5_000_000_000}], 1000, "nothing heard of it for 00:1", True),
+        ([{"kind": "alive", "t": 5_000_000_000}], 1000, "no records for 00:1", True),
         ([{"kind": "end", "t": 5, "outcome": "failed", "recovery": "resuming from step 3"}], 10, "training", False),
         ([{"kind": "end", "t": 5, "outcome": "stopped"}], 10, "stopped", True),
         ([{"kind": "end", "t": 5, "outcome": "finished"}], 1000, "finished", False),
@@ -325,9 +325,9 @@ def test_runs_and_report_show_what_the_store_of_a_remote_run_has(recipe, tmp_pat
 
     out, _ = headway("runs")
     assert "submitted" in out
-    assert f"note: {run.name} is elsewhere and may be further on: headway fetch {run.name}" in out
+    assert f"note: {run.name} is on other machines and may be further on: headway fetch {run.name}" in out
     _, err = headway("report", run.name)
-    assert "note: what is here may be old: there is no run at" in err
+    assert "note: the records here may be out of date: there is no run at" in err
     record_elsewhere(run, tmp_path, {"kind": "end", "t": 1, "outcome": "finished", "reason": "all steps done"})
     out, err = headway("report", run.name, "--json")
     assert (json.loads(out)["state"], err) == ("finished", "")
