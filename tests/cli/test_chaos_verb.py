@@ -181,7 +181,7 @@ def test_the_table_has_medians_and_what_went_wrong_in_80_columns() -> None:
     assert matrix(GOOD).met
 
 
-def test_one_try_is_told_in_a_word() -> None:
+def test_single_try_has_a_one_word_verdict() -> None:
     refused = CaseResult(BY_NAME["same-error"], (tried(figures=RecoveryTimes(0.02, None, 0, 3.0)),))
     lines = matrix_lines(matrix(CaseResult(GOOD.case, GOOD.tries[:1]), CaseResult(BAD.case, BAD.tries[2:]), refused))
     assert any(line.startswith("  kill-worker") and line.endswith("  equal") for line in lines)
@@ -195,7 +195,7 @@ def long(**more: Any) -> SoakResult:
     return SoakResult(**facts | {"complaints": (), "left": (), "seconds": 99.0} | more)
 
 
-def test_a_long_run_is_told() -> None:
+def test_soak_result_as_text() -> None:
     assert long().met
     lines = long_lines(long())
     assert lines[0] == "30 of 30 faults fired in 500 steps (seed 1), 99 s:"
@@ -207,7 +207,7 @@ def test_a_long_run_is_told() -> None:
         assert max(map(len, long_lines(wrong))) <= 80
 
 
-def test_json_has_what_the_help_says() -> None:
+def test_json_keys_match_the_help() -> None:
     text = re.sub(r"\s+", " ", chaos.__doc__ or "")
     both = text.partition("Keys of --json: ")[2].partition(" With --random: ")
     rows, drawn = re.findall(r"\w+", both[0]), re.split(r"[,.] ?| and ", both[2])

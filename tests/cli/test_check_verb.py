@@ -118,7 +118,7 @@ class Desk:
 
 
 @pytest.mark.slow
-def test_a_class_from_elsewhere_on_a_mesh_is_equal_and_exits_0(desk, dataset: Path, monkeypatch) -> None:
+def test_custom_class_on_a_mesh_is_equal_and_exits_0(desk, dataset: Path, monkeypatch) -> None:
     """The whole way, in processes of its own: a plain module that no line of Headway is in, cut by a layout."""
     elsewhere = desk.folder / "temporary" / "elsewhere"
     elsewhere.mkdir()
@@ -138,7 +138,7 @@ def test_a_class_from_elsewhere_on_a_mesh_is_equal_and_exits_0(desk, dataset: Pa
 
 
 @pytest.mark.slow
-def test_a_mesh_that_parts_exits_1_and_the_recipes_own_is_the_default(typed, monkeypatch) -> None:
+def test_differing_mesh_exits_1_and_recipe_mesh_is_the_default(typed, monkeypatch) -> None:
     monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"mutations": ["whole-norm"]}))
     settings = ["--set", "parallel.tensor=2", "--set", "train.microbatch=4"]
     status, out, _ = typed("r.toml", *settings, "--steps", "1", "--json")
@@ -192,7 +192,7 @@ def test_bad_input_is_one_sentence(typed, words: list[str], status: int, message
     assert "Traceback" not in err
 
 
-def test_a_mesh_may_say_all_that_a_recipe_may() -> None:
+def test_mesh_option_takes_every_key_of_parallel() -> None:
     text = "pipeline=2, shard=3,schedule=interleaved,chunks=3,stages=1:3:1:1:1:1,keep_weights=true"
     wanted = {
         "pipeline": 2, "shard": 3, "schedule": "interleaved", "chunks": 3, "stages": (1, 3, 1, 1, 1, 1),
@@ -223,7 +223,7 @@ def compared(name: str, found: Verdict | None, error: str | None = None, hint: s
     return MeshParity(name, Parallel(shard=2), 2, 4, 1.5, found, error, hint)
 
 
-def test_one_mesh_is_a_few_lines() -> None:
+def test_one_mesh_is_shown_in_lines() -> None:
     lines = check_lines(checked(compared("shard 2 x tensor 2", verdict(gradient=2.5e-6))))
     assert lines == [
         "one process against shard 2 x tensor 2, 3 steps, float32",
@@ -236,7 +236,7 @@ def test_one_mesh_is_a_few_lines() -> None:
     ]
 
 
-def test_what_parts_is_named() -> None:
+def test_first_difference_is_named() -> None:
     lines = check_lines(checked(compared("tensor 2", verdict(gradient=0.5, parameter=float("inf")))))
     assert "  gradients     5.0e-01 of 1e-4   DIFFERS  largest: layers.3.mlp.down.weight" in lines
     assert lines[-2:] == [
@@ -245,7 +245,7 @@ def test_what_parts_is_named() -> None:
     ]
 
 
-def test_several_meshes_are_a_table_with_details_of_what_is_wrong() -> None:
+def test_several_meshes_are_a_table_with_details_of_differences() -> None:
     failed = compared("pipeline 2", None, "worker 1 failed: out of memory", "lower train.microbatch")
     lines = check_lines(checked(compared("shard 2", verdict()), compared("tensor 2", verdict(loss=0.25)), failed))
     assert lines == [
@@ -272,7 +272,7 @@ def test_several_meshes_are_a_table_with_details_of_what_is_wrong() -> None:
     ]
 
 
-def test_long_names_go_onto_a_line_of_their_own() -> None:
+def test_long_names_get_a_separate_line() -> None:
     name = "model.decoder.layers.11.self_attention.output_projection.weight"
     found = verdict()
     wide = {

@@ -26,9 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
     return status, said.out, said.err
 
 
-def test_a_disk_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_storage_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(monkeypatch, capsys, "--storage", str(tmp_path), "--seconds", "0.4")
     assert status == 0
     assert re.search(r"write +[\d,]+ MB/s, fsync included", out)
@@ -63,7 +61,7 @@ def test_programs_get_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (("--storage", "none"), "none is not a folder"),
     ],
 )
-def test_what_makes_no_sense_is_told(
+def test_invalid_options_are_errors(
     words: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, err = run(monkeypatch, capsys, *words)
@@ -71,9 +69,7 @@ def test_what_makes_no_sense_is_told(
     assert error in err
 
 
-def test_two_processes_measure_the_way_between_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_measure_their_link(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("A_TOKEN", "known to both")
     words = ["doctor", "--network", "--listen", "127.0.0.1:0", "--token-env", "A_TOKEN"]
     listener = subprocess.Popen(

@@ -52,7 +52,7 @@ class Everything(BaseModel):
         ("even", 3, "Halves are not counted"),
     ],
 )
-def test_pydantics_mistakes_are_told_in_plain_words(key: str, value: Any, said: str) -> None:
+def test_pydantic_errors_are_in_plain_words(key: str, value: Any, said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Everything(**{key: value})
     (mistake,) = caught.value.errors()
@@ -60,7 +60,7 @@ def test_pydantics_mistakes_are_told_in_plain_words(key: str, value: Any, said: 
 
 
 @pytest.mark.parametrize(("columns", "width"), [(10, 40), (40, 40), (64, 64), (200, 200)])
-def test_a_line_is_as_wide_as_the_terminal_allows(monkeypatch: pytest.MonkeyPatch, columns: int, width: int) -> None:
+def test_errors_wrap_at_the_terminal_width(monkeypatch: pytest.MonkeyPatch, columns: int, width: int) -> None:
     """Below 40 columns it is the terminal that breaks lines."""
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = main._wrap("error: ", MESSAGE).split("\n")
@@ -72,7 +72,7 @@ def test_a_line_is_as_wide_as_the_terminal_allows(monkeypatch: pytest.MonkeyPatc
         assert after is None or len(f"{line} {after[0]}") > width
 
 
-def test_a_word_wider_than_the_terminal_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_wider_than_the_terminal_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that was broken cannot be copied."""
     monkeypatch.setenv("COLUMNS", "40")
     path = "a-folder/" * 6

@@ -85,7 +85,7 @@ def folder_of(path: Path, model: Model, arrays: dict[str, np.ndarray] | None = N
 # -- show
 
 
-def test_a_recipe_counted_by_hand(ask: Ask, tmp_path: Path) -> None:
+def test_parameters_match_a_count_by_hand(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     found = ask("show", "small.toml", "--json").json
     assert found["parts"] == {"embedding": EMBEDDING, "attention": ATTENTION, "feed-forward": MLP, "norms": NORMS}
@@ -101,7 +101,7 @@ def test_a_recipe_counted_by_hand(ask: Ask, tmp_path: Path) -> None:
     assert (found["family"], found["model_type"], found["kind"]) == ("llama", "llama", "recipe")
 
 
-def test_what_people_see_fits_and_says_what_next(ask: Ask, tmp_path: Path) -> None:
+def test_text_fits_80_columns_and_suggests_a_next_command(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RECIPE)
     said = ask("show", "small.toml")
     assert said.status == 0
@@ -113,7 +113,7 @@ def test_what_people_see_fits_and_says_what_next(ask: Ask, tmp_path: Path) -> No
     assert any(line.split() == ["embedding", "4,096", "15.0%"] for line in lines), said.out
 
 
-def test_training_as_the_recipe_has_it(ask: Ask, tmp_path: Path) -> None:
+def test_training_memory_follows_the_recipe(ask: Ask, tmp_path: Path) -> None:
     """bfloat16 weights with a float32 copy, float32 moments; and of what is frozen, weights alone."""
     (tmp_path / "small.toml").write_text(RECIPE)
     count = EMBEDDING + ATTENTION + MLP + NORMS
@@ -149,7 +149,7 @@ def test_active_parameters_of_a_mixture(ask: Ask, tmp_path: Path) -> None:
     assert "experts    2 of 8" in ask("show", "mixture.toml").out
 
 
-def test_a_vocabulary_that_is_not_settled(ask: Ask, tmp_path: Path) -> None:
+def test_vocabulary_comes_from_the_dataset_or_is_assumed(ask: Ask, tmp_path: Path) -> None:
     """With data the tokenizer's size, rounded up as training does; without it a guess, which is said."""
     (tmp_path / "open.toml").write_text(RECIPE.replace("vocab_size = 128\n", ""))
     said = ask("show", "open.toml", "--json").json
@@ -197,7 +197,7 @@ def test_a_folder_without_template_and_one_with_a_config_alone(ask: Ask, tmp_pat
     assert ask("show", "plain/config.json", "--json").json["stored"] is None
 
 
-def test_weights_that_are_not_the_config_s_are_noted(ask: Ask, tmp_path: Path) -> None:
+def test_weights_that_do_not_match_the_config_are_noted(ask: Ask, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "cut", Model(**SIZES))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -269,7 +269,7 @@ def test_a_folder_is_the_same_as_itself_and_its_recipe(ask: Ask, tmp_path: Path)
     assert ask("diff", "a", "a").out.splitlines()[-1] == "next: headway model diff a a --weights"
 
 
-def test_one_value_among_thousands(ask: Ask, tmp_path: Path) -> None:
+def test_one_differing_value_among_thousands_is_found(ask: Ask, tmp_path: Path) -> None:
     model = Model(**SIZES)
     arrays = weights_of(model)
     folder_of(tmp_path / "a", model, arrays)
@@ -306,7 +306,7 @@ def test_fields_and_shapes(ask: Ask, tmp_path: Path) -> None:
     assert "layers" in people.out
 
 
-def test_what_is_in_another_dtype(ask: Ask, tmp_path: Path) -> None:
+def test_tensors_of_another_dtype_are_listed(ask: Ask, tmp_path: Path) -> None:
     """Half precision of the same weights: all tensors are said to be of another dtype, and how far rounding went."""
     model = Model(**SIZES)
     arrays = weights_of(model)
@@ -322,7 +322,7 @@ def test_what_is_in_another_dtype(ask: Ask, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["a", "none"], ["a", "small.toml", "--weights"], ["a"]])
-def test_two_is_for_what_cannot_be_compared(ask: Ask, tmp_path: Path, words: list[str]) -> None:
+def test_exit_status_2_for_models_that_cannot_be_read(ask: Ask, tmp_path: Path, words: list[str]) -> None:
     folder_of(tmp_path / "a", Model(**SIZES))
     (tmp_path / "small.toml").write_text(RECIPE)
     assert ask("diff", *words).status == 2

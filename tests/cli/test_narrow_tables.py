@@ -32,7 +32,7 @@ def test_a_short_name_stands_before_its_job() -> None:
     ("run", "job", "engine"),
     [("a" * 13, "4711", "slurm"), ("a" * 64, "4711_12", "kubernetes"), ("a" * 64, "j" * 50, "ray")],
 )
-def test_long_names_are_told_whole_and_nothing_is_wider_than_a_terminal(run: str, job: str, engine: str) -> None:
+def test_long_names_are_not_cut_and_lines_fit_80_columns(run: str, job: str, engine: str) -> None:
     lines = _table([standing(run, job, engine, "because " * 20), standing("short")])
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["run", run, "short"]
@@ -40,7 +40,7 @@ def test_long_names_are_told_whole_and_nothing_is_wider_than_a_terminal(run: str
     assert lines[3].split()[:2] == ["running", engine]
 
 
-def test_why_a_job_failed_is_told_whole() -> None:
+def test_reason_of_a_failed_job_is_not_cut() -> None:
     one = standing("tonight", reason="because " * 20 + "n0:/there/is/its/log")
     failed = SubmittedRun(one.run, one.submission, replace(one.status, state="failed"))
     lines = _table([failed])
@@ -48,6 +48,6 @@ def test_why_a_job_failed_is_told_whole() -> None:
     assert " ".join(" ".join(lines[2:]).split()) == "on vm; " + "because " * 20 + "n0:/there/is/its/log"
 
 
-def test_what_is_left_out_is_dots() -> None:
+def test_cut_text_ends_with_dots() -> None:
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abc..."

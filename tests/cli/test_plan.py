@@ -89,7 +89,7 @@ def test_screens_are_plain_and_narrow(words: tuple[str, ...]) -> None:
     assert "next: " in shown
 
 
-def test_the_screen_says_what_the_json_says() -> None:
+def test_text_and_json_agree() -> None:
     words = (LLAMA, "--on", "h100x8x4", "--price", "2.5")
     shown, found = text(*words), document(*words)
     best = found["best"]
@@ -103,7 +103,7 @@ def test_the_screen_says_what_the_json_says() -> None:
     assert all(f"{part} " in shown for part in ("weights", "gradients", "optimizer", "activations", "free"))
 
 
-def test_the_numbers_hang_together() -> None:
+def test_figures_are_consistent() -> None:
     found = document(LLAMA, "--on", "h100x8x4", "--price", "2.5")
     assert found["plans"][0] == found["best"]
     assert found["model"]["parameters"] == 8_030_261_248  # the published model
@@ -146,7 +146,7 @@ def test_limits_are_faster_and_fp8_is_not_trained() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_plan_that_runs_is_named_where_the_best_does_not() -> None:
+def test_best_runnable_plan_is_named_if_the_best_cannot_run() -> None:
     """Sequences of 131,072 are shared among devices where that may be."""
     long = ("--set", "data.seq=131072", "--set", "train.batch=64")
     words = (str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x64", *long)
@@ -163,7 +163,7 @@ def test_the_best_plan_that_runs_is_named_where_the_best_does_not() -> None:
     assert f": {100 * slower:.0f} % slower" in shown
 
 
-def test_why_nothing_runs_is_said() -> None:
+def test_reason_is_given_if_no_plan_can_run() -> None:
     """A sequence of a million tokens that nobody shares: 80 layers' inputs alone are 160 GB over eight devices."""
     long = ("--set", "data.seq=1048576", "--set", "train.batch=8")
     shown = " ".join(text(str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x32", *long).split())
@@ -171,7 +171,7 @@ def test_why_nothing_runs_is_said() -> None:
     assert "headway train" not in shown
 
 
-def test_a_mesh_that_the_trainer_does_not_run_says_so() -> None:
+def test_mesh_that_the_trainer_cannot_run_is_reported() -> None:
     shown = " ".join(text(LLAMA, "--on", "h100x8x4", "--mesh", "shard=8,context=4").split())
     assert "the trainer cannot run this plan: it supports replicate, shard, tensor and pipeline axes" in shown
 
@@ -184,7 +184,7 @@ def test_a_mesh_is_the_only_one() -> None:
     assert found["runnable"]["zero"] == 3
 
 
-def test_a_recipes_own_mesh_counts() -> None:
+def test_mesh_of_the_recipe_is_used() -> None:
     found = document(LLAMA, "--on", "h100x8x4", "--set", "parallel.tensor=4")
     assert (found["best"]["mesh"]["shard"], found["best"]["mesh"]["tensor"]) == (8, 4)
     stages = ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.stages=[9,9,9,5]")
@@ -193,7 +193,7 @@ def test_a_recipes_own_mesh_counts() -> None:
     assert cut["stages"] == [9, 9, 9, 5]
 
 
-def test_a_class_of_your_own_has_no_plan(tmp_path: Path) -> None:
+def test_custom_class_has_no_plan(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text('[model]\nclass = "package.module:Net"\n[data]\npath = "data"\n')
     found = error(str(file), "--on", "h100x8x4")
@@ -209,7 +209,7 @@ def test_a_vocabulary_that_is_not_built_is_assumed() -> None:
     assert "none is not built; assuming a vocabulary of 4,096 tokens" in result.stderr
 
 
-def test_a_vocabulary_that_is_built_is_taken(dataset: Path) -> None:
+def test_vocabulary_of_a_built_dataset_is_used(dataset: Path) -> None:
     """The data set has 300 entries, and training rounds up to a multiple of 64."""
     result = call(str(RECIPES / "demo.toml"), "--on", "cpu", "--json", "--set", f"data.path={dataset}")
     assert json.loads(result.stdout)["model"]["vocab"] == 320
@@ -217,7 +217,7 @@ def test_a_vocabulary_that_is_built_is_taken(dataset: Path) -> None:
     assert verb.VOCABULARY_MULTIPLE == prepare.VOCABULARY_MULTIPLE
 
 
-def test_without_a_cluster_it_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cluster_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = document(str(RECIPES / "demo.toml"), "--set", "train.device=cpu")
     assert (found["cluster"]["chip"], found["cluster"]["devices"]) == ("cpu", 1)
 
@@ -267,7 +267,7 @@ def test_scaling_is_against_the_first_that_fits() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "bars"), [("1..4", True), pytest.param("64,128", False, marks=pytest.mark.slow)])
-def test_a_sweep_speaks_of_bars_where_it_has_any(nodes: str, bars: bool) -> None:
+def test_sweep_explains_bars_if_there_are_any(nodes: str, bars: bool) -> None:
     recipe = LLAMA if bars else str(RECIPES / "llama3-70b.toml")
     price = ("--price", "2") if bars else ()
     *table, footer = text(recipe, "--on", "h100x8x1", "--sweep", f"nodes={nodes}", *price).partition("scaling: ")
@@ -391,7 +391,7 @@ def test_mistakes_are_sentences(words: tuple[str, ...], sentence: str, hint: str
 
 
 @pytest.mark.slow
-def test_a_calibration_says_how_well_it_went(tmp_path: Path) -> None:
+def test_calibration_reports_its_error(tmp_path: Path) -> None:
     with RUNS.open(newline="", encoding="utf-8") as stream:
         lines = [line for line in csv.DictReader(stream) if "A100 40GB" in line["source"]][::2]
 
@@ -411,7 +411,7 @@ def test_a_calibration_says_how_well_it_went(tmp_path: Path) -> None:
     assert "mistrust the plan" in bad
 
 
-def test_sizes_that_nobody_means_end_at_once() -> None:
+def test_absurd_sizes_fail_at_once() -> None:
     for words in (("--on", "h100x8x99999999999999"), ("--on", "h100", "--set", f"train.batch={10**20}")):
         done = call(LLAMA, *words)
         assert done.exit_code != 0

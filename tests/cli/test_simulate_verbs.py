@@ -66,7 +66,7 @@ def test_json_has_every_policy_and_the_bound(folder: Path) -> None:
         assert numbers["mean_jct_s"] >= told["without_waiting"]["mean_jct_s"]
 
 
-def test_a_record_is_replayed_and_asked(folder: Path) -> None:
+def test_record_is_replayed_and_explained(folder: Path) -> None:
     done = headway("replay", "kept", folder=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("every decision equal") == 4
@@ -79,7 +79,7 @@ def test_a_record_is_replayed_and_asked(folder: Path) -> None:
     assert answer["sentence"]
 
 
-def test_a_job_that_waits_is_told_when_it_may_start(folder: Path) -> None:
+def test_waiting_job_gets_a_start_estimate(folder: Path) -> None:
     asked = ("why", "j34", "--from", "kept", "--at", 2100, "--policy", "fifo")
     answer = json.loads(headway(*asked, "--json", folder=folder).stdout)
     assert answer["state"] == "waits"
@@ -87,7 +87,7 @@ def test_a_job_that_waits_is_told_when_it_may_start(folder: Path) -> None:
     assert "(50%), " in headway(*asked, folder=folder).stdout
 
 
-def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_every_ten_seconds_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 1.0, 11.0, 11.0, 12.0, 22.0, 22.0])
     progress = _progress_lines(100, lambda: next(times))
     for count in (30, 30, 40, 50):

@@ -107,7 +107,7 @@ def test_as_json_and_one_rank_alone(live, capsys):
     assert rank["line"].endswith("training_data_reader.py:8 in read_the_next_batch_of_a_very_long_name")
 
 
-def test_ranks_that_are_not_there(live):
+def test_missing_ranks_are_errors(live):
     with pytest.raises(RunError, match="no workers right now"):
         stacks("live", runs=live.root)
     live.record(2, ("worker", {"rank": 3, "pid": os.getpid()}))
@@ -116,7 +116,7 @@ def test_ranks_that_are_not_there(live):
     assert caught.value.hint == "its workers: 3"
 
 
-def test_a_run_that_is_over_or_elsewhere(live, tmp_path, monkeypatch):
+def test_ended_run_and_run_on_another_host_are_errors(live, tmp_path, monkeypatch):
     over = create_run(live.root, "tiny", "over")
     with pytest.raises(RunError, match="over is not running"):
         stacks("over", runs=live.root)

@@ -60,7 +60,7 @@ def desk(tmp_path: Path, recipe) -> Iterator[Desk]:
 
 
 @pytest.mark.slow
-def test_a_staged_run_needs_the_environment_it_was_submitted_from_no_more(desk: Desk, tmp_path: Path) -> None:
+def test_staged_run_does_not_need_the_submitting_environment(desk: Desk, tmp_path: Path) -> None:
     python = small_venv(tmp_path / "venv")
     (tmp_path / "node").mkdir()
     gone = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"

@@ -80,7 +80,7 @@ def test_a_run_from_submit_to_its_end(desk, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_saved_and_started_again_and_cancelled(desk, tmp_path: Path) -> None:
+def test_requeue_saves_and_restarts_then_cancel(desk, tmp_path: Path) -> None:
     desk("submit", "r.toml", "--on", "cpux1", "--name", "b")
     run = tmp_path / "runs" / "b"
     wait(lambda: steps(run) > 10)
@@ -97,7 +97,7 @@ def test_saved_and_started_again_and_cancelled(desk, tmp_path: Path) -> None:
     assert len((run / "jobs.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_run_that_waits_is_submitted_and_nothing_more(desk, tmp_path: Path) -> None:
+def test_waiting_run_is_listed_as_submitted(desk, tmp_path: Path) -> None:
     cpus = open_engine("local", tmp_path / "runs").inventory()[0].cpus
     for name in ("c", "d"):
         assert desk("submit", "r.toml", "--on", f"cpux{cpus}", "--name", name).status == 0
@@ -122,7 +122,7 @@ def test_a_dry_run_leaves_nothing(desk, tmp_path: Path) -> None:
     assert desk("jobs").out.startswith("no submitted runs in runs")
 
 
-def test_spares_are_asked_for_and_told_to_the_agents(desk, tmp_path: Path) -> None:
+def test_spares_are_requested_and_passed_to_agents(desk, tmp_path: Path) -> None:
     (tmp_path / "config/headway").mkdir(parents=True)
     site = f'[kubernetes]\nimage = "headway"\nclaim = "runs"\nmount = "{tmp_path}"\n'
     (tmp_path / "config/headway/engines.toml").write_text(site)
@@ -151,7 +151,7 @@ def test_what_cannot_be_submitted(desk, tmp_path: Path, words: list[str], told: 
     assert desk("runs").out.startswith("no runs")
 
 
-def test_runs_that_no_engine_has(desk, tmp_path: Path, recipe) -> None:
+def test_runs_without_a_job_are_errors(desk, tmp_path: Path, recipe) -> None:
     assert desk("cancel", "last").status == 1
     desk("submit", "r.toml", "--on", "cpux1", "--name", "f")
     desk("cancel", "f")
@@ -179,7 +179,7 @@ grace_s = 90
 """
 
 
-def test_what_a_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_site_apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "engines.toml"
     file.write_text(SITE)
     monkeypatch.setenv("HEADWAY_ENGINES", str(file))

@@ -80,7 +80,7 @@ def wait(there: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_machines_that_do_not_see_its_folder(site: Site, lab: Lab) -> None:
+def test_sweep_without_a_shared_folder(site: Site, lab: Lab) -> None:
     status, out, err = site.type("sweep", "r.toml", *GRID, "--json")
     assert status == 0, err + site.said()
     told = json.loads(out)
@@ -104,7 +104,7 @@ def test_a_sweep_of_machines_that_do_not_see_its_folder(site: Site, lab: Lab) ->
 
 
 @pytest.mark.slow
-def test_copies_are_started_again_and_cancelled(site: Site) -> None:
+def test_array_tasks_are_restarted_and_cancelled(site: Site) -> None:
     kept = ("--set", "checkpoint.every_steps=50", "--set", "checkpoint.store.every_steps=50")
     long = ("--set", "train.steps=100000", "--set", "eval.every_steps=0", *kept)
     status, out, err = site.type("sweep", "r.toml", *GRID, *long, "--detach")

@@ -98,7 +98,7 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_fails_does_not_hold_the_others_up(desk: Desk) -> None:
+def test_failed_run_does_not_block_the_others(desk: Desk) -> None:
     grid = ("--grid", "seed=1,2,3", "--name", "f", "--at-once", "1")
     status, out, _ = desk.type("sweep", "r.toml", *grid, "--detach")
     assert (status, out.splitlines()[0].startswith("f: 3 runs, job ")) == (0, True)
@@ -112,7 +112,7 @@ def test_one_that_fails_does_not_hold_the_others_up(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-def test_whoever_stops_waiting_can_look_again_and_cancel(desk: Desk) -> None:
+def test_interrupted_wait_can_be_resumed_and_cancelled(desk: Desk) -> None:
     long = ("--set", "train.steps=100000", "--set", "checkpoint.memory_every_steps=50")
     with desk.start("sweep", "r.toml", *GRID, *long) as process:
         wait(lambda: (desk.runs / ".sweeps" / "s" / "sweep.json").exists())
@@ -162,7 +162,7 @@ main()
         ),
     ],
 )
-def test_a_maker_that_dies_leaves_nothing_that_trains(desk: Desk, what: str, when: str) -> None:
+def test_killed_submitter_leaves_nothing_that_trains(desk: Desk, what: str, when: str) -> None:
     with desk.start("sweep", "r.toml", *GRID, code=KILLED.format(what=what, when=when)) as process:
         _, err = process.communicate(timeout=CEILING_S)
     assert process.returncode == -signal.SIGKILL, err
@@ -214,7 +214,7 @@ def test_a_dry_run_shows_one_array_and_leaves_nothing(desk: Desk) -> None:
     assert desk.names() == []
 
 
-def test_machines_that_see_no_common_folder_need_a_store(desk: Desk) -> None:
+def test_sweep_without_a_shared_folder_needs_a_store(desk: Desk) -> None:
     (desk.folder / "config" / "headway").mkdir(parents=True)
     (desk.folder / "config" / "headway" / "engines.toml").write_text("[local]\nshared = false\n")
     status, out, err = desk.type("sweep", "r.toml", *GRID, "--detach")

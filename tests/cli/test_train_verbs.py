@@ -78,7 +78,7 @@ def warm(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteClient, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("warm")
-def test_train_then_resume_then_look(desk) -> None:
+def test_train_resume_and_inspect(desk) -> None:
     out, err = desk.say("train", "r.toml", "--workers", "2", "--name", "one")
     assert "one: finished at step 8 of 8" in out
     assert "next: headway report one" in out
@@ -135,7 +135,7 @@ def assert_stopped(desk: Desk, out: str) -> None:
     assert saved[-1]["step"] == steps[-1]["step"]
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+def test_closed_pipe_does_not_end_the_run() -> None:
     """Every line that a run prints while it goes on takes this way."""
     program = (
         "import os; from headway.cli.view import tell; read, write = os.pipe(); os.close(read); os.dup2(write, 2); "

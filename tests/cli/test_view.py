@@ -61,7 +61,7 @@ def test_largest_overhead_is_shown() -> None:
     assert standing_after([*spans, FACTS, *steps(1, 40)]).largest_overhead == ("data stall", pytest.approx(4.0))
 
 
-def test_a_loss_that_is_not_finite_is_said_and_not_formatted() -> None:
+def test_non_finite_loss_is_reported() -> None:
     broken = steps(1, 1)[0] | {"loss": None, "grad_norm": None}
     assert "loss not finite" in standing_after([FACTS, broken]).numbers()
 
@@ -100,7 +100,7 @@ def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixt
     assert "\x1b" not in err
 
 
-def test_the_title_tells_of_nodes_where_there_are_several(recipe, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_title_has_the_number_of_nodes(recipe, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = new_run(recipe(), tmp_path, name="r", workers=2, nodes=2)
     for nodes, title in ((1, "r  2 workers on cpu"), (2, "r  2 workers on cpu, 2 nodes")):
         with open_view(attempt.model_copy(update={"nodes": nodes}), quiet=False):
@@ -108,6 +108,6 @@ def test_the_title_tells_of_nodes_where_there_are_several(recipe, tmp_path, caps
         assert title in capsys.readouterr().err.splitlines()
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_shortened() -> None:
     assert [count(n) for n in (812, 12_345, 4_560_000, 7e9, 0.5)] == ["812", "12.3k", "4.56M", "7B", "0.5"]
     assert [duration(s) for s in (5, 3661, 90_061)] == ["00:00:05", "01:01:01", "1d 01:01:01"]

@@ -130,7 +130,7 @@ def test_a_terminal_gets_a_bar_and_clean_stdout(texts):
     assert "\x1b[" in drawn
 
 
-def test_the_library_that_encodes_is_chosen_and_told(texts):
+def test_encoding_library_is_chosen_and_shown(texts):
     status, shown, _ = run(
         "build", texts / "one", f"{texts}/*.txt", "--vocab-size", 300, "--tokenizer-engine", "tokenizers"
     )

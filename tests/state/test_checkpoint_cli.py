@@ -161,7 +161,7 @@ def test_verify(run: Path) -> None:
     assert "has no checkpoint of step 11" in error.message
 
 
-def test_verify_takes_a_folder(run: Path, tmp_path: Path) -> None:
+def test_verify_accepts_a_folder(run: Path, tmp_path: Path) -> None:
     shutil.move(run / "checkpoints/step-00000010", tmp_path / "elsewhere")
     text, error = call(run, "verify", tmp_path / "elsewhere")
     assert error is None
@@ -355,7 +355,7 @@ def test_export_takes_the_runs_recipe_where_the_checkpoint_has_none(run: Path, t
     assert "recipe.json: No such file" in error.message
 
 
-def test_models_of_ones_own_are_not_exported(run: Path, tmp_path: Path) -> None:
+def test_custom_models_are_not_exported(run: Path, tmp_path: Path) -> None:
     own = {"name": "own", "model": {"class": "a.b:C"}, "data": {"path": "x"}}
     save(run, 30, arrays(30), recipe=own)
     _, error = call(run, "export", "demo", tmp_path / "out")
