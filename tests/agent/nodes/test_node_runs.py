@@ -1,4 +1,4 @@
-"""Runs on several nodes, each with an agent of its own: the same bits as on one, and after a node is lost too."""
+"""Runs on several nodes, each with its own agent: the same bits as on one node, also after the loss of a node."""
 
 import json
 import os
@@ -40,7 +40,7 @@ PATIENT = {"train.silent_node_s": 100.0}  # a machine that has much to do may sa
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe) -> Lived:
-    """Two workers on one node, that nothing happened to."""
+    """An undisturbed run of two workers on one node."""
     lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
     assert lived.outcome.state == "finished", lived.outcome
     return lived
@@ -51,7 +51,9 @@ def nobody_stays() -> Iterator[None]:
     """No process of a node outlives its run."""
     yield
     left = [
-        one for one in psutil.Process().children(recursive=True) if "headway.agent.nodes.node_agent" in _command(one)
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "headway.agent.nodes.node_agent" in _command(child)
     ]
     assert not left
 
@@ -68,7 +70,7 @@ def resumed(lived: Lived) -> list[int]:
 
 
 def assert_newest_copies(lived: Lived, before: int) -> None:
-    """After each lost node the run went back to the newest state that lay on two nodes then; usually the last one."""
+    """After each lost node the run resumed from the newest replicated state; usually the last one."""
     copied, at = [0], list[int]()
     for record in sorted(lived.run.events.glob("*-agent.jsonl")):
         steps = [json.loads(line) for line in record.read_text().splitlines()]
@@ -84,19 +86,19 @@ def sized(lived: Lived) -> list[int]:
 
 
 def after_copies(step: int, rank: int, attempt: int = 1) -> FaultPlan:
-    """A moment in which what was saved before reaches a second node."""
+    """A pause in which earlier snapshots are replicated."""
     return FaultPlan().stall("start", step, 2.0, rank, attempt)
 
 
-def told_so_far(lab: Lab, kind: str) -> list[dict]:
-    """What agents that lead below a folder have recorded; a line that is being written is not there yet."""
+def recorded_so_far(lab: Lab, kind: str) -> list[dict]:
+    """Events that leaders below a folder have recorded; incomplete lines do not count."""
     lines = [line for path in lab.root.glob("*/events/*-agent.jsonl") for line in path.read_text().splitlines(True)]
     return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["kind"] == kind]
 
 
 def lose_node_of(lab: Lab, rank: int) -> None:
-    """SIGKILL of a worker and of the agent of its node."""
-    worker = psutil.Process([event["pid"] for event in told_so_far(lab, "worker") if event["rank"] == rank][-1])
+    """Kill a worker and the agent of its node."""
+    worker = psutil.Process([event["pid"] for event in recorded_so_far(lab, "worker") if event["rank"] == rank][-1])
     agent = worker.parent().parent()
     assert "headway.agent.nodes.node_agent" in _command(agent)
     agent.kill()
@@ -104,15 +106,15 @@ def lose_node_of(lab: Lab, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(
+def test_lost_node_is_replaced_by_a_spare_with_replicated_snapshots(
     lab: Lab, recipe, tmp_path: Path, unharmed: Lived, monkeypatch
 ) -> None:
-    """Step 7 waits until what was saved after step 6 lies on two nodes. No save to disk is due before the last."""
+    """Step 7 waits until the snapshot of step 6 is on two nodes. No save to disk is due before the last."""
     url = f"file://{tmp_path}/store"
     store = {"checkpoint.every_steps": 100, "checkpoint.store": {"url": url, "every_steps": 4, "keep_last": 9}}
-    for module in ("watch", "lookout"):
-        monkeypatch.setattr(f"headway.agent.{module}.LEAST_S", CEILING_S)  # it is no hang that is under test
-    lies_on_two = lambda: any(event["step"] == 6 for event in told_so_far(lab, "copied"))  # noqa: E731
+    for module in ("hang_detector", "worker_monitor"):
+        monkeypatch.setattr(f"headway.agent.supervise.{module}.LEAST_S", CEILING_S)  # it is no hang that is under test
+    lies_on_two = lambda: any(event["step"] == 6 for event in recorded_so_far(lab, "copied"))  # noqa: E731
     when(lies_on_two, lambda: lose_node_of(lab, 1), patience_s=CEILING_S)
     faults = FaultPlan().add("hang", step=7, rank=1)
     lived = lab.train(recipe(SETTINGS | PATIENT | store), workers=2, nodes=2, spares=1, faults=faults)
@@ -121,16 +123,16 @@ def test_a_lost_node_is_replaced_by_a_spare_from_its_neighbours_memory(
     assert_uploaded(lived, url)
     again = resume_run(lived.run, ["train.steps=12"], nodes=None, spares=None)
     assert (again.nodes, again.spares) == (2, 1)
-    (told,) = lived.ways_on
-    assert re.fullmatch(r"node n\d was lost: its agent is gone; resuming from step \d \(memory\)", told)
+    (recovery,) = lived.ways_on
+    assert re.fullmatch(r"node n\d was lost: its agent is gone; resuming from step \d \(memory\)", recovery)
     assert sized(lived) == [2, 2]
     key = lived.run.key_file
     assert key.stat().st_mode & 0o777 == 0o600
-    assert newest_lease(lived.run.leases).number == 2  # one an attempt
+    assert newest_lease(lived.run.leases).number == 2  # one per attempt
 
 
 @pytest.mark.slow
-def test_what_nodes_have_is_uploaded_even_where_no_save_to_disk_is_due(lab: Lab, recipe, tmp_path: Path) -> None:
+def test_snapshots_of_nodes_are_uploaded_even_if_no_save_to_disk_is_due(lab: Lab, recipe, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     store = {"url": url, "every_steps": 4, "keep_last": 9}
     lived = lab.train(recipe(SETTINGS | {"checkpoint.store": store, "checkpoint.every_steps": 100}), workers=2, nodes=2)
@@ -139,14 +141,14 @@ def test_what_nodes_have_is_uploaded_even_where_no_save_to_disk_is_due(lab: Lab,
 
 
 def assert_uploaded(lived: Lived, url: str) -> None:
-    there = list_remote(open_store(f"{url}/{lived.run.name}"))
-    assert there[-1].step == 10
-    assert {entry.step for entry in there} <= {4, 8, 10}  # one that comes while another is on its way is left out
+    uploaded = list_remote(open_store(f"{url}/{lived.run.name}"))
+    assert uploaded[-1].step == 10
+    assert {entry.step for entry in uploaded} <= {4, 8, 10}  # one requested during another upload is skipped
     assert max(path.name for path in lived.run.checkpoints.glob("step-*")) == "step-00000010"
 
 
-def test_nodes_that_all_end_as_they_start_end_the_run(lab: Lab, recipe, monkeypatch) -> None:
-    """It says why, and does not wait for anybody."""
+def test_run_ends_if_all_nodes_fail_to_start(lab: Lab, recipe, monkeypatch) -> None:
+    """It says why, and does not wait."""
     monkeypatch.setenv("PYTHONPATH", str(lab.root / "broken"))
     (lab.root / "broken").mkdir(parents=True)
     (lab.root / "broken" / "psutil.py").write_text("raise ImportError('this disk is not there')")
@@ -157,27 +159,27 @@ def test_nodes_that_all_end_as_they_start_end_the_run(lab: Lab, recipe, monkeypa
 
 
 @pytest.mark.slow
-def test_without_a_spare_it_goes_on_with_fewer_workers(lab: Lab, recipe, unharmed: Lived) -> None:
+def test_without_a_spare_the_run_resumes_with_fewer_workers(lab: Lab, recipe, unharmed: Lived) -> None:
     faults = after_copies(6, 0).add("kill-node", step=6, rank=0)
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, faults=faults)
-    (told,) = lived.ways_on
-    assert re.fullmatch(r"node n0 was lost: .*; resuming from step 5 .*, with one worker instead of 2", told)
+    (recovery,) = lived.ways_on
+    assert re.fullmatch(r"node n0 was lost: .*; resuming from step 5 .*, with one worker instead of 2", recovery)
     assert (resumed(lived), sized(lived)) == ([0, 5], [2, 1])
     # the same change of workers at the same step, without a fault
     truth = lab.train(recipe(SETTINGS | {"train.restarts": 0}), workers=2, faults=FaultPlan().kill(6))
     truth = lab.resume(truth.run, workers=1)
-    losses = [[event["loss"] for event in one.events("step") if event["step"] > 5] for one in (lived, truth)]
+    losses = [[event["loss"] for event in run.events("step") if event["step"] > 5] for run in (lived, truth)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert len(losses[0]) == 5
 
 
 @pytest.mark.slow
-def test_an_agent_that_was_stopped_is_done_without(lab: Lab, recipe, unharmed: Lived) -> None:
+def test_suspended_agent_is_excluded(lab: Lab, recipe, unharmed: Lived) -> None:
     faults = after_copies(7, 1).add("stop-node", step=7, rank=1)
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=1, faults=faults)
     assert_same(lived, unharmed)
-    (told,) = lived.ways_on
-    assert re.match(r"node n\d was lost: it has said nothing for 5 s; resuming from step", told)
+    (recovery,) = lived.ways_on
+    assert re.match(r"node n\d was lost: it has said nothing for 5 s; resuming from step", recovery)
     for process in psutil.process_iter():
         if f"--run {lived.run.path} --name" in _command(process):
             process.send_signal(signal.SIGCONT)  # it finds the run over, and goes
@@ -185,7 +187,7 @@ def test_an_agent_that_was_stopped_is_done_without(lab: Lab, recipe, unharmed: L
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_costs_no_node(lab: Lab, recipe, unharmed: Lived) -> None:
+def test_dead_worker_costs_no_node(lab: Lab, recipe, unharmed: Lived) -> None:
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, faults=after_copies(7, 1).kill(7, 1))
     assert_same(lived, unharmed)
     assert resumed(lived) == [0, 6]
@@ -193,8 +195,8 @@ def test_a_worker_that_dies_costs_no_node(lab: Lab, recipe, unharmed: Lived) -> 
 
 
 @pytest.mark.slow
-def test_a_node_that_fails_twice_in_a_row_is_done_without(lab: Lab, recipe, unharmed: Lived) -> None:
-    """One try is allowed without progress: only because the second failure is the node's own is there a third."""
+def test_node_that_fails_twice_in_a_row_is_excluded(lab: Lab, recipe, unharmed: Lived) -> None:
+    """One restart is allowed; a second happens only because the node is to blame."""
     faults = FaultPlan().kill(4, 1).kill(4, 1, attempt=2)
     lived = lab.train(recipe(SETTINGS | {"train.restarts": 1}), workers=2, nodes=2, spares=1, faults=faults)
     assert_same(lived, unharmed)
@@ -203,7 +205,7 @@ def test_a_node_that_fails_twice_in_a_row_is_done_without(lab: Lab, recipe, unha
 
 
 @pytest.mark.slow
-def test_two_nodes_lost_one_after_the_other(lab: Lab, recipe, unharmed: Lived) -> None:
+def test_two_nodes_are_lost_in_succession(lab: Lab, recipe, unharmed: Lived) -> None:
     faults = after_copies(4, 1).add("kill-node", step=4, rank=1)
     faults = faults.stall("start", 8, 2.0, 0, 2).add("kill-node", step=8, rank=0, attempt=2)
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=2, faults=faults)
@@ -213,7 +215,7 @@ def test_two_nodes_lost_one_after_the_other(lab: Lab, recipe, unharmed: Lived) -
 
 @pytest.mark.slow
 def test_agents_on_each_machine_find_each_other(recipe: Callable[..., Recipe], tmp_path: Path, unharmed: Lived) -> None:
-    """As an engine starts them, without a word to each other but the run's folder."""
+    """As an engine starts them: they share only the run's folder."""
     attempt = new_run(recipe(SETTINGS), tmp_path, name="both", workers=2)
     command = [sys.executable, "-c", "from headway.cli.main import main; main()", "agent", "--run", "both"]
     command += ["--runs", str(tmp_path), "--nodes", "2", "--workers", "2", "--host", "127.0.0.1", "--rank"]
@@ -227,16 +229,16 @@ def test_agents_on_each_machine_find_each_other(recipe: Callable[..., Recipe], t
 
 
 @pytest.mark.slow
-def test_the_next_agent_to_lead_finds_the_nodes_and_what_they_keep(recipe, tmp_path: Path, unharmed: Lived) -> None:
-    """The agent that leads is killed; its keeper starts another, and the nodes call that one."""
+def test_next_leader_finds_the_nodes_and_their_snapshots(recipe, tmp_path: Path, unharmed: Lived) -> None:
+    """The leader is killed; its launcher starts another, and the nodes connect to that one."""
     attempt = new_run(recipe(SETTINGS), tmp_path, workers=2, nodes=2)
     faults = FaultPlan().stall("start", 7, 1.0).add("kill", point="watch", step=6, rank=AGENT)
-    keeper = start_launcher(attempt.model_copy(update={"threads": 1, "faults": faults}))
-    assert keeper.wait(CEILING_S) == 0
+    launcher = start_launcher(attempt.model_copy(update={"threads": 1, "faults": faults}))
+    assert launcher.wait(CEILING_S) == 0
     lived = Lived(attempt.folder, None)
     assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest)
-    (told,) = lived.ways_on
-    assert re.fullmatch(r"the agent died; resuming from step \d \(memory\)", told)
+    (recovery,) = lived.ways_on
+    assert re.fullmatch(r"the agent died; resuming from step \d \(memory\)", recovery)
     assert max(resumed(lived)) >= 5
 
 
@@ -245,7 +247,7 @@ def test_the_next_agent_to_lead_finds_the_nodes_and_what_they_keep(recipe, tmp_p
 
 @dataclass
 class Clock:
-    """Moves when it is told to."""
+    """A clock set by the test."""
 
     now: float = 1000.0
 
@@ -255,7 +257,7 @@ class Clock:
 
 @dataclass
 class Led:
-    """Nodes that say what they are told to say."""
+    """A node group whose nodes send scripted messages."""
 
     group: NodeGroup
     clock: Clock
@@ -307,7 +309,7 @@ def led(tmp_path: Path) -> Iterator[Led]:
         line.close()
 
 
-def test_a_node_that_says_nothing_for_long_is_lost_with_its_workers(led: Led) -> None:
+def test_silent_node_is_lost_with_its_workers(led: Led) -> None:
     for name in ("n0", "n1", "n2"):
         led.join(name)
     assert led.begin(2) == {0: "n0", 1: "n1"}
@@ -316,21 +318,21 @@ def test_a_node_that_says_nothing_for_long_is_lost_with_its_workers(led: Led) ->
     assert led.group.poll() == []
     assert set(led.group.nodes.members) == {"n0", "n1", "n2"}, "silent for as long as it may be"
     led.clock.now += 0.01
-    assert [(one.rank, one.pid) for one in led.group.poll()] == [(1, 101)]
+    assert [(end.rank, end.pid) for end in led.group.poll()] == [(1, 101)]
     assert led.group.lost_nodes == [("n1", f"it has said nothing for {SILENT_S:g} s")]
     assert (set(led.group.nodes.members), led.group.pids()) == ({"n0", "n2"}, {0: 100})
     assert led.begin(2) == {0: "n0", 1: "n2"}, "the spare has its place"
     assert led.group.lost_nodes == []
 
 
-def test_a_spare_that_is_lost_costs_no_worker(led: Led) -> None:
+def test_lost_spare_costs_no_worker(led: Led) -> None:
     for name in ("n0", "n1"):
         led.join(name)
     led.begin(1)
     led.lines["n1"].close()
     led.until(lambda: "n1" not in led.group.nodes.members)
     assert (led.group.poll(), led.group.lost_nodes, led.group.pids()) == ([], [], {0: 100})
-    assert not led.group.place_ranks(2), "there is one place left"
+    assert not led.group.place_ranks(2), "only one slot is left"
 
 
 def test_more_nodes_than_workers_are_refused(lab: Lab, recipe) -> None:

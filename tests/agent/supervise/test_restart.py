@@ -96,8 +96,8 @@ def saved_steps(lived: Lived) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharmed, workers: int) -> None:
-    """Three restarts are allowed in a row, and six are needed: steps that are new give them back."""
+def test_workers_killed_at_every_point_resume_from_memory(lab, recipe, unharmed, workers: int) -> None:
+    """Three restarts in a row are allowed, and six are needed: progress resets the count."""
     ranks = [0 if point in RECORDED else workers - 1 for point in POINTS]
     places = zip(POINTS.items(), ranks, range(1, len(POINTS) + 1), strict=True)
     faults = together(*[killed(step, rank, point, number) for (point, step), rank, number in places])
@@ -127,8 +127,8 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     for number, (rank, step, again) in enumerate(zip(ranks, whole, lost, strict=True), start=1):
         own = recorded(lived, rank)[number - 1][-1]["step"]
         assert (number, f"worker {rank} was killed by signal 9 after step {own}") in texts
-        told = next(text for attempt, text in texts if attempt == number + 1 and text.startswith("resumed"))
-        assert told.startswith(f"resumed after step {step}, {again} step{'s' * (again != 1)} to redo")
+        incident = next(text for attempt, text in texts if attempt == number + 1 and text.startswith("resumed"))
+        assert incident.startswith(f"resumed after step {step}, {again} step{'s' * (again != 1)} to redo")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_killed_at_every_point_and_started_again_from_memory(lab, recipe, unharm
     ],
     ids=str,
 )
-def test_every_mesh_goes_on_from_memory(lab, recipe, mesh: dict[str, int]) -> None:
-    """Two steps are done twice, so that the second depends on everything that was restored."""
+def test_every_mesh_resumes_from_memory(lab, recipe, mesh: dict[str, int]) -> None:
+    """Two steps are redone, so that the second depends on everything that was restored."""
     shape = {"model.heads": 4, "model.kv_heads": 2, "train.steps": 4, "checkpoint.memory_every_steps": 2}
     settings = SETTINGS | shape | {f"parallel.{axis}": size for axis, size in mesh.items()}
     lived = lab.train(recipe(settings), workers=2, faults=killed(4, 1, "save"))
@@ -152,7 +152,7 @@ def test_every_mesh_goes_on_from_memory(lab, recipe, mesh: dict[str, int]) -> No
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe, unharmed, workers: int) -> None:
+def test_death_while_overwriting_the_only_snapshot_resumes_from_disk(lab, recipe, unharmed, workers: int) -> None:
     """Struck is the first save that is not left out, which comes when the one before it is on disk."""
     (memory,) = unharmed[workers].events("memory", "agent")
     one_state = memory["bytes"] / memory["buffers"] / 1e9
@@ -167,8 +167,8 @@ def test_a_copy_over_the_only_state_in_memory_goes_back_to_the_disk(lab, recipe,
     assert lived.ways_on == [f"worker 0 was killed by signal 9 (SIGKILL); resuming from step {durable} (disk)"]
 
 
-def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, monkeypatch) -> None:
-    """The machine has less to spare when they come, while a state of the old ones is still to be written."""
+def test_less_memory_for_the_next_workers_corrupts_no_save(lab, recipe, unharmed, monkeypatch) -> None:
+    """Less memory is free when they start, while a state of the old workers is still being written."""
     reference = unharmed[1]
     free = iter([10**12, 0])
     monkeypatch.setattr("headway.agent.saving.buffers.available_memory", lambda: next(free))
@@ -182,7 +182,7 @@ def test_less_memory_for_the_next_workers_spoils_no_save(lab, recipe, unharmed, 
     assert saved_steps(lived) == [4, 8]
 
 
-def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(lab, recipe, unharmed) -> None:
+def test_run_without_progress_fails_and_saves_its_snapshot(lab, recipe, unharmed) -> None:
     settings = SETTINGS | {"train.restarts": 1}
     failed = lab.train(recipe(settings), faults=together(killed(4), killed(4, attempt=2)))
     assert failed.outcome.state == "failed"
@@ -196,8 +196,8 @@ def test_when_nothing_helps_the_run_fails_and_what_memory_has_is_made_durable(la
     assert_same(lived, unharmed[1])
 
 
-def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(lab, recipe) -> None:
-    """However often the recipe would start again."""
+def test_repeated_error_is_not_retried_and_costs_no_state(lab, recipe) -> None:
+    """However many restarts the recipe allows."""
     faults = FaultPlan().add("raise", step=4, rank=1, always=True)
     failed = lab.train(recipe(SETTINGS | {"train.restarts": 9}), workers=2, faults=faults)
     assert failed.outcome.state == "failed"
@@ -209,16 +209,16 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time_and_costs_no_state(
     assert saved_steps(failed) == [3]
 
 
-def test_an_error_that_does_not_come_again_is_overcome(lab, recipe, unharmed) -> None:
-    """And one at another step is not the same."""
+def test_error_that_does_not_repeat_is_recovered(lab, recipe, unharmed) -> None:
+    """An error at another step is not a repetition."""
     faults = FaultPlan().fail(4).fail(5, 0, "compute", attempt=2).fail(6, attempt=3)
     lived = lab.train(recipe(SETTINGS), faults=faults)
     assert_same(lived, unharmed[1])
     assert resumed(lived) == [0, 3, 4, 5]
 
 
-def test_an_error_before_the_first_step_is_not_tried_again(lab, recipe) -> None:
-    """It is a mistake in what was asked for, as a rule."""
+def test_error_before_the_first_step_is_not_retried(lab, recipe) -> None:
+    """It is usually a mistake in the recipe."""
     failed = lab.train(recipe(SETTINGS), faults=FaultPlan().fail(1, 0, "restore"))
     assert failed.outcome.state == "failed"
     what = "worker 0 failed: RuntimeError: injected at restore of step 1"
@@ -226,7 +226,7 @@ def test_an_error_before_the_first_step_is_not_tried_again(lab, recipe) -> None:
     assert len(failed.events("attempt", "agent")) == 1
 
 
-def test_a_branch_goes_back_to_where_it_began_and_then_to_memory(make_lab, recipe, unharmed) -> None:
+def test_fork_resumes_from_its_start_and_then_from_memory(make_lab, recipe, unharmed) -> None:
     run = unharmed[1].run
     faults = together(killed(6), killed(7, attempt=2))
     settings = SETTINGS | {"checkpoint.memory_every_steps": 6}
@@ -237,7 +237,7 @@ def test_a_branch_goes_back_to_where_it_began_and_then_to_memory(make_lab, recip
     balanced(lived)
 
 
-def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
+def test_memory_bound_below_one_state_is_refused(lab, recipe) -> None:
     failed = lab.train(recipe(SETTINGS | {"checkpoint.memory_gb": 1e-5}))
     assert failed.outcome.state == "failed"
     assert "GB of memory, and checkpoint.memory_gb is 1e-05" in failed.outcome.reason
@@ -245,12 +245,12 @@ def test_memory_for_less_than_one_state_is_refused(lab, recipe) -> None:
     assert len(failed.events("attempt", "agent")) == 1
 
 
-# -- a class of one's own
+# -- custom model classes
 
 
 @pytest.mark.slow
-def test_dropout_and_frozen_weights_come_back(lab, recipe) -> None:
-    """From memory, then from the disk; what is frozen lies there once."""
+def test_dropout_and_frozen_weights_are_restored(lab, recipe) -> None:
+    """From memory, then from disk; frozen weights are stored once."""
     model = {"class": "custom_models:Half", "args": {"vocabulary": 301}}
     rules = {"checkpoint.every_steps": 2, "checkpoint.memory_every_steps": 0, "checkpoint.keep_last": 9}
     faults = together(killed(4, 1, "save"), *[FaultPlan().fail(6, 1, "save", attempt=number) for number in (2, 3)])
@@ -265,7 +265,7 @@ def test_dropout_and_frozen_weights_come_back(lab, recipe) -> None:
     for path in lived.run.checkpoints.glob("*/*-still.safetensors"):
         inodes.setdefault(path.name, set()).add(path.stat().st_ino)
     assert inodes
-    assert all(len(found) == 1 for found in inodes.values())
+    assert all(len(numbers) == 1 for numbers in inodes.values())
     trained = [path.stat().st_ino for path in lived.run.checkpoints.glob("*/rank-00000.safetensors")]
     assert len(set(trained)) == 3
 
@@ -273,7 +273,7 @@ def test_dropout_and_frozen_weights_come_back(lab, recipe) -> None:
 # -- what is asked for while a save is under way, and when the agent decides
 
 
-def test_a_stop_while_a_save_is_written_leaves_everything_durable(lab, recipe) -> None:
+def test_stop_during_a_save_leaves_all_states_durable(lab, recipe) -> None:
     when(lambda: list(lab.root.glob("*/checkpoints/.step-00000002.*")), send(signal.SIGTERM))
     settings = {"train.steps": 100_000, "checkpoint.every_steps": 2, "checkpoint.keep_last": 1000}
     lived = lab.train(recipe(settings), faults=FaultPlan().stall("write", 2, 1.0, rank=AGENT))
@@ -303,8 +303,8 @@ def events_so_far(lab: Lab, kind: str, attempt: int = 1) -> list[dict[str, Any]]
     return [event for event in map(json.loads, lines) if event.get("kind") == kind]
 
 
-def test_the_agent_decides_when_to_save(lab, recipe) -> None:
-    """A step after which it asks is followed by a save on disk, beside those in memory."""
+def test_agent_decides_when_to_save(lab, recipe) -> None:
+    """Its request is followed by a save to disk, besides those in memory."""
     when(lambda: len(events_so_far(lab, "checkpoint")) >= 3, send(signal.SIGTERM))
     lived = lab.train(recipe(SETTINGS | AUTO), faults=SLOWLY)
     assert lived.outcome.state == "stopped", lived.outcome
@@ -319,7 +319,7 @@ def test_the_agent_decides_when_to_save(lab, recipe) -> None:
 
 
 @pytest.mark.slow
-def test_the_agent_goes_on_deciding_after_a_restart(lab, recipe) -> None:
+def test_agent_requests_saves_after_a_restart(lab, recipe) -> None:
     """It may ask while the new workers still start, and must not be forgotten; all workers save the same steps."""
 
     def kill_worker_1() -> None:

@@ -1,4 +1,4 @@
-"""How attempts end: finished, stopped, failed, and what is said and left behind then."""
+"""How attempts end: finished, stopped or failed; their messages and what they leave."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ def descendants() -> list[int]:
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory, make_lab, recipe) -> Lived:
-    """A run that one worker has finished."""
+    """A finished run of one worker."""
     return make_lab(tmp_path_factory.mktemp("two-steps")).train(recipe({"train.steps": 2}), workers=1)
 
 
 @pytest.fixture
 def done(two_steps, lab) -> RunFolder:
-    """A copy of it that a test may do anything with."""
+    """A copy of it that a test may change."""
     return copied(two_steps, lab)
 
 
@@ -39,7 +39,7 @@ SIX_STEPS = {"train.steps": 6, "checkpoint.every_steps": 2}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, make_lab, recipe) -> Lived:
-    """A run that two workers have finished, with a checkpoint of every other step."""
+    """A finished run of two workers, with a checkpoint of every other step."""
     before = descendants()
     lived = make_lab(tmp_path_factory.mktemp("finished")).train(recipe(SIX_STEPS), workers=2)
     assert descendants() == before
@@ -60,7 +60,7 @@ def copied(lived: Lived, lab: Lab) -> RunFolder:
     return RunFolder(shutil.copytree(lived.run.path, lab.root / lived.run.name, symlinks=True))
 
 
-def test_a_finished_run_leaves_its_record_and_nothing_running(finished) -> None:
+def test_finished_run_leaves_its_record_and_no_process(finished) -> None:
     assert finished.outcome.state == "finished"
     for rank in (0, 1):
         assert [event["step"] for event in finished.events("step", f"rank-{rank}")] == list(range(1, 7))
@@ -70,7 +70,7 @@ def test_a_finished_run_leaves_its_record_and_nothing_running(finished) -> None:
     assert not finished.run.rendezvous.exists()
 
 
-def test_a_worker_that_dies_fails_the_run_with_rank_and_code(killed) -> None:
+def test_dead_worker_fails_the_run_with_rank_and_code(killed) -> None:
     assert killed.outcome.state == "failed"
     assert "worker 1 was killed by signal 9 (SIGKILL)" in killed.outcome.reason
     assert "resume" in killed.outcome.hint
@@ -79,35 +79,35 @@ def test_a_worker_that_dies_fails_the_run_with_rank_and_code(killed) -> None:
     assert codes[0] != 0
 
 
-def test_a_worker_that_raises_is_quoted(lab, recipe) -> None:
+def test_exception_of_a_worker_is_quoted(lab, recipe) -> None:
     lived = lab.train(recipe(), faults=FaultPlan().fail(2, rank=0))
     assert lived.outcome.reason == "worker 0 failed: RuntimeError: injected at start of step 2"
     log = (lived.run.logs / "0001-rank-0.log").read_text()
     assert "Traceback" in log
 
 
-def test_out_of_memory_is_one_sentence_with_the_setting_to_change(lab, recipe) -> None:
+def test_out_of_memory_names_the_setting_to_change(lab, recipe) -> None:
     lived = lab.train(recipe({"train.microbatch": 4}), faults=FaultPlan().out_of_memory(2, rank=0))
     assert lived.outcome.reason == "worker 0 failed: out of memory"
     assert "train.microbatch (now 4)" in lived.outcome.hint
 
 
-def test_a_full_disk_loses_a_save_but_not_the_run(lab, recipe) -> None:
+def test_full_disk_loses_a_save_but_not_the_run(lab, recipe) -> None:
     settings = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
     lived = lab.train(recipe(settings), faults=FaultPlan().full_disk(4, rank=AGENT))
     assert lived.outcome.state == "finished"
     (unsaved,) = lived.events("unsaved", "agent")
     assert (unsaved["step"], unsaved["tier"]) == (4, "disk")
     assert "No space left on device" in unsaved["message"]
-    there = sorted(path.name for path in lived.run.checkpoints.iterdir())
-    assert there == ["step-00000002", "step-00000006", "step-00000008"]
-    for name in there:
+    names = sorted(path.name for path in lived.run.checkpoints.iterdir())
+    assert names == ["step-00000002", "step-00000006", "step-00000008"]
+    for name in names:
         verify_checkpoint(lived.run.checkpoints / name)
-    told = [incident.text for incident in account(read_run(lived.run)).incidents]
-    assert any("step 4 was not saved" in text for text in told)
+    incidents = [incident.text for incident in account(read_run(lived.run)).incidents]
+    assert any("step 4 was not saved" in text for text in incidents)
 
 
-def test_a_last_state_that_cannot_be_saved_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe) -> None:
+def test_unsaved_last_state_fails_the_run_and_leaves_the_older_checkpoint(lab, recipe) -> None:
     settings = SIX_STEPS | {"checkpoint.keep_last": 1}
     lived = lab.train(recipe(settings), faults=FaultPlan().full_disk(6, rank=AGENT, point="commit"))
     assert lived.outcome.state == "failed"
@@ -143,37 +143,37 @@ def test_two_signals_stop_at_once(lab, recipe) -> None:
     assert lived.events("checkpoint", "agent") == []
 
 
-def test_a_run_in_use_is_left_alone(lab, done) -> None:
+def test_run_in_use_is_refused(lab, done) -> None:
     before = sorted(done.events.iterdir())
     with lock_run(done), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
         lab.resume(done, "train.steps=4")
     assert sorted(done.events.iterdir()) == before
 
 
-def test_a_checkpoint_that_is_gone_is_missed(lab, done) -> None:
+def test_missing_checkpoint_is_reported(lab, done) -> None:
     (done.checkpoints / "step-00000002").rename(done.path / "elsewhere")
     with pytest.raises(StateError, match="saved step 2, but"):
         lab.resume(done, "train.steps=4")
 
 
-def test_a_run_that_is_done_says_how_to_go_on(lab, done) -> None:
+def test_finished_run_says_how_to_continue(lab, done) -> None:
     with pytest.raises(RunError, match="all of its 2 steps") as caught:
         lab.resume(done)
     assert "train.steps=4" in caught.value.hint
 
 
-def test_what_may_not_change_is_refused_and_nothing_is_written(lab, done) -> None:
+def test_forbidden_change_is_refused_and_nothing_is_written(lab, done) -> None:
     before = done.recipe_file.read_bytes()
     with pytest.raises(RecipeError, match=r"train\.lr cannot change"):
         lab.resume(done, "train.lr=0.5", "train.steps=4")
     assert done.recipe_file.read_bytes() == before
 
 
-def test_a_batch_that_does_not_share_out_names_the_nearest(lab, recipe) -> None:
+def test_indivisible_batch_names_the_nearest_one(lab, recipe) -> None:
     with pytest.raises(RecipeError, match="8 sequences, which 3 workers") as caught:
         lab.train(recipe(), workers=3)
     assert "train.batch=6 or 9" in caught.value.hint
-    assert not lab.root.exists(), "no run folder is made for a recipe that cannot run"
+    assert not lab.root.exists(), "no run folder is created for a recipe that cannot run"
 
 
 def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, dataset, tmp_path) -> None:
@@ -187,7 +187,7 @@ def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, datase
     assert lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
 
 
-def test_a_branch_that_has_no_state_for_its_optimizer_is_refused_at_once(lab, recipe, done) -> None:
+def test_fork_without_state_for_its_optimizer_is_refused(lab, recipe, done) -> None:
     with pytest.raises(StateError, match=r"has the state of adamw, but train\.optimizer is muon") as refused:
         lab.train(recipe({"train.steps": 4, "train.optimizer": "muon"}), origin=done.name)
     assert "model.init=" in (refused.value.hint or "")
@@ -198,7 +198,7 @@ def test_a_branch_that_has_no_state_for_its_optimizer_is_refused_at_once(lab, re
         lab.train(recipe({"train.freeze": ["**"]}))
 
 
-def test_a_branch_without_steps_to_do_is_refused(lab, recipe, done) -> None:
+def test_fork_without_steps_is_refused(lab, recipe, done) -> None:
     with pytest.raises(RecipeError, match=r"is at step 2, but train\.steps is 2"):
         lab.train(recipe({"train.steps": 2}), origin=done.name)
     with pytest.raises(StateError, match=r"no checkpoint of step 1|step 1"):
@@ -207,21 +207,21 @@ def test_a_branch_without_steps_to_do_is_refused(lab, recipe, done) -> None:
         lab.train(recipe({"train.steps": 4, "model.layers": 3}), origin=done.name)
 
 
-def test_a_shape_that_contradicts_where_it_starts_from_is_refused(lab, recipe, done) -> None:
+def test_shape_that_contradicts_the_checkpoint_is_refused(lab, recipe, done) -> None:
     with pytest.raises(ModelError, match=r"model\.dim is 64 in the recipe and 32"):
         lab.train(recipe({"model": {"init": done.name, "dim": 64}}))
 
 
-def test_the_report_tells_of_changed_conditions_and_not_of_bystanders(lab, killed) -> None:
+def test_report_lists_changed_conditions_and_not_bystanders(lab, killed) -> None:
     resumed = lab.resume(copied(killed, lab), workers=1)
     assert resumed.outcome.state == "finished"
-    told = [incident.text for incident in account(read_run(resumed.run)).incidents]
-    assert any("worker 1 was killed by signal 9" in text for text in told)
-    assert any("not promised bit for bit: workers" in text for text in told)
-    assert not any("gloo" in text or "connection" in text for text in told)
+    incidents = [incident.text for incident in account(read_run(resumed.run)).incidents]
+    assert any("worker 1 was killed by signal 9" in text for text in incidents)
+    assert any("not promised bit for bit: workers" in text for text in incidents)
+    assert not any("gloo" in text or "connection" in text for text in incidents)
 
 
-def test_a_damaged_recipe_is_named(lab, done) -> None:
+def test_damaged_recipe_is_named(lab, done) -> None:
     for content in ("", "{", '{"a": 1}'):
         done.recipe_file.write_text(content)
         with pytest.raises(RunError, match=r"recipe\.json is not a valid recipe"):
@@ -231,19 +231,19 @@ def test_a_damaged_recipe_is_named(lab, done) -> None:
         lab.resume(done)
 
 
-def test_a_damaged_environment_file_does_not_stop_a_run(lab, done) -> None:
+def test_damaged_environment_file_does_not_stop_a_run(lab, done) -> None:
     done.environment_file.write_text('{"work')
     assert lab.resume(done, "train.steps=4").outcome.state == "finished"
 
 
-def test_workers_are_as_before_even_when_the_record_is_lost(lab, finished) -> None:
+def test_worker_count_is_kept_when_the_record_is_lost(lab, finished) -> None:
     run = copied(finished, lab)
     (run.events / "0001-agent.jsonl").unlink()
     resumed = lab.resume(run, "train.steps=7")
     assert resumed.events("attempt", "agent")[-1]["workers"] == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, finished, killed) -> None:
+def test_damaged_checkpoint_is_skipped_for_the_one_before(lab, finished, killed) -> None:
     run = copied(killed, lab)
     shard = run.checkpoints / "step-00000004" / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -252,13 +252,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab, finished, k
     resumed = lab.resume(run)
     assert resumed.outcome.state == "finished"
     assert (resumed.chain, resumed.digest) == (finished.chain, finished.digest)
-    told = [incident.text for incident in account(read_run(run)).incidents]
-    assert any("rank-00001.safetensors is damaged" in text for text in told)
-    (back,) = [text for text in told if text.startswith("resumed")]
+    incidents = [incident.text for incident in account(read_run(run)).incidents]
+    assert any("rank-00001.safetensors is damaged" in text for text in incidents)
+    (back,) = [text for text in incidents if text.startswith("resumed")]
     assert back.startswith("resumed after step 2, 2 steps to redo; from disk, ")
 
 
-def test_no_state_is_made_up_when_every_checkpoint_is_damaged(lab, killed) -> None:
+def test_run_fails_when_every_checkpoint_is_damaged(lab, killed) -> None:
     run = copied(killed, lab)
     for shard in run.checkpoints.glob("*/rank-00001.safetensors"):
         content = bytearray(shard.read_bytes())
@@ -274,7 +274,7 @@ def fill(path, size: int) -> None:
         path.write_bytes(bytes(size))
 
 
-def test_a_full_disk_under_the_record_ends_the_run_with_its_name(lab, recipe, tmp_path) -> None:
+def test_full_disk_under_the_record_is_named(lab, recipe, tmp_path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk]).returncode:
