@@ -32,14 +32,14 @@ def packed(content, level=3):
 
 def documents(path, reading=None, on_skip=None):
     """(prompt, text) of each document."""
-    made, prompt, text = [], "", ""
+    pairs, prompt, text = [], "", ""
     for block in read_blocks(find_sources([path])[0], reading or ReadOptions(), on_skip):
         prompt, text = (prompt + block.text, text) if block.prompt else (prompt, text + block.text)
         if block.last:
-            made.append((prompt, text))
+            pairs.append((prompt, text))
             prompt = text = ""
     assert (prompt, text) == ("", "")
-    return made
+    return pairs
 
 
 # -- zst
@@ -225,12 +225,12 @@ def test_the_version_does_not_depend_on_how_the_sources_are_packed(tmp_path):
     options = BuildOptions(vocab_size=300)
     names = ("t.jsonl", "t.jsonl.gz", "t.jsonl.zst", "t.parquet")
     built = [build_dataset(tmp_path / f"out-{name}", [tmp_path / name], options) for name in names]
-    assert len({one.manifest.version for one in built}) == 1
+    assert len({result.manifest.version for result in built}) == 1
     assert built[0].manifest.documents == 50
 
 
 @pytest.mark.parametrize(("name", "package"), [("t.txt.zst", "zstandard"), ("t.parquet", "pyarrow")])
-def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch, name, package):
+def test_a_missing_package_is_named_with_a_hint(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=f"the {package} package is not installed") as error:

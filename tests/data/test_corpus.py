@@ -23,7 +23,7 @@ SEQ = 8
 
 
 def write_dataset(folder, first, tokens=400, tokenizer=b"{}"):
-    """A data set of one document whose tokens count up from `first`."""
+    """A dataset of one document whose tokens count up from `first`."""
     folder.mkdir()
     writer = ShardWriter(folder, dtype="uint16", end_of_text=0, shard_tokens=10_000)
     writer.add(np.arange(first, first + tokens))
@@ -47,7 +47,7 @@ def mixed(folders, weights, **more):
 
 
 def sources(rows):
-    """Which data set each row is of, by its tokens."""
+    """Which dataset each row is of, by its tokens."""
     return ["?abc"[int(row[row > 0].max()) // 10_000] for row in rows]
 
 
@@ -109,8 +109,8 @@ def test_weights_change_at_their_very_step_whatever_the_batches_and_what_is_skip
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_number_of_ranks_reads_the_same_steps(folders, ranks):
     recipe = recipe_of(mixed(folders, {"a": 0.5, "b": 0.3, "c": 0.2}), batch_ramp=[[9, 12]])
-    for one, many in zip(read_run(recipe), read_run(recipe, ranks), strict=True):
-        assert np.array_equal(one, many)
+    for single, many in zip(read_run(recipe), read_run(recipe, ranks), strict=True):
+        assert np.array_equal(single, many)
 
 
 def test_a_loader_that_starts_anywhere_reads_what_one_from_the_start_does(folders):
@@ -150,13 +150,13 @@ def test_held_out_windows_are_each_data_sets_own_and_never_trained_on(folders):
 @pytest.mark.parametrize(
     ("windows", "want"), [(1, [1, 0, 0]), (3, [1, 1, 1]), (9, [3, 3, 3]), (13, [3, 5, 5]), (99, [3, 5, 7])]
 )
-def test_evaluation_windows_are_shared_out_evenly_as_far_as_there_are(folders, windows, want):
+def test_evaluation_windows_are_divided_as_evenly_as_possible(folders, windows, want):
     """Data sets of 33, 55 and 77 windows keep 3, 5 and 7 of them."""
     corpus = open_corpus(recipe_of(mixed(folders, {"a": 1, "b": 5, "c": 1})))
-    found = dict(zip(corpus.names, map(len, corpus.by_dataset(corpus.held_out(windows))), strict=True))
-    assert sum(found.values()) == sum(want)
-    assert sorted(found.values()) == sorted(want)
-    assert windows < 9 or found == dict(zip("abc", want, strict=True))
+    counts_by_name = dict(zip(corpus.names, map(len, corpus.by_dataset(corpus.held_out(windows))), strict=True))
+    assert sum(counts_by_name.values()) == sum(want)
+    assert sorted(counts_by_name.values()) == sorted(want)
+    assert windows < 9 or counts_by_name == dict(zip("abc", want, strict=True))
 
 
 def test_epochs_are_samples_by_training_windows(folders):
@@ -180,7 +180,7 @@ def test_the_version_follows_from_versions_and_shares_and_nothing_else(folders):
     assert base not in {open_dataset(folder).version for folder in folders.values()}
 
 
-def test_a_pinned_recipe_has_whole_paths_and_versions_and_refuses_others(folders, monkeypatch, tmp_path):
+def test_a_pinned_recipe_has_absolute_paths_and_versions_and_refuses_others(folders, monkeypatch, tmp_path):
     recipe = recipe_of(mixed(folders, {"a": 0.7, "b": 0.3}))
     corpus = open_corpus(recipe)
     data = corpus.pinned()
@@ -195,7 +195,7 @@ def test_a_pinned_recipe_has_whole_paths_and_versions_and_refuses_others(folders
         open_corpus(recipe_of({"mixture": {"a": {"path": folders["a"], "version": "0123456789abcdef"}}}))
 
 
-def test_other_tokenizers_are_refused_with_what_to_do(folders, tmp_path):
+def test_different_tokenizers_are_refused_with_a_hint(folders, tmp_path):
     other = write_dataset(tmp_path / "other", 1, tokenizer=b'{"another": 1}')
     data = mixed({**folders, "z": other}, {"a": 1, "z": 1})
     with pytest.raises(DataError, match="a and z were built with different tokenizers") as error:
@@ -209,13 +209,13 @@ def test_the_same_data_twice_is_refused(folders):
         open_corpus(recipe_of(data))
 
 
-def test_a_data_set_that_has_no_window_is_named(folders, tmp_path):
+def test_a_dataset_without_a_window_is_named(folders, tmp_path):
     short = write_dataset(tmp_path / "short", 1, tokens=3)
     with pytest.raises(DataError, match=r"dataset z: no window of 8 \+ 1 tokens fits"):
         open_corpus(recipe_of(mixed({**folders, "z": short}, {"a": 1, "z": 1})))
 
 
-def test_prompts_in_one_data_set_mask_its_labels_alone(folders, tmp_path):
+def test_prompts_in_one_dataset_mask_only_its_labels(folders, tmp_path):
     folder = tmp_path / "prompts"
     folder.mkdir()
     writer = ShardWriter(folder, dtype="uint16", end_of_text=0, shard_tokens=10_000)
@@ -231,7 +231,7 @@ def test_prompts_in_one_data_set_mask_its_labels_alone(folders, tmp_path):
     assert batch.trained == (batch.labels != -100).sum()
 
 
-def test_a_loader_takes_other_batches_only_where_its_rows_are_whole(folders):
+def test_a_loader_accepts_only_batches_that_divide_its_rows_evenly(folders):
     dataset = open_dataset(folders["c"])
     loader = Loader(WindowReader(dataset, SEQ), split_dataset(dataset, SEQ, 0.1), 0, 12, rows=(3, 6))
     with pytest.raises(AssertionError, match="do not divide this batch evenly"):
@@ -257,10 +257,10 @@ def recipe_file(folders, tmp_path):
     return file
 
 
-def test_mix_says_what_a_run_will_see(folders, recipe_file):
+def test_mix_shows_what_a_run_will_see(folders, recipe_file):
     """Ten steps of 2 + 2 samples, ten of 1 + 3."""
     facts = json.loads(mix(recipe_file, "--json"))
-    counts = {one["name"]: (one["samples"], one["share"], one["epochs"]) for one in facts["data_sets"]}
+    counts = {row["name"]: (row["samples"], row["share"], row["epochs"]) for row in facts["data_sets"]}
     assert counts == {"a": (30, 30 / 80, 30 / 30), "b": (50, 50 / 80, 50 / 50)}
     assert facts["phases"] == [
         {"step": 1, "shares": {"a": 0.5, "b": 0.5}},
@@ -277,8 +277,8 @@ def test_mix_says_what_a_run_will_see(folders, recipe_file):
     assert shown.splitlines()[-1] == f"next: headway train {recipe_file}"
 
 
-def test_mix_takes_one_data_set_too(folders, recipe_file):
+def test_mix_accepts_a_single_dataset(folders, recipe_file):
     recipe_file.write_text(f"[data]\npath = '{folders['a']}'\nseq = 8\n[train]\nsteps = 100\nbatch = 2\n")
     facts = json.loads(mix(recipe_file, "--json", "--set", "data.holdout=0"))
-    assert [(one["name"], one["samples"], one["epochs"]) for one in facts["data_sets"]] == [("a", 200, 200 / 33)]
+    assert [(row["name"], row["samples"], row["epochs"]) for row in facts["data_sets"]] == [("a", 200, 200 / 33)]
     assert "shares from step" not in mix(recipe_file)

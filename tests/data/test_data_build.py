@@ -54,7 +54,7 @@ def decoded(folder: Path) -> list[tuple[str, str]]:
 
     raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
     manifest = json.loads((folder / "manifest.json").read_text())
-    found = []
+    documents = []
     for number in range(len(manifest["files"]) // 2):
         ids = np.fromfile(folder / f"tokens-{number:05d}.bin", manifest["dtype"])
         start = 0
@@ -62,10 +62,10 @@ def decoded(folder: Path) -> list[tuple[str, str]]:
             assert ids[end - 1] == manifest["end_of_text"]
             assert manifest["end_of_text"] not in ids[start : end - 1]
             halves = (ids[start : start + prompt], ids[start + prompt : end - 1])
-            found.append(tuple(raw.decode(half.tolist(), skip_special_tokens=False) for half in halves))
+            documents.append(tuple(raw.decode(half.tolist(), skip_special_tokens=False) for half in halves))
             start = end
         assert start == len(ids)
-    return found
+    return documents
 
 
 def test_every_document_comes_back(texts, tmp_path):
@@ -76,7 +76,7 @@ def test_every_document_comes_back(texts, tmp_path):
     assert built.manifest.documents == 3
 
 
-def test_the_manifest_tells_the_truth_and_nothing_else(texts, tmp_path):
+def test_the_manifest_matches_the_files(texts, tmp_path):
     out = tmp_path / "out"
     built = build_dataset(out, [f"{texts}/**/*.txt"], SMALL)
     content = (out / "manifest.json").read_bytes()
@@ -95,8 +95,8 @@ def test_same_input_same_version_from_anywhere_with_any_threads(texts, tmp_path)
     first = build_dataset(tmp_path / "one", [f"{texts}/**/*.txt"], SMALL).manifest.version
     moved = write_texts(tmp_path / "moved" / "elsewhere")
     for number, threads in enumerate(("1", "3")):
-        made = run_build(tmp_path / f"two-{number}", f"{moved}/**/*.txt", RAYON_NUM_THREADS=threads)
-        assert made.stdout.strip() == first, made.stderr
+        completed = run_build(tmp_path / f"two-{number}", f"{moved}/**/*.txt", RAYON_NUM_THREADS=threads)
+        assert completed.stdout.strip() == first, completed.stderr
     packed = tmp_path / "packed"
     for name, text in TEXTS.items():
         path = packed / f"{name}.gz"
@@ -151,7 +151,7 @@ def test_a_loaded_tokenizer_of_a_large_vocabulary_needs_uint32(texts, tmp_path):
     assert decoded(tmp_path / "out") == [("", "token69999zz and token3zz")]
 
 
-def test_building_again_is_nothing_to_do(texts, tmp_path):
+def test_building_again_changes_nothing(texts, tmp_path):
     out, pattern = tmp_path / "out", f"{texts}/**/*.txt"
     first = build_dataset(out, [pattern], SMALL)
     before = (out / "manifest.json").stat()
@@ -189,7 +189,7 @@ def test_a_damaged_data_set_of_the_same_version_is_mended(texts, tmp_path):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_what_is_no_data_set_is_never_touched(texts, tmp_path, force):
+def test_a_folder_that_is_not_a_dataset_is_never_touched(texts, tmp_path, force):
     with pytest.raises(DataError, match="holds no dataset"):
         build_dataset(texts, [f"{texts}/*.txt"], SMALL, force=force)
     with pytest.raises(DataError, match="is a file"):
@@ -222,14 +222,14 @@ def test_a_real_interrupt_in_the_middle_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["big.txt"]
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path):
     (tmp_path / "t.txt").write_text("some words to fill a disk with\n" * 5000)
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n" + RUN
     command = [sys.executable, "-c", limited, str(tmp_path / "out"), str(tmp_path / "t.txt")]
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert "DataError: cannot write" in made.stderr
-    assert "File too large" in made.stderr
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "DataError: cannot write" in completed.stderr
+    assert "File too large" in completed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 

@@ -66,7 +66,7 @@ def test_json_is_one_object_on_stdout(texts):
     assert json.loads(run("verify", out, "--json")[1])["verified"] is True
 
 
-def test_prompts_and_skipped_lines_are_told(texts):
+def test_prompts_and_skipped_lines_are_reported(texts):
     (texts / "c.jsonl").write_text('{"q": "why", "a": "because"}\n{"q": 1}\n')
     options = ("--prompt-field", "q", "--text-field", "a", "--errors", "skip", "--vocab-size", 300)
     status, shown, log = run("build", texts / "out", texts / "c.jsonl", *options)
@@ -84,12 +84,12 @@ def test_exclude_format_tokenizer_force(texts, monkeypatch):
     assert open_dataset(texts / "one").manifest.documents == 1
     (texts / "c.data").write_text('{"text": "hidden json"}\n')
     run("build", texts / "two", texts / "c.data", "--format", "jsonl", "--tokenizer", texts / "one", "--threads", 1)
-    one, two = open_dataset(texts / "one"), open_dataset(texts / "two")
-    assert one.manifest.tokenizer == two.manifest.tokenizer
+    first, two = open_dataset(texts / "one"), open_dataset(texts / "two")
+    assert first.manifest.tokenizer == two.manifest.tokenizer
     with pytest.raises(DataError, match="holds version"):
         run("build", texts / "two", texts / "a.txt", "--tokenizer", texts / "one")
     run("build", texts / "two", texts / "a.txt", "--tokenizer", texts / "one", "--force")
-    assert open_dataset(texts / "two").version == one.version
+    assert open_dataset(texts / "two").version == first.version
 
 
 def test_a_corrupt_shard_is_an_error(texts):
@@ -121,11 +121,11 @@ def test_a_terminal_gets_a_bar_and_clean_stdout(texts):
     program = "from headway.cli.data import app; app()"
     command = [sys.executable, "-c", program, "build", str(texts / "out"), f"{texts}/*.txt", "--vocab-size", "300"]
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "TERM": "xterm", "COLUMNS": "80"}
-    made = subprocess.run([*command, "--json"], env=environment, stdout=subprocess.PIPE, stderr=there)
+    completed = subprocess.run([*command, "--json"], env=environment, stdout=subprocess.PIPE, stderr=there)
     os.close(there)
     drawn = os.read(here, 1 << 16).decode()
     os.close(here)
-    assert json.loads(made.stdout)["documents"] == 2
+    assert json.loads(completed.stdout)["documents"] == 2
     assert "encoding" in drawn
     assert "\x1b[" in drawn
 

@@ -170,7 +170,7 @@ def test_check_version(folder):
         check_version(dataset, dataset.version[:4])
 
 
-def test_folders_without_a_data_set(tmp_path):
+def test_folders_without_a_dataset(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(DataError, match=r"manifest.json is missing") as error:
             open_dataset(path)

@@ -20,10 +20,10 @@ documents = st.lists(
 )
 
 
-def pack(found, shard_tokens):
+def pack(written, shard_tokens):
     """Shards as lists of documents, by the rule: never split one, never overfill with a second."""
     shards = [[]]
-    for ids in found:
+    for ids in written:
         if shards[-1] and sum(map(len, shards[-1])) + len(ids) > shard_tokens:
             shards.append([])
         shards[-1].append(ids)
@@ -31,11 +31,11 @@ def pack(found, shard_tokens):
 
 
 @settings(deadline=None, max_examples=examples(30))
-@given(found=documents, shard_tokens=st.integers(1, 30), dtype=st.sampled_from(["uint16", "uint32"]))
-def test_shards_hold_the_documents(tmp_path_factory, found, shard_tokens, dtype):
+@given(written=documents, shard_tokens=st.integers(1, 30), dtype=st.sampled_from(["uint16", "uint32"]))
+def test_shards_hold_the_documents(tmp_path_factory, written, shard_tokens, dtype):
     folder = tmp_path_factory.mktemp("shards")
     writer = ShardWriter(folder, dtype=dtype, end_of_text=END, shard_tokens=shard_tokens)
-    for prompt, texts in found:
+    for prompt, texts in written:
         if prompt:
             writer.add(np.array(prompt, np.uint32), prompt=True)
         for text in texts:
@@ -43,8 +43,8 @@ def test_shards_hold_the_documents(tmp_path_factory, found, shard_tokens, dtype)
         writer.end_document()
     files = writer.close()
 
-    whole = [prompt + list(chain(*texts)) + [END] for prompt, texts in found]
-    prompts = iter([len(prompt) for prompt, _ in found])
+    whole = [prompt + list(chain(*texts)) + [END] for prompt, texts in written]
+    prompts = iter([len(prompt) for prompt, _ in written])
     shards = pack(whole, shard_tokens)
     assert len(files) == 2 * len(shards)
     for shard, tokens, table in zip(shards, files[::2], files[1::2], strict=True):
@@ -58,7 +58,7 @@ def test_shards_hold_the_documents(tmp_path_factory, found, shard_tokens, dtype)
         content = (folder / file.name).read_bytes()
         assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert writer.tokens == sum(map(len, whole))
-    assert writer.prompt_tokens == sum(len(prompt) for prompt, _ in found)
+    assert writer.prompt_tokens == sum(len(prompt) for prompt, _ in written)
 
 
 @pytest.mark.parametrize(("size", "want"), [(257, "uint16"), (65536, "uint16"), (65537, "uint32")])
@@ -67,7 +67,7 @@ def test_ids_are_as_small_as_the_vocabulary_allows(size, want):
     assert np.array([size - 1]).astype(want).tolist() == [size - 1]
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
     out = tmp_path / "deep" / "out"
 
     def fail():
@@ -98,7 +98,7 @@ def test_a_failed_rename_leaves_the_old_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_a_killed_build_left_is_removed_and_a_living_one_is_not(tmp_path):
+def test_leftovers_of_a_killed_build_are_removed_but_not_of_a_live_one(tmp_path):
     dead, living = tmp_path / ".out.1-aa.building", tmp_path / ".out.2-bb.building"
     other = tmp_path / ".other.1-aa.building"
     for folder in (dead, living, other):
@@ -112,7 +112,7 @@ def test_what_a_killed_build_left_is_removed_and_a_living_one_is_not(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([living.name, other.name])
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write in"), new_folder(tmp_path / "file" / "out"):
         pass

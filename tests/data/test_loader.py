@@ -50,15 +50,15 @@ def lay_out(dataset, documents):
 
 def windows_by_hand(shards, seq, mask_boundaries):
     """(inputs, labels) of every window, one token at a time."""
-    made = []
+    rows_read = []
     for tokens, prompt, begins in shards:
         for start in range(0, len(tokens) - seq, seq + 1):
             labels = [
                 MASKED if prompt[p] or (mask_boundaries and begins[p]) else tokens[p]
                 for p in range(start + 1, start + seq + 1)
             ]
-            made.append((tokens[start : start + seq], labels))
-    return made
+            rows_read.append((tokens[start : start + seq], labels))
+    return rows_read
 
 
 def document(draw_ids, prompt):
@@ -79,7 +79,7 @@ documents_strategy = st.lists(
     boundaries=st.booleans(),
     dtype=st.sampled_from(["uint16", "uint32"]),
 )
-def test_windows_and_masks_are_those_made_by_hand(
+def test_windows_and_masks_match_a_reference(
     tmp_path_factory, documents, shard_tokens, seq, prompts, boundaries, dtype
 ):
     documents = [(prompt if prompts else 0, ids) for prompt, ids in documents]
@@ -116,7 +116,7 @@ def test_each_token_has_the_number_of_its_document_in_its_row(
         document_of = np.cumsum(begins)
         for start in range(0, len(tokens) - seq, seq + 1):
             row = document_of[start : start + seq]
-            want.append([list(dict.fromkeys(row)).index(one) for one in row])
+            want.append([list(dict.fromkeys(row)).index(number) for number in row])
     reader = WindowReader(dataset, seq, mask_boundaries=masks, documents=True)
     locations = reader.locate(np.arange(reader.windows))
     arrays = (np.full((len(want), seq + 1), -1), np.full((len(want), seq), -1, np.int32)) if given_arrays else ()
@@ -136,14 +136,14 @@ def numbered(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("numbered"), documents, 1500)
 
 
-def test_without_masks_labels_share_memory_and_are_inputs_one_on(numbered):
+def test_without_masks_labels_share_memory_with_inputs_shifted_by_one(numbered):
     batch = WindowReader(numbered, SEQ).read([0, 5, 2])
     assert np.shares_memory(batch.inputs, batch.labels)
     assert np.array_equal(batch.inputs[:, 1:], batch.labels[:, :-1])
     assert batch.trained == 3 * SEQ
 
 
-def test_batches_are_the_callers_to_keep(numbered):
+def test_batches_are_not_overwritten_by_later_reads(numbered):
     reader = WindowReader(numbered, SEQ)
     first = reader.read([1, 2])
     kept = first.inputs.copy()

@@ -23,7 +23,7 @@ from thinned import examples
 
 
 def mixture_of(phases, windows=None, holdout=0.1):
-    """Phases are (first sample, weights); data sets have different numbers of windows."""
+    """Phases are (first sample, weights); datasets have different numbers of windows."""
     count = len(phases[0][1])
     sizes = windows or [13 + 29 * i for i in range(count)]
     splits = tuple(split_windows(size, holdout, f"version {i}") for i, size in enumerate(sizes))
@@ -31,11 +31,11 @@ def mixture_of(phases, windows=None, holdout=0.1):
 
 
 def whose(mixture, ids):
-    """The data set of each window id, by looking through all of them."""
+    """The dataset of each window id, by looking through all of them."""
     ranges = [
         range(start, start + split.windows) for start, split in zip(mixture.first_windows, mixture.splits, strict=True)
     ]
-    return [next(i for i, own in enumerate(ranges) if one in own) for one in ids]
+    return [next(i for i, own in enumerate(ranges) if window in own) for window in ids]
 
 
 weights = st.lists(
@@ -71,7 +71,7 @@ PHASED = [(0, [2, 1, 1]), (700, [0, 1, 3]), (701, [1, 1, 1]), (1500, [0.6, 0.399
 
 
 @pytest.mark.parametrize("phases", [[(0, [0.7, 0.3])], [(0, [1])], PHASED])
-def test_each_data_set_is_gone_through_in_its_own_order_without_gaps_or_repeats(phases):
+def test_each_dataset_is_traversed_in_its_own_order_without_gaps_or_repeats(phases):
     mixture = mixture_of(phases)
     ids = mixed_order_at(mixture, 5, 0, np.arange(4000))
     owners = np.array(whose(mixture, ids))
@@ -114,7 +114,7 @@ def test_far_samples_have_the_numbers_that_their_counts_say():
 
 
 @pytest.mark.parametrize(("weights", "batch"), [([1, 1], 2), ([3, 1], 4), ([1, 1, 1, 1], 8), ([63, 1], 64)])
-def test_no_row_of_a_step_is_one_data_sets_for_ever(weights, batch):
+def test_no_row_always_sees_the_same_dataset(weights, batch):
     mixture = mixture_of([(0, weights)])
     cursors = np.arange(600) * batch
     rows = shuffled_rows(mixture, cursors, batch, np.arange(batch))
@@ -126,19 +126,19 @@ def test_no_row_of_a_step_is_one_data_sets_for_ever(weights, batch):
     assert np.array_equal(some, rows[5:7, [1, 0]])
 
 
-def test_a_mixture_of_one_is_that_data_set():
+def test_a_mixture_of_one_equals_that_dataset():
     mixture = mixture_of([(0, [0.3])])
     assert mixed_order_at(mixture, 9, 40, np.arange(50)).tolist() == window_order(mixture.splits[0], 9, 40, 50).tolist()
 
 
 def test_which_data_set_a_sample_is_of_does_not_depend_on_the_seed():
     mixture = mixture_of([(0, [0.5, 0.3, 0.2])])
-    one, other = (mixed_order_at(mixture, seed, 0, np.arange(300)) for seed in (0, 1))
-    assert whose(mixture, one) == whose(mixture, other)
-    assert one.tolist() != other.tolist()
+    first, other = (mixed_order_at(mixture, seed, 0, np.arange(300)) for seed in (0, 1))
+    assert whose(mixture, first) == whose(mixture, other)
+    assert first.tolist() != other.tolist()
 
 
-def test_turns_by_hand():
+def test_rotation_by_hand():
     """Shares 3/4 and 1/4: sample j of b is due before place 4(j + 1), and gives way to a's, which are due earlier."""
     mixture = mixture_of([(0, [3, 1]), (6, [1, 1])])
     owners = "".join("ab"[i] for i in whose(mixture, mixed_order_at(mixture, 0, 0, np.arange(10))))
@@ -153,7 +153,7 @@ def test_shares_are_weights_as_people_wrote_them():
 
 @settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=7))
-def test_shares_that_share_no_small_denominator_are_rounded_and_still_make_one(weights):
+def test_shares_without_a_small_common_denominator_are_rounded_and_add_up_to_one(weights):
     shares = shares_of(weights)
     assert sum(shares) == 1
     assert all(MAX_SLOTS % share.denominator == 0 or share.denominator <= MAX_SLOTS for share in shares)
@@ -184,7 +184,7 @@ def runs(draw):
 
 @settings(deadline=None, max_examples=examples(80))
 @given(runs())
-def test_a_steps_first_sample_is_where_the_loop_would_come_to(run):
+def test_first_sample_matches_a_simulated_loop(run):
     batches, skips = run
     cursor = 0
     for step in range(1, 45):

@@ -118,15 +118,15 @@ def test_held_out_does_not_depend_on_the_seed_and_grows_with_the_fraction():
 @st.composite
 def ranges(draw):
     """Ranges in order, some of which touch."""
-    found, at = [], 0
+    result, at = [], 0
     for gap, length in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=5)):
-        found.append((at + gap, at + gap + length))
+        result.append((at + gap, at + gap + length))
         at += gap + length
-    return found
+    return result
 
 
 @given(st.integers(0, 60), st.integers(1, 9), ranges())
-def test_a_batch_begins_at_the_first_place_where_it_meets_no_skipped_sample(cursor, batch, skips):
+def test_a_batch_begins_at_the_first_cursor_without_skipped_samples(cursor, batch, skips):
     skipped = {sample for first, end in skips for sample in range(first, end)}
     want = cursor
     while skipped & set(range(want, want + batch)):
@@ -167,8 +167,8 @@ def test_every_window_is_equally_likely_at_every_position(windows):
     table = window_order(split, 0, 0, epochs * windows).reshape(epochs, windows)
     for position in range(windows):
         freedom = windows - 1
-        found = chi_square(np.bincount(table[:, position], minlength=windows))
-        assert found < freedom + 6 * (2 * freedom) ** 0.5, (position, found)
+        result = chi_square(np.bincount(table[:, position], minlength=windows))
+        assert result < freedom + 6 * (2 * freedom) ** 0.5, (position, result)
 
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_data():

@@ -26,15 +26,15 @@ def tree(tmp_path):
     return tmp_path / "test"  # a folder above the sources is called like something to exclude
 
 
-def names(found, root):
-    return [str(source.path.relative_to(root)) for source in found]
+def names(sources, root):
+    return [str(source.path.relative_to(root)) for source in sources]
 
 
 def test_globs_are_recursive_sorted_and_without_doubles(tree):
     want = sorted(tree.rglob("*.py"))
-    found = find_sources([f"{tree}/**/*.py", f"{tree}/*.py", tree / "lib" / "c.py"])
-    assert [source.path for source in found] == want
-    assert [source.bytes for source in found] == [1] * len(want)
+    sources = find_sources([f"{tree}/**/*.py", f"{tree}/*.py", tree / "lib" / "c.py"])
+    assert [source.path for source in sources] == want
+    assert [source.bytes for source in sources] == [1] * len(want)
 
 
 def test_relative_globs_and_links_name_a_file_once(tree, monkeypatch):
@@ -65,8 +65,8 @@ def test_exclude(tree, exclude, left):
 
 
 def test_exclude_by_absolute_path(tree):
-    found = find_sources([f"{tree}/**/*.py"], exclude=[f"{tree}/lib"])
-    assert names(found, tree) == ["a.py", "test_f.py"]
+    sources = find_sources([f"{tree}/**/*.py"], exclude=[f"{tree}/lib"])
+    assert names(sources, tree) == ["a.py", "test_f.py"]
 
 
 @pytest.mark.parametrize("pattern", ["*.nothing", "no/such/**/*.py", "missing.txt"])
@@ -97,7 +97,7 @@ def test_folders_empty_lists_and_excluded_everything(tree):
         ("a.txt", "jsonl", "jsonl"),
     ],
 )
-def test_format_goes_by_the_name_or_as_told(tmp_path, name, format, want):
+def test_format_follows_the_name_or_the_option(tmp_path, name, format, want):
     assert find_sources([write(tmp_path / name)], format=format)[0].format == want
 
 
@@ -110,7 +110,7 @@ def test_unknown_options_are_refused():
 
 def documents(path, reading=None, on_skip=None):
     """(prompt, text) of each document, and the blocks' positions."""
-    made, prompt, text = [], "", ""
+    pairs, prompt, text = [], "", ""
     for block in read_blocks(
         find_sources([path], format=(reading or ReadOptions()).format)[0], reading or ReadOptions(), on_skip
     ):
@@ -119,23 +119,23 @@ def documents(path, reading=None, on_skip=None):
         else:
             text += block.text
         if block.last:
-            made.append((prompt, text))
+            pairs.append((prompt, text))
             prompt = text = ""
     assert not prompt
     assert not text
-    return made
+    return pairs
 
 
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(min_size=1, max_size=40), packed=st.booleans())
-def test_a_text_file_is_one_document_to_the_letter(tmp_path, monkeypatch, text, packed):
+def test_a_text_file_is_one_document_unchanged(tmp_path, monkeypatch, text, packed):
     monkeypatch.setattr(module, "BLOCK_CHARS", 3)
     content = text.encode()
     path = write(tmp_path / ("t.gz" if packed else "t"), gzip.compress(content) if packed else content)
     assert documents(path) == ([("", text.removeprefix("\ufeff"))] if text != "\ufeff" else [])
 
 
-def test_line_ends_are_kept_and_empty_files_are_no_documents(tmp_path):
+def test_line_ends_are_kept_and_empty_files_are_not_documents(tmp_path):
     assert documents(write(tmp_path / "crlf", "a\r\nb\rc\n")) == [("", "a\r\nb\rc\n")]
     assert documents(write(tmp_path / "empty", "")) == []
 
@@ -158,7 +158,7 @@ def test_bytes_that_are_not_utf8(tmp_path):
     ascii=st.booleans(),
     packed=st.booleans(),
 )
-def test_jsonl_gives_what_json_says(tmp_path, rows, ascii, packed):
+def test_jsonl_values_match_json(tmp_path, rows, ascii, packed):
     lines = [json.dumps({"q": q, "a": a, "other": 1}, ensure_ascii=ascii) for q, a in rows]
     content = "\n\n".join(lines).encode()
     path = write(tmp_path / ("t.jsonl.gz" if packed else "t.jsonl"), gzip.compress(content) if packed else content)
@@ -189,14 +189,14 @@ def test_a_bad_line_is_named_or_skipped(tmp_path, line, why):
     assert "line 3" in skipped[0]
 
 
-def test_replace_mends_characters_but_not_json(tmp_path):
+def test_replace_fixes_characters_but_not_json(tmp_path):
     path = write(tmp_path / "t.jsonl", b'\xef\xbb\xbf{"text": "a\xff"}\n{"text": "b\\ud800c"}')
     assert documents(path, ReadOptions(errors="replace")) == [("", "a\ufffd"), ("", "b\ufffdc")]
     with pytest.raises(DataError, match="line 1: not JSON"):
         documents(write(tmp_path / "u.jsonl", b"{"), ReadOptions(errors="replace"))
 
 
-def test_half_a_gzip_file(tmp_path):
+def test_a_truncated_gzip_file(tmp_path):
     whole = gzip.compress(b"some text " * 1000)
     for name, content in (("cut.gz", whole[:-20]), ("bad.gz", b"no gzip at all")):
         with pytest.raises(DataError, match=f"{name} is not a complete gzip file"):

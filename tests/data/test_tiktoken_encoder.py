@@ -110,7 +110,7 @@ def test_the_same_tokens_for_any_text(both, parts):
     assert fast.encode(text).dtype == np.uint32
 
 
-def test_the_same_tokens_for_every_letter_there_is(both):
+def test_tokens_are_equal_for_every_unicode_character(both):
     """In two surroundings each; some 1.1 million letters, so every 97th."""
     slow, fast = both
     letters = [chr(code) for code in range(0, 0x110000, 97) if not 0xD800 <= code < 0xE000]
@@ -138,7 +138,7 @@ def test_special_tokens_are_letters_unless_they_are_asked_for(tmp_path):
     assert asked.encode("a<|endoftext|>b<|endoftext|>").tolist().count(end) == 2
 
 
-def test_texts_with_long_runs_go_the_slow_way(both, monkeypatch):
+def test_texts_with_long_runs_use_tokenizers(both, monkeypatch):
     slow, fast = both
     for text in ("a" * 9000, " " * 5000 + "x", "-" * 6000, "words " * 500 + "é" * 4200 + " end"):
         assert _has_long_run(text)
@@ -181,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_proved_is_refused_with_the_reason(tmp_path, why):
+def test_unprovable_tokenizers_are_refused_with_the_reason(tmp_path, why):
     with pytest.raises(NotProven, match=why):
         fast_encoder(loaded(tmp_path, REFUSED[why]()))
 
@@ -233,16 +233,16 @@ def sources(tmp_path):
 @pytest.mark.slow
 def test_both_engines_build_the_same_version_and_the_record_says_which(sources, tmp_path, monkeypatch):
     options = BuildOptions(vocab_size=400)
-    one = build_dataset(tmp_path / "one", [sources], options, engine="tokenizers")
+    first = build_dataset(tmp_path / "one", [sources], options, engine="tokenizers")
     two = build_dataset(tmp_path / "two", [sources], options, engine="tiktoken")
     three = build_dataset(tmp_path / "three", [sources], options)
-    assert one.manifest.version == two.manifest.version == three.manifest.version
-    assert [b.engine.split()[0] for b in (one, two, three)] == ["tokenizers", "tiktoken", "tiktoken"]
+    assert first.manifest.version == two.manifest.version == three.manifest.version
+    assert [b.engine.split()[0] for b in (first, two, three)] == ["tokenizers", "tiktoken", "tiktoken"]
     assert json.loads((tmp_path / "two" / "sources.json").read_text())["engine"] == two.engine
     again = build_dataset(tmp_path / "two", [sources], options, engine="tokenizers")
     assert (again.changed, again.engine) == (False, two.engine)
     monkeypatch.setattr(sys.modules["headway.data.build"], "PROOF_BYTES_PER_TOKEN", 10**6)
-    assert build_dataset(tmp_path / "four", [sources], options).engine == one.engine
+    assert build_dataset(tmp_path / "four", [sources], options).engine == first.engine
 
 
 def test_a_difference_during_a_build_makes_tokenizers_do_it_all_again(sources, tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_difference_during_a_build_makes_tokenizers_do_it_all_again(sources, t
     assert not list(tmp_path.glob(".out.*"))
 
 
-def test_asking_for_tiktoken_where_it_cannot_be_is_an_error(sources, tmp_path):
+def test_requesting_tiktoken_for_an_unprovable_tokenizer_is_an_error(sources, tmp_path):
     raw = trained(byte_level(), normalizer=tokenizers.normalizers.NFKC())
     (tmp_path / "tokenizer.json").write_text(raw.to_str())
     options = BuildOptions(tokenizer=str(tmp_path / "tokenizer.json"))

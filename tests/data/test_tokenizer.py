@@ -30,9 +30,9 @@ def test_training_again_in_another_process_gives_the_same_bytes():
     digests = set()
     for seed, threads in (("1", "1"), ("2", "3")):
         environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
-        made = subprocess.run([sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True)
-        assert len(made.stdout) > 1000
-        digests.add(hashlib.sha256(made.stdout).hexdigest())
+        completed = subprocess.run([sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True)
+        assert len(completed.stdout) > 1000
+        digests.add(hashlib.sha256(completed.stdout).hexdigest())
     assert len(digests) == 1
 
 
@@ -55,7 +55,7 @@ def test_special_tokens_in_text_are_letters_unless_asked_for(trained, tmp_path):
     assert special.to_bytes() == trained.to_bytes() == plain.to_bytes()
 
 
-def test_vocabulary_is_what_was_asked_for(trained):
+def test_vocabulary_has_the_requested_size(trained):
     assert trained.vocab_size == 300
     assert len(set(trained.raw.get_vocab().values())) == 300
     with pytest.raises(DataError, match="vocabulary of 256 is too small"):
@@ -120,25 +120,25 @@ def as_blocks(text, width):
 
 @settings(deadline=None, max_examples=examples(100))
 @given(text=pieces, size=st.integers(1, 40), width=st.integers(1, 300))
-def test_cut_text_has_the_tokens_of_the_whole(trained, text, size, width):
-    made = list(cut_blocks(as_blocks(text, width), trained.separable, size=size, limit=10**9))
-    assert "".join(block.text for block in made) == text
-    assert [block.last for block in made] == [False] * (len(made) - 1) + [True]
-    tokens = [int(i) for block in made for i in trained.encode(block.text)]
+def test_cut_text_has_the_tokens_of_the_full_text(trained, text, size, width):
+    blocks = list(cut_blocks(as_blocks(text, width), trained.separable, size=size, limit=10**9))
+    assert "".join(block.text for block in blocks) == text
+    assert [block.last for block in blocks] == [False] * (len(blocks) - 1) + [True]
+    tokens = [int(i) for block in blocks for i in trained.encode(block.text)]
     assert tokens == trained.encode(text).tolist()
 
 
 def test_long_text_is_cut_into_pieces_of_about_the_size(trained):
     text = "a line of text, as they come\n" * 2000
-    made = list(cut_blocks(as_blocks(text, 1000), trained.separable, size=500, limit=10**6))
-    assert max(len(block.text) for block in made) < 700
-    assert len(made) > 80
+    blocks = list(cut_blocks(as_blocks(text, 1000), trained.separable, size=500, limit=10**6))
+    assert max(len(block.text) for block in blocks) < 700
+    assert len(blocks) > 80
 
 
-def test_text_without_a_place_to_cut_is_cut_at_the_limit(trained):
+def test_text_without_a_safe_cut_is_cut_at_the_limit(trained):
     text = "A" * 10_000
-    made = list(cut_blocks(as_blocks(text, 100), trained.separable, size=500, limit=3000))
-    assert [len(block.text) for block in made] == [3000, 3000, 3000, 1000]
+    blocks = list(cut_blocks(as_blocks(text, 100), trained.separable, size=500, limit=3000))
+    assert [len(block.text) for block in blocks] == [3000, 3000, 3000, 1000]
 
 
 def test_a_tokenizer_that_marks_beginnings_is_not_cut_short_of_the_limit(tmp_path):
@@ -146,18 +146,18 @@ def test_a_tokenizer_that_marks_beginnings_is_not_cut_short_of_the_limit(tmp_pat
     raw.normalizer = normalizers.Prepend("▁")
     raw.save(str(tmp_path / "t.json"))
     loaded = load_tokenizer(tmp_path / "t.json")
-    made = list(cut_blocks(as_blocks("ab cd " * 1000, 256), loaded.separable, size=100, limit=4000))
-    assert [len(block.text) for block in made] == [4000, 2000]
+    blocks = list(cut_blocks(as_blocks("ab cd " * 1000, 256), loaded.separable, size=100, limit=4000))
+    assert [len(block.text) for block in blocks] == [4000, 2000]
 
 
-def test_prompts_stay_apart_from_text(trained):
+def test_prompts_are_not_merged_with_text(trained):
     blocks = [
         TextBlock("ask\nme " * 90, True, False, 1),
         TextBlock("tell\nyou " * 90, False, True, 2),
         TextBlock("end", False, True, 3),
     ]
-    made = list(cut_blocks(blocks, trained.separable, size=50, limit=10**6))
-    assert "".join(b.text for b in made if b.prompt) == blocks[0].text
-    assert "".join(b.text for b in made if not b.prompt) == blocks[1].text + "end"
-    assert [b.text for b in made if b.last][-1] == "end"
-    assert sum(b.last for b in made) == 2
+    pieces = list(cut_blocks(blocks, trained.separable, size=50, limit=10**6))
+    assert "".join(b.text for b in pieces if b.prompt) == blocks[0].text
+    assert "".join(b.text for b in pieces if not b.prompt) == blocks[1].text + "end"
+    assert [b.text for b in pieces if b.last][-1] == "end"
+    assert sum(b.last for b in pieces) == 2

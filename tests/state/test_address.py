@@ -19,7 +19,7 @@ BITS = np.arange(6, dtype="<u4").reshape(2, 3)
         ("file:///somewhere/step-12", True),
     ],
 )
-def test_a_store_is_told_from_a_folder(address, want):
+def test_store_addresses_are_distinguished_from_folders(address, want):
     assert is_in_store(address) == want
 
 
@@ -28,7 +28,7 @@ def test_the_address_of_a_step_is_that_of_its_folder():
     assert address_in_store("gs://b/r", 123456789) == "gs://b/r/step-123456789"
 
 
-def test_where_a_run_lies_in_a_store():
+def test_store_url_appends_the_run_name():
     for url in ("s3://bucket/runs", "s3://bucket/runs/"):
         assert store_url(Store(url=url), "run-1") == "s3://bucket/runs/run-1"
 
@@ -48,14 +48,14 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/runs/a", "s3://bucket/step-", "S3://b/r/step-1"])
-def test_what_is_no_address_of_a_checkpoint_is_refused(address):
+def test_malformed_checkpoint_address_is_refused(address):
     with pytest.raises(UsageError, match="is not a checkpoint address") as refused:
         open_address(address)
     assert "step-" in refused.value.hint
 
 
 @pytest.mark.parametrize("address", ["s3:///step-x", "ftp://me:secret@host/x", "s3://me:secret@bucket/r/step-7"])
-def test_what_is_no_store_is_refused_and_no_password_repeated(address):
+def test_invalid_store_is_refused_without_repeating_a_password(address):
     with pytest.raises(UsageError) as refused:
         open_address(address)
     assert "secret" not in refused.value.message + (refused.value.hint or "")

@@ -55,9 +55,9 @@ def save(run: Path, step: int, tensors: dict[str, np.ndarray], workers: int = 2,
             files[part.holder].append(Piece(name, "float32", array.shape, part.box.start, part.box.shape, bits))
     saving = begin_checkpoint(run / "checkpoints", step)
     shards = [write_shard(saving.partial, shard_name(rank), pieces) for rank, pieces in files.items()]
-    said = {"cursor": 640, "chain": "ab" * 16, "data_version": "v1", "recipe": RECIPE.model_dump(mode="json")}
+    defaults = {"cursor": 640, "chain": "ab" * 16, "data_version": "v1", "recipe": RECIPE.model_dump(mode="json")}
     mesh = {"pipeline": 1, "shard": workers, "tensor": 1}
-    return commit(saving, CheckpointFacts.model_validate(said | {"mesh": mesh} | facts), shards, workers)
+    return commit(saving, CheckpointFacts.model_validate(defaults | {"mesh": mesh} | facts), shards, workers)
 
 
 @pytest.fixture
@@ -101,11 +101,11 @@ def test_ls(run: Path) -> None:
     assert error is None
     assert [line.split()[0] for line in text.splitlines()] == ["step", "10", "20", "next:"]
     assert narrow(text, run)
-    found = json.loads(call(run, "ls", "demo", "--json")[0])
-    assert found["run"] == "demo-1a2b"
-    rows = [(c["step"], c["tier"], c["workers"], c["cursor"]) for c in found["checkpoints"]]
+    output = json.loads(call(run, "ls", "demo", "--json")[0])
+    assert output["run"] == "demo-1a2b"
+    rows = [(c["step"], c["tier"], c["workers"], c["cursor"]) for c in output["checkpoints"]]
     assert rows == [(10, "disk", 2, 640), (20, "disk", 2, 640)]
-    assert found["checkpoints"][0]["bytes"] == sum(
+    assert output["checkpoints"][0]["bytes"] == sum(
         path.stat().st_size for path in (run / "checkpoints/step-00000010").glob("*.safetensors")
     )
 
@@ -174,12 +174,12 @@ def test_verify_accepts_a_folder(run: Path, tmp_path: Path) -> None:
     assert "no folder" in error.message
 
 
-def test_progress_is_told_of_every_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_every_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run / "checkpoints/step-00000010"
-    told: list[tuple[int, int]] = []
-    verify_checkpoint(checkpoint_view.CountingSource(FolderCheckpoint(path), lambda *now: told.append(now)))
+    progress: list[tuple[int, int]] = []
+    verify_checkpoint(checkpoint_view.CountingSource(FolderCheckpoint(path), lambda *now: progress.append(now)))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert told[-1] == (size, size)
+    assert progress[-1] == (size, size)
     monkeypatch.setattr(checkpoint_view, "PATIENCE_S", -1.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with checkpoint_view.progress_bar("checking", quiet=False) as draw:
@@ -207,11 +207,11 @@ def test_show(run: Path) -> None:
         "           rank-00001.safetensors  ",
     ):
         assert words in text
-    found = json.loads(call(run, "show", "demo@10", "--json")[0])
-    assert (found["step"], found["cursor"], found["workers"]) == (10, 640, 2)
-    assert found["recipe"] == RECIPE.model_dump(mode="json")
-    assert found["num_tensors"] == len(tensors)
-    assert found["files"] == {
+    output = json.loads(call(run, "show", "demo@10", "--json")[0])
+    assert (output["step"], output["cursor"], output["workers"]) == (10, 640, 2)
+    assert output["recipe"] == RECIPE.model_dump(mode="json")
+    assert output["num_tensors"] == len(tensors)
+    assert output["files"] == {
         path.name: path.stat().st_size for path in (run / "checkpoints/step-00000010").glob("*.safetensors")
     }
 
@@ -224,8 +224,8 @@ def test_show_lists_tensors(run: Path) -> None:
     assert "model/embed.weight float32 64x16 2 x rows 4.096 kB" in lines
     assert "model/norm.weight float32 16 2 x rows 64 B" in lines
     assert MOMENT in " ".join(lines)
-    found = json.loads(call(run, "show", run / "checkpoints/step-00000010", "--tensors", "--json")[0])
-    assert {row["name"]: (row["shape"], row["bytes"]) for row in found["tensors"]} == {
+    output = json.loads(call(run, "show", run / "checkpoints/step-00000010", "--tensors", "--json")[0])
+    assert {row["name"]: (row["shape"], row["bytes"]) for row in output["tensors"]} == {
         name: (list(array.shape), array.nbytes) for name, array in arrays(10).items()
     }
 
@@ -282,8 +282,8 @@ def test_diff(run: Path) -> None:
     assert any(line.endswith("1 of 256 0.5 " + f"{ratio(20, changed):.2g}") for line in lines)
     assert any(line.startswith("model/norm.weight 2 of 16 ") and line.endswith(" 0.5") for line in lines)
     assert lines[-3:] == ["step 20 | 30", "cursor 640 | 650", "recipe seed: 0 | 7"]
-    found = json.loads(call(run, "diff", same, "other@30", "--json")[0])
-    assert (found["equal"], found["by"], len(found["differing"])) == (False, "contents", 2)
+    output = json.loads(call(run, "diff", same, "other@30", "--json")[0])
+    assert (output["equal"], output["by"], len(output["differing"])) == (False, "contents", 2)
     assert status(call(run, "diff", "demo@10", "demo@20")[1]) == 1
 
 
@@ -326,14 +326,14 @@ def test_export(run: Path, tmp_path: Path) -> None:
     for name in SHAPES:
         np.testing.assert_array_equal(written[RECIPE.model.hf_name(name)], arrays(10)[f"model/{name}"])
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16
-    found = json.loads(call(run, "export", "demo", tmp_path / "more", "--json")[0])
-    assert (found["step"], found["tensors"]) == (20, len(SHAPES))
+    output = json.loads(call(run, "export", "demo", tmp_path / "more", "--json")[0])
+    assert (output["step"], output["tensors"]) == (20, len(SHAPES))
     _, error = call(run, "export", "demo", tmp_path / "more")
     assert isinstance(error, ModelError)
     assert "already exists" in error.message
 
 
-def test_export_of_what_is_damaged_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_export_of_a_damaged_checkpoint_leaves_nothing(run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints/step-00000020/rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     place = open_checkpoint(file.parent).manifest.tensors["model/norm.weight"].pieces[1].offset
@@ -346,7 +346,7 @@ def test_export_of_what_is_damaged_leaves_nothing(run: Path, tmp_path: Path) -> 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_export_takes_the_runs_recipe_where_the_checkpoint_has_none(run: Path, tmp_path: Path) -> None:
+def test_export_uses_the_runs_recipe_if_the_checkpoint_has_none(run: Path, tmp_path: Path) -> None:
     save(run, 30, arrays(30), recipe={})
     assert call(run, "export", "demo@30", tmp_path / "out")[1] is None
     shutil.move(run / "checkpoints/step-00000030", tmp_path / "alone")

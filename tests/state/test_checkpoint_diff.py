@@ -62,9 +62,9 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("limit", [1, 4, 12, 40, 60, 10_000])
 def test_bands_follow_each_other(shape: tuple[int, ...], limit: int) -> None:
     order = np.arange(math.prod(shape)).reshape(shape)
-    found = [order[box.slices((0,) * len(shape))] for box in bands(Box((0,) * len(shape), shape), 4, limit)]
-    assert [int(i) for band in found for i in band.reshape(-1)] == list(range(order.size))
-    assert all(band.nbytes / 2 <= limit or band.size == 1 for band in found)
+    parts = [order[box.slices((0,) * len(shape))] for box in bands(Box((0,) * len(shape), shape), 4, limit)]
+    assert [int(i) for band in parts for i in band.reshape(-1)] == list(range(order.size))
+    assert all(band.nbytes / 2 <= limit or band.size == 1 for band in parts)
 
 
 def test_bands_are_not_smaller_than_they_need_be() -> None:
@@ -84,13 +84,13 @@ def test_every_value_of_a_small_float_is_torchs(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_large_floats_are_what_they_are(dtype: str) -> None:
+def test_large_floats_are_converted_exactly(dtype: str) -> None:
     truth = np.array([0.0, -0.0, 1.5, -3e38, 1e-45, np.inf, -np.inf, np.nan], dtype)
     np.testing.assert_array_equal(values(truth.view(f"<u{truth.itemsize}"), dtype), truth.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"])
-def test_distances_of_whole_numbers_are_exact(dtype: str) -> None:
+def test_integer_distances_are_exact(dtype: str) -> None:
     kind = np.dtype(dtype)
     if dtype == "bool":
         numbers = [0, 1]
@@ -133,10 +133,10 @@ def test_the_same_state_on_another_mesh_is_equal_by_digest(tmp_path: Path) -> No
     a, b = save(tmp_path / "a", tensors, (2, 3)), save(tmp_path / "b", tensors, (4,))
     for file in Path(b.location).glob("*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody reads them
-    found = diff_checkpoints(a, b)
-    assert (found.equal, found.by, found.tensors) == (True, "digest", 3)
-    assert found.facts == {"workers": (6, 4)}
-    assert (found.recipe, found.differing, found.unlike) == ({}, (), {})
+    diff = diff_checkpoints(a, b)
+    assert (diff.equal, diff.by, diff.tensors) == (True, "digest", 3)
+    assert diff.facts == {"workers": (6, 4)}
+    assert (diff.recipe, diff.differing, diff.unlike) == ({}, (), {})
 
 
 @pytest.mark.parametrize("limit", [40, 1 << 20])
@@ -152,29 +152,29 @@ def test_differences_are_those_of_brute_force(tmp_path: Path, monkeypatch: pytes
     a = save(tmp_path / "a", {"w": ("float32", first), "same": same, "h": ("float16", halves)}, (3,))
     b = save(tmp_path / "b", {"w": ("float32", second), "same": same, "h": ("float16", halves + np.uint16(1))}, (2, 2))
     done: list[tuple[int, int]] = []
-    found = diff_checkpoints(a, b, lambda so_far, total: done.append((so_far, total)))
-    assert (found.equal, found.by, found.tensors) == (False, "contents", 3)
-    assert [one.name for one in found.differing] == ["w", "h"]
+    diff = diff_checkpoints(a, b, lambda so_far, total: done.append((so_far, total)))
+    assert (diff.equal, diff.by, diff.tensors) == (False, "contents", 3)
+    assert [tensor.name for tensor in diff.differing] == ["w", "h"]
     x, y = (bits.view(np.float32).astype(np.float64) for bits in (first, second))
-    one = found.differing[0]
-    assert (one.elements, one.differing) == (126, int((first != second).sum()))
-    assert one.absolute == np.abs(x - y).max()
-    assert one.relative == (np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))).max()
-    assert found.differing[1].differing == 12
+    tensor = diff.differing[0]
+    assert (tensor.elements, tensor.differing) == (126, int((first != second).sum()))
+    assert tensor.absolute == np.abs(x - y).max()
+    assert tensor.relative == (np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))).max()
+    assert diff.differing[1].differing == 12
     assert done[-1] == (126 * 4 + 12 * 2,) * 2
 
 
-def test_what_only_one_has_and_what_is_of_another_kind(tmp_path: Path) -> None:
+def test_missing_tensors_and_differing_kinds_are_listed(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"x": ("float32", floats(3)), "s": ("float32", floats(2, 3)), "t": ("float32", floats(4))})
     b = save(tmp_path / "b", {"y": ("float32", floats(3)), "s": ("float32", floats(3, 2)), "t": ("int32", floats(4))})
-    found = diff_checkpoints(a, b)
-    assert not found.equal
-    assert (found.only_first, found.only_second, found.tensors) == (("x",), ("y",), 2)
-    assert found.unlike == {"s": ("float32 2x3", "float32 3x2"), "t": ("float32 4", "int32 4")}
-    assert found.differing == ()
+    diff = diff_checkpoints(a, b)
+    assert not diff.equal
+    assert (diff.only_first, diff.only_second, diff.tensors) == (("x",), ("y",), 2)
+    assert diff.unlike == {"s": ("float32 2x3", "float32 3x2"), "t": ("float32 4", "int32 4")}
+    assert diff.differing == ()
 
 
-def test_facts_and_recipes_that_differ_are_told_of_equal_states_too(tmp_path: Path) -> None:
+def test_differing_facts_are_listed_for_equal_states(tmp_path: Path) -> None:
     other = FACTS.model_copy(
         update={
             "cursor": 9,
@@ -184,11 +184,11 @@ def test_facts_and_recipes_that_differ_are_told_of_equal_states_too(tmp_path: Pa
         }
     )
     tensors: Tensors = {"w": ("float32", floats(3))}
-    found = diff_checkpoints(save(tmp_path / "a", tensors), save(tmp_path / "b", tensors, step=6, facts=other))
-    assert found.equal
-    assert found.facts == {"step": (5, 6), "cursor": (8, 9), "chain": ("c" * 32, "d" * 32)}
-    assert found.recipe == {"train.lr": (0.1, 0.2), "seed": (None, 4)}
-    assert found.same_rng is False
+    diff = diff_checkpoints(save(tmp_path / "a", tensors), save(tmp_path / "b", tensors, step=6, facts=other))
+    assert diff.equal
+    assert diff.facts == {"step": (5, 6), "cursor": (8, 9), "chain": ("c" * 32, "d" * 32)}
+    assert diff.recipe == {"train.lr": (0.1, 0.2), "seed": (None, 4)}
+    assert diff.same_rng is False
 
 
 def old_tensors() -> Tensors:
@@ -213,15 +213,15 @@ def test_digests_of_two_functions_are_not_compared(tmp_path: Path) -> None:
     tensors = old_tensors()
     old, new = open_checkpoint(OLD), save(tmp_path / "a", tensors)
     assert (old.manifest.digest_function, new.manifest.digest_function) == (1, 2)
-    found = diff_checkpoints(old, new)
-    assert (found.equal, found.by) == (True, "contents")
+    diff = diff_checkpoints(old, new)
+    assert (diff.equal, diff.by) == (True, "contents")
     assert diff_checkpoints(old, old).by == "digest"
     name = next(name for name, (_, bits) in tensors.items() if bits.size > 1)
     dtype, bits = tensors[name]
     changed = bits.copy()
     changed.reshape(-1)[-1] ^= 1
-    found = diff_checkpoints(old, save(tmp_path / "b", tensors | {name: (dtype, changed)}))
-    assert [(one.name, one.differing) for one in found.differing] == [(name, 1)]
+    diff = diff_checkpoints(old, save(tmp_path / "b", tensors | {name: (dtype, changed)}))
+    assert [(tensor.name, tensor.differing) for tensor in diff.differing] == [(name, 1)]
 
 
 def test_damage_is_not_a_difference(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_damage_is_not_a_difference(tmp_path: Path) -> None:
         diff_checkpoints(a, b)
 
 
-def test_a_copy_elsewhere_is_the_same(tmp_path: Path) -> None:
+def test_a_copied_folder_is_equal(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"w": ("float32", floats(50))})
     shutil.copytree(a.location, tmp_path / "copy")
     everything: Any = diff_checkpoints(a, open_checkpoint(tmp_path / "copy"))

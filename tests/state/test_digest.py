@@ -99,7 +99,7 @@ def test_the_largest_words_are_summed_exactly(bits):
 
 @pytest.mark.parametrize("itemsize", SIZES)
 @pytest.mark.parametrize("skipped", [1, 2, 3])
-def test_bits_may_lie_anywhere_in_memory(itemsize, skipped, small_blocks):
+def test_digest_accepts_any_memory_layout(itemsize, skipped, small_blocks):
     """Odd addresses, as in a file that is mapped, and elements that do not follow each other."""
     array = random_bits((2000,), itemsize)
     memory = bytearray(skipped) + array.tobytes()
@@ -193,7 +193,7 @@ def test_no_two_signs_among_many_cancel():
     assert len({mix(1 + k) >> 33 | 1 for k in range(128)}) == 128  # so that within a row none ever do
 
 
-def test_whole_rows_in_another_place_are_noticed():
+def test_moved_rows_change_the_digest():
     array = random_bits((16, 256), 2)
     digests = {whole(np.roll(array, shift, axis=0)) for shift in range(16)}
     digests |= {whole(np.roll(array, shift, axis=1)) for shift in (1, 2, 128)}

@@ -11,7 +11,7 @@ from headway.state.handshake import HandshakeFailed, client_handshake, new_key, 
 
 def meet(calls: str, listens: str) -> tuple[Exception | None, Exception | None]:
     """What each side makes of the other, over TCP on this machine."""
-    found: list[Exception | None] = [None, None]
+    errors: list[Exception | None] = [None, None]
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def listen() -> None:
@@ -20,7 +20,7 @@ def meet(calls: str, listens: str) -> tuple[Exception | None, Exception | None]:
                 try:
                     server_handshake(end, listens)
                 except (HandshakeFailed, OSError) as error:
-                    found[1] = error
+                    errors[1] = error
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -28,9 +28,9 @@ def meet(calls: str, listens: str) -> tuple[Exception | None, Exception | None]:
             try:
                 client_handshake(end, calls)
             except (HandshakeFailed, OSError) as error:
-                found[0] = error
+                errors[0] = error
         thread.join()
-    return found[0], found[1]
+    return errors[0], errors[1]
 
 
 def test_the_same_key_lets_in_and_another_does_not() -> None:
@@ -44,18 +44,18 @@ def test_the_same_key_lets_in_and_another_does_not() -> None:
 
 def test_the_listener_must_know_the_key_too() -> None:
     """One that lets anybody in cannot make the caller believe it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(bytes(32))
+    first, second = socket.socketpair()
+    with first, second:
+        second.sendall(bytes(32))
 
         def pretend() -> None:
-            theirs.recv(64)
-            theirs.sendall(bytes(32))
+            second.recv(64)
+            second.sendall(bytes(32))
 
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(HandshakeFailed):
-            client_handshake(ours, "key")
+            client_handshake(first, "key")
         thread.join()
 
 
@@ -63,13 +63,13 @@ def test_the_key_does_not_travel_and_an_answer_cannot_be_used_again() -> None:
     key = new_key()
     seen = []
     for _ in range(2):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(bytes(32))  # the same challenge twice
-            thread = threading.Thread(target=lambda end=ours: _ignore(end, key))
+        first, second = socket.socketpair()
+        with first, second:
+            second.sendall(bytes(32))  # the same challenge twice
+            thread = threading.Thread(target=lambda end=first: _ignore(end, key))
             thread.start()
-            seen.append(theirs.recv(64))
-            theirs.close()
+            seen.append(second.recv(64))
+            second.close()
             thread.join()
     assert key.encode() not in b"".join(seen)
     assert seen[0][32:] != seen[1][32:], "the caller's own number is in it"

@@ -13,14 +13,14 @@ OURS = {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 9, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "theirs"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    (made / "tokenizer.json").write_text("{}")
-    (made / "chat_template.jinja").write_text("{% for m in messages %}")
-    (made / "generation_config.json").write_text('{"bos_token_id": 1}')
-    (made / "evil.py").write_text("raise SystemExit")
-    return made
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1}')
+    (folder / "evil.py").write_text("raise SystemExit")
+    return folder
 
 
 def test_they_come_back(folder: Path, tmp_path: Path) -> None:
@@ -44,5 +44,5 @@ def test_with_other_tokens_only_the_length_is_known(folder: Path, tmp_path: Path
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_run_that_began_from_nothing_has_none(tmp_path: Path) -> None:
+def test_a_run_from_scratch_has_no_sidecars(tmp_path: Path) -> None:
     assert apply_sidecars(tmp_path / "nowhere", tmp_path, OURS) == OURS

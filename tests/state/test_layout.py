@@ -123,7 +123,7 @@ def test_ranks_are_named_in_the_order_of_the_mesh():
     )
 
 
-def test_whole_is_a_copy_on_each_holder():
+def test_replicated_is_a_copy_on_each_holder():
     box = Box((0, 0), (2, 3))
     assert replicated((2, 3), [7, 5]) == Layout((2, 3), (LayoutPart(7, box), LayoutPart(5, box)))
 
@@ -155,7 +155,7 @@ def assert_same_boxes(shape, mesh, cuts, placements):
             assert box.start == offset
 
 
-def test_what_spread_refuses_is_our_own_mistake():
+def test_sharded_asserts_its_arguments():
     with pytest.raises(AssertionError, match="3 ranks"):
         sharded((4,), (2, 2), [(0, 0)], ranks=[0, 1, 2])
     with pytest.raises(AssertionError, match="cuts twice"):
@@ -192,8 +192,8 @@ def test_an_index_finds_what_trying_every_box_finds(data):
     index = BoxIndex(distinct)
     for box in [*data.draw(boxes_in(shape, 3)), Box((0,) * len(shape), shape)]:
         want = {other: painted(shape, [box]) * painted(shape, [other]) for other in distinct}
-        found = index.find(box)
-        assert {other for other, _ in found} == {other for other, both in want.items() if both.any()}
-        assert len({other for other, _ in found}) == len(found)
-        for other, common in found:
+        overlaps = index.find(box)
+        assert {other for other, _ in overlaps} == {other for other, both in want.items() if both.any()}
+        assert len({other for other, _ in overlaps}) == len(overlaps)
+        for other, common in overlaps:
             assert np.array_equal(painted(shape, [common]), want[other])

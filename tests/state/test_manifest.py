@@ -212,7 +212,7 @@ def test_any_part_and_any_addition_is_refused(whole, data):
             parse_manifest(other, "over there")
 
 
-def test_a_newer_format_is_told_from_damage(whole):
+def test_a_newer_format_is_not_reported_as_damage(whole):
     fields = fields_of(whole) | {"format": 3, "something": "new"}
     with pytest.raises(StateError, match="format 3; this version of Headway reads up to 2") as error:
         open_checkpoint(Told(whole, sealed(fields)))
@@ -307,7 +307,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-def test_malformed_manifests_are_refused_and_by_nothing_else(whole, what):
+def test_malformed_manifests_raise_only_damaged_state(whole, what):
     """All have a right checksum."""
     fields = fields_of(whole)
     MALFORMED[what](fields)
@@ -345,7 +345,7 @@ def test_even_if_the_digest_agrees(whole, what):
     ],
     ids=lambda body: str(body[:12]),
 )
-def test_what_is_no_table_is_refused(body):
+def test_a_manifest_that_is_no_json_object_is_refused(body):
     """However it is sealed."""
     seal = b',"checksum":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
     for content in (body, body + seal, body[:-1] + seal):
@@ -361,8 +361,8 @@ def test_a_tensor_without_elements_costs_nothing(whole, shape):
     add(fields, shape=shape)
     fields["digest"] = digest(fields["tensors"])
     try:
-        found = verify_checkpoint(Told(whole, sealed(fields))).tensors
+        count = verify_checkpoint(Told(whole, sealed(fields))).tensors
     except DamagedState:
-        found = 0
+        count = 0
         assert math.inf > max(shape) > 2**31
-    assert found in (0, 3)
+    assert count in (0, 3)

@@ -144,7 +144,7 @@ def test_from_a_layout_to_itself_every_holder_keeps_what_it_has(layout):
 
 @settings(deadline=None, max_examples=examples(50))
 @given(pairs(), st.data())
-def test_one_part_of_a_layout_gets_what_it_gets_among_all(pair, data):
+def test_moves_of_one_part_equal_its_moves_among_all(pair, data):
     src, dst = pair
     part = data.draw(st.sampled_from(dst.parts))
     alone = moves(src, Layout(dst.shape, (part,)))
@@ -154,7 +154,7 @@ def test_one_part_of_a_layout_gets_what_it_gets_among_all(pair, data):
 
 @settings(deadline=None, max_examples=examples(50))
 @given(st.data())
-def test_copies_share_the_sending_of_a_whole_state(data):
+def test_copies_share_the_sending_of_a_complete_state(data):
     copies, shards, tensors = (data.draw(st.integers(1, 4)) for _ in range(3))
     shape = tuple(data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=2)))
     src = sharded(shape, (copies, shards), [(1, 0)])
@@ -167,7 +167,7 @@ def test_copies_share_the_sending_of_a_whole_state(data):
     assert list(planned) == list(dst)
     for name, target in dst.items():
         assert_right(src, target, planned[name])
-    everything = [move for found in planned.values() for move in found]
+    everything = [move for tensor_moves in planned.values() for move in tensor_moves]
     for box in {part.box for part in src.parts if part.box.volume}:
         holders = {part.holder for part in src.parts if part.box == box}
         of_box = [move for move in everything if move.source in holders]
@@ -185,7 +185,7 @@ def test_the_largest_tensors_are_shared_out_first():
     assert [planned[name][0].source for name in "cab"] == [0, 1, 1]
 
 
-def test_what_is_there_already_is_no_work_for_the_one_who_has_it():
+def test_local_regions_do_not_count_as_sent():
     src = {"large": replicated((8,), [0, 1]), "small": replicated((2,), [0, 1])}
     dst = {"large": replicated((8,), [0]), "small": replicated((2,), [9])}
     assert all_moves(src, dst)["small"] == [Move(0, 9, Box((0,), (2,)))]
@@ -196,7 +196,7 @@ def test_a_tensor_that_the_source_lacks_is_an_error():
         all_moves({"embed": replicated((2,), [0])}, {"embed": replicated((2,), [1]), "head": replicated((2,), [1])})
 
 
-def test_what_is_no_layout_of_the_same_tensor_is_our_own_mistake():
+def test_mismatched_layouts_fail_an_assertion():
     with pytest.raises(AssertionError, match=r"shape \(4,\) cannot become one of shape \(2, 2\)"):
         moves(replicated((4,), [0]), replicated((2, 2), [1]))
     with pytest.raises(AssertionError, match="2 of the 4 elements"):

@@ -53,7 +53,7 @@ def read(store, key, begin, size):
     return bytes(out)
 
 
-def test_what_is_put_is_there(store):
+def test_put_objects_can_be_read_and_listed(store):
     contents = {"a": b"", "b/c": b"x", "b/d/e": noise(5000), "b2": b"not under b"}
     for key, content in contents.items():
         store.put(key, memoryview(content))
@@ -81,7 +81,7 @@ def test_ranges_are_exact(store, monkeypatch):
             read(store, "k", begin, size)
 
 
-def test_what_is_missing_is_told_by_its_name(store):
+def test_missing_objects_are_named(store):
     for attempt in (lambda: read(store, "no/such", 0, 5), lambda: store.size("no/such")):
         with pytest.raises(DamagedState, match=re.escape(f"{store.url}/no/such does not exist")):
             attempt()
@@ -128,7 +128,7 @@ def test_no_object_has_too_many_parts():
 
 
 @pytest.mark.parametrize("harm", BAD_ROADS)
-def test_everything_is_done_in_the_end(bucket, proxy, harm):
+def test_every_request_succeeds_after_transient_faults(bucket, proxy, harm):
     store = opened(bucket, timeout_s=0.25 if harm == s3.LATE else 10)
     content = noise(5000)
     proxy.every_second(harm)
@@ -146,7 +146,7 @@ def test_everything_is_done_in_the_end(bucket, proxy, harm):
 
 
 @pytest.mark.parametrize("harm", [s3.UNAVAILABLE, s3.RESET, s3.DROPPED])
-def test_parts_are_put_again_and_not_the_whole(bucket, proxy, small_parts, harm):
+def test_only_failed_parts_of_an_upload_are_retried(bucket, proxy, small_parts, harm):
     store, content = opened(bucket), noise(LARGE)
     proxy.every_second(harm)
     store.put("k", memoryview(content))
@@ -212,7 +212,7 @@ def patient_error(attempt, proxy):
         (s3.LATE, "the request timed out"),
     ],
 )
-def test_patience_ends_with_a_sentence(bucket, proxy, small_parts, harm, why):
+def test_retries_end_with_a_clear_error(bucket, proxy, small_parts, harm, why):
     store = opened(bucket, 0.5, 0.2) if harm == s3.LATE else opened(bucket, 0.25)
     proxy.harm = lambda _: harm
     large = memoryview(bytes(PART + 1))
@@ -230,12 +230,12 @@ def test_patience_ends_with_a_sentence(bucket, proxy, small_parts, harm, why):
         attempts = dict(list(attempts.items())[:4])
     for what, attempt in attempts.items():
         error, seen = patient_error(attempt, proxy)
-        found = re.fullmatch(rf"{re.escape(bucket)}/?{what}: {why} \((?P<tries>\d+) tries\)", error.message)
-        assert found, error.message
+        match = re.fullmatch(rf"{re.escape(bucket)}/?{what}: {why} \((?P<tries>\d+) tries\)", error.message)
+        assert match, error.message
         assert not isinstance(error, DamagedState)
-        assert int(found["tries"]) > 1
+        assert int(match["tries"]) > 1
         if harm != s3.LATE:  # the proxy may not have begun to look when the client hangs up
-            assert int(found["tries"]) == seen
+            assert int(match["tries"]) == seen
         assert "can be reached" in error.hint
         assert error.__cause__ is None
         assert error.__context__ is None
@@ -243,7 +243,7 @@ def test_patience_ends_with_a_sentence(bucket, proxy, small_parts, harm, why):
         store.delete(["d"], patience_s=0)
 
 
-def test_what_cannot_pass_is_not_tried_again(bucket, proxy, monkeypatch):
+def test_permanent_errors_are_not_retried(bucket, proxy, monkeypatch):
     store = opened(bucket)
     proxy.harm = lambda _: s3.FORBIDDEN
     for attempt in (lambda: store.put("k", memoryview(b"1")), lambda: store.create("k", b"1"), lambda: store.list()):
@@ -264,7 +264,7 @@ def test_what_cannot_pass_is_not_tried_again(bucket, proxy, monkeypatch):
         opened(bucket).put("k", memoryview(b"1"))
 
 
-def test_a_store_that_is_not_there(bucket, monkeypatch):
+def test_an_unreachable_store(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StateError, match=r"could not be listed: cannot connect \(\d+ tries\)"):
         opened(bucket, patience_s=0.2).list()

@@ -139,15 +139,15 @@ def test_a_scattered_box_reads_no_more_than_its_chunks(tmp_path, shape, start, s
     source = Counting(path)
     checkpoint = open_checkpoint(source)
     read_box(checkpoint, "t", (0,) * len(shape), (0,) * len(shape))
-    found = read_box(checkpoint, "t", start, size)
-    assert np.array_equal(found, array[Box(start, size).slices((0,) * len(shape))])
+    bits = read_box(checkpoint, "t", start, size)
+    assert np.array_equal(bits, array[Box(start, size).slices((0,) * len(shape))])
     header = checkpoint.manifest.files["rank-00000.safetensors"].header_bytes
     read = {(file, at) for file, begin, end in source.reads if begin >= header for at in range(begin, end)}
     assert read == chunks_needed(checkpoint.manifest.tensors["t"], 4, chunk, Box(start, size))
 
 
 @pytest.mark.parametrize("budget", [1, 30, 100, 10_000])
-def test_rows_that_are_read_through_a_buffer_come_whole(tmp_path, monkeypatch, budget):
+def test_rows_read_through_a_buffer_are_complete(tmp_path, monkeypatch, budget):
     monkeypatch.setattr(restore_module, "_BAND_BYTES", budget)
     array = whole("t", (9, 5, 3), 2)
     path = save(tmp_path, [[piece_of("t", array, Box((0, 0, 0), (9, 5, 3)))]])

@@ -59,10 +59,10 @@ def reads(buffer: SaveBuffer) -> Callable[[int, memoryview], None]:
     return read
 
 
-def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffer: SaveBuffer) -> None:
+def test_received_file_equals_a_locally_written_one(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
-    one, other = begin_checkpoint(tmp_path / "one", 3), begin_checkpoint(tmp_path / "other", 3)
-    written = write_shard(one.partial, NAME, buffer.pieces(part), memory=buffer.file(part))
+    first, other = begin_checkpoint(tmp_path / "one", 3), begin_checkpoint(tmp_path / "other", 3)
+    written = write_shard(first.partial, NAME, buffer.pieces(part), memory=buffer.file(part))
     shard = told(buffer)
     sizes = list[int]()
 
@@ -72,18 +72,16 @@ def test_it_is_the_file_that_would_have_been_written_there(tmp_path: Path, buffe
 
     receive_shard(other.partial, shard, part, read)
     assert shard == written
-    assert (other.partial / NAME).read_bytes() == (one.partial / NAME).read_bytes()
+    assert (other.partial / NAME).read_bytes() == (first.partial / NAME).read_bytes()
     assert max(sizes) <= CHUNK_BYTES
     assert (
-        verify_checkpoint(commit(one, FACTS, [written], 1)).digest
+        verify_checkpoint(commit(first, FACTS, [written], 1)).digest
         == verify_checkpoint(commit(other, FACTS, [shard], 1)).digest
     )
 
 
 @pytest.mark.parametrize("at", [0, 500, CHUNK_BYTES + 1000, -1])
-def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(
-    tmp_path: Path, buffer: SaveBuffer, at: int
-) -> None:
+def test_a_byte_corrupted_in_transit_is_found_and_nothing_is_left(tmp_path: Path, buffer: SaveBuffer, at: int) -> None:
     (part,) = buffer.plan.parts
     place = at % part.layout.bytes
 
@@ -97,7 +95,7 @@ def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: SaveBuffer) -> None:
+def test_a_lost_machine_leaves_nothing(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
 
     def read(begin: int, out: memoryview) -> None:
@@ -110,7 +108,7 @@ def test_a_machine_that_goes_leaves_nothing(tmp_path: Path, buffer: SaveBuffer) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: SaveBuffer) -> None:
+def test_an_unplanned_file_is_not_written(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
     shard = told(buffer)
     other = SaveBuffer.make(plan_buffer(SHAPES[2:], []))
@@ -127,7 +125,7 @@ def test_what_was_not_planned_is_not_written(tmp_path: Path, buffer: SaveBuffer)
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_not_changed_gets_a_second_name(tmp_path: Path, buffer: SaveBuffer) -> None:
+def test_an_unchanged_file_is_hard_linked(tmp_path: Path, buffer: SaveBuffer) -> None:
     (part,) = buffer.plan.parts
     first = begin_checkpoint(tmp_path, 1)
     receive_shard(first.partial, told(buffer), part, reads(buffer))

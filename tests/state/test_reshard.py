@@ -42,15 +42,15 @@ def saved(
     tmp_path_factory: pytest.TempPathFactory, make_lab: Callable[[Path], Any], dataset: Path
 ) -> list[tuple[Recipe, Path]]:
     """What each mesh has trained and its agent has saved."""
-    lab, found = make_lab(tmp_path_factory.mktemp("reshard")), []
+    lab, saves = make_lab(tmp_path_factory.mktemp("reshard")), []
     for number, mesh in enumerate(MESHES):
         recipe = with_settings(
             reshards.recipe_on(mesh, dataset, number), ["model.layers=2", "train.steps=2", "train.warmup_steps=0"]
         )
-        lived = lab.train(recipe, workers=None)
-        assert lived.outcome.state == "finished", lived.outcome
-        found.append((read_recipe(lived.run), find_checkpoint(lived.run.checkpoints)))
-    return found
+        run = lab.train(recipe, workers=None)
+        assert run.outcome.state == "finished", run.outcome
+        saves.append((read_recipe(run.run), find_checkpoint(run.run.checkpoints)))
+    return saves
 
 
 def story(rank: int, _: int, recipes: list[Recipe], states: list[Path], places: list[Path]) -> None:

@@ -69,7 +69,7 @@ def test_the_library_opens_what_we_write(tmp_path, shape):
         assert raw == block.bits.tobytes()
 
 
-def test_tensors_lie_at_pages_and_at_multiples_of_their_elements():
+def test_tensors_are_aligned_to_pages_and_elements():
     blocks = [random_tensor(dtype, (3,)) for dtype in DTYPES]
     layout = plan_file((block.name, block.dtype, block.shape) for block in blocks)
     assert len(layout.header) % 4096 == 0
@@ -187,7 +187,7 @@ def test_is_synced_after_the_last_change(tmp_path, monkeypatch, how):
 
 
 @pytest.mark.parametrize("how", ["blocks", "memory"])
-def test_what_the_disk_refuses_is_not_lost_and_nothing_stays_open(tmp_path, monkeypatch, how):
+def test_rejected_direct_writes_fall_back_and_nothing_stays_open(tmp_path, monkeypatch, how):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -269,7 +269,7 @@ def test_broken_headers_never_raise_anything_else(whole_file, data):
     try:
         places = read_header(path).spans.values()
     except StateError as error:
-        said = error.message
+        message = error.message
     else:
-        said = f"x.safetensors holds {sum(place.end - place.begin for place in places)}"
-    assert re.search(r"x\.safetensors (is damaged|holds 19$)", said)
+        message = f"x.safetensors holds {sum(place.end - place.begin for place in places)}"
+    assert re.search(r"x\.safetensors (is damaged|holds 19$)", message)

@@ -75,7 +75,7 @@ def in_child(work, *args):
     return process.exitcode
 
 
-def test_files_lie_at_pages_and_the_marks_behind_them():
+def test_files_are_page_aligned_and_followed_by_the_marks():
     plan = plan_buffer(TRAINED, STILL)
     trained, still = plan.parts
     assert (trained.frozen, still.frozen) == (False, True)
@@ -97,15 +97,15 @@ def worker_notes(descriptor, step, note):
 
 
 @pytest.mark.parametrize("rng_bytes", [0, 5056, 5056 + 16, 30_000], ids=lambda size: f"random state of {size} B")
-def test_what_another_process_notes_beside_the_bits_is_read_back(rng_bytes):
+def test_notes_of_another_process_are_read_back(rng_bytes):
     """5,056 bytes is what torch's CPU generator has. Neither files nor marks are touched; a shorter one replaces it."""
     rng = base64.b64encode(np.random.default_rng(1).bytes(rng_bytes)).decode()
     note = {"cursor": 2**53 - 1, "chain": "ab" * 32, "tiers": ["memory", "disk"], "last": True, "rng": rng, "é": None}
     buffer = SaveBuffer.make(plan_buffer(TRAINED, STILL))
     fill(buffer, 6)
-    for step, said in ((7, note), (8, {"cursor": 1})):
-        assert in_child(worker_notes, buffer.descriptor, step, said) == 0
-        assert (buffer.step, buffer.read_note()) == (step, said)
+    for step, stored_note in ((7, note), (8, {"cursor": 1})):
+        assert in_child(worker_notes, buffer.descriptor, step, stored_note) == 0
+        assert (buffer.step, buffer.read_note()) == (step, stored_note)
         for part in buffer.plan.parts:
             for piece in part.pieces:
                 assert np.array_equal(buffer.bits(part, piece), truth(piece))
@@ -125,7 +125,7 @@ def worker_fills(descriptor, step):
     fill(SaveBuffer(plan_buffer(TRAINED, STILL), descriptor), step)
 
 
-def test_what_another_process_fills_becomes_files_that_the_library_opens(tmp_path):
+def test_buffers_filled_by_another_process_become_safetensors_files(tmp_path):
     plan = plan_buffer(TRAINED, STILL)
     buffer = SaveBuffer.make(plan)
     assert not buffer.holds(7)
@@ -140,12 +140,12 @@ def test_what_another_process_fills_becomes_files_that_the_library_opens(tmp_pat
     for part, shard in zip(plan.parts, shards, strict=True):
         path = begun.partial / shard.name
         assert path.stat().st_size == part.layout.bytes == shard.file.bytes
-        found = safetensors.numpy.load_file(path)
-        assert found.keys() == {piece.name for piece in part.pieces}
+        tensors = safetensors.numpy.load_file(path)
+        assert tensors.keys() == {piece.name for piece in part.pieces}
         for piece in part.pieces:
-            assert found[piece.name].dtype == piece.dtype
-            assert found[piece.name].shape == piece.local_shape
-            assert found[piece.name].tobytes() == truth(piece).tobytes()
+            assert tensors[piece.name].dtype == piece.dtype
+            assert tensors[piece.name].shape == piece.local_shape
+            assert tensors[piece.name].tobytes() == truth(piece).tobytes()
         assert shard == describe_shard(shard.name, [piece.filled(truth(piece)) for piece in part.pieces])
         # and the same file as from the tensors one by one
         write_shard(tmp_path, shard.name, [piece.filled(truth(piece)) for piece in part.pieces])
@@ -171,7 +171,7 @@ def worker_dies(descriptor, step, at):
 
 @pytest.mark.parametrize("before", [None, 3, 7])
 @pytest.mark.parametrize("at", ["before", "copying", "marking", "after"])
-def test_a_worker_that_is_killed_leaves_no_half_state_that_passes_for_one(at, before):
+def test_a_killed_worker_leaves_no_partial_state_marked_complete(at, before):
     """Whatever was in the buffer before: nothing, another step, or the same one of an earlier attempt."""
     buffer = SaveBuffer.make(plan_buffer(TRAINED, STILL))
     if before is not None:
@@ -225,7 +225,7 @@ def test_memory_that_a_reader_maps_cannot_be_changed_by_it():
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOSPC])
-def test_memory_that_is_refused_is_told_in_a_sentence(monkeypatch, code):
+def test_failed_allocation_is_a_clear_error(monkeypatch, code):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
@@ -263,7 +263,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path, monkeypatch
     buffer.close()
 
 
-def test_a_still_file_in_memory_is_linked_when_it_has_not_changed(tmp_path):
+def test_an_unchanged_frozen_file_in_memory_is_linked(tmp_path):
     plan = plan_buffer([], STILL)
     buffer = SaveBuffer.make(plan)
     fill(buffer, 1)

@@ -46,7 +46,7 @@ def test_a_file_that_ends_early_is_damaged(folder):
         read(FolderCheckpoint(folder), 99999, 1)
 
 
-def test_what_is_not_there_is_named(folder):
+def test_missing_files_are_named(folder):
     source = FolderCheckpoint(folder)
     for ask in (lambda: source.size("rank-00001.safetensors"), lambda: read(source, 0, 1, "rank-00001.safetensors")):
         with pytest.raises(DamagedState, match=r"rank-00001\.safetensors cannot be read: No such file") as refused:

@@ -90,12 +90,12 @@ def still_key(store):
     return key
 
 
-def test_a_checkpoint_there_and_back(store, make, proxy, tmp_path):
-    state, told = make(1), []
-    place = upload(store, 7, FACTS, state.shards, 2, "host-12", lambda done, of: told.append((done, of)))
+def test_a_checkpoint_survives_upload_and_fetch(store, make, proxy, tmp_path):
+    state, progress = make(1), []
+    place = upload(store, 7, FACTS, state.shards, 2, "host-12", lambda done, of: progress.append((done, of)))
     assert place == f"{store.url}/step-00000007"
     sizes = [len(view) for _, view in state.shards]
-    assert told == [(sum(sizes[: n + 1]), sum(sizes)) for n in range(3)]
+    assert progress == [(sum(sizes[: n + 1]), sum(sizes)) for n in range(3)]
     own = ["step-00000007-host-12/rank-00000.safetensors", "step-00000007-host-12/rank-00001.safetensors"]
     assert keys(store) == [*own, "step-00000007.json", still_key(store)]
 
@@ -134,7 +134,7 @@ def test_the_digest_is_that_of_the_same_state_on_disk(store, make, tmp_path):
     assert verify_checkpoint(path).digest == verify_checkpoint(StoreCheckpoint(store, 1)).digest
 
 
-def test_a_listing_is_of_whole_checkpoints(store, make):
+def test_only_complete_checkpoints_are_listed(store, make):
     assert list_remote(store) == []
     for step, seed in ((20, 1), (3, 2), (100_000_000, 3)):
         save(store, step, make(seed))
@@ -152,7 +152,7 @@ def test_a_listing_is_of_whole_checkpoints(store, make):
         open_checkpoint(StoreCheckpoint(store, 4))
 
 
-def test_still_files_are_put_once_and_kept_while_needed(store, make, proxy):
+def test_frozen_files_are_uploaded_once_and_kept_while_needed(store, make, proxy):
     states = {step: make(step) for step in (1, 2, 3)}
     save(store, 1, states[1])
     save(store, 2, states[2])
@@ -170,7 +170,7 @@ def test_still_files_are_put_once_and_kept_while_needed(store, make, proxy):
     verify_checkpoint(StoreCheckpoint(store, 4))
 
 
-def test_a_still_file_that_goes_while_others_are_put_is_put_again(store, make, proxy):
+def test_a_frozen_file_removed_during_an_upload_is_uploaded_again(store, make, proxy):
     save(store, 1, make(1))
     key = still_key(store)
 
@@ -202,7 +202,7 @@ def test_a_bad_road_is_got_through(bucket, make, proxy, tmp_path, harm):
     assert holds(opened(bucket), 2, state)
 
 
-def test_a_store_that_goes_away_at_any_moment(bucket, make, proxy):
+def test_a_store_that_fails_at_any_request(bucket, make, proxy):
     """After each request in turn everything fails, that one's answer being lost: what is committed is whole."""
     hasty, store, old, new = opened(bucket, patience_s=0), opened(bucket), make(1), make(2)
     save(store, 1, old)
@@ -224,7 +224,7 @@ def test_a_store_that_goes_away_at_any_moment(bucket, make, proxy):
     assert holds(store, 1, old)
 
 
-def test_files_stay_where_the_commit_is_in_doubt(bucket, make, proxy):
+def test_files_stay_if_the_commit_is_uncertain(bucket, make, proxy):
     hasty, store = opened(bucket, patience_s=0), opened(bucket)
     proxy.harm = lambda r: s3.DROPPED if r.conditional else None
     with pytest.raises(StateError, match=r"step-00000001\.json could not be created"):
@@ -334,7 +334,7 @@ def test_objects_that_are_missing_or_short_are_named(store, make):
     assert holds(store, 1, make(1))
 
 
-def test_what_is_kept(make, tmp_path):
+def test_pruning_keeps_the_newest_and_multiples_in_a_store(make, tmp_path):
     store, state = opened((tmp_path / "store").as_uri()), make(1)
     chance = random.Random(1)
     for _ in range(6):
@@ -351,7 +351,7 @@ def test_what_is_kept(make, tmp_path):
         assert prune_remote(store, last, every, always) == []
 
 
-def test_what_dead_writers_left_goes_after_an_hour(make, tmp_path):
+def test_leftovers_of_dead_writers_are_removed_after_an_hour(make, tmp_path):
     store, root = opened((tmp_path / "store").as_uri()), tmp_path / "store"
     left = {
         "step-00000001-x/rank-00000.safetensors": 70,  # minutes ago; of a step that another has committed
@@ -368,8 +368,8 @@ def test_what_dead_writers_left_goes_after_an_hour(make, tmp_path):
     for key in left:
         store.put(key, memoryview(b"left"))
     now = time.time()
-    ours = [item.key for item in store.list() if item.key not in left]
-    for key, minutes in left.items() | {(key, 900) for key in ours}:
+    own_keys = [item.key for item in store.list() if item.key not in left]
+    for key, minutes in left.items() | {(key, 900) for key in own_keys}:
         os.utime(root / key, (now - 60 * minutes,) * 2)
     save(store, 9, make(9))
     assert prune_remote(store, keep_last=5) == []
@@ -396,7 +396,7 @@ def test_pruning_beside_a_manifest_that_cannot_be_read(make, tmp_path):
     assert {key.partition("/")[0] for key in keys(store)} == {"step-00000004-a", "step-00000004.json"}
 
 
-def test_fetching_what_is_not_there_leaves_nothing(store, make, tmp_path):
+def test_fetching_a_missing_checkpoint_leaves_nothing(store, make, tmp_path):
     with pytest.raises(StateError, match="has no checkpoint of step 5"):
         fetch(store, 5, tmp_path / "checkpoints")
     assert not (tmp_path / "checkpoints").exists()

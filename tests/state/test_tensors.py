@@ -71,7 +71,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ADAMW)
-def test_a_saved_run_goes_on_bit_for_bit(tmp_path, kind, dtype):
+def test_a_restored_run_continues_bit_for_bit(tmp_path, kind, dtype):
     torch.manual_seed(0)
     model = Net(dtype)
     optimizer = ADAMW[kind](model.parameters())
@@ -83,8 +83,8 @@ def test_a_saved_run_goes_on_bit_for_bit(tmp_path, kind, dtype):
     load_state(path, fresh, fresh_optimizer)
     assert equal(named_state(fresh, fresh_optimizer), named_state(model, optimizer))
     for loaded, live in zip(fresh.parameters(), model.parameters(), strict=True):
-        made, own = fresh_optimizer.state[loaded], optimizer.state[live]
-        assert {k: (v.dtype, v.device, v.stride()) for k, v in made.items()} == {
+        restored, own = fresh_optimizer.state[loaded], optimizer.state[live]
+        assert {k: (v.dtype, v.device, v.stride()) for k, v in restored.items()} == {
             k: (v.dtype, v.device, v.stride()) for k, v in own.items()
         }
     train(model, optimizer, 3, seed=1)
@@ -199,13 +199,13 @@ def test_plain_tensors_are_written_by_one_rank_each():
     assert {sum(tensors[name].numel() for name in share) for share in shares.values()} == {40}
 
 
-def test_what_another_stage_owns_is_not_written():
+def test_parameters_of_another_stage_are_not_written():
     tensors = {name: torch.zeros(3) for name in ("model/embed", "model/own", "optimizer/embed/step")}
     share = ModelShare(borrowed={"head.weight": "embed"})
     assert [own.piece.name for own in owned_pieces(tensors, share)] == ["model/own"]
 
 
-def test_what_is_owned_is_the_live_tensor():
+def test_owned_pieces_are_the_live_tensors():
     weight = torch.zeros(2, 3).t()
     (own,) = owned_pieces({"w": weight})
     own.tensor[1, 0] = 5
@@ -278,7 +278,7 @@ def test_another_model_is_refused_by_the_tensor_and_left_alone(tmp_path, other, 
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
-def test_weights_alone_are_taken_over_in_any_precision(tmp_path, monkeypatch, turned):
+def test_weights_alone_load_in_any_precision(tmp_path, monkeypatch, turned):
     """A run may begin in float32 from weights that are stored in bfloat16, and the other way round."""
     monkeypatch.setattr("headway.state.tensors._STAGING_BYTES", 40)
     torch.manual_seed(1)
@@ -289,12 +289,12 @@ def test_weights_alone_are_taken_over_in_any_precision(tmp_path, monkeypatch, tu
             live.body[1].weight = nn.Parameter(torch.empty(6, 6, dtype=wanted).t())
         load_weights(save(tmp_path / f"{stored}-{wanted}", named_state(saved)), live)
         assert live.seen.tolist() == [5, 5, 5]
-        for (name, mine), theirs in zip(live.named_parameters(), saved.parameters(), strict=True):
+        for (name, mine), expected in zip(live.named_parameters(), saved.parameters(), strict=True):
             assert mine.dtype == wanted
-            assert torch.equal(mine, theirs.to(wanted)), name
+            assert torch.equal(mine, expected.to(wanted)), name
 
 
-def test_whole_numbers_are_not_taken_for_others(tmp_path):
+def test_integer_dtypes_are_not_converted(tmp_path):
     saved, live = Net(), Net()
     live.seen = live.seen.float()
     path = save(tmp_path, named_state(saved))
@@ -318,7 +318,7 @@ def test_optimizer_state_that_does_not_fit_is_refused(tmp_path):
     assert equal(named_state(fresh), named_state(model))
 
 
-def test_state_that_is_no_tensor_is_not_dropped_in_silence():
+def test_optimizer_state_that_is_no_tensor_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["count"] = 3

@@ -188,12 +188,12 @@ def layouts_truth():
     return {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
 
 
-def test_other_layouts_are_saved_whole(ranks, tmp_path):
+def test_other_layouts_are_saved_completely(ranks, tmp_path):
     ranks(4, story_layouts, tmp_path / "c")
     verify_checkpoint(tmp_path / "c" / "step-00000001")
-    found = tensors(tmp_path / "c")
+    saved = tensors(tmp_path / "c")
     for name, array in layouts_truth().items():
-        assert np.array_equal(found[name].numpy(), array), name
+        assert np.array_equal(saved[name].numpy(), array), name
     assert len(manifest(tmp_path / "c").tensors["corners"].pieces) == 4
     assert len(manifest(tmp_path / "c").tensors["hybrid"].pieces) == 2
     assert len(manifest(tmp_path / "c").tensors["copies"].pieces) == 1
@@ -225,11 +225,11 @@ def copies_truth():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_share_the_writing(ranks, tmp_path, world):
-    shares = [int(told["owned"]) for told in ranks(world, story_copies, tmp_path / "c")]
-    found = tensors(tmp_path / "c")
+    shares = [int(result["owned"]) for result in ranks(world, story_copies, tmp_path / "c")]
+    saved = tensors(tmp_path / "c")
     for i, array in enumerate(copies_truth()):
         for kind in ("copied", "sharded", "plain"):
-            assert np.array_equal(found[f"model/{i}.{kind}"].numpy(), array)
+            assert np.array_equal(saved[f"model/{i}.{kind}"].numpy(), array)
     verify_checkpoint(tmp_path / "c" / "step-00000001")
     whole = 3 * sum(array.nbytes for array in copies_truth())
     assert sum(shares) == whole  # all of it once

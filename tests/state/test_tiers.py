@@ -27,11 +27,11 @@ def rules(disk, memory=0, store=None):
                                        10: ("memory",), 12: ("memory", "disk")}),
     ],
 )  # fmt: skip
-def test_where_the_first_twelve_steps_go(checkpoint, want):
+def test_tiers_of_the_first_twelve_steps(checkpoint, want):
     assert {step: tiers for step in range(1, 13) if (tiers := tiers_at(checkpoint, step))} == want
 
 
-def test_the_last_state_goes_wherever_there_is_a_place():
+def test_the_last_state_goes_to_every_configured_tier():
     assert tiers_at_end(rules(0)) == ("memory", "disk")
     assert tiers_at_end(rules("auto", memory=3)) == ("memory", "disk")
     assert tiers_at_end(rules(100, store=0)) == ALL

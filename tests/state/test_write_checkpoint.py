@@ -66,7 +66,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_was_saved_is_there(tmp_path):
+def test_saved_tensors_are_on_disk(tmp_path):
     path = save(tmp_path / "checkpoints", 12)
     assert path == tmp_path / "checkpoints" / "step-00000012"
     assert names(path) == ["manifest.json", "rank-00000.safetensors"]
@@ -95,14 +95,14 @@ def test_shards_and_threads_do_not_change_the_digest(tmp_path):
         [piece(start=(2, 0), shape=(2, 3))],
         [],
     ]
-    one = open_checkpoint(save(tmp_path / "one", 1, [[piece("n", (), (), ()), piece()]])).manifest
+    first = open_checkpoint(save(tmp_path / "one", 1, [[piece("n", (), (), ()), piece()]])).manifest
     three = open_checkpoint(save(tmp_path / "three", 1, halves)).manifest
-    assert one.digest == three.digest
-    assert {name: tensor.digest for name, tensor in one.tensors.items()} == {
+    assert first.digest == three.digest
+    assert {name: tensor.digest for name, tensor in first.tensors.items()} == {
         name: tensor.digest for name, tensor in three.tensors.items()
     }
     threads = save(tmp_path / "threads", 1, [[piece("n", (), (), ()), piece()]], threads=3)
-    assert open_checkpoint(threads).manifest.digest == one.digest
+    assert open_checkpoint(threads).manifest.digest == first.digest
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_shards_and_threads_do_not_change_the_digest(tmp_path):
         ([[piece(shape=(2, 3))], [piece(whole=(5, 3), start=(2, 0), shape=(3, 3))]], "disagree"),
     ],
 )
-def test_pieces_that_do_not_make_a_whole_are_refused(tmp_path, shards, why):
+def test_incomplete_pieces_are_refused(tmp_path, shards, why):
     save(tmp_path, 1)
     with pytest.raises(StateError, match=why):
         save(tmp_path, 2, shards)
@@ -147,7 +147,7 @@ def test_a_rank_that_has_not_written_is_named(tmp_path, left):
     assert names(tmp_path) == []
 
 
-def test_half_a_checkpoint_is_never_one_and_the_next_save_clears_it(tmp_path):
+def test_a_partial_checkpoint_is_not_listed_and_the_next_save_removes_it(tmp_path):
     save(tmp_path, 1)
     begun = begin_checkpoint(tmp_path, 2)
     write_shard(begun.partial, shard_name(0), [piece()])
@@ -191,7 +191,7 @@ def bury(folder):
 
 
 @pytest.mark.parametrize("name", ["fsync", "rename", "unlink", "mkdir", "rmtree", "write"])
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path, monkeypatch, name):
+def test_a_kill_at_any_point_of_a_save_leaves_an_intact_checkpoint(tmp_path, monkeypatch, name):
     """Stop before each of the calls that change the disk in turn; old or new must be there and whole."""
     owner = {"fsync": os, "rename": Path, "unlink": Path, "mkdir": Path, "rmtree": shutil, "write": os}[name]
     real = getattr(owner, name)
@@ -258,7 +258,7 @@ def test_pruning_keeps_the_newest_and_the_multiples(tmp_path):
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [50, 110]
 
 
-def test_not_enough_room_is_told_before_anything_is_written(tmp_path):
+def test_insufficient_space_is_reported_before_anything_is_written(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(StateError, match=r"step 2 needs 1000000\.0 TB, .* free") as error:
         begin_checkpoint(tmp_path, 2, needs_bytes=10**18)
@@ -268,7 +268,7 @@ def test_not_enough_room_is_told_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_disk_that_refuses_is_told_in_a_sentence(tmp_path, monkeypatch, code, call):
+def test_a_failing_disk_is_a_clear_error(tmp_path, monkeypatch, code, call):
     save(tmp_path, 1)
 
     def refuse(*_):
@@ -283,21 +283,21 @@ def test_a_disk_that_refuses_is_told_in_a_sentence(tmp_path, monkeypatch, code, 
             write_shard(partial, shard_name(0), [piece(shape=(2, 3))])
     assert "rank-00000.safetensors could not be written" in error.value.message
     assert error.value.hint
-    theirs = ["rank-00001.safetensors", "rank-00001.safetensors.json"]
-    assert names(partial) == theirs
+    other_files = ["rank-00001.safetensors", "rank-00001.safetensors.json"]
+    assert names(partial) == other_files
     shard = write_shard(partial, shard_name(0), [piece(shape=(2, 3))])
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(StateError, match=r"rank-00000\.safetensors\.json could not be written"):
             leave_shard_entry(partial, shard)
-        assert names(partial) == ["rank-00000.safetensors", *theirs]
+        assert names(partial) == ["rank-00000.safetensors", *other_files]
         with pytest.raises(StateError, match="step 2 could not be committed"):
             commit(begun, FACTS, [shard, *collect_one(partial, 1)], workers=2)
     assert names(tmp_path) == ["step-00000001"]
     verify_checkpoint(find_checkpoint(tmp_path))
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_created_is_a_clear_error(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(StateError, match="step 1 could not be started"):
         begin_checkpoint(tmp_path / "checkpoints", 1)
@@ -391,7 +391,7 @@ def test_a_file_that_has_changed_is_written(tmp_path, now):
 
 
 @pytest.mark.parametrize("refusal", [errno.EPERM, errno.EMLINK, errno.EXDEV, errno.ENOENT])
-def test_where_a_file_cannot_have_two_names_it_is_written(tmp_path, monkeypatch, refusal):
+def test_a_file_that_cannot_be_linked_is_written(tmp_path, monkeypatch, refusal):
     def refuse(*_):
         raise OSError(refusal, os.strerror(refusal))
 
@@ -403,7 +403,7 @@ def test_where_a_file_cannot_have_two_names_it_is_written(tmp_path, monkeypatch,
     verify_checkpoint(second)
 
 
-def test_a_live_writer_of_the_same_step_is_left_alone_and_a_dead_one_is_cleared_away(tmp_path):
+def test_leftovers_of_dead_writers_are_removed_and_live_writers_left_alone(tmp_path):
     begun = {writer: begin_checkpoint(tmp_path, 7, writer=writer) for writer in ("a", "b")}
     assert begun["a"].partial != begun["b"].partial
     dead = begin_checkpoint(tmp_path, 7, writer="dead")
@@ -420,7 +420,7 @@ def test_a_live_writer_of_the_same_step_is_left_alone_and_a_dead_one_is_cleared_
 
 
 @pytest.mark.parametrize("at", ["begin", "commit"])
-def test_a_writer_that_begins_at_a_bad_moment_takes_nothing_away(tmp_path, monkeypatch, at):
+def test_a_writer_starting_during_a_commit_removes_nothing(tmp_path, monkeypatch, at):
     """One is held between making its folder and locking it, or between the two renames of a commit."""
     save(tmp_path, 7, [[piece(seed=1)]])
     held, go_on = threading.Event(), threading.Event()
@@ -484,5 +484,5 @@ def test_two_processes_that_save_the_same_steps(tmp_path):
     assert names(tmp_path) == ["step-00000016", "step-00000017"]
     for name in names(tmp_path):
         verify_checkpoint(tmp_path / name)
-        found = read_box(open_checkpoint(tmp_path / name), "w", (0, 0), (4, 3))
-        assert any(np.array_equal(found, piece(seed=seed).data) for seed in (1, 2))
+        bits = read_box(open_checkpoint(tmp_path / name), "w", (0, 0), (4, 3))
+        assert any(np.array_equal(bits, piece(seed=seed).data) for seed in (1, 2))
