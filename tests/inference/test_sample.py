@@ -97,7 +97,7 @@ def test_the_end_of_text_is_the_data_s_whatever_its_name(run: Fixture) -> None:
     try:
         assert ask(run, 1, ["def"]) == [""], "the first token made ends the text"
         data.write_text("{}")
-        with pytest.raises(RunError, match=r"data.json is not the manifest"):
+        with pytest.raises(RunError, match=r"data.json is not a valid dataset manifest"):
             ask(run, 1, ["def"])
     finally:
         data.write_text(before)

@@ -267,18 +267,18 @@ def test_what_it_cannot_take() -> None:
     part = part_of((4, 16))
     wrong = {
         "one shape": {"gradient": torch.zeros(4, 15)},
-        "follow each other": {"weight": torch.zeros(16, 4).t()},
+        "contiguous": {"weight": torch.zeros(16, 4).t()},
         "float32 or bfloat16": {"weight": part.weight.half()},
-        "moments are": {"mean": part.mean.bfloat16()},
-        "shown in": {"shown": torch.zeros(4, 16)},
-        "count of steps": {"step": torch.zeros((), dtype=torch.int64)},
+        "moments must have one dtype": {"mean": part.mean.bfloat16()},
+        "a master copy must be": {"shown": torch.zeros(4, 16)},
+        "step count": {"step": torch.zeros((), dtype=torch.int64)},
     }
     for message, changed in wrong.items():
         with pytest.raises(ValueError, match=message):
             adamw([replace(part, **changed)], **RATES)
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         adamw([replace(part, gradient=part.gradient.double())], **RATES)
-    with pytest.raises(ValueError, match="have scales"):
+    with pytest.raises(ValueError, match="need scales"):
         adamw_8bit([part], BOOKS, **RATES)
 
 

@@ -109,7 +109,7 @@ def test_what_it_cannot_take(name: str) -> None:
     gate = torch.zeros(2, 8)
     wrong = [(gate.double(), gate.double()), (gate, gate.half()), (gate, gate[:1]), (gate[0, 0], gate[0, 0])]
     for arguments in wrong:
-        with pytest.raises(ValueError, match=r"only float32|differ"):
+        with pytest.raises(ValueError, match=r"expected a gate|differ"):
             WAYS[name][0](*arguments)
 
 

@@ -304,8 +304,8 @@ def test_chunks_are_few_equal_and_of_whole_tiles() -> None:
     [
         (lambda x, w, y: (x.double(), w.double(), y), "float64"),
         (lambda x, w, y: (x.half(), w, y), "same"),
-        (lambda x, w, y: (x[:, 1:], w, y), "product"),
-        (lambda x, w, y: (x, w, y[1:]), "labels"),
+        (lambda x, w, y: (x[:, 1:], w, y), "expected x"),
+        (lambda x, w, y: (x, w, y[1:]), "label per token"),
         (lambda x, w, y: (x, w, y.int()), "int64"),
         (lambda x, w, y: (x, w, y, 0.0), "soft cap"),
     ],

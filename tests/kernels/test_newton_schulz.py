@@ -82,7 +82,7 @@ def test_what_it_cannot_take() -> None:
         symmetric(torch.zeros(3, dtype=torch.float32))
     with pytest.raises(ValueError, match="floating-point"):
         symmetric(torch.zeros(3, 3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="transpose"):
+    with pytest.raises(ValueError, match="symmetric"):
         polynomial(torch.zeros(3, 4), 1.0, 1.0)
 
 

@@ -128,13 +128,13 @@ def test_scores_depend_on_distance_alone() -> None:
 def test_what_it_cannot_take() -> None:
     q, table = torch.zeros(2, 3, 4, 8), table_of(3, 4)
     wrong = {
-        "only float32": (q.double(), q, table),
-        "lie as": (q, q[0], table),
+        "in float32, float16 or bfloat16": (q.double(), q, table),
+        "expected heads": (q, q[0], table),
         "differ in": (q, q.half(), table),
         "more than their heads": (q, q[..., :6], table_of(3, 3)),
         "3 positions": (q, q, table_of(4, 4)),
         "not torch.float16": (q, q, table.half()),
-        "cannot turn": (q, q, table_of(3, 5)),
+        "cannot rotate": (q, q, table_of(3, 5)),
     }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -96,16 +96,16 @@ def test_options_by_keyword_take_any_name() -> None:
 @pytest.mark.parametrize(
     ("spec", "message", "hint"),
     [
-        ("nowhere_at_all:Net", "there is no module nowhere_at_all", "PYTHONPATH=. headway train"),
-        ("shpaes.nets:Net", "there is no module shpaes", "did you mean shapes"),
-        ("shapes.net:Net", "there is no module shapes.net", "shapes has nets"),
+        ("nowhere_at_all:Net", "no module nowhere_at_all", "PYTHONPATH=. headway train"),
+        ("shpaes.nets:Net", "no module shpaes", "did you mean shapes"),
+        ("shapes.net:Net", "no module shapes.net", "shapes has nets"),
         ("shapes.needs:Net", "shapes.needs imports a_module_that_nobody_has", "install a_module_that_nobody_has"),
         ("shapes.broken:Net", "importing shapes.broken failed: SyntaxError", ""),
         ("shapes.leaves:Net", "importing shapes.leaves failed: SystemExit: 3", ""),
         ("shapes.nets:Nte", "shapes.nets has no Nte", "shapes.nets has Net"),
         ("shapes.nets:Qqqq", "shapes.nets has no Qqqq", "Fails, Hides, Looks, Net, Open, Places"),
-        ("shapes.nets:make", "shapes.nets:make, which is no class of models", "torch.nn.Module"),
-        ("shapes.nets:torch", "shapes.nets:torch, which is no class of models", "torch.nn.Module"),
+        ("shapes.nets:make", "shapes.nets:make, which is not a model class", "torch.nn.Module"),
+        ("shapes.nets:torch", "shapes.nets:torch, which is not a model class", "torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_found_is_said_in_one_sentence(spec: str, message: str, hint: str) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_found_is_said_in_one_sentence(spec: str, message: str, h
             "Hides",
             {},
             "cpu",
-            "Hides has a tensor layers.1.extra that is neither parameter nor buffer",
+            "Hides has a tensor layers.1.extra that is neither a parameter nor a buffer",
             "register_buffer",
         ),
     ],
@@ -148,5 +148,5 @@ def test_only_the_name_in_the_recipe_is_imported(tmp_path: Path, monkeypatch: py
     (tmp_path / "elsewhere" / "stray.py").write_text("from shapes.nets import Net\n")
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path / "elsewhere"))])
-    with pytest.raises(ModelError, match="there is no module stray"):
+    with pytest.raises(ModelError, match="no module stray"):
         load_class("stray:Net")

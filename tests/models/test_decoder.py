@@ -293,8 +293,8 @@ def test_a_decoder_can_be_planned_on_the_meta_device_and_filled_later() -> None:
     assert torch.equal(later(batch()[0]), now(batch()[0]))
 
 
-def test_vocabulary_must_be_settled() -> None:
-    with pytest.raises(AssertionError, match="vocabulary"):
+def test_vocab_size_must_be_resolved() -> None:
+    with pytest.raises(AssertionError, match="vocab_size is resolved"):
         empty_decoder(Model())
 
 

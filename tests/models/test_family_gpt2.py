@@ -67,7 +67,7 @@ def test_a_sequence_longer_than_the_positions_is_refused() -> None:
     decoder = small()
     assert decoder.model.longest == 12
     decoder(torch.zeros(1, 12, dtype=torch.long))
-    with pytest.raises(ModelError, match="13 tokens, and the model has positions for 12"):
+    with pytest.raises(ModelError, match="13 tokens, but the model has positions for 12"):
         decoder(torch.zeros(1, 13, dtype=torch.long))
 
 

@@ -305,11 +305,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     for damaged in (b"", whole[:100], whole[:-4], b"\xff" * 8 + whole[8:]):
         (folder / "model.safetensors").write_bytes(damaged)
-        refused(folder, "model.safetensors", "cannot be read")
+        refused(folder, "model.safetensors", "cannot read")
     (folder / "model.safetensors").unlink()
     refused(folder, "has no model.safetensors")
     (folder / "config.json").unlink()
-    refused(folder, "config.json", "cannot be read")
+    refused(folder, "config.json", "cannot read")
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
     no_positions = make(args=ARGS | {"positions": 0}, parallel=mesh, **{"model.layout": layout})
     assert losses(own.train(no_positions, workers=2)) == pytest.approx(bare(positions=0), rel=1e-5)
     refused = own.train(make(parallel=mesh, **{"model.layout": layout}), workers=2)
-    assert "nothing says what embed.pos.weight sees of them" in refused.outcome.reason
+    assert "does not say what embed.pos.weight sees of them" in refused.outcome.reason
 
 
 def test_the_first_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
@@ -225,7 +225,7 @@ def test_facts_count_what_is_multiplied(own: Lab, make: Any) -> None:
     ("name", "args", "message", "hint"),
     [
         ("Nowhere", {}, "custom_models has no Nowhere", "custom_models has"),
-        ("Bare", {"vocabulary": 100}, "makes logits of 100 tokens", "a vocabulary of 300 or more"),
+        ("Bare", {"vocabulary": 100}, "returns logits for 100 tokens", "a vocabulary of 300 or more"),
         ("ReturnsTuple", {}, "custom_models:ReturnsTuple returns a tuple, not logits", "returns logits [B, L, V]"),
         ("ReturnsLast", {}, "returns a tensor [1, 320] of tokens [1, 32], not logits", "returns logits [B, L, V]"),
         ("ReturnsChoices", {}, "returns a tensor of torch.int64, not logits", "returns logits [B, L, V]"),
@@ -287,7 +287,7 @@ def test_what_only_one_worker_can_train_is_refused_to_several(own: Lab, make: An
 def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -> None:
     run = own.train(make(train__steps=1)).run
     checkpoint = run.checkpoints / "step-00000001"
-    with pytest.raises(ModelError, match="only Headway's own decoders can be sampled from"):
+    with pytest.raises(ModelError, match="only built-in model families can be sampled"):
         list(sample(SampleRequest(run=run.path, checkpoint=checkpoint, prompts=[""])))
     told = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")]).exception
     assert isinstance(told, ModelError)
@@ -305,9 +305,9 @@ def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -
         ({}, 3, "tensor 3 does not divide", "1, 2, 4"),
         ({"divide": []}, 3, "tensor 3 does not divide the 32 outputs of blocks.0.attn.q", "1, 2, 4, 8, 16, 32"),
         ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which does not exist", ""),
-        ({"vocabulary": ["head"]}, 2, "embed.tok.weight and head.weight are one parameter", "both"),
-        ({"vocabulary": ["mebed.tok"]}, 2, "names mebed.tok, which Tiny does not have", "embed.tok"),
-        ({"rows": []}, 2, "does not say how Tiny is cut", "own-models.md"),
+        ({"vocabulary": ["head"]}, 2, "embed.tok.weight and head.weight are tied", "both"),
+        ({"vocabulary": ["mebed.tok"]}, 2, "model.layout.vocabulary: Tiny has no mebed.tok", "embed.tok"),
+        ({"rows": []}, 2, "does not say how to split Tiny", "own-models.md"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, message: str, hint: str) -> None:
@@ -322,12 +322,12 @@ def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, m
 @pytest.mark.parametrize(
     ("change", "counts", "message"),
     [
-        ({"blocks": "block"}, (2, 1), "model.layout.blocks names block, which Tiny does not have"),
-        ({"blocks": "embed"}, (2, 1), "has as a Embed, not as a list"),
-        ({"last": ["head"]}, (2, 1), "nothing says which stage of a pipeline has norm.weight"),
+        ({"blocks": "block"}, (2, 1), "model.layout.blocks names block, which Tiny lacks"),
+        ({"blocks": "embed"}, (2, 1), "is a Embed, not a list"),
+        ({"last": ["head"]}, (2, 1), "does not say which pipeline stage has norm.weight"),
         ({}, (2, 2), "Tiny has 3 blocks"),
         ({}, (1, 1, 1, 0), "3 blocks (blocks of Tiny) cannot fill 4 pipeline stages"),
-        ({"last": ["norm", "head", "embed"]}, (2, 1), "embed both in first and in last"),
+        ({"last": ["norm", "head", "embed"]}, (2, 1), "embed in both first and last"),
     ],
 )
 def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
@@ -354,7 +354,7 @@ def test_sequences_that_a_tensor_axis_cannot_share_out_are_told(own: Lab, make: 
     }
     recipe = make(args=ARGS | {"positions": 0}, data__seq=31, parallel={"tensor": 2, "shard": 1}, model__layout=layout)
     lived = own.train(recipe, workers=2)
-    assert "tensor 2 does not divide data.seq, which is 31" in lived.outcome.reason
+    assert "tensor 2 does not divide data.seq (31)" in lived.outcome.reason
 
 
 @pytest.mark.slow
@@ -372,5 +372,5 @@ def test_positions_that_every_stage_would_add_are_refused(own: Lab, make: Any) -
     recipe = make("PositionsOutside", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=layout)
     lived = own.train(recipe, workers=2)
     assert lived.outcome.state == "failed"
-    assert "takes something else than the stream" in lived.outcome.reason
-    assert "one module with the tokens' embedding" in (lived.outcome.hint or "")
+    assert "takes more than the stream" in lived.outcome.reason
+    assert "one module with the token embedding" in (lived.outcome.hint or "")

@@ -157,7 +157,7 @@ def test_where_nothing_ever_moved_any_rise_is_one() -> None:
 
 def test_what_the_record_says() -> None:
     spike = BadNumbers(BadStep("spike", 12, 9.0, usual=3.0, spread=0.5), cursor=88, batch=8)
-    assert spike.message == "the loss of step 12 is 9, far above the 3 of the steps before it (z = 12)"
+    assert spike.message == "the loss of step 12 is 9, far above the usual 3 (z = 12)"
     assert spike.facts == {
         "trouble": "spike", "step": 12, "value": 9.0, "usual": 3.0, "spread": 0.5, "window": (88, 96)
     }  # fmt: skip

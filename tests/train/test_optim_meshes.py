@@ -166,7 +166,7 @@ def story_refused(rank: int, workers: int) -> None:
     net = Net(columns=768)
     block = net.blocks[0]
     block.wide = nn.Parameter(distribute_tensor(block.wide.detach(), world.mesh, [Shard(1)]))
-    with pytest.raises(ModelError, match=r"blocks\.0\.wide is cut at column 384, inside a block of 256"):
+    with pytest.raises(ModelError, match=r"blocks\.0\.wide is split at column 384, inside a quantization block of 256"):
         build_optimizer(net, Train(optimizer="adamw-8bit"), world=world)
 
 

@@ -1,4 +1,4 @@
-"""Inference: token ids out of a decoder, and text out of a run."""
+"""Inference: generate token ids from a decoder, and text from a run."""
 
 from headway.inference.generate import generate_ids, sample_token, text_pieces
 

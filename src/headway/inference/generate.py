@@ -1,4 +1,4 @@
-"""Continue one sequence of token ids: the model, a cache of its keys and values, and a choice a token."""
+"""Autoregressive generation of one sequence of token ids, with a KV cache."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,13 +24,12 @@ def generate_ids(
     stop_id: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yield up to `max_tokens` ids that follow the prompt, which holds at least one; ends before `stop_id`, and where
-    the model's positions end.
+    """Yield up to `max_tokens` ids after a non-empty prompt; end before `stop_id`, and where the model's positions end.
 
-    Ids from `vocab_size` on are never chosen: a model's vocabulary may be padded beyond the tokenizer's. The
-    same seed gives the same ids on the same machine.
+    Ids from `vocab_size` on are never sampled: a model's vocabulary may be padded beyond the tokenizer's. The same seed
+    gives the same ids on the same machine.
     """
-    assert prompt_ids, "a decoder continues something"
+    assert prompt_ids, "the prompt is not empty"
     device = decoder.output_weight.device
     generator = torch.Generator().manual_seed(seed)
     if decoder.model.longest is not None:
@@ -51,20 +50,20 @@ def generate_ids(
 
 
 def _new_positions_after(model: Model) -> int:
-    """The length after which all rotary frequencies are others (longrope), so that keys must be made anew."""
+    """Return the length at which rotary frequencies switch (longrope), so that cached keys become invalid."""
     scaling = model.rope_scaling if isinstance(model, RotaryModel) else None
     return scaling.original or 0 if scaling is not None and scaling.kind == "longrope" else sys.maxsize
 
 
 @torch.inference_mode()
 def _next_logits(decoder: Decoder, tokens_1L: Tensor, cache: list[LayerKvCache]) -> Tensor:
-    """Scores of what follows the tokens, in float32."""
+    """Return the logits of the next token, in float32."""
     x_1LD = decoder.hidden(tokens_1L, cache=cache)
     return decoder.logits(x_1LD[0, -1]).float()
 
 
 def sample_token(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw an id from the `top_k` likeliest (0: from all) at a temperature; at 0, take the likeliest."""
+    """Sample an id from the `top_k` likeliest (0: all) at a temperature; at 0, take the likeliest."""
     if temperature == 0:
         return int(logits_V.argmax())
     cut = 0 < top_k < len(logits_V)
@@ -77,10 +76,10 @@ def sample_token(logits_V: Tensor, *, temperature: float, top_k: int, generator:
 
 
 def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
-    """Text of ids as they come, a piece whenever whole characters are there; `before` is what they continue.
+    """Decode a stream of ids, yielding text whenever characters are complete; `before` are the preceding ids.
 
-    A token may hold half a character or depend on the one before it: a window of recent ids is decoded, and
-    what is new of it yielded.
+    A token may hold part of a character or depend on the previous one: a window of recent ids is decoded, and its new
+    text yielded.
     """
     window = list(before)[-WINDOW:]
     shown = len(decode(window))

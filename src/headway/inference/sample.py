@@ -1,7 +1,7 @@
 """`python -m headway.inference.sample`: the process behind `headway sample`.
 
-Reads one request, a JSON object, from stdin. Writes JSON lines to stdout as they come: pieces of text
-{"prompt_index", "text"}, or, when something is wrong, a last {"error", "hint"} and the error's exit status.
+Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: pieces of text
+{"prompt_index", "text"}, or on an error a last {"error", "hint"} and the error's exit status.
 """
 
 import json
@@ -26,7 +26,7 @@ __all__ = ["SampleRequest", "main", "sample"]
 
 
 class SampleRequest(BaseModel):
-    """What to continue, with which weights, and how to choose."""
+    """Prompts, weights and sampling options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +35,7 @@ class SampleRequest(BaseModel):
     checkpoint: Path
     """One of its checkpoints."""
     prompts: list[str]
-    """Texts to continue; an empty one starts a document."""
+    """Prompts; an empty one starts a document."""
     max_tokens: int = 100
     temperature: float = 0.8
     top_k: int = 50
@@ -43,23 +43,23 @@ class SampleRequest(BaseModel):
 
 
 def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
-    """Yield pieces of text by prompt, one prompt after the other."""
+    """Yield pieces of text, prompt by prompt."""
     run = RunFolder(request.run)
     recipe = read_recipe(run)
     if recipe.model.class_ is not None:
         raise ModelError(
-            f"{run.name} trains {recipe.model.class_}: only Headway's own decoders can be sampled from",
-            hint="headway.state.tensors.read_tensors reads a checkpoint's weights for a program of your own",
+            f"{run.name} trains {recipe.model.class_}, but only built-in model families can be sampled",
+            hint="read the weights in your own program with headway.state.tensors.read_tensors",
         )
     tokenizer = _tokenizer(run)
     device = _device(recipe)
     decoder = _decoder(recipe, request.checkpoint, device)
     for index, prompt in enumerate(request.prompts):
-        ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+        prompt_ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
         with _precision(recipe, device):
-            made = generate_ids(
+            ids = generate_ids(
                 decoder,
-                ids,
+                prompt_ids,
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
                 top_k=request.top_k,
@@ -67,12 +67,12 @@ def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
                 stop_id=tokenizer.end_of_text,
                 vocab_size=tokenizer.vocab_size,
             )
-            for text in text_pieces(made, tokenizer.decode, before=ids):
+            for text in text_pieces(ids, tokenizer.decode, before=prompt_ids):
                 yield {"prompt_index": index, "text": text}
 
 
 def main() -> int:
-    """Answer the request on stdin; returns the exit status."""
+    """Answer the request on stdin; return the exit status."""
     try:
         request = SampleRequest.model_validate_json(sys.stdin.buffer.read())
         for piece in sample(request):
@@ -84,11 +84,11 @@ def main() -> int:
 
 
 def _tokenizer(run: RunFolder) -> TextTokenizer:
-    """The tokenizer of the run's data, with the end of text that the data was built with."""
+    """Return the tokenizer of the run's dataset, with its end-of-text token."""
     try:
         end_of_text = int(json.loads(run.data_file.read_bytes())["end_of_text"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise RunError(f"{run.data_file} is not the manifest of the run's data") from None
+        raise RunError(f"{run.data_file} is not a valid dataset manifest") from None
     return load_tokenizer(run.tokenizer_file, end_of_text=end_of_text)
 
 
@@ -98,17 +98,17 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _precision(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """On a GPU the precision of training; a CPU is as fast in float32."""
+    """Return the autocast context: the training precision on a GPU, float32 on a CPU."""
     enabled = device.type == "cuda" and recipe.train.dtype == "bfloat16"
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def _decoder(recipe: Recipe, checkpoint: Path, device: torch.device) -> Decoder:
-    """The decoder of the recipe with the weights of the checkpoint."""
+    """Return the recipe's decoder with the checkpoint's weights."""
     weights = read_tensors(checkpoint, prefix="model/")
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if found != recipe.model.tensors() | recipe.model.buffers():
-        raise ModelError(f"{checkpoint} holds another model than the run's recipe describes")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if shapes != recipe.model.tensors() | recipe.model.buffers():
+        raise ModelError(f"{checkpoint} does not match the model in the run's recipe")
     decoder = empty_decoder(recipe.model, device)
     decoder.load_state_dict(weights)
     return decoder.eval()

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its PyTorch reference."""
+"""Triton kernels, each with a PyTorch reference in the same file."""

@@ -5,19 +5,19 @@
     w = w - (lr * decay) * w                        c_i = 1 - beta_i ^ step
     w = w - (lr / c_1 * m) / (sqrt(v) * (1 / sqrt(c_2)) + eps)
 
-in this order, in float32 (a GPU fuses products with the sums they go into, and takes its quick root and quotient, which
-are off by two units in the last place at most). Bytes bind it: 28 for an element all in float32, 14 all in bfloat16,
-each read and written once. A table on the device says where each tensor lies and a map says which piece each program
-takes, so that a group of parameters of the same precisions is one launch; a second, tiny one makes the step's factors
-from the counts of steps, which stay on the device.
+in this order, in float32 (a GPU fuses multiply-adds, and uses its approximate square root and division, which are off
+by at most two units in the last place). It is memory-bound: 28 bytes per element all in float32, 14 all in bfloat16,
+each read and written once. A table on the device has the addresses of tensors, and a map says which piece each program
+handles, so that a group of parameters of the same precisions is one launch; a second, tiny one computes the step's
+factors from the step counts, which stay on the device.
 
-What is kept in bfloat16 is rounded up or down by the bits of train/optim/rounding.py, which depend on an element's row
-and column in the whole tensor. A program takes 1024 columns of 8 rows, one row after the other: what a column adds to
-the bits is hashed once for all of them, what a row adds once for all columns, and one mix is left for each element,
-which weight and moments share. Matrices of fewer than 512 columns go 8 rows of 128 at a time. Where nothing is rounded,
-rows do not matter and tensors go by in one stretch.
+bfloat16 results are rounded stochastically by the bits of train/optim/rounding.py, which depend on an element's row and
+column in the whole tensor. A program handles 1024 columns of 8 rows, row by row: the column's part of the bits is
+hashed once for all rows, the row's part once for all columns, and one mix remains per element, which weight and moments
+share. Matrices of fewer than 512 columns are handled in tiles of 8 x 128. Without rounding, rows do not matter and
+tensors are handled as flat.
 
-Nothing is differentiated, and tensors hide behind their addresses: call this outside of compiled graphs.
+Nothing is differentiable, and tensors are hidden behind addresses: call this outside of compiled graphs.
 """
 
 import math
@@ -57,53 +57,53 @@ __all__ = [
 ]
 
 Draw = Callable[[str], bytes]
-"""The 16 bytes that key the random bits of a parameter in this step, by its name."""
-WORDS = tl.constexpr(12)
-"""Of an entry: five addresses of what is kept, of the shown copy and of the step; rows, columns, length, first row,
-first column."""
+"""Returns the 16-byte key of a parameter's random bits in this step, by its name."""
+ENTRY_WORDS = tl.constexpr(12)
+"""Words of an entry: five addresses of stored tensors, the bfloat16 copy and the step; rows, columns, length, first
+row, first column."""
 FRESH = tl.constexpr(5)
-"""Of an entry, anew in each step: where its gradient lies, and four words of key."""
+"""Words of an entry that change in each step: the gradient's address, and four words of key."""
 ODD = 0x9E3779B1 - 2**32
 OTHER = tl.constexpr(ODD)
-"""What a word is multiplied by for bits of the mean of squares."""
+"""Multiplier of a word, for the bits of the second moment."""
 TILE = 1024
-"""Elements at a time: 8 for each of 128 threads, which are 16 bytes of bfloat16."""
+"""Elements per iteration: 8 per each of 128 threads, which are 16 bytes of bfloat16."""
 LOOPS = 8
 WARPS = 4
 
 
 @dataclass(frozen=True)
 class AdamwPart:
-    """What one worker has of a parameter, its gradient and its moments; all but the gradient are updated in place."""
+    """A worker's part of a parameter, its gradient and its moments; all but the gradient are updated in place."""
 
     weight: Tensor
-    """float32 or bfloat16; of a parameter with a master copy, that one."""
+    """float32 or bfloat16; the master copy if there is one."""
     gradient: Tensor
     mean: Tensor
     square: Tensor
     step: Tensor
-    """How many updates there have been with this one: a float32 scalar."""
+    """Number of updates including this one, as a float32 scalar."""
     name: str
     box: Box
-    """Where this part lies in the whole tensor."""
+    """Position of this part in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     shown: Tensor | None = None
-    """A bfloat16 copy of a float32 weight, rounded to the nearest."""
+    """A bfloat16 copy of a float32 weight, rounded to nearest."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of moments in eight bits."""
+    """Scales of 8-bit moments."""
 
 
 @dataclass(frozen=True)
 class AdamwVariant:
-    """What a launch is compiled for."""
+    """The specialization of a launch."""
 
     weight: torch.dtype
     gradient: torch.dtype
     moment: torch.dtype
     shown: bool
     aligned: bool
-    """Every row begins at a multiple of 16 bytes and of 16 elements, so that a thread may read 16 bytes at once."""
+    """Whether every row starts at a multiple of 16 bytes and of 16 elements, so that 16-byte loads are possible."""
     tall: int
     """Rows of a tile."""
     span: int
@@ -111,27 +111,27 @@ class AdamwVariant:
 
     @property
     def rounds(self) -> bool:
-        """Whether some of what is kept is rounded by random bits."""
+        """Whether some results are rounded stochastically."""
         return torch.bfloat16 in (self.weight, self.moment)
 
     @property
     def each(self) -> int:
-        """Neighbours that a thread takes: 16 bytes of the widest, of all tensors alike, so that none changes hands."""
+        """Consecutive elements per thread: 16 bytes of the widest type, for all tensors alike, to avoid shuffles."""
         return 4 if torch.float32 in (self.weight, self.gradient, self.moment) else 8
 
     @property
     def flat(self) -> bool:
-        """Whether it does not matter which row an element is of."""
+        """Whether rows do not matter."""
         return not self.rounds and self.moment != torch.uint8
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Parts of one kind."""
+    """Parts of one variant."""
 
     kind: AdamwVariant
     owners: tuple[tuple[int, int], ...]
-    """Of each entry, the number of its part and how many of the part's elements come before."""
+    """For each entry, the index of its part and the offset in that part."""
     entries: Tensor
     pieces: Tensor
     fresh: Tensor | None = None
@@ -139,7 +139,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class AdamwTable:
-    """Where the parts of a group lie; good for as long as all but gradients lie there."""
+    """Addresses of a group's parts; valid while all but gradients do not move."""
 
     addresses: tuple[tuple[Any, ...], ...]
     gradients: tuple[int, ...]
@@ -147,7 +147,7 @@ class AdamwTable:
 
 
 def table_of(parts: Sequence[AdamwPart], draw: Draw | None, before: AdamwTable | None = None) -> AdamwTable:
-    """The table of a step: of the one of before, all that still holds."""
+    """Return the table of a step, reusing what is still valid of the previous one."""
     addresses = tuple(_addresses(part) for part in parts)
     gradients = tuple(part.gradient.data_ptr() for part in parts)
     if before is None or before.addresses != addresses:
@@ -161,9 +161,9 @@ def table_of(parts: Sequence[AdamwPart], draw: Draw | None, before: AdamwTable |
 
 
 def _addresses(part: AdamwPart) -> tuple[Any, ...]:
-    kept = (part.weight, part.mean, part.square, part.step, part.shown, *(part.scales or ()))
-    places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in kept)
-    return (*places, part.gradient.dtype, part.gradient.data_ptr() % 16, part.box, part.shape)
+    tensors = (part.weight, part.mean, part.square, part.step, part.shown, *(part.scales or ()))
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return (*addresses, part.gradient.dtype, part.gradient.data_ptr() % 16, part.box, part.shape)
 
 
 def _launches(parts: Sequence[AdamwPart]) -> Iterator[Launch]:
@@ -172,56 +172,56 @@ def _launches(parts: Sequence[AdamwPart]) -> Iterator[Launch]:
         kind = _kind(part)
         for before, rows, row in _stretches(part) if not kind.flat else [(0, 0, 0)]:
             kinds.setdefault(kind, []).append(((number, before), _entry(part, kind, before, rows, row)))
-    for kind, found in kinds.items():
-        high, wide = (np.array([entry[word] for _, entry in found], dtype=np.int64) for word in (7, 8))
+    for kind, variant_parts in kinds.items():
+        high, wide = (np.array([entry[word] for _, entry in variant_parts], dtype=np.int64) for word in (7, 8))
         counts = -(-high // (kind.tall * LOOPS)) * -(-wide // kind.span)
-        device = parts[found[0][0][0]].weight.device
-        entries = uploaded(np.array([entry for _, entry in found], dtype=np.int64), device)
-        owners = tuple(owner for owner, _ in found)
+        device = parts[variant_parts[0][0][0]].weight.device
+        entries = uploaded(np.array([entry for _, entry in variant_parts], dtype=np.int64), device)
+        owners = tuple(owner for owner, _ in variant_parts)
         yield Launch(kind, owners, entries, uploaded(map_of(counts.tolist()), device))
 
 
 def _kind(part: AdamwPart) -> AdamwVariant:
-    """ValueError for what no kernel takes."""
+    """Raise ValueError for unsupported tensors."""
     like = [part.gradient, part.mean, part.square, *([] if part.shown is None else [part.shown])]
     if any(other.shape != part.weight.shape or other.device != part.weight.device for other in like):
-        raise ValueError(f"{part.name}: weight, gradient and moments are not of one shape on one device")
+        raise ValueError(f"{part.name}: weight, gradient and moments must have one shape and device")
     everything = [part.weight, *like, *(part.scales or ())]
     if not all(tensor.is_contiguous() for tensor in everything):
-        raise ValueError(f"{part.name}: its rows do not follow each other in memory")
+        raise ValueError(f"{part.name}: rows must be contiguous in memory")
     moments = (torch.uint8,) if part.scales is not None else (torch.float32, torch.bfloat16)
     if part.mean.dtype not in moments or part.mean.dtype != part.square.dtype:
-        raise ValueError(f"{part.name}: moments are {part.mean.dtype} and {part.square.dtype}")
+        raise ValueError(f"{part.name}: moments must have one dtype, not {part.mean.dtype} and {part.square.dtype}")
     if part.weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{part.name}: weights are float32 or bfloat16, not {part.weight.dtype}")
+        raise ValueError(f"{part.name}: weights must be float32 or bfloat16, not {part.weight.dtype}")
     if part.shown is not None and (part.shown.dtype != torch.bfloat16 or part.weight.dtype != torch.float32):
-        raise ValueError(f"{part.name}: a master is float32 and shown in bfloat16")
+        raise ValueError(f"{part.name}: a master copy must be float32, and its parameter bfloat16")
     if part.step.dtype != torch.float32 or part.step.numel() != 1:
-        raise ValueError(f"{part.name}: the count of steps is one float32 number")
+        raise ValueError(f"{part.name}: the step count must be a float32 scalar")
     columns = part.box.shape[-1]
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (part.weight, *like))
     types = (part.weight.dtype, part.gradient.dtype, part.mean.dtype, part.shown is not None)
-    made = AdamwVariant(*types, aligned and part.weight.numel() % 16 == 0, tall=1, span=TILE)
-    if made.flat:
-        return made
+    variant = AdamwVariant(*types, aligned and part.weight.numel() % 16 == 0, tall=1, span=TILE)
+    if variant.flat:
+        return variant
     if columns >= 1 << 28:
-        raise ValueError(f"{part.name}: rows of {columns} elements are longer than what 32 bits count in eight of them")
+        raise ValueError(f"{part.name}: rows of {columns} elements are too long: eight of them exceed 32-bit indices")
     narrow = 256 if part.scales is not None else 128
     span = TILE if columns >= TILE // 2 else narrow
-    return replace(made, aligned=aligned and columns % 16 == 0, tall=TILE // span, span=span)
+    return replace(variant, aligned=aligned and columns % 16 == 0, tall=TILE // span, span=span)
 
 
 def _stretches(part: AdamwPart) -> Iterator[tuple[int, int, int]]:
-    """Rows that follow each other in the part and in the whole: elements before them, how many, the first's number."""
-    *lead, columns = part.box.shape
-    whole = part.shape[:-1]
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    # from the last dim on, as long as all of a dim is here, one index of the next follows the other
-    cut = len(lead)
-    while cut > 0 and (cut == len(lead) or lead[cut] == whole[cut]):
+    """Yield runs of rows contiguous in the part and in the whole: offset, number of rows, first row."""
+    *leading, columns = part.box.shape
+    full_rows = part.shape[:-1]
+    strides = [math.prod(full_rows[dim + 1 :]) for dim in range(len(full_rows))]
+    # from the last dim on: while a dim is complete, indices of the next one are contiguous
+    cut = len(leading)
+    while cut > 0 and (cut == len(leading) or leading[cut] == full_rows[cut]):
         cut -= 1
-    rows = math.prod(lead[cut:])
-    for number, outer in enumerate(product(*map(range, lead[:cut]))):
+    rows = math.prod(leading[cut:])
+    for number, outer in enumerate(product(*map(range, leading[:cut]))):
         corner = [start + index for start, index in zip(part.box.start, outer, strict=False)]
         corner += part.box.start[cut:-1]
         first = sum(index * stride for index, stride in zip(corner, strides, strict=True))
@@ -230,29 +230,29 @@ def _stretches(part: AdamwPart) -> Iterator[tuple[int, int, int]]:
 
 def _entry(part: AdamwPart, kind: AdamwVariant, before: int, rows: int, row: int) -> list[int]:
     scales = part.scales or (None, None)
-    kept = [part.weight, part.mean, part.square]
-    places = [tensor.data_ptr() + before * tensor.element_size() for tensor in kept]
+    tensors = [part.weight, part.mean, part.square]
+    addresses = [tensor.data_ptr() + before * tensor.element_size() for tensor in tensors]
     columns, length = part.box.shape[-1], rows * part.box.shape[-1]
     if kind.flat:
         length, columns = part.weight.numel(), TILE
         rows = -(-length // columns)
     for scale in scales:
         blocks = 1 if scale is None else scale.shape[-1]
-        places.append(0 if scale is None else scale.data_ptr() + before // part.box.shape[-1] * blocks * 4)
-    places.append(0 if part.shown is None else part.shown.data_ptr() + before * part.shown.element_size())
-    return [*places, part.step.data_ptr(), rows, columns, length, row, part.box.start[-1]]
+        addresses.append(0 if scale is None else scale.data_ptr() + before // part.box.shape[-1] * blocks * 4)
+    addresses.append(0 if part.shown is None else part.shown.data_ptr() + before * part.shown.element_size())
+    return [*addresses, part.step.data_ptr(), rows, columns, length, row, part.box.start[-1]]
 
 
 def _fresh(launch: Launch, parts: Sequence[AdamwPart], gradients: Sequence[int], draw: Draw | None) -> Tensor:
-    """Where gradients lie now, and the keys of this step."""
-    made = np.empty((len(launch.owners), 5), dtype=np.int64)
+    """Return the current addresses of gradients, and the keys of this step."""
+    numbers = np.empty((len(launch.owners), 5), dtype=np.int64)
     sizes = launch.kind.gradient.itemsize
-    made[:, 0] = [gradients[number] + before * sizes for number, before in launch.owners]
+    numbers[:, 0] = [gradients[number] + before * sizes for number, before in launch.owners]
     assert draw is not None or not launch.kind.rounds, "who rounds has keys"
     draws = draw if draw is not None and launch.kind.rounds else _no_draw
     keys = [draws(parts[number].name) for number, _ in launch.owners]
-    made[:, 1:] = np.frombuffer(b"".join(keys), dtype="<i4").reshape(len(made), 4)
-    return uploaded(made, launch.entries.device)
+    numbers[:, 1:] = np.frombuffer(b"".join(keys), dtype="<i4").reshape(len(numbers), 4)
+    return uploaded(numbers, launch.entries.device)
 
 
 def _no_draw(_: str) -> bytes:
@@ -264,7 +264,7 @@ def _no_draw(_: str) -> bytes:
 
 @triton.jit
 def mix(x):
-    """A bijection of 32-bit words that leaves no trace of what came in."""
+    """Mix 32-bit words bijectively."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     return x ^ ((x >> 15) & 0x1FFFF)
@@ -272,22 +272,22 @@ def mix(x):
 
 @triton.jit
 def spread(x, first, second):
-    """A row's or a column's share of the random bits, by two words of key."""
+    """Hash a row or column index with two words of key."""
     return mix(mix(x.to(tl.int32) ^ first.to(tl.int32)) ^ second.to(tl.int32))
 
 
 @triton.jit
 def as_read(x, sample):
-    """Numbers, spread over threads as a sample of what was read is."""
-    # Of numbers that meet no memory the compiler gives each thread every 128th, of what is read 16 bytes: where the two
-    # meet, one of them goes through shared memory. A zero that only the next compiler knows to be one ties them early.
+    """Return numbers in the thread layout of a sample that was loaded."""
+    # The compiler gives each thread every 128th of computed numbers, but 16 consecutive bytes of loaded ones: combining
+    # the two goes through shared memory. A zero that only a later pass recognizes ties the layouts early.
     return x + ((sample.to(tl.float32).to(tl.int32, bitcast=True) & 0xFFFF) >> 16)
 
 
 @triton.jit
 def rounded(value, bits, TYPE: tl.constexpr):
-    """float32 as a type: to bfloat16 up or down by the lower 16 bits. What is no number comes with zeros."""
-    # An infinite number has nothing to carry from, and stays one; of what is no number all bits may be set.
+    """Convert float32 to a type: to bfloat16 stochastically by the lower 16 bits, which are zero for NaNs."""
+    # An infinity has a zero mantissa and stays; a NaN may have all bits set.
     if tl.bfloat16 == TYPE:
         up = ((bits & 0xFFFF) + value.to(tl.int32, bitcast=True)) >> 16
         return up.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -297,8 +297,8 @@ def rounded(value, bits, TYPE: tl.constexpr):
 @triton.jit
 def advanced(w, g, m, v, decay, size, root, beta1, rest1, beta2, rest2, eps):
     """Weight and moments after one update."""
-    # Which product is fused with a sum is said here: left to the compiler, it differs from one kind of launch to the
-    # next, and with it the last bit of the same element on another mesh.
+    # Multiply-adds are fused explicitly: left to the compiler, fusion differs between variants, and with it the last
+    # bit of the same element on another mesh.
     m = tl.fma(beta1, m, rest1 * g)
     v = tl.fma(beta2, v, rest2 * (g * g))
     w = tl.fma(-decay, w, w)
@@ -308,12 +308,12 @@ def advanced(w, g, m, v, decay, size, root, beta1, rest1, beta2, rest2, eps):
 
 @triton.jit
 def pointer(address, before, TYPE: tl.constexpr, ALIGNED: tl.constexpr, EACH: tl.constexpr):
-    """An address as that of a type, some elements on, with what is known of it."""
-    made = address.to(tl.pointer_type(TYPE))
-    # The hint is the pointer's: of the number that it was, the compiler forgets in the cast what it knew.
+    """Return an address as a typed pointer, offset by some elements, with alignment hints."""
+    result = address.to(tl.pointer_type(TYPE))
+    # A hint on the pointer: the compiler loses what it knew of the integer in the cast.
     if ALIGNED:
-        made = tl.multiple_of(made, EACH * TYPE.primitive_bitwidth // 8)
-    return made + before
+        result = tl.multiple_of(result, EACH * TYPE.primitive_bitwidth // 8)
+    return result + before
 
 
 @triton.jit
@@ -330,12 +330,12 @@ def _factors_kernel(
 ):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
-    steps = tl.load(entries + entry * WORDS + 6, mask=inside, other=0)
+    steps = tl.load(entries + entry * ENTRY_WORDS + 6, mask=inside, other=0)
     if LR_LOADED:
         rate = tl.zeros([BLOCK], tl.float64) + tl.load(lr)
     else:
         rate = tl.zeros([BLOCK], tl.float64) + lr
-    # in float64: of one less a power of 0.999, float32 would lose three of its seven digits
+    # in float64: float32 would lose three of its seven digits in 1 - 0.999 ** step
     step = tl.load(steps.to(tl.pointer_type(tl.float32)), mask=inside, other=1.0).to(tl.float64)
     first = 1.0 - tl.exp(step * log1)
     second = 1.0 - tl.exp(step * log2)
@@ -372,14 +372,14 @@ def _adamw_kernel(
     program = tl.program_id(0).to(tl.int64)
     number = tl.load(pieces + 2 * program).to(tl.int64)
     piece = tl.load(pieces + 2 * program + 1)
-    entry = entries + number * WORDS
+    entry = entries + number * ENTRY_WORDS
     keys = fresh + number * FRESH
     wide = tl.load(entry + 8)
     length = tl.load(entry + 9)
     if ALIGNED:
         wide = tl.multiple_of(wide, 16)
         length = tl.multiple_of(length, 16)
-    # Places in 32 bits, from the program's first row on: half the registers of places in the whole.
+    # 32-bit indices from the program's first row: half the registers of 64-bit ones.
     columns = wide.to(tl.int32)
     segments = (columns + SPAN - 1) // SPAN
     first = (piece // segments).to(tl.int64) * (TALL * LOOPS)
@@ -400,7 +400,7 @@ def _adamw_kernel(
     if CLIPPED:
         share = tl.load(factor)
 
-    # Zeros stand for the bits where nothing is rounded, and are dropped by the compiler.
+    # Without rounding the bits are zeros, which the compiler drops.
     ROUNDS: tl.constexpr = (WEIGHT == tl.bfloat16) or (MOMENT == tl.bfloat16)  # noqa: SIM300
     of_row = tl.arange(0, TALL)
     of_columns = tl.zeros([TALL, SPAN], tl.int32)
@@ -413,47 +413,47 @@ def _adamw_kernel(
         of_columns = spread(column_words, tl.load(keys + 3), tl.load(keys + 4))
     for i in range(tl.cdiv(rows, TALL)):
         row = i * TALL + of_row
-        places = row[:, None] * columns + column[None, :]
+        indices = row[:, None] * columns + column[None, :]
         if FLAT:
-            inside = places < left
+            inside = indices < left
         else:
             inside = (row < rows)[:, None] & within[None, :]
         if ROUNDS:
             bits = mix(spread(whole_row + i * TALL, k0, k1)[:, None] + of_columns)
-        w = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gradients + places, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(means + places, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(squares + places, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weights + indices, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradients + indices, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(means + indices, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(squares + indices, mask=inside, other=0.0).to(tl.float32)
         w, m, v = advanced(w, g * share, m, v, decay, size, root, beta1, rest1, beta2, rest2, eps)
-        bits = tl.where(w == w, bits, 0)  # where a moment is no number, the weight is none
-        tl.store(weights + places, rounded(w, bits, WEIGHT), mask=inside)
-        tl.store(means + places, rounded(m, bits >> 16, MOMENT), mask=inside)
-        tl.store(squares + places, rounded(v, (bits * OTHER) >> 16, MOMENT), mask=inside)
+        bits = tl.where(w == w, bits, 0)  # if a moment is NaN, so is the weight
+        tl.store(weights + indices, rounded(w, bits, WEIGHT), mask=inside)
+        tl.store(means + indices, rounded(m, bits >> 16, MOMENT), mask=inside)
+        tl.store(squares + indices, rounded(v, (bits * OTHER) >> 16, MOMENT), mask=inside)
         if SHOWN:
-            tl.store(shown + places, w.to(tl.bfloat16), mask=inside)
+            tl.store(shown + indices, w.to(tl.bfloat16), mask=inside)
 
 
 # -- on the host
 
 
 def factors_of(launch: Launch, lr: float | Tensor, betas: tuple[float, float], weight_decay: float) -> Tensor:
-    """What the count of steps makes of rate and decay, for each entry: decay, size of a step, root of the square's."""
+    """Return each entry's factors from its step count: decay, step size, root of the second bias correction."""
     count, block = len(launch.owners), 128
-    made = torch.empty(count, 3, device=launch.entries.device)
+    factors = torch.empty(count, 3, device=launch.entries.device)
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _factors_kernel[(-(-count // block),)](
-        launch.entries, made, count, lr, weight_decay, *logs, LR_LOADED=isinstance(lr, Tensor), BLOCK=block
+        launch.entries, factors, count, lr, weight_decay, *logs, LR_LOADED=isinstance(lr, Tensor), BLOCK=block
     )
-    return made
+    return factors
 
 
 def shares_of(betas: tuple[float, float]) -> tuple[float, float, float, float]:
-    """What stays of each moment, and what is new of it."""
+    """Return the decay of each moment, and the weight of new values."""
     return betas[0], 1 - betas[0], betas[1], 1 - betas[1]
 
 
 def cut_of(kind: AdamwVariant, clipped: bool) -> dict[str, Any]:
-    """The constants of a launch that every form of AdamW has."""
+    """Return the constants of a launch that all forms of AdamW share."""
     types = {"WEIGHT": named_type(kind.weight), "GRADIENT": named_type(kind.gradient)}
     shape = {"ALIGNED": kind.aligned, "EACH": kind.each, "TALL": kind.tall, "LOOPS": LOOPS, "num_warps": WARPS}
     return {**types, **shape, "SHOWN": kind.shown, "CLIPPED": clipped}
@@ -470,9 +470,9 @@ def adamw(
     draw: Draw | None = None,
     before: AdamwTable | None = None,
 ) -> AdamwTable:
-    """One update of all parts, in place. Give the table that comes back to the next call.
+    """Update all parts in place. Pass the returned table to the next call.
 
-    `lr` may be, and `factor` is, a float32 scalar on the device; gradients are multiplied by the factor on their way.
+    `factor`, and optionally `lr`, is a float32 scalar on the device; gradients are multiplied by the factor.
     """
     table = table_of([part for part in parts if part.weight.numel()], draw, before)
     for launch in table.launches:
@@ -506,7 +506,7 @@ def reference(
     factor: Tensor | None = None,
     draw: Draw | None = None,
 ) -> None:
-    """One update of all parts, one after the other, in place."""
+    """Update all parts in place, one by one."""
     for part in parts:
         g = part.gradient.float() * (1.0 if factor is None else factor)
         m = betas[0] * part.mean.float() + (1 - betas[0]) * g
@@ -518,12 +518,12 @@ def reference(
         w = w - (size * m) / (v.sqrt() * root + eps)
         halved = torch.bfloat16 in (part.weight.dtype, part.mean.dtype)
         word = _word(part, draw) if halved else torch.zeros((), dtype=torch.int32)
-        for kept, value, bits in (
+        for stored, value, bits in (
             (part.weight, w, word),
             (part.mean, m, word >> 16),
             (part.square, v, (word * ODD) >> 16),
         ):
-            kept.copy_(value if kept.dtype == torch.float32 else _rounded(value, bits))
+            stored.copy_(value if stored.dtype == torch.float32 else _rounded(value, bits))
         if part.shown is not None:
             part.shown.copy_(w)
 
@@ -550,7 +550,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1, shown: bool = False) -> LaunchSpec:
-    weight, gradient, moment = ({"f": tl.float32, "b": tl.bfloat16}[one] for one in types)
+    weight, gradient, moment = ({"f": tl.float32, "b": tl.bfloat16}[letter] for letter in types)
     flat = types[0] == types[2] == "f"
     floats = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     arguments = {"entries": "*i64", "fresh": "*i64", "pieces": "*i32", "factors": "*fp32", "factor": "*fp32"} | floats

@@ -1,18 +1,17 @@
-"""AdamW whose moments are kept in eight bits: decoded, updated and encoded again in the pass that updates weights.
+"""AdamW with 8-bit moments: decoded, updated and encoded in the pass that updates weights.
 
-The numbers are those of train/optim/eightbit.py: blocks of 256 neighbours of a row, each scaled by its largest, the
-mean by 256 numbers between -1 and 1 and the root of the square by 256 between 0 and 1. The update between is that of
-adamw.py. Bytes bind it: 10 for an element of bfloat16 weight and gradient, of which 4 are the moments', and 16 for one
-of float32. A program takes 4 blocks of 8 rows, one row after the other; each warp has a block, whose largest is found
-within the warp.
+The quantization is that of train/optim/eightbit.py: blocks of 256 neighbours of a row, scaled by their largest, the
+first moment with 256 numbers between -1 and 1 and the root of the second with 256 between 0 and 1. The update is that
+of adamw.py. It is memory-bound: 10 bytes per element of bfloat16 weight and gradient, of which 4 are the moments', and
+16 with float32. A program handles 4 blocks of 8 rows, row by row; each warp has a block, whose maximum is found within
+the warp.
 
-Encoding is exact and one look-up. The code of a share is the number of borders below it. Its sign, its exponent and
-the seven highest bits of its mantissa, the upper half of its float32, name a cell, and the borders lie so that no cell
-has more than one: the table says for each cell how many borders are below, and the lower half of the one inside. A
-search by halves would be eight look-ups one after the other. A share that is no number gets the last code, as it does
-from torch.bucketize, and with its block's scale that is no number either, it stays so.
+Encoding is exact and takes one lookup. The code of a scaled value is the number of borders below it. The upper half of
+its float32 (sign, exponent and seven mantissa bits) names a cell, and no cell contains more than one border: the table
+has, for each cell, the number of borders below, and the lower half of the one inside. A binary search would take eight
+dependent lookups. A NaN gets the last code, as from torch.bucketize, and with its block's NaN scale stays NaN.
 
-Nothing is differentiated, and tensors hide behind their addresses: call this outside of compiled graphs.
+Nothing is differentiable, and tensors are hidden behind addresses: call this outside of compiled graphs.
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor
 
 from headway.kernels.adamw import (
+    ENTRY_WORDS,
     FRESH,
     LOOPS,
     WARPS,
-    WORDS,
     AdamwPart,
     AdamwTable,
     Draw,
@@ -50,25 +49,25 @@ BLOCK = tl.constexpr(256)
 UNITS = tl.constexpr(4)
 """Blocks at a time."""
 TOP = 0x3F80
-"""The cell of 1, the largest share there is."""
+"""The cell of 1, the largest scaled value."""
 
 
 @dataclass(frozen=True)
 class Codebooks:
-    """The numbers that codes stand for, and the cells that codes are found by."""
+    """The values of codes, and the cells of the encoding."""
 
     numbers: Tensor
-    """float32: 256 of the mean, 256 of the root."""
+    """float32: 256 of the first moment, 256 of the root of the second."""
     cells: Tensor
-    """int32: of the mean's positive, the mean's negative and the root's shares."""
+    """int32: for positive and negative first moments, and for roots."""
     lowest: int
-    """The cell below which no share has a border."""
+    """The lowest cell with a border."""
 
 
 def books_of(signed: Tensor, unsigned: Tensor, device: torch.device) -> Codebooks:
-    """Of 256 rising numbers each, on the CPU."""
+    """Build codebooks from 256 ascending numbers each, on the CPU."""
     edges = [_borders(numbers) for numbers in (signed, unsigned)]
-    lowest = min(int(abs(found).min().view(np.int32)) >> 16 for found in edges) - 1
+    lowest = min(int(abs(edge).min().view(np.int32)) >> 16 for edge in edges) - 1
     sides = [(edges[0], False), (edges[0], True), (edges[1], False)]
     cells = np.concatenate([_cells(borders, lowest, negative) for borders, negative in sides])
     numbers = torch.cat([signed, unsigned]).to(torch.float32)
@@ -76,16 +75,16 @@ def books_of(signed: Tensor, unsigned: Tensor, device: torch.device) -> Codebook
 
 
 def _borders(numbers: Tensor) -> np.ndarray:
-    """Half-way between neighbours."""
+    """Return the midpoints between neighbours."""
     wide = numbers.double()
     return ((wide[1:] + wide[:-1]) / 2).to(torch.float32).numpy()
 
 
 def _cells(borders: np.ndarray, lowest: int, negative: bool) -> np.ndarray:
-    """For each cell the borders below it, and the lower half of the one inside."""
+    """Return for each cell the number of borders below it, and the lower half of the one inside."""
     cells = np.arange(lowest, TOP + 1, dtype=np.int64)
     ends = [((cells << 16) + half).astype(np.int32).view(np.float32) for half in (0, 0xFFFF)]
-    ends[0][0] = 0.0  # the first cell is all that is smaller
+    ends[0][0] = 0.0  # the first cell includes everything smaller
     if negative:
         sides = np.sort(-borders[borders < 0])
         below = len(sides) - np.searchsorted(sides, ends[1], side="right")
@@ -95,26 +94,26 @@ def _cells(borders: np.ndarray, lowest: int, negative: bool) -> np.ndarray:
     first, end = (np.searchsorted(sides, edge, side=side) for edge, side in zip(ends, ("left", "right"), strict=True))
     assert (end - first).max() <= 1, "no cell has two borders"
     inside = sides[np.minimum(first, len(sides) - 1)].view(np.int32) & 0xFFFF
-    # a half that no share is above, or below: no border
+    # a half that no value is above, or below: no border
     halves = np.where(end > first, inside, 0 if negative else 0xFFFF)
     return ((below << 16) | halves).astype(np.int32)
 
 
 @triton.jit
 def _each(x):
-    """What each block has, for each of its elements."""
-    # Elements lie in one row, whose order is the only one there is: of blocks by 256, some compilers hold a gathered
-    # tensor column by column, and send every element through shared memory and back.
+    """Repeat each block's value for its elements."""
+    # Elements are one-dimensional, which has a single layout: for a gathered tensor of blocks x 256, some compilers
+    # choose a column layout, and send every element through shared memory.
     return tl.reshape(tl.broadcast_to(x[:, None], (UNITS, BLOCK)), (UNITS * BLOCK,))
 
 
 @triton.jit
 def _codes(value, cells, lowest, SIGNED: tl.constexpr):
-    """The scales of some blocks and the codes of their elements."""
-    # The largest by its bits, which rise as numbers do, and what is no number is larger than all of them.
+    """Return the scales of blocks and the codes of their elements."""
+    # The maximum of the bits, which order like the numbers; NaNs are larger than all of them.
     largest = tl.max(tl.reshape(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (UNITS, BLOCK)), axis=1)
     scale = largest.to(tl.float32, bitcast=True)
-    # not below the least normal number, by bits again: one that is no number passes
+    # at least the smallest normal number, by bits again: NaNs pass
     divisor = tl.maximum(largest, 0x00800000).to(tl.float32, bitcast=True)
     share = value * _each(tl.div_rn(1.0, divisor))
     bits = share.to(tl.int32, bitcast=True)
@@ -159,7 +158,7 @@ def _adamw_8bit_kernel(
     program = tl.program_id(0).to(tl.int64)
     number = tl.load(pieces + 2 * program).to(tl.int64)
     piece = tl.load(pieces + 2 * program + 1)
-    entry = entries + number * WORDS
+    entry = entries + number * ENTRY_WORDS
     keys = fresh + number * FRESH
     wide = tl.load(entry + 8)
     if ALIGNED:
@@ -199,14 +198,14 @@ def _adamw_8bit_kernel(
     for i in range(tl.cdiv(rows, TALL)):
         row = i * TALL + of_row
         element_row = i * TALL + element // BLOCK // ALONG
-        places = element_row * columns + column
+        indices = element_row * columns + column
         inside = (element_row < rows) & within
         scaled = (row < rows) & (block < blocks)
         scale_places = row * blocks + block
-        w = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gradients + places, mask=inside, other=0.0).to(tl.float32)
-        mean_codes = tl.load(means + places, mask=inside, other=0)
-        root_codes = tl.load(roots + places, mask=inside, other=0)
+        w = tl.load(weights + indices, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradients + indices, mask=inside, other=0.0).to(tl.float32)
+        mean_codes = tl.load(means + indices, mask=inside, other=0)
+        root_codes = tl.load(roots + indices, mask=inside, other=0)
         mean_scale = tl.load(mean_scales + scale_places, mask=scaled, other=0.0)
         root_scale = tl.load(root_scales + scale_places, mask=scaled, other=0.0)
         m = tl.load(numbers + mean_codes.to(tl.int32)) * _each(mean_scale)
@@ -215,16 +214,16 @@ def _adamw_8bit_kernel(
         if tl.bfloat16 == WEIGHT:
             weight_rows = spread(whole_row + i * TALL, k0, k1)
         bits = tl.where(w == w, mix(_each(weight_rows) + weight_columns), 0)
-        tl.store(weights + places, rounded(w, bits, WEIGHT), mask=inside)
+        tl.store(weights + indices, rounded(w, bits, WEIGHT), mask=inside)
         if SHOWN:
-            tl.store(shown + places, w.to(tl.bfloat16), mask=inside)
-        # what is outside of a short block must not be its largest
+            tl.store(shown + indices, w.to(tl.bfloat16), mask=inside)
+        # elements outside of a short block must not count for its maximum
         mean_scale, mean_codes = _codes(tl.where(inside, m, 0.0), cells, lowest, True)
         root_scale, root_codes = _codes(
             tl.where(inside, tl.sqrt_rn(v), 0.0), cells + 2 * (0x3F80 + 1 - lowest), lowest, False
         )
-        tl.store(means + places, mean_codes, mask=inside)
-        tl.store(roots + places, root_codes, mask=inside)
+        tl.store(means + indices, mean_codes, mask=inside)
+        tl.store(roots + indices, root_codes, mask=inside)
         tl.store(mean_scales + scale_places, mean_scale, mask=scaled)
         tl.store(root_scales + scale_places, root_scale, mask=scaled)
 
@@ -241,13 +240,13 @@ def adamw_8bit(
     draw: Draw | None = None,
     before: AdamwTable | None = None,
 ) -> AdamwTable:
-    """One update of all parts, in place: their means and squares are codes, of which squares' are of the roots.
+    """Update all parts in place; their moments are codes, the second's of its root.
 
-    Give the table that comes back to the next call. A part begins at a multiple of 256 columns of the whole.
+    Pass the returned table to the next call. A part starts at a multiple of 256 columns of the whole.
     """
     for part in parts:
         if part.scales is None or part.box.start[-1] % 256:
-            raise ValueError(f"{part.name}: moments in eight bits have scales, and begin where a block does")
+            raise ValueError(f"{part.name}: 8-bit moments need scales, and must start at a block")
     table = table_of([part for part in parts if part.weight.numel()], draw, before)
     for launch in table.launches:
         kind, factors = launch.kind, factors_of(launch, lr, betas, weight_decay)
@@ -278,7 +277,7 @@ def reference(
     factor: Tensor | None = None,
     draw: Draw | None = None,
 ) -> None:
-    """One update of all parts, one after the other, in place."""
+    """Update all parts in place, one by one."""
     for part in parts:
         assert part.scales is not None
         numbers = books.numbers.view(2, 256)
@@ -288,11 +287,11 @@ def reference(
             part.weight, part.gradient, mean, square, part.step, part.name, part.box, part.shape, part.shown
         )
         reference_adamw([opened], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, factor=factor, draw=draw)
-        kept = ((part.mean, part.scales[0], mean), (part.square, part.scales[1], square.sqrt_()))
-        for (codes, scales, value), book in zip(kept, numbers, strict=True):
-            made, found = _encoded(value, book)
-            codes.copy_(made)
-            scales.copy_(found)
+        moments = ((part.mean, part.scales[0], mean), (part.square, part.scales[1], square.sqrt_()))
+        for (codes, scales, value), book in zip(moments, numbers, strict=True):
+            new_codes, new_scales = _encoded(value, book)
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
 
 
 def _decoded(codes: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
@@ -311,7 +310,7 @@ def _encoded(value: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ahead(name: str, types: str, aligned: bool = True, tall: int = 1) -> LaunchSpec:
-    weight, gradient = ({"f": tl.float32, "b": tl.bfloat16}[one] for one in types)
+    weight, gradient = ({"f": tl.float32, "b": tl.bfloat16}[letter] for letter in types)
     tables = {"entries": "*i64", "fresh": "*i64", "pieces": "*i32", "factors": "*fp32", "factor": "*fp32"}
     floats = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     arguments = tables | {"numbers": "*fp32", "cells": "*i32", "lowest": "i32"} | floats

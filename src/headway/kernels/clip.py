@@ -1,17 +1,17 @@
-"""The norm of many gradients in one pass, and their scaling in place where the norm is too large.
+"""Gradient norm over many tensors in one pass, and clipping in place.
 
     norm = sqrt(sum over all tensors of sum x^2)        factor = min(1, clip / (norm + 1e-6))        x <- factor x
 
-Bytes bind both: the norm reads each gradient once, the scaling reads and writes it. A table on the device says where
-each tensor lies and how long it is, and a map says which piece of which tensor each program takes, so that tensors of
-one dtype are one launch however many there are. A program adds up the squares of one piece in float32 and writes one
-number to a place of its own; those numbers are then added up in float64. No number is added in an order that could
-change, so that the norm has the same bits in every run. What is infinite or no number shows in the norm.
+Both are memory-bound: the norm reads each gradient once, the scaling reads and writes it. A table on the device has the
+address and length of each tensor, and a map says which piece of which tensor each program handles, so that all tensors
+of one dtype are one launch. A program sums the squares of one piece in float32 and writes one number to its own slot;
+those numbers are then summed in float64. All sums have a fixed order, so that the norm has the same bits in every run.
+Infinities and NaNs propagate to the norm.
 
-The scaling reads the factor on the device and leaves at once where it is 1: a step without clipping reads a few bytes
-a piece. The fused AdamW takes the factor itself and needs no such pass.
+The scaling reads the factor on the device and returns immediately if it is 1: a step without clipping reads a few bytes
+per piece. The fused AdamW applies the factor itself and needs no such pass.
 
-Nothing is differentiated, and tensors hide behind their addresses: call this outside of compiled graphs.
+Nothing is differentiable, and tensors are hidden behind addresses: call this outside of compiled graphs.
 """
 
 from collections.abc import Sequence
@@ -39,29 +39,29 @@ __all__ = [
 ]
 
 LEAST_NORM = 1e-6
-"""What torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
+"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
 BLOCK = 4096
-"""Elements at a time: 32 for each of 128 threads, eight loads of 16 bytes of float32 on their way at once."""
+"""Elements per iteration: 32 per each of 128 threads, eight 16-byte loads of float32 in flight."""
 LOOPS = 4
-"""Blocks of a program: a map of 8 and a sum of 4 bytes for each 16384 elements."""
+"""Blocks per program: 8 bytes of map and 4 of sum per 16384 elements."""
 WARPS = 4
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Tensors of one dtype that a program can read in the same way."""
+    """Tensors of one dtype and alignment."""
 
     dtype: torch.dtype
     aligned: bool
-    """Addresses and lengths are such that a thread may read 16 bytes at once."""
+    """Whether addresses and lengths allow 16-byte loads."""
     entries: Tensor
-    """Of each tensor its address and its length."""
+    """Address and length of each tensor."""
     pieces: Tensor
 
 
 @dataclass(frozen=True)
 class NormTable:
-    """Where some tensors lie; good for as long as they lie there."""
+    """Addresses of tensors; valid while they do not move."""
 
     addresses: tuple[tuple[int, int, torch.dtype], ...]
     launches: tuple[_Launch, ...]
@@ -69,9 +69,9 @@ class NormTable:
 
 
 def table_of(tensors: Sequence[Tensor], before: NormTable | None = None) -> NormTable:
-    """A table of tensors of one device: the one of before where all lie as they did.
+    """Return the table of tensors of one device: the previous one if none has moved.
 
-    Each must fill its memory without gaps, in whatever order of dims; ValueError otherwise.
+    Each must be dense in memory, in any order of dims; raise ValueError otherwise.
     """
     addresses = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors)
     if before is not None and before.addresses == addresses:
@@ -80,19 +80,21 @@ def table_of(tensors: Sequence[Tensor], before: NormTable | None = None) -> Norm
     kinds = dict[tuple[torch.dtype, bool], list[tuple[int, int]]]()
     for tensor, (address, length, dtype) in zip(tensors, addresses, strict=True):
         if tensor.device != device or not _dense(tensor):
-            raise ValueError(f"a tensor on {tensor.device} with strides {tensor.stride()} lies with gaps or elsewhere")
+            raise ValueError(
+                f"expected dense tensors on one device, got one on {tensor.device} with strides {tensor.stride()}"
+            )
         if length:
             kinds.setdefault((dtype, address % 16 == 0 and length % 16 == 0), []).append((address, length))
     launches = []
     for (dtype, aligned), entries in kinds.items():
         pieces = map_of([-(-length // (BLOCK * LOOPS)) for _, length in entries])
-        made = uploaded(np.array(entries, dtype=np.int64), device)
-        launches.append(_Launch(dtype, aligned, made, uploaded(pieces, device)))
+        table = uploaded(np.array(entries, dtype=np.int64), device)
+        launches.append(_Launch(dtype, aligned, table, uploaded(pieces, device)))
     return NormTable(addresses, tuple(launches), device)
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills one stretch of memory, so that a sum over it may go through that in any order."""
+    """Whether a tensor is dense in memory, so that a sum may traverse it in memory order."""
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()
@@ -101,15 +103,15 @@ def _dense(tensor: Tensor) -> bool:
 
 
 @triton.jit
-def _place(entries, pieces, TYPE: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr):
-    """Where a program's tensor begins, how long it is, and where the program's piece of it begins."""
+def _piece_start(entries, pieces, TYPE: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr):
+    """Return the address and length of a program's tensor, and the start of its piece."""
     program = tl.program_id(0).to(tl.int64)
     entry = tl.load(pieces + 2 * program).to(tl.int64)
     first = tl.load(pieces + 2 * program + 1).to(tl.int64) * SPAN
     data = tl.load(entries + 2 * entry).to(tl.pointer_type(TYPE))
     length = tl.load(entries + 2 * entry + 1)
     if ALIGNED:
-        # Of the pointer, not of the number it was: the compiler forgets what it knew of that in the cast.
+        # A hint on the pointer, not on the integer: the compiler loses what it knew in the cast.
         data = tl.multiple_of(data, 16)
         length = tl.multiple_of(length, 16)
     return data, length, first
@@ -125,11 +127,11 @@ def _squares_kernel(
     BLOCK: tl.constexpr,
     LOOPS: tl.constexpr,
 ):
-    data, length, first = _place(entries, pieces, TYPE, ALIGNED, BLOCK * LOOPS)
+    data, length, first = _piece_start(entries, pieces, TYPE, ALIGNED, BLOCK * LOOPS)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(LOOPS):
-        places = first + i * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(data + places, mask=places < length, other=0.0).to(tl.float32)
+        indices = first + i * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(data + indices, mask=indices < length, other=0.0).to(tl.float32)
         total += x * x
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
@@ -146,16 +148,16 @@ def _scale_kernel(
 ):
     share = tl.load(factor)
     if share != 1.0:
-        data, length, first = _place(entries, pieces, TYPE, ALIGNED, BLOCK * LOOPS)
+        data, length, first = _piece_start(entries, pieces, TYPE, ALIGNED, BLOCK * LOOPS)
         for i in range(LOOPS):
-            places = first + i * BLOCK + tl.arange(0, BLOCK)
-            inside = places < length
-            x = tl.load(data + places, mask=inside, other=0.0).to(tl.float32)
-            tl.store(data + places, (x * share).to(TYPE), mask=inside)
+            indices = first + i * BLOCK + tl.arange(0, BLOCK)
+            inside = indices < length
+            x = tl.load(data + indices, mask=inside, other=0.0).to(tl.float32)
+            tl.store(data + indices, (x * share).to(TYPE), mask=inside)
 
 
 def sum_of_squares(table: NormTable) -> Tensor:
-    """Over all elements of a table's tensors: a float64 scalar on their device."""
+    """Return the sum of squares over all tensors of a table, as a float64 scalar on their device."""
     sums = torch.empty(sum(len(launch.pieces) for launch in table.launches), device=table.device)
     first = 0
     for launch in table.launches:
@@ -175,19 +177,19 @@ def sum_of_squares(table: NormTable) -> Tensor:
 
 
 def gradient_norm(table: NormTable) -> Tensor:
-    """The norm of all of a table's tensors together: a float32 scalar on their device."""
+    """Return the norm over all tensors of a table, as a float32 scalar on their device."""
     return sum_of_squares(table).sqrt().float()
 
 
 def clip_factor(norm: Tensor, clip: float) -> Tensor:
-    """What gradients of this norm are multiplied by so that it is `clip` at most: a float32 scalar on its device."""
+    """Return the factor that clips gradients of this norm to `clip`, as a float32 scalar on its device."""
     return (clip / (norm + LEAST_NORM)).clamp(max=1.0).float()
 
 
 def scale(table: NormTable, factor: Tensor) -> None:
-    """Multiply all of a table's tensors by a float32 scalar of their device, in place; by 1 touches none."""
+    """Multiply all tensors of a table by a float32 scalar of their device, in place; a factor of 1 is free."""
     if factor.dtype != torch.float32 or factor.numel() != 1:
-        raise ValueError(f"the factor is one float32 number, not {factor.dtype} of shape {tuple(factor.shape)}")
+        raise ValueError(f"expected one float32 factor, got {factor.dtype} of shape {tuple(factor.shape)}")
     for launch in table.launches:
         _scale_kernel[(len(launch.pieces),)](
             launch.entries,
@@ -202,7 +204,7 @@ def scale(table: NormTable, factor: Tensor) -> None:
 
 
 def reference(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all tensors together, by the norms of each."""
+    """Return the norm over all tensors."""
     if not tensors:
         return torch.zeros(())
     return torch.linalg.vector_norm(
@@ -211,7 +213,7 @@ def reference(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def reference_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all in place."""
+    """Multiply all tensors in place."""
     for tensor in tensors:
         tensor.copy_(tensor.float() * factor)
 

@@ -1,17 +1,17 @@
-"""Which kernel does an operation: one table, by device, precision, and what is asked of it. Nothing is patched.
+"""Kernel dispatch: one table from operation, device, precision and features to a kernel. Nothing is patched.
 
     operation      GPU                                                       CPU
     attention      cuDNN; PyTorch's, where bits repeat; flex for documents,  PyTorch's; plain with caps or sinks
                    windows, soft caps and sinks (heads of 16 and more)
-    experts        grouped: one product for all of them (bfloat16)           a loop over those that have tokens
+    experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
     loss           Triton between cuBLAS's products                          PyTorch's, in chunks
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
 
-`headway kernels` prints what it says of a machine, with the reasons. A recipe's `train.plain` names operations that
-plain PyTorch does instead: what a kernel is held against when something looks wrong.
+`headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
+plain PyTorch instead: the reference when a kernel is in doubt.
 """
 
 from collections.abc import Collection
@@ -42,34 +42,34 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
 LATEST = 9
-"""cuDNN's attention is the fastest from Hopper on; before, flash is."""
+"""cuDNN's attention is the fastest since Hopper; before, flash is."""
 IN_BLOCKS: tuple[Operation, ...] = ("rms_norm", "rope", "gated")
-"""What a compiler sees together with its neighbours, and joins to them: one pass over memory less than any kernel."""
+"""Operations that a compiler fuses with their neighbours, which saves one more pass over memory than a kernel."""
 LEAST_ELEMENTS = 2**22
-"""Of a tensor whose pass takes a GPU longer than an operation of PyTorch's own kind takes to be launched."""
+"""Elements from which a pass takes a GPU longer than launching a PyTorch operation."""
 LEAST_HEAD = 16
-"""Numbers of a head that flex attention takes."""
+"""Smallest head size of flex attention."""
 devices: tuple[str, ...] = ("cuda",)
-"""Kinds of device that Triton's kernels run on; tests add the CPU, where Triton interprets them."""
+"""Device types that Triton kernels run on; tests add the CPU, for Triton's interpreter."""
 _plain: frozenset[str] = frozenset()
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, and why it is the one."""
+    """A kernel, and why it was chosen."""
 
     kernel: str
     why: str
 
 
 def make_plain(operations: Collection[str]) -> None:
-    """Have plain PyTorch do these in this process, and what the table says do the rest."""
+    """Run these operations in plain PyTorch in this process."""
     global _plain
     _plain = frozenset(operations)
 
 
 def uses_triton(operation: Operation, x: Tensor) -> bool:
-    """Whether a Triton kernel does this operation on a tensor."""
-    if x.device.type not in devices:  # the way of every CPU
+    """Whether a Triton kernel runs this operation on a tensor."""
+    if x.device.type not in devices:  # fast path of CPUs
         return False
     return fused(operation, x.device.type, x.dtype, x.numel(), torch.compiler.is_compiling()).kernel == "triton"
 
@@ -77,7 +77,7 @@ def uses_triton(operation: Operation, x: Tensor) -> bool:
 def fused(
     operation: Operation, device: str, dtype: torch.dtype, elements: int = 2**24, compiled: bool = False
 ) -> KernelChoice:
-    """For operations that are Triton's or PyTorch's, by how large a tensor is and whether a compiler sees it."""
+    """Choose between Triton, PyTorch and the compiler, by tensor size and whether blocks are compiled."""
     if operation in _plain:
         return KernelChoice("pytorch", "the recipe says so")
     if device not in devices:
@@ -107,8 +107,8 @@ _WHY = {
 def attention(
     device: str, dtype: torch.dtype, head: int, *, masked: bool, capped: bool, sinks: bool, exact: bool
 ) -> KernelChoice:
-    """By the size of a head, what is seen (`masked`: documents or a window) and how scores are bent; `exact` where bits
-    must repeat."""
+    """Choose by head size, mask (`masked`: documents or a window) and score features; `exact` requires reproducible
+    bits."""
     if not masked and not capped and not sinks:
         if device != "cuda" or dtype not in HALVES:
             return KernelChoice("sdpa", "PyTorch's kernel for causal attention")
@@ -128,7 +128,7 @@ _FLASH = KernelChoice("sdpa", "flash is the fastest before Hopper")
 
 
 def experts(device: str, dtype: torch.dtype, dim: int, hidden: int) -> KernelChoice:
-    """By precision and widths: rows of the grouped product begin at multiples of 16 bytes."""
+    """Choose by precision and widths: rows of a grouped GEMM are 16-byte aligned."""
     if "experts" in _plain:
         return KernelChoice("loop", "the recipe says so")
     if device != "cuda" or dtype != torch.bfloat16:
@@ -139,32 +139,34 @@ def experts(device: str, dtype: torch.dtype, dim: int, hidden: int) -> KernelCho
 
 
 class DispatchRow(NamedTuple):
-    """What runs for one case of an operation."""
+    """The kernel of one case of an operation."""
 
     operation: Operation
     case: str
-    """Of an operation that has several; empty for the rest."""
+    """The case, for operations with several; else empty."""
     choice: KernelChoice
 
 
 def rows(device: str, dtype: torch.dtype, *, compiled: bool, exact: bool) -> list[DispatchRow]:
-    """What the table says of a kind of device and a precision, all of it."""
+    """Return the whole table for a device type and precision."""
     cases = {
         "causal": {"masked": False, "capped": False, "sinks": False},
         "documents or windows": {"masked": True, "capped": False, "sinks": False},
         "soft caps": {"masked": False, "capped": True, "sinks": False},
         "sinks": {"masked": False, "capped": False, "sinks": True},
     }
-    found = [
+    attention_and_experts = [
         DispatchRow("attention", case, attention(device, dtype, 64, **asked, exact=exact))
         for case, asked in cases.items()
     ]
-    found.append(DispatchRow("experts", "", experts(device, dtype, dim=64, hidden=64)))
-    rest = (one for one in OPERATIONS if one not in ("attention", "experts"))
-    return found + [DispatchRow(one, "", fused(one, device, dtype, compiled=compiled)) for one in rest]
+    attention_and_experts.append(DispatchRow("experts", "", experts(device, dtype, dim=64, hidden=64)))
+    rest = (operation for operation in OPERATIONS if operation not in ("attention", "experts"))
+    return attention_and_experts + [
+        DispatchRow(operation, "", fused(operation, device, dtype, compiled=compiled)) for operation in rest
+    ]
 
 
 @torch.compiler.assume_constant_result
 def _latest() -> bool:
-    """Where there is no GPU to ask, the answer is that of today's."""
+    """Whether the GPU is Hopper or later; without a GPU, assume so."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= LATEST

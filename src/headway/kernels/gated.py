@@ -1,4 +1,4 @@
-"""What a gated feed-forward does between its matrices.
+"""Gated activations of a feed-forward: SwiGLU and GeGLU.
 
     swiglu: silu(gate) * up                 silu(g) = g * sigmoid(g)
     geglu:  gelu(gate) * up                 gelu(g) = g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 * g^3))
@@ -7,14 +7,14 @@ The second is GELU's tanh form, since (1 + tanh(z)) / 2 = sigmoid(2z); both are 
 
     dup = grad * g * s                      dgate = grad * up * (s + g * s * (1 - s) * z'(g))
 
-Arithmetic is float32 and each result is rounded once. PyTorch, eager, rounds the activation to bfloat16 before the
-product: results differ from it by about one unit in the last place, and are the closer ones.
+Arithmetic is float32 and each result is rounded once. Eager PyTorch rounds the activation to bfloat16 before the
+product: results differ from it by about one unit in the last place, and are more accurate.
 
-Bytes bind it: forward reads two numbers and writes one, backward reads three and writes two; a sigmoid's exponential
-and division take less than half the time of those bytes. A program takes one stretch of a row; tensors without gaps
-count as one long row. Rows may be apart, as when gate and up are the halves of one tensor.
+It is memory-bound: forward reads two numbers and writes one, backward reads three and writes two; the arithmetic takes
+less than half the time of those bytes. A program handles a part of a row; contiguous tensors count as one long row.
+Rows may be strided, as when gate and up are the halves of one tensor.
 
-Kept for backward: gate and up alone; the activation is computed again.
+Saved for backward: gate and up; the activation is recomputed.
 """
 
 import math
@@ -32,7 +32,7 @@ __all__ = ["AHEAD", "geglu", "reference_geglu", "reference_swiglu", "swiglu"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 2048
 WARPS = 4
-"""Sixteen numbers of each tensor a thread: two 16-byte loads of bfloat16 from each on their way."""
+"""16 elements of each tensor per thread: two 16-byte loads of bfloat16 of each in flight."""
 
 
 def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,20 +48,20 @@ def reference_geglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     _check(gate, up)
-    made: Tensor = _gated(gate, up, False)
-    return made
+    result: Tensor = _gated(gate, up, False)
+    return result
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with GELU's tanh form."""
     _check(gate, up)
-    made: Tensor = _gated(gate, up, True)
-    return made
+    result: Tensor = _gated(gate, up, True)
+    return result
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
     if gate.dtype not in DTYPES:
-        raise ValueError(f"the gate is {gate.dtype}: only float32, float16 and bfloat16 are known")
+        raise ValueError(f"expected a gate in float32, float16 or bfloat16, got {gate.dtype}")
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.ndim == 0:
         raise ValueError(f"gate {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)} differ")
 
@@ -138,7 +138,7 @@ def _backward_kernel(
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As rows of any stride: one long row where no tensor has gaps, a copy only where there is no such view."""
+    """Return rows of any stride: one long row if all tensors are contiguous; copy only if no view exists."""
     if all(x.is_contiguous() for x in tensors):
         return tuple(x.view(1, -1) for x in tensors)
     rows = (x.reshape(-1, x.shape[-1]) for x in tensors)

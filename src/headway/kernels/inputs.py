@@ -1,4 +1,4 @@
-"""What a loss is given: labels that it leaves out, and the precision that products are made in."""
+"""Inputs of a loss: masked labels, and the precision of products."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,11 @@ from torch import Tensor
 __all__ = ["IGNORED", "autocast"]
 
 IGNORED = -100
-"""A label that is left out of the loss."""
+"""The label that is masked from the loss."""
 
 
 def autocast(x: Tensor) -> Tensor:
-    """In the precision of an enclosing autocast: inside a Function no cast would be recorded for the backward pass."""
+    """Cast to the precision of an enclosing autocast: inside a Function a cast is not recorded for the backward
+    pass."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -6,18 +6,18 @@ With logits z = softcap(x @ weight.T), spread s = log sum exp z, probabilities p
     logprob  z_y - s                                   [y] - p
     entropy  s - sum p * z                             -p * (z - s + entropy)
 
-Three products with the largest matrix of a model bind it: 6 * T * V * D FLOPs. What is left to save is everything
-around them. Tokens are cut into a few equal chunks. Of each, cuBLAS makes the logits in one buffer that is used again,
-one Triton program a row turns them into the slope in place (`logits.py`), and cuBLAS makes both gradients of the slope.
+It is bound by three products with the largest matrix of a model: 6 * T * V * D FLOPs. What can be saved is everything
+around them. Tokens are split into a few equal chunks. For each, cuBLAS computes the logits in one reused buffer, one
+Triton program per row turns them into the slope in place (`logits.py`), and cuBLAS computes both gradients.
 
-The loss is a plain sum, so that its gradients are known in the forward pass, up to the factor that backward brings.
-They are kept for backward: dx in its own dtype, dweight in float32, where cuBLAS adds up the chunks. The factor is
-applied in float32 in the one pass that brings dweight into its dtype. Taking a scale in forward would save nothing:
-that pass is there anyhow, the factor on the device must not be looked at, and slopes times 1 / tokens vanish in
-float16. Log-probabilities and entropies bring a factor for each token: for them backward makes the logits again.
+The loss is a plain sum, so that its gradients are known in the forward pass, up to the factor of the backward pass.
+They are saved for backward: dx in its own dtype, dweight in float32, where cuBLAS accumulates the chunks. The factor is
+applied in float32 in the pass that converts dweight to its dtype. A scale in forward would save nothing: that pass is
+needed anyway, reading the factor would synchronize, and slopes times 1 / tokens underflow in float16. Log-probabilities
+and entropies have a factor per token: for them backward recomputes the logits.
 
-A whole pass is one opaque operation to torch.compile, with the logits inside: there is nothing around a product of
-cuBLAS that it could fuse, and a buffer that it sees is one that it may copy.
+A whole pass is one opaque operation to torch.compile, with the logits inside: it could fuse nothing with a cuBLAS
+product, and might copy a buffer that it sees.
 """
 
 from collections.abc import Iterator
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 LOGITS_BYTES = 2**30
-"""Of one chunk's logits: 4096 tokens of a vocabulary of 128k in bfloat16."""
+"""Bytes of one chunk's logits: 4096 tokens of a vocabulary of 128k in bfloat16."""
 
 CHUNK_TILE = 128
-"""Tokens of a chunk are a multiple of this: what cuBLAS cuts a product into."""
+"""Tokens of a chunk are a multiple of this, the tile size of cuBLAS."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,7 +54,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def reference_summed_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, z_loss: float = 0.0
 ) -> Tensor:
-    """What `summed_cross_entropy` computes, with all logits in memory."""
+    """`summed_cross_entropy` with all logits in memory."""
     kept_T = labels_T != IGNORED
     logits_TV = _capped(x_TD @ weight_VD.T, softcap)
     scores_TV = torch.log_softmax(logits_TV, dim=-1, dtype=torch.float32)
@@ -67,7 +67,7 @@ def reference_summed_cross_entropy(
 def reference_token_scores(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `token_scores` computes, with all logits in memory."""
+    """`token_scores` with all logits in memory."""
     kept_T = labels_T != IGNORED
     scores_TV = torch.log_softmax(_capped(x_TD @ weight_VD.T, softcap), dim=-1, dtype=torch.float32)
     logprobs_T = scores_TV.gather(1, labels_T.where(kept_T, 0).unsqueeze(1)).squeeze(1)
@@ -80,7 +80,7 @@ def _capped(logits_TV: Tensor, softcap: float | None) -> Tensor:
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_size: int) -> int:
-    """Tokens whose logits are held at once: equal chunks, as few as the bound on bytes allows."""
+    """Return the tokens per chunk: equal chunks, as few as the bound on bytes allows."""
     most = max(LOGITS_BYTES // (vocabulary * element_size) // CHUNK_TILE, 1)
     tiles = -(-tokens // CHUNK_TILE)
     chunks = max(-(-tiles // most), 1)
@@ -88,7 +88,7 @@ def chunk_rows(tokens: int, vocabulary: int, element_size: int) -> int:
 
 
 def _chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of tokens and their logits, all in the same memory."""
+    """Yield chunks of tokens and their logits, all in the same buffer."""
     tokens, vocabulary = len(x_TD), len(weight_VD)
     rows = min(chunk_rows(tokens, vocabulary, x_TD.element_size()), tokens)
     buffer = new_logits(rows, vocabulary, x_TD)
@@ -98,7 +98,7 @@ def _chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _new_gradients(x_TD: Tensor, weight_VD: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialized: of x in its dtype, of weight in float32; empty vectors where they are not wanted."""
+    """Allocate gradients: of x in its dtype, of weight in float32; empty vectors for unneeded ones."""
     dx_TD = x_TD.new_empty(x_TD.shape if wants_x else 0)
     return dx_TD, weight_VD.new_empty(weight_VD.shape if wants_weight else 0, dtype=torch.float32)
 
@@ -106,16 +106,16 @@ def _new_gradients(x_TD: Tensor, weight_VD: Tensor, wants_x: bool, wants_weight:
 def _add_gradients_(
     dx_TD: Tensor, dweight_VD: Tensor, here: slice, slopes_TV: Tensor, x_TD: Tensor, weight_VD: Tensor
 ) -> None:
-    """What one chunk's slopes over logits bring: its rows of dx, and a share of dweight."""
+    """Compute a chunk's rows of dx, and accumulate its share of dweight, from slopes."""
     if dx_TD.dim() == 2:
         torch.mm(slopes_TV, weight_VD, out=dx_TD[here])
     if dweight_VD.dim() == 2:
-        x_TD, beta = x_TD[here], 0 if here.start == 0 else 1  # the first overwrites: no pass to zero, none to read
+        x_TD, beta = x_TD[here], 0 if here.start == 0 else 1  # the first overwrites: no pass for zeroing
         if slopes_TV.dtype == torch.float32:
             torch.addmm(dweight_VD, slopes_TV.T, x_TD, beta=beta, out=dweight_VD)
         elif slopes_TV.is_cuda:
             torch.addmm(dweight_VD, slopes_TV.T, x_TD, out_dtype=torch.float32, beta=beta, out=dweight_VD)
-        else:  # PyTorch has no product of half precision into float32 on CPUs
+        else:  # PyTorch has no half-precision product into float32 on CPUs
             torch.addmm(dweight_VD, slopes_TV.T.float(), x_TD.float(), beta=beta, out=dweight_VD)
 
 
@@ -125,9 +125,9 @@ def _add_gradients_(
 @triton.jit
 def _scaled_kernel(source, factor, result, count, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = tl.arange(0, BLOCK)
-    scaled = tl.load(source + first + places, mask=places < count - first, other=0.0).to(tl.float32) * tl.load(factor)
-    tl.store(result + first + places, scaled.to(result.dtype.element_ty), mask=places < count - first)
+    indices = tl.arange(0, BLOCK)
+    scaled = tl.load(source + first + indices, mask=indices < count - first, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(result + first + indices, scaled.to(result.dtype.element_ty), mask=indices < count - first)
 
 
 @torch.library.custom_op("headway::summed_cross_entropy", mutates_args=())
@@ -140,7 +140,7 @@ def _loss_and_gradients(
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients where they are wanted, that of weight in float32."""
+    """Return the loss, and its gradients if needed, that of weight in float32."""
     labels_T, losses_T = labels_T.contiguous(), labels_T.new_empty(len(x_TD), dtype=torch.float32)
     dx_TD, dweight_VD = _new_gradients(x_TD, weight_VD, wants_x, wants_weight)
     if not len(x_TD):
@@ -170,7 +170,7 @@ def _(
 
 @torch.library.custom_op("headway::summed_cross_entropy_backward", mutates_args=())
 def _scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Source times a float32 scalar of the device, multiplied in float32 and rounded once."""
+    """Return source times a float32 scalar of the device, multiplied in float32 and rounded once."""
     result, block = source.new_empty(source.shape, dtype=dtype), 4096
     if source.numel():
         _scaled_kernel[(-(-source.numel() // block),)](source, factor, result, source.numel(), BLOCK=block, num_warps=8)
@@ -184,7 +184,7 @@ def _(source: Tensor, _factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("headway::token_scores", mutates_args=())
 def _scores(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and spread of each token."""
+    """Return the log-probability, entropy and log-sum-exp of each token."""
     logprobs_T, entropy_T, spread_T = (labels_T.new_empty(len(x_TD), dtype=torch.float32) for _ in range(3))
     labels_T = labels_T.contiguous()
     for here, logits_TV in _chunks(x_TD, weight_VD):
@@ -214,7 +214,7 @@ def _scores_backward(
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight, of logits that are made again."""
+    """Return the gradients of x and weight, from recomputed logits."""
     labels_T, kept_T = labels_T.contiguous(), labels_T != IGNORED
     at_label_T = torch.zeros_like(spread_T) if dlogprobs_T is None else -dlogprobs_T.where(kept_T, 0.0)
     tilt_T = None if dentropy_T is None else -dentropy_T.where(kept_T, 0.0)
@@ -288,7 +288,7 @@ class _TokenScores(torch.autograd.Function):
         logprobs_T, entropy_T, spread_T = _scores(x_TD, weight_VD, labels_T, softcap)
         ctx.save_for_backward(x_TD, weight_VD, labels_T, entropy_T, spread_T)
         ctx.softcap, ctx.wants = softcap, (wants_x, wants_weight)
-        ctx.set_materialize_grads(False)  # who asks for one of the two pays for one
+        ctx.set_materialize_grads(False)  # a caller who uses one of the two pays for one
         return logprobs_T, entropy_T
 
     @staticmethod
@@ -303,10 +303,10 @@ class _TokenScores(torch.autograd.Function):
 def summed_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, z_loss: float = 0.0
 ) -> Tensor:
-    """Sum over unmasked labels of the cross-entropy of x @ weight.T: a float32 scalar.
+    """Return the cross-entropy of x @ weight.T summed over unmasked labels, as a float32 scalar.
 
-    `z_loss` counts where gradients are wanted: an evaluation measures the cross-entropy alone. A label that is neither
-    IGNORED nor of the vocabulary makes the loss NaN.
+    `z_loss` applies only with gradients: an evaluation measures the cross-entropy alone. A label that is neither
+    IGNORED nor in the vocabulary makes the loss NaN.
     """
     x_TD, weight_VD = _taken(x_TD, weight_VD, labels_T, softcap)
     wants_x, wants_weight = _wanted(x_TD), _wanted(weight_VD)
@@ -319,10 +319,10 @@ def summed_cross_entropy(
 def token_scores(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each label and the entropy of each token's distribution, in float32, of x @ weight.T.
+    """Return the log-probability of each label and the entropy of each token, in float32, of x @ weight.T.
 
-    Both are differentiable, and both are zero where the label is IGNORED. A label that is not of the vocabulary has
-    a log-probability of NaN.
+    Both are differentiable, and zero where the label is IGNORED. A label outside of the vocabulary has a
+    log-probability of NaN.
     """
     x_TD, weight_VD = _taken(x_TD, weight_VD, labels_T, softcap)
     wants_x, wants_weight = _wanted(x_TD), _wanted(weight_VD)
@@ -334,16 +334,16 @@ def token_scores(
 
 
 def _taken(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """x and weight in the precision of an enclosing autocast, checked."""
+    """Return x and weight in the precision of an enclosing autocast, checked."""
     x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
     if x_TD.dtype not in DTYPES or x_TD.dtype != weight_VD.dtype:
-        raise ValueError(f"x is {x_TD.dtype} and weight {weight_VD.dtype}: both must be the same of {DTYPES}")
+        raise ValueError(f"x is {x_TD.dtype} and weight {weight_VD.dtype}: both must have the same dtype of {DTYPES}")
     if x_TD.dim() != 2 or weight_VD.dim() != 2 or x_TD.shape[1] != weight_VD.shape[1] or not len(weight_VD):
-        raise ValueError(f"no product of {tuple(x_TD.shape)} with {tuple(weight_VD.shape)}: want [T, D] and [V, D]")
+        raise ValueError(f"expected x [T, D] and weight [V, D], got {tuple(x_TD.shape)} and {tuple(weight_VD.shape)}")
     if labels_T.shape != x_TD.shape[:1] or labels_T.dtype != torch.int64:
-        raise ValueError(f"labels are {labels_T.dtype} of {tuple(labels_T.shape)}: want one int64 for each token")
+        raise ValueError(f"expected one int64 label per token, got {labels_T.dtype} of {tuple(labels_T.shape)}")
     if softcap is not None and softcap <= 0:
-        raise ValueError(f"a soft cap of {softcap} squeezes logits into nothing: it must be above 0")
+        raise ValueError(f"the soft cap must be above 0, not {softcap}")
     return x_TD, weight_VD
 
 

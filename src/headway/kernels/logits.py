@@ -1,13 +1,13 @@
-"""Rows of logits: their statistics, and slopes in their place, one Triton program a row.
+"""Rows of logits: their statistics, and slopes in place, with one Triton program per row.
 
 With logits z of a row, spread s = log sum exp z and probabilities p = exp(z - s): `statistics` reads a row once, for s,
 the label's logit and the entropy; `slopes_` writes p * (level + tilt * (z - s)) - at_label * [label] in place of the
 logits; `loss_rows_` does both at once for cross-entropy. `linear_cross_entropy.py` says what they are for.
 
-Bytes bind all three: each reads a row, and the latter two write it. In the first pass every thread folds what it sees
-into a maximum and a sum of its own, so that threads meet in one reduction, in a fixed order, at the end of the row. The
-second pass goes backwards: much of the row (256 KB for a vocabulary of 128k in bfloat16) is still in the second-level
-cache. The plain form of it is in the references of `linear_cross_entropy.py`.
+All three are memory-bound: each reads a row, and the latter two write it. In the first pass every thread folds its
+elements into its own maximum and sum, so that a single reduction, in a fixed order, is left at the end of the row. The
+second pass runs backward: much of the row (256 KB for a vocabulary of 128k in bfloat16) is still in the L2 cache. The
+references are in `linear_cross_entropy.py`.
 """
 
 import torch
@@ -20,13 +20,13 @@ from headway.kernels.triton_compat import tl, triton
 __all__ = ["AHEAD", "loss_rows_", "new_logits", "slopes_", "statistics"]
 
 ROW_TILE = 64
-"""Elements that a row of logits is padded to a multiple of: every row begins where 16 bytes can be loaded at once."""
+"""A row of logits is padded to a multiple of this, so that every row is aligned for 16-byte loads."""
 
 TILE = tl.constexpr(ROW_TILE)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-(2.0**100))
-"""Below any logit, and finite: times zero it is zero. A power of two, whose product with any number is exact: rounded
-and not, as a fused multiplication has it, are the same, and their difference is zero."""
+"""Below any logit, and finite: times zero it is zero. A power of two, whose products are exact: rounded and fused
+results are the same, and their difference is zero."""
 
 
 # ---- a row of logits
@@ -34,13 +34,13 @@ and not, as a fused multiplication has it, are the same, and their difference is
 
 @triton.jit
 def _logits_at(row, columns, stride, softcap, CAPPED: tl.constexpr, KEEP: tl.constexpr):
-    """Logits in float32, and the slope of the soft cap there."""
-    # The mask ends with the padding, not with the vocabulary: only then is it the same for all of 16 bytes, whatever
-    # the vocabulary, and they are one load.
+    """Return logits in float32, and the derivative of the soft cap."""
+    # The mask ends with the padding, not with the vocabulary: only then is it uniform over 16 bytes, which are then one
+    # load.
     logits = tl.load(row + columns, mask=columns < stride, other=0.0, eviction_policy=KEEP).to(tl.float32)
     cap_slope = 1.0
     if CAPPED:
-        bent = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0)  # the hyperbolic tangent
+        bent = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0)  # tanh
         logits = softcap * bent
         cap_slope = 1.0 - bent * bent
     return logits, cap_slope
@@ -51,13 +51,13 @@ def _row_statistics(
     row, stride, vocabulary, softcap,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of the sum of exponentials of a row, and its entropy (0 where it is not asked for)."""
-    places = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    """Return the log-sum-exp of a row, and its entropy (0 if not requested)."""
+    indices = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     largest = tl.full((LANES,), LOWEST, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     spent = tl.zeros((LANES,), tl.float32)  # sum of exp(z - largest) * (z - largest)
     for start in tl.range(0, stride, LANES * WIDE, num_stages=STAGES):
-        columns = start + places
+        columns = start + indices
         logits, _ = _logits_at(row, columns, stride, softcap, CAPPED, "evict_last")
         logits = tl.where(columns < vocabulary, logits, LOWEST)
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
@@ -68,16 +68,16 @@ def _row_statistics(
         total = shrunk * total + tl.sum(raised, axis=1)
     peak = tl.max(largest, axis=0)
     shrunk = tl.exp2((largest - peak) * LOG2_E)
-    whole = tl.sum(shrunk * total, axis=0)
+    row_total = tl.sum(shrunk * total, axis=0)
     entropy = 0.0
     if ENTROPY:
-        entropy = tl.log(whole) - tl.sum(shrunk * (spent + total * (largest - peak)), axis=0) / whole
-    return peak + tl.log(whole), entropy
+        entropy = tl.log(row_total) - tl.sum(shrunk * (spent + total * (largest - peak)), axis=0) / row_total
+    return peak + tl.log(row_total), entropy
 
 
 @triton.jit
 def _at_label(row, label, vocabulary, softcap, CAPPED: tl.constexpr):
-    """The label's logit, NaN where the label is none of the columns: a wrong label must show."""
+    """Return the label's logit, or NaN if the label is out of range: a wrong label must show."""
     here = (label >= 0) & (label < vocabulary)
     chosen = tl.load(row + tl.where(here, label, 0)).to(tl.float32)
     if CAPPED:
@@ -90,9 +90,9 @@ def _write_slopes(
     row, label, spread, level, tilt, at_label, stride, softcap,
     CAPPED: tl.constexpr, TILTED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """p * (level + tilt * (z - spread)) - at_label * [label] in place of each logit; of the padding, anything."""
-    label = label.to(tl.int32)  # as columns are: half the instructions of a comparison in 64 bits
-    # Backwards: what the first pass read last is most likely still in the second-level cache.
+    """Write p * (level + tilt * (z - spread)) - at_label * [label] in place of logits; the padding is arbitrary."""
+    label = label.to(tl.int32)  # like columns: half the instructions of a 64-bit comparison
+    # Backward: what the first pass read last is most likely still in the L2 cache.
     for block in tl.range(0, tl.cdiv(stride, BLOCK), num_stages=STAGES):
         columns = (tl.cdiv(stride, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
         logits, cap_slope = _logits_at(row, columns, stride, softcap, CAPPED, "evict_first")
@@ -115,7 +115,7 @@ def _write_zeros(row, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row(logits, tiles):
-    """Where this program's row begins, and the elements to the next; a product shows the compiler what divides it."""
+    """Return the start of this program's row, and the row stride; a product shows the compiler its divisibility."""
     stride = tiles * TILE
     return tl.multiple_of(logits + tl.program_id(0).to(tl.int64) * stride, 16), stride
 
@@ -156,7 +156,7 @@ def _loss_kernel(
     logits, labels, losses, tiles, vocabulary, softcap, z_loss,
     IGNORED: tl.constexpr, CAPPED: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both passes over a row: its loss, and the loss's slope in place of the logits."""
+    """Both passes over a row: its loss, and the slope in place of the logits."""
     token = tl.program_id(0)
     row, stride = _row(logits, tiles)
     label = tl.load(labels + token)
@@ -164,7 +164,7 @@ def _loss_kernel(
         tl.store(losses + token, 0.0)
         _write_zeros(row, stride, LANES * WIDE)
     else:
-        # Before the row's reductions, whose barriers keep every thread's load ahead of another's store.
+        # Before the row's reductions, whose barriers order every thread's load before another's store.
         chosen = _at_label(row, label, vocabulary, softcap, CAPPED)
         spread, _ = _row_statistics(row, stride, vocabulary, softcap, CAPPED, False, LANES, WIDE, STAGES)
         tl.store(losses + token, spread - chosen + z_loss * spread * spread)
@@ -176,32 +176,32 @@ def _loss_kernel(
 
 
 def _sizes(logits_TV: Tensor) -> dict[str, int]:
-    """How a row is cut: threads, elements that a thread loads at once (16 bytes), and blocks of them under way."""
+    """Return the tiling of a row: threads, elements per load (16 bytes), and blocks in flight."""
     assert logits_TV.stride(1) == 1, "logits are made by new_logits"
     assert logits_TV.stride(0) % ROW_TILE == 0, "logits are made by new_logits"
     row_bytes = logits_TV.shape[1] * logits_TV.element_size()
-    # Few and large programs for long rows: between the passes, the rows of all programs that run should stay in the
-    # second-level cache (50 MB), and three blocks of 16 KB under way are what a multiprocessor needs to be kept busy.
+    # Few and large programs for long rows: between the passes, the rows of all running programs should stay in the L2
+    # cache (50 MB), and three blocks of 16 KB in flight keep a multiprocessor busy.
     warps = 4 if row_bytes <= 2**13 else 16 if row_bytes <= 2**17 else 32
     return {"LANES": 32 * warps, "WIDE": 16 // logits_TV.element_size(), "STAGES": 4, "num_warps": warps}
 
 
 def new_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """An uninitialized matrix [rows, vocabulary] whose rows begin where the kernels want them to."""
+    """Allocate a matrix [rows, vocabulary] with the row alignment of the kernels."""
     buffer = like.new_empty(rows, -(-vocabulary // ROW_TILE) * ROW_TILE)
-    buffer[:, vocabulary:] = 0  # read and left out, but nothing that memory happened to hold may overflow on the way
+    buffer[:, vocabulary:] = 0  # read and masked, but uninitialized values could overflow
     return buffer[:, :vocabulary]
 
 
 def statistics(
     logits_TV: Tensor, labels_T: Tensor, softcap: float | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of `new_logits`: log of the sum of exponentials, the label's logit, and entropy, in float32.
+    """Return for each row of `new_logits` the log-sum-exp, the label's logit and the entropy, in float32.
 
-    Without `entropy` the last is uninitialized. A label that is no column has a logit of NaN.
+    Without `entropy` the last is uninitialized. A label out of range has a logit of NaN.
 
-    Of a vocabulary that is shared out, this is one worker's share: labels minus its first column go in. Spreads s_k and
-    entropies h_k of shares make those of the whole: s = logsumexp s_k, entropy = s - sum exp(s_k - s) * (s_k - h_k).
+    With a split vocabulary, pass labels minus the first column of a worker's share. The log-sum-exps s_k and entropies
+    h_k of shares combine to s = logsumexp s_k, entropy = s - sum exp(s_k - s) * (s_k - h_k).
     """
     spread_T, chosen_T, entropy_T = (labels_T.new_empty(len(logits_TV), dtype=torch.float32) for _ in range(3))
     if len(logits_TV):
@@ -213,7 +213,7 @@ def statistics(
 
 
 def loss_rows_(logits_TV: Tensor, labels_T: Tensor, softcap: float | None = None, z_loss: float = 0.0) -> Tensor:
-    """The loss of each row of `new_logits`, in float32, and its slope in place of the logits: both passes at once."""
+    """Return the loss of each row of `new_logits` in float32, and write its slope in place of the logits."""
     losses_T = labels_T.new_empty(len(logits_TV), dtype=torch.float32)
     if len(logits_TV):
         _loss_kernel[(len(logits_TV),)](
@@ -233,9 +233,9 @@ def slopes_(
     tilt_T: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Put p * (level + tilt * (z - spread)) - at_label * [label] in place of logits that `new_logits` made.
+    """Write p * (level + tilt * (z - spread)) - at_label * [label] in place of logits from `new_logits`.
 
-    Rows of which all three are zero are not read. A label that is no column gets nothing.
+    Rows with all three zero are not read. A label out of range has no effect.
     """
     if len(logits_TV):
         _slopes_kernel[(len(logits_TV),)](

@@ -1,16 +1,16 @@
-"""The products of a Newton-Schulz step, of which two are symmetric and cost half.
+"""Products of a Newton-Schulz step, two of which are symmetric and cost half.
 
     A = X X^T                    [M, M] of X [M, N]
     B = b A + c A A              A is its own transpose, so that A A = A A^T: the same kernel again
     X <- a X + B X               no symmetry in it: cuBLAS
 
-FLOPs bind it. The first two are symmetric, so that only tiles on and below the diagonal are computed and the others are
-written as their mirror: M (M + 128) N multiply-adds rather than 2 M M N, about half. A program makes one tile of 128 x
-128 in float32 and, below the diagonal, writes it twice; eight rows of tiles go together, so that what they read stays
-in the second-level cache. `b A` joins at the end of the second product and costs no pass of its own.
+They are compute-bound. The first two are symmetric, so that only tiles on and below the diagonal are computed and
+mirrored: M (M + 128) N multiply-adds instead of 2 M M N, about half. A program computes one tile of 128 x 128 in
+float32 and, below the diagonal, writes it twice; eight rows of tiles are grouped, so that their inputs stay in the L2
+cache. `b A` is added in the epilogue of the second product, without a pass of its own.
 
-Both mirror images are the same bits. Small matrices leave multiprocessors idle either way and go to cuBLAS: `worth`
-says which. Nothing is differentiated: this is an optimizer's.
+Mirrored tiles are bitwise equal. Small matrices leave multiprocessors idle either way and go to cuBLAS: see `worth`.
+Nothing is differentiable: this is for an optimizer.
 """
 
 import torch
@@ -28,11 +28,11 @@ GROUP = 8
 WARPS = 4
 STAGES = 3
 LEAST_TILES = 128
-"""Below and on the diagonals of a batch: one for about each of an H200's 132 multiprocessors."""
+"""Fewest tiles on and below the diagonals of a batch: about one per multiprocessor of an H200 (132)."""
 
 
 def worth(x: Tensor) -> bool:
-    """Whether half of the tiles of x x^T keep a GPU busy: of one matrix, 2048 rows do."""
+    """Whether half of the tiles of x x^T fill a GPU, as those of one matrix of 2048 rows do."""
     rows = -(-x.shape[-2] // TILE)
     tiles = x.shape[:-2].numel() * rows * (rows + 1) // 2
     even = x.shape[-1] % 16 == 0 and x.shape[-2] % 16 == 0
@@ -66,11 +66,11 @@ def _symmetric_kernel(
     x += tl.program_id(1).to(tl.int64) * x_batch
     out += tl.program_id(1).to(tl.int64) * rows * rows
     left = (i * TILE + tl.arange(0, TILE)).to(tl.int64)
-    right = (j * TILE + tl.arange(0, TILE)).to(tl.int64)
+    columns = (j * TILE + tl.arange(0, TILE)).to(tl.int64)
     depth = tl.arange(0, DEEP)
-    # rows past the end are read as the last ones are, and never written
+    # rows past the end are read as the last ones, and never written
     left_x = x + tl.minimum(left, rows - 1)[:, None] * x_row + depth[None, :]
-    right_x = x + tl.minimum(right, rows - 1)[:, None] * x_row + depth[None, :]
+    right_x = x + tl.minimum(columns, rows - 1)[:, None] * x_row + depth[None, :]
     total = tl.zeros([TILE, TILE], tl.float32)
     for k in range(tl.cdiv(inner, DEEP)):
         inside = (depth < inner - k * DEEP)[None, :]
@@ -80,14 +80,14 @@ def _symmetric_kernel(
         left_x += DEEP
         right_x += DEEP
     total *= scale
-    below = (left < rows)[:, None] & (right < rows)[None, :]
+    below = (left < rows)[:, None] & (columns < rows)[None, :]
     if ADDED:
-        total += share * tl.load(x + left[:, None] * x_row + right[None, :], mask=below, other=0.0).to(tl.float32)
-    made = total.to(out.dtype.element_ty)
-    tl.store(out + left[:, None] * rows + right[None, :], made, mask=below)
+        total += share * tl.load(x + left[:, None] * x_row + columns[None, :], mask=below, other=0.0).to(tl.float32)
+    values = total.to(out.dtype.element_ty)
+    tl.store(out + left[:, None] * rows + columns[None, :], values, mask=below)
     if i != j:
-        mirrored = (right < rows)[:, None] & (left < rows)[None, :]
-        tl.store(out + right[:, None] * rows + left[None, :], tl.trans(made), mask=mirrored)
+        mirrored = (columns < rows)[:, None] & (left < rows)[None, :]
+        tl.store(out + columns[:, None] * rows + left[None, :], tl.trans(values), mask=mirrored)
 
 
 @triton_op("headway::symmetric_product", mutates_args=())
@@ -117,9 +117,9 @@ def _symmetric_product(x: Tensor, scale: float, share: float) -> Tensor:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """Three dims, of which the last lies without gaps."""
+    """Return a 3-D view whose last dim is contiguous."""
     if x.ndim < 2 or not x.is_floating_point():
-        raise ValueError(f"matrices of floating-point numbers, not {x.dtype} of shape {tuple(x.shape)}")
+        raise ValueError(f"expected floating-point matrices, got {x.dtype} of shape {tuple(x.shape)}")
     x = _stacked(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -129,25 +129,25 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def symmetric(x: Tensor) -> Tensor:
-    """x x^T of matrices [..., M, N], summed in float32."""
+    """Return x x^T of matrices [..., M, N], accumulated in float32."""
     batched = _batched(x)
     return _symmetric_product(batched, 1.0, 0.0).view(*x.shape[:-1], x.shape[-2])
 
 
 def polynomial(square: Tensor, b: float, c: float) -> Tensor:
-    """b A + c A A of matrices [..., M, M] that are their own transposes."""
+    """Return b A + c A A of symmetric matrices [..., M, M]."""
     if square.shape[-1] != square.shape[-2]:
-        raise ValueError(f"a matrix of {square.shape[-2]} x {square.shape[-1]} is not its own transpose")
+        raise ValueError(f"expected symmetric matrices, got {square.shape[-2]} x {square.shape[-1]}")
     return _symmetric_product(_batched(square), c, b).view(square.shape)
 
 
 def step(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a X + (b A + c A A) X with A = X X^T, of matrices [..., M, N] with M <= N; cuBLAS alone where that is better."""
+    """Return a X + (b A + c A A) X with A = X X^T, of matrices [..., M, N] with M <= N; by cuBLAS alone if faster."""
     if worth(x):
-        made = polynomial(symmetric(x), b, c)
+        result = polynomial(symmetric(x), b, c)
     else:
-        made = reference_polynomial(reference_symmetric(x), b, c)
-    return torch.baddbmm(_stacked(x), _stacked(made), _stacked(x), beta=a).view(x.shape)
+        result = reference_polynomial(reference_symmetric(x), b, c)
+    return torch.baddbmm(_stacked(x), _stacked(result), _stacked(x), beta=a).view(x.shape)
 
 
 def reference_symmetric(x: Tensor) -> Tensor:

@@ -1,22 +1,22 @@
-"""Root-mean-square normalization of rows, alone or after an addition to the residual stream.
+"""RMSNorm of rows, alone or fused with an addition to the residual stream.
 
     y = x * rstd * (weight + offset)        rstd = 1 / sqrt(mean(x * x) + eps)
 
     with the gradient g of y, u = x * rstd and v = g * (weight + offset):
     dx = rstd * (v - u * mean(v * u))       dweight = sum over rows of g * u
 
-What is rounded when, as in the families' norms: arithmetic is float32 and the result is rounded once. With an offset of
-0 a weight is first rounded to x's dtype (Llama's kin keep it there); with another offset it stays as precise as it is
-(Gemma: bfloat16 would round 1 + w to 8 bits). A residual sum is rounded to the stream's dtype before it is normalized.
-The weight's gradient is summed in float32 and rounded once, to the weight's dtype.
+Rounding is that of the families' norms: arithmetic is float32 and the result is rounded once. With an offset of 0 a
+weight is first rounded to x's dtype (as in Llama); with another offset it keeps its precision (Gemma: bfloat16 would
+round 1 + w to 8 bits). A residual sum is rounded to the stream's dtype before it is normalized. The weight's gradient
+is summed in float32 and rounded once, to the weight's dtype.
 
-Bytes bind it: forward reads x and writes y, backward reads x and g and writes dx, and a number takes a handful of
-operations. A program of the forward pass holds whole rows in registers, many at once where rows are short, so that each
-number crosses the memory bus once each way. Backward has a fixed number of programs; each goes through every so many-th
-group of rows, fetches the next groups while it works on one, and keeps its own float32 sum of the weight's gradient. A
-second, small kernel adds those sums up. Nothing is added in an order that depends on timing.
+It is memory-bound: forward reads x and writes y, backward reads x and g and writes dx, with a few operations per
+element. A program of the forward pass holds whole rows in registers, several if they are short, so that each element is
+read and written once. Backward has a fixed number of programs; each strides over groups of rows, prefetches the next
+groups, and accumulates its own float32 sum of the weight's gradient. A second, small kernel adds those sums. All sums
+have a fixed order.
 
-Kept for backward: x (or the sum), the weight, and one float32 rstd a row.
+Saved for backward: x (or the sum), the weight, and one float32 rstd per row.
 """
 
 from typing import Any, NamedTuple
@@ -31,10 +31,11 @@ from headway.kernels.triton_compat import tl, triton, triton_op
 __all__ = ["AHEAD", "MAX_WIDTH", "add_rms_norm", "reference", "reference_add", "rms_norm"]
 
 MAX_WIDTH = 16384
-"""A row must fit into the registers of one program."""
+"""A row must fit in the registers of one program."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. On all chips alike, so that the weight's gradient is added up in the same order everywhere."""
+"""Multiprocessors of an H100 or H200; the same on all chips, so that the weight's gradient is summed in the same
+order."""
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -47,7 +48,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 def reference_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Add, then normalize, in PyTorch: what is normalized, and the sum."""
+    """Add, then normalize, in PyTorch; return the normalized result and the sum."""
     total = x + residual
     return reference(total, weight, eps, offset), total
 
@@ -60,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Normalize x + residual; the sum, with which the residual stream goes on, comes second."""
+    """Normalize x + residual; return the result and the sum, which continues the residual stream."""
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the residual {residual.dtype} {tuple(residual.shape)}")
@@ -70,31 +71,31 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 def _check(x: Tensor, weight: Tensor) -> None:
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}: only float32, float16 and bfloat16 are known")
+        raise ValueError(f"expected float32, float16 or bfloat16, got x in {x.dtype} and weight in {weight.dtype}")
     if weight.ndim != 1 or x.shape[-1:] != weight.shape:
         raise ValueError(f"rows of {tuple(x.shape)} cannot be normalized with a weight of {tuple(weight.shape)}")
     if not 0 < weight.shape[0] <= MAX_WIDTH:
-        raise ValueError(f"rows of {weight.shape[0]} numbers; known are 1 to {MAX_WIDTH}")
+        raise ValueError(f"expected rows of 1 to {MAX_WIDTH} elements, got {weight.shape[0]}")
 
 
-# -- how the work is cut
+# -- tiling
 
 
 class RmsNormTiling(NamedTuple):
     """A program's share."""
 
     rows: int
-    """At a time; a power of two."""
+    """Rows per iteration; a power of two."""
     block: int
     """The width, rounded up to a power of two."""
     warps: int
     programs: int
     stages: int = 1
-    """Groups of rows that a program works on or has on their way at once."""
+    """Groups of rows in flight per program."""
 
 
 def forward_cut(rows: int, width: int) -> RmsNormTiling:
-    """Sixteen numbers a thread: two 16-byte loads of bfloat16 on their way, and room for 1,000 and more threads."""
+    """16 elements per thread: two 16-byte loads of bfloat16 in flight, and room for over 1,000 threads."""
     block = _power_of_two(width)
     at_once = max(1, 4096 // block)
     warps = min(32, at_once * block // 512)
@@ -102,15 +103,15 @@ def forward_cut(rows: int, width: int) -> RmsNormTiling:
 
 
 def backward_cut(rows: int, width: int, column_bytes: int) -> RmsNormTiling:
-    """Few programs, since each leaves a row of sums behind, and so many bytes ahead that memory is never idle.
+    """Few programs, since each writes a row of sums, and enough prefetch to keep memory busy.
 
-    `column_bytes` are those of one number of each input. Rows of more than 8192 keep 16 registers a thread in memory.
+    `column_bytes` are those of one element of each input. Rows of more than 8192 spill 16 registers per thread.
     """
     block = _power_of_two(width)
     at_once = max(1, 2048 // block)
     warps = min(16, at_once * block // 512)
     each = 16 // warps
-    # Of the 227 KiB of shared memory that a multiprocessor's programs have between them.
+    # Of the 227 KiB of shared memory per multiprocessor.
     ahead = min(3, 200 * 1024 // (each * at_once * block * column_bytes))
     groups = -(-rows // at_once)
     turns = -(-groups // (each * MULTIPROCESSORS))
@@ -203,7 +204,7 @@ def _backward_kernel(
             grad_sum = tl.load(grad_sum_ptr + row[:, None] * grad_sum_stride + column[None, :], mask=inside, other=0)
             dx += grad_sum.to(tl.float32)
         tl.store(dx_ptr + row[:, None] * WIDTH + column[None, :], dx, mask=inside)
-    # One row a program of a fixed grid: never past 2^31.
+    # One row per program of a fixed grid: never past 2^31.
     tl.store(partial_ptr + tl.program_id(0) * WIDTH + column, tl.sum(dweight, axis=0), mask=column < WIDTH)
 
 
@@ -222,13 +223,13 @@ def _sum_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS: tl.const
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As rows of any stride; a copy only where there is no such view."""
+    """Return rows of any stride; copy only if no view exists."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for what is normalized, and for rstd."""
+    """Allocate the result and rstd."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
@@ -299,7 +300,7 @@ def _forward(
 def _rms_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, to which that of the residual sum is added where there is one, and of the weight."""
+    """Return the gradients of x, including that of the residual sum if there is one, and of the weight."""
     width = weight.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inputs, grads = _rows(x), _rows(grad)
@@ -329,7 +330,7 @@ def _rms_norm_backward(
         STAGES=cut.stages,
         num_warps=cut.warps,
     )
-    # 16 columns a program: a width of 2048 already occupies all multiprocessors.
+    # 16 columns per program: a width of 2048 already fills all multiprocessors.
     wrap_triton(_sum_kernel)[(-(-width // 16),)](
         partial, dweight, cut.programs, WIDTH=width, ROWS=128, BLOCK=16, num_warps=4
     )
@@ -349,7 +350,7 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
     ctx.offset = inputs[3]
-    ctx.set_materialize_grads(False)  # rstd never has a gradient: no zeros need to be written for it
+    ctx.set_materialize_grads(False)  # rstd never has a gradient: write no zeros for it
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -362,7 +363,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[1], inputs[2], output[2])
     ctx.offset = inputs[4]
-    ctx.set_materialize_grads(False)  # nor has the sum one after the last layer
+    ctx.set_materialize_grads(False)  # nor has the sum after the last layer
 
 
 def _backward_sum(
@@ -385,7 +386,7 @@ _add_rms_norm.register_autograd(_backward_sum, setup_context=_keep_sum)
 def _launches(
     width: int, dtype: str, weight: str, *, add: bool = False, offset: float = 0.0
 ) -> tuple[LaunchSpec, LaunchSpec]:
-    """Of both passes over 16,384 rows."""
+    """Launches of both passes over 16,384 rows."""
     x, scale, single, count = f"*{dtype}", f"*{weight}", "*fp32", "i32"
     name = f"{'add_' if add else ''}rms_norm_{width}_{dtype}_{weight}"
     forward = {"x_ptr": x, "residual_ptr": x, "weight_ptr": scale, "y_ptr": x, "sum_ptr": x, "rstd_ptr": single}

@@ -1,19 +1,19 @@
-"""Rotary positions: queries and keys turned in one launch.
+"""Rotary position embedding of queries and keys in one launch.
 
     low'  = low * cos - high * sin          low = x[i], high = x[i + R], for i < R
-    high' = high * cos + low * sin          numbers beyond 2R stay
+    high' = high * cos + low * sin          dims beyond 2R stay
 
-The gradient of a turn is the turn by the negative angle: the same kernel with sin's sign changed. Arithmetic is float32
-and a result is rounded once, as in PyTorch; products may be fused with the sum, so that float32 results can differ from
-it in their last bit.
+The gradient is the rotation by the negative angle: the same kernel with the sign of sin flipped. Arithmetic is float32
+and results are rounded once, as in PyTorch; products may be fused with the sum, so that float32 results can differ in
+the last bit.
 
-Bytes bind it: six operations a pair. Queries and keys are read once, wherever they lie, and written once. A program
-turns all heads of one token (or an equal share of both kinds, where they are very many) by one row of the table. The
-table, float32 and shared by all sequences of a batch, so adds a few percent, most of it from the second-level cache.
+It is memory-bound: six operations per pair. Queries and keys are read once, with any strides, and written once. A
+program rotates all heads of one token (or an equal share of both kinds, if there are very many) by one row of the
+table. The table, float32 and shared by all sequences of a batch, adds a few percent, mostly from the L2 cache.
 
-Kept for backward: the table.
+Saved for backward: the table.
 
-Shapes, as in `models/`: B sequences, L tokens, N query heads, K key heads, H size of a head, R half of what turns.
+Shapes, as in `models/`: B sequences, L tokens, N query heads, K key heads, H size of a head, R half of the rotary dims.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def reference_one(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
-    """Turn one tensor, in PyTorch."""
+    """Rotate one tensor, in PyTorch."""
     cos_L1R, sin_L1R = table_2LR.unsqueeze(2)
     size = table_2LR.shape[-1]
     low, high, rest = x_BLNH.split((size, size, x_BLNH.shape[-1] - 2 * size), dim=-1)
@@ -41,12 +41,12 @@ def reference_one(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
 
 
 def reference(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn both, in PyTorch."""
+    """Rotate both, in PyTorch."""
     return reference_one(q_BLNH, table_2LR), reference_one(k_BLKH, table_2LR)
 
 
 def rope(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + R) of every head by its position's angle; new, contiguous tensors."""
+    """Rotate each pair (i, i + R) of every head by its position's angle, into new contiguous tensors."""
     _check(q_BLNH, table_2LR)
     _check(k_BLKH, table_2LR)
     if (q_BLNH.dtype, *q_BLNH.shape[:2], q_BLNH.shape[3]) != (k_BLKH.dtype, *k_BLKH.shape[:2], k_BLKH.shape[3]):
@@ -54,46 +54,46 @@ def rope(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor) -> tuple[Tensor, Ten
             f"queries {q_BLNH.dtype} {tuple(q_BLNH.shape)} and keys {k_BLKH.dtype} {tuple(k_BLKH.shape)} differ in "
             "more than their heads"
         )
-    made: tuple[Tensor, Tensor] = _rope(q_BLNH, k_BLKH, table_2LR, False)
-    return made
+    rotated: tuple[Tensor, Tensor] = _rope(q_BLNH, k_BLKH, table_2LR, False)
+    return rotated
 
 
 def rope_one(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
-    """Turn one tensor alone."""
+    """Rotate one tensor alone."""
     _check(x_BLNH, table_2LR)
-    made: Tensor = _rope_one(x_BLNH, table_2LR, False)
-    return made
+    rotated: Tensor = _rope_one(x_BLNH, table_2LR, False)
+    return rotated
 
 
 def _check(x_BLNH: Tensor, table_2LR: Tensor) -> None:
     if x_BLNH.dtype not in DTYPES:
-        raise ValueError(f"heads are {x_BLNH.dtype}: only float32, float16 and bfloat16 are known")
+        raise ValueError(f"expected heads in float32, float16 or bfloat16, got {x_BLNH.dtype}")
     if x_BLNH.ndim != 4 or x_BLNH.shape[2] == 0:
-        raise ValueError(f"heads lie as [B, L, N, H], not as {tuple(x_BLNH.shape)}")
+        raise ValueError(f"expected heads [B, L, N, H], got {tuple(x_BLNH.shape)}")
     if table_2LR.dtype != torch.float32 or table_2LR.ndim != 3 or table_2LR.shape[:2] != (2, x_BLNH.shape[1]):
         raise ValueError(
             f"a table of {x_BLNH.shape[1]} positions is float32 [2, L, R], not {table_2LR.dtype} "
             f"{tuple(table_2LR.shape)}"
         )
     if not 0 < 2 * table_2LR.shape[2] <= x_BLNH.shape[3]:
-        raise ValueError(f"{table_2LR.shape[2]} pairs of a head of {x_BLNH.shape[3]} numbers cannot turn")
+        raise ValueError(f"cannot rotate {table_2LR.shape[2]} pairs of a head of size {x_BLNH.shape[3]}")
 
 
-# -- how the work is cut
+# -- tiling
 
 
 class RopeTiling(NamedTuple):
-    """A program's share: of one token, so many heads of each kind."""
+    """A program's share of one token: heads of each kind."""
 
     queries: int
     keys: int
     shares: int
-    """Programs a token."""
+    """Programs per token."""
     warps: int
 
 
 def cut(queries: int, keys: int, size: int) -> RopeTiling:
-    """At most 8192 numbers a program and about sixteen a thread: two 16-byte loads of bfloat16 on their way."""
+    """At most 8192 elements per program and about 16 per thread: two 16-byte loads of bfloat16 in flight."""
     shares = 1
     while _numbers(queries, keys, size, shares) > 8192 and shares < queries:
         shares *= 2
@@ -155,7 +155,7 @@ def _turn_kernel(
     share = tl.program_id(1)
     pair = tl.arange(0, PAIR_BLOCK)
 
-    # All loads before the first store: the compiler cannot know that an output is no input.
+    # All loads before the first store: the compiler cannot know that outputs do not alias inputs.
     q_ptr += sequence * q_stride_b + position * q_stride_l
     q_head = share * Q_SHARE + tl.arange(0, Q_BLOCK)
     q_end = tl.minimum(share * Q_SHARE + Q_SHARE, QUERIES)

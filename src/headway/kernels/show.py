@@ -1,4 +1,4 @@
-"""Tells what the table of kernels says: a process of its own, since who asks does not import torch.
+"""Prints the dispatch table: a separate process, since `headway kernels` does not import torch.
 
 python -m headway.kernels.show < {"device", "dtype", "plain", "compiled", "exact"}
 """
@@ -14,12 +14,12 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Read what is asked from standard input, and write the rows to standard output."""
+    """Read a request from stdin, and write the rows to stdout."""
     asked = json.load(sys.stdin)
     make_plain(asked["plain"])
     dtype = getattr(torch, asked["dtype"])
-    found = rows(asked["device"], dtype, compiled=asked["compiled"], exact=asked["exact"])
-    print(json.dumps([{"operation": row.operation, "case": row.case, **row.choice._asdict()} for row in found]))
+    table = rows(asked["device"], dtype, compiled=asked["compiled"], exact=asked["exact"])
+    print(json.dumps([{"operation": row.operation, "case": row.case, **row.choice._asdict()} for row in table]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Triton where it is installed; where it is not, kernels can be read and named but not launched.
+"""Triton if it is installed; else stand-ins, so that kernel files can be imported but not launched.
 
-GPU builds of PyTorch bring Triton along, CPU builds do not. A kernel and its reference share a file, so that the file
-must be importable without it: then `triton.jit` gives a function back that raises when it is launched.
+GPU builds of PyTorch include Triton, CPU builds do not. A kernel shares a file with its reference, so that the file
+must be importable without Triton: `triton.jit` then returns a function that raises when launched.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ else:
         INSTALLED = False
 
         class _Absent:
-            """Stands for anything of Triton's that a kernel's definition names."""
+            """Stands in for anything of Triton that a kernel definition names."""
 
             def __getattr__(self, _: str) -> "_Absent":
                 return self
@@ -35,14 +35,14 @@ else:
                 return self
 
             def __getitem__(self, _: object) -> "_Absent":
-                raise RuntimeError("a Triton kernel was launched, and Triton is not installed")
+                raise RuntimeError("cannot launch a Triton kernel: Triton is not installed")
 
         triton = tl = _Absent()
-        triton_op = torch.library.custom_op  # the same operations, which raise when they are called
+        triton_op = torch.library.custom_op  # the same operations, which raise when called
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can be launched on tensors of this device: GPUs, and CPUs where Triton interprets (tests)."""
+    """Whether kernels can run on tensors of this device: GPUs, and CPUs with Triton's interpreter (tests)."""
     if not INSTALLED:
         return False
     return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)

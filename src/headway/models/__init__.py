@@ -1,4 +1,4 @@
-"""Models: plain modules, one file a family, that know nothing of parallelism."""
+"""Models: plain modules, one file per family, independent of parallelism."""
 
 from headway.models.attention import LayerKvCache
 from headway.models.decoder import Decoder, empty_cache, init_weights, initial_weight

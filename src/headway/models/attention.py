@@ -1,13 +1,13 @@
-"""Attention: who sees whom, and the one function that computes it, by whichever kernel serves the device and the mask.
+"""Attention: masks, and one function that computes it with the best kernel for the device and mask.
 
     device  documents or window  soft cap or sinks   kernel
     GPU     no                   no                  cuDNN in half precision; else SDPA, which picks flash or its own
     CPU     no                   no                  SDPA, causal
     CPU     yes                  no                  SDPA with a mask
-    GPU     yes, or              yes                 flex attention, whose blocks of nothing are not computed
+    GPU     yes, or              yes                 flex attention, which skips fully masked blocks
     CPU     any                  yes                 plain: products and a softmax
 
-Tokens of one row that belong to different documents never see each other. `kernels.table.attention` is that table.
+Tokens of different documents in a row never attend to each other. `kernels.dispatch.attention` is that table.
 """
 
 from collections.abc import Collection
@@ -33,35 +33,34 @@ CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""A shape that cuDNN does not know goes to the next."""
+"""In order of preference: a shape that cuDNN does not support goes to the next."""
 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What every block of a pass is told beside the stream."""
+    """What every block of a pass gets besides the stream."""
 
     bits: tuple[Tensor, ...]
-    """Rotary tables as int32: FSDP rounds every floating-point tensor that it finds in a block's arguments, and leaves
-    integers alone."""
+    """Rotary tables viewed as int32: FSDP casts every floating-point argument of a block, but not integers."""
     masks: dict[int | None, "Tensor | BlockMask | None"]
-    """Who sees whom, by window; None where each token sees all before it."""
+    """Masks by window; None for plain causal attention."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """Rotary tables [2, L, R] in float32, as the family has them."""
+        """Return the family's rotary tables [2, L, R] in float32."""
         return tuple(table.view(torch.float32) for table in self.bits)
 
 
 @dataclass
 class LayerKvCache:
-    """One layer's keys and values of the tokens read so far, with room for more."""
+    """KV cache of one layer."""
 
     keys: Tensor
     values: Tensor
     length: int = 0
 
     def extend(self, k_BLKH: Tensor, v_BLKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of the next tokens; returns all there are now."""
+        """Append the keys and values of the next tokens; return all."""
         end = self.length + k_BLKH.shape[1]
         assert end <= self.keys.shape[1], "the cache is full"
         self.keys[:, self.length : end] = k_BLKH
@@ -71,9 +70,9 @@ class LayerKvCache:
 
 
 def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str:
-    """The kernel for tensors like this one, heads of a size, and what is asked of it."""
+    """Return the kernel for a tensor, head size and attention features."""
     kind = x.device.type
-    casts = kind == "cuda" and torch.is_autocast_enabled(kind)  # which no one may ask of the meta device
+    casts = kind == "cuda" and torch.is_autocast_enabled(kind)  # raises for the meta device
     dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
     exact = torch.are_deterministic_algorithms_enabled()
     return table.attention(kind, dtype, head, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
@@ -82,7 +81,7 @@ def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str
 def see(
     length: int, windows: Collection[int | None], documents_BL: Tensor | None, device: torch.device, kernel: str
 ) -> "dict[int | None, Tensor | BlockMask | None]":
-    """Masks of whole sequences, by window. A window that reaches back to the first token is none."""
+    """Return masks of whole sequences by window. A window as long as the sequence is none."""
     masks: dict[int | None, Tensor | BlockMask | None] = {}
     for window in windows:
         if documents_BL is None and (window is None or window >= length):
@@ -95,9 +94,9 @@ def see(
 
 
 def _mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device) -> Tensor:
-    """[B, 1, L, L], or [1, 1, L, L] where all rows are alike: true where a token sees another."""
-    places = torch.arange(length, device=device)
-    back_LL = places.unsqueeze(1) - places
+    """Return a mask [B, 1, L, L], or [1, 1, L, L] if all rows are alike: true where a token attends."""
+    positions = torch.arange(length, device=device)
+    back_LL = positions.unsqueeze(1) - positions
     seen = back_LL >= 0 if window is None else (back_LL >= 0) & (back_LL < window)
     if documents_BL is None:
         return seen.view(1, 1, length, length)
@@ -128,9 +127,9 @@ def attend(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Mix the values of what each token sees, [B, L, N, H]. Several query heads may share a key and value head.
+    """Return attention [B, L, N, H]. Several query heads may share a key and value head.
 
-    A single query after a cache's keys sees all of them, or the last `window`; there the mask says nothing.
+    A single query with a cache attends to all of its keys, or the last `window`; the mask is then ignored.
     """
     if q_BLNH.shape[1] == 1:
         mask = None
@@ -175,9 +174,9 @@ def _flex(
     sinks_N: Tensor | None,
     grouped: bool,
 ) -> Tensor:
-    """Of a single query or with a soft cap there may be no mask, which flex takes for seeing all: so there is one.
+    """Flex attention. Without a mask flex attends to everything, so a causal one is created where needed.
 
-    With s the sum of a query's exponentials, a sink makes it s + exp(sink): what comes out shrinks by their quotient.
+    With s the sum of a query's exponentials, a sink makes it s + exp(sink): the output is scaled by their quotient.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -192,8 +191,8 @@ def _flex(
     if sinks_N is None:
         out: Tensor = _compiled_flex()(q, k, v, **options)
         return out
-    seen, beside = _compiled_flex()(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    kept_BNL: Tensor = torch.sigmoid(beside.lse - sinks_N.float().view(1, -1, 1))
+    seen, aux = _compiled_flex()(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    kept_BNL: Tensor = torch.sigmoid(aux.lse - sinks_N.float().view(1, -1, 1))
     return (seen * kept_BNL.unsqueeze(-1)).to(seen.dtype)
 
 
@@ -207,7 +206,7 @@ def _capped(softcap: float) -> Any:
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, softcap: float | None, sinks_N: Tensor | None
 ) -> Tensor:
-    """Scores of all pairs in memory; what every other kernel is held against."""
+    """Attention with all scores in memory: the reference of all other kernels."""
     share = q.shape[1] // k.shape[1]
     if share > 1:
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
@@ -225,5 +224,5 @@ def _plain(
 
 
 def windows_of(model: Model) -> set[int | None]:
-    """The windows that a model's layers look through."""
+    """Return the sliding windows of a model's layers."""
     return {model.window_of(layer) for layer in range(model.layers)}

@@ -1,7 +1,7 @@
-"""DeepSeek-V3: latent attention, and a feed-forward of experts that a sigmoid chooses.
+"""DeepSeek-V3: multi-head latent attention, and sigmoid-routed experts.
 
-Beside the letters of `models/layers.py`: C the narrow vector that a token's keys and values are made of, P the part of
-a head without positions, Q the part that turns, U the size of a value head, G groups of experts.
+Besides the letters of `models/layers.py`: C the latent vector of a token's keys and values, P the part of a head
+without positions, Q the rotary part, U the size of a value head, G groups of experts.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,14 +20,14 @@ from headway.recipe.families.deepseek import DeepSeekV3
 __all__ = ["Block", "DeepSeekDecoder", "LatentAttention", "Mixture", "choose_experts"]
 
 LATENT_EPS = 1e-6
-"""Of the norms of narrow vectors, whatever norm_eps says."""
+"""Epsilon of the norms of latent vectors, independent of norm_eps."""
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values all come of one narrow vector a token, and of one turning key.
+    """Causal attention whose keys and values are projected from one latent vector and one rotary key per token.
 
-    These two are what a cache keeps. A single query that meets a cache is brought into the narrow space itself, so that
-    what is kept need not be made wide again.
+    The cache stores these two. A single query with a cache is projected into the latent space, so that cached vectors
+    need not be expanded.
     """
 
     def __init__(self, model: DeepSeekV3) -> None:
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.narrow = bool(model.q_rank)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         (table,) = context.tables
         q_BLNH = self.q_up(self.q_norm(self.q_down(x_BLD))) if self.narrow else self.q(x_BLD)
         q_BLNP, q_BLNQ = q_BLNH.unflatten(-1, (-1, self.head_dim)).split((self.plain_dim, self.rope_dim), dim=-1)
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         return self.o(y_BLNU[..., : self.value_dim].flatten(2))
 
     def _narrowly(self, q_BLNP: Tensor, q_BLNQ: Tensor, kept_BS1K: Tensor) -> Tensor:
-        """The same for one query over what a cache keeps, which is the one key head, and the value head, of all."""
+        """The same for one query over the cache, which serves as the single key and value head."""
         weight_NHC = self.kv_up.weight.unflatten(0, (self.heads, -1))
         keys_NPC, values_NUC = weight_NHC.split((self.plain_dim, self.value_dim), dim=1)
         q_BLNC = torch.einsum("blnp,npc->blnc", q_BLNP, keys_NPC)
@@ -82,28 +82,28 @@ class LatentAttention(nn.Module):
 
 
 def _scale(model: DeepSeekV3) -> float:
-    """What scores are multiplied by: YaRN's second factor is of queries and of keys, so that it comes in twice."""
+    """Return the factor of scores: YaRN's second factor applies to queries and keys, so it is squared."""
     scaling = model.rope_scaling
     more = yarn_mscale(scaling.factor, scaling.mscale_all) if scaling is not None and scaling.mscale_all else 1.0
     return model.head_dim**-0.5 * more * more
 
 
 def _keep(cache: LayerKvCache, c_BLC: Tensor, k_BL1Q: Tensor) -> Tensor:
-    """Append narrow vectors and turned keys, as keys of one head; there are no values beside them."""
-    kept = torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
-    return cache.extend(kept, kept[..., :0])[0]
+    """Append latent vectors and rotated keys to the cache, as keys of one head without values."""
+    latent = torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
+    return cache.extend(latent, latent[..., :0])[0]
 
 
 def _as_wide(v_BLNU: Tensor, head_dim: int) -> Tensor:
-    """Values with zeros behind them. SDPA's flash kernels, on CPUs and GPUs, take values as wide as keys; what it takes
-    instead on a CPU holds the scores of all pairs for the way back. Flex attention takes any."""
+    """Pad values with zeros to the width of keys, as SDPA's flash kernels need; its fallback on a CPU stores all scores
+    for the backward pass. Flex attention takes any width."""
     return nn.functional.pad(v_BLNU, (0, max(head_dim - v_BLNU.shape[-1], 0)))
 
 
 def choose_experts(logits_TE: Tensor, bias_E: Tensor, model: DeepSeekV3) -> tuple[Tensor, Tensor]:
-    """A token's experts [T, X] and their weights, of scores in float32.
+    """Return each token's experts [T, X] and their weights, from float32 scores.
 
-    Biases and groups decide which are chosen, and say nothing of their weights: so that no gradient meets them.
+    Biases and groups affect the choice but not the weights, so that they get no gradient.
     """
     scores_TE = logits_TE.float().sigmoid()
     chosen_TX = _best(scores_TE.detach() + bias_E, model).topk(model.top_k, dim=-1).indices
@@ -114,7 +114,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor, model: DeepSeekV3) -> tupl
 
 
 def _best(wanted_TE: Tensor, model: DeepSeekV3) -> Tensor:
-    """Scores without those of groups that a token may not choose of: the best are those whose best two have most."""
+    """Mask the scores of all but the best groups, ranked by the sum of their two best scores."""
     if model.groups == model.top_groups:
         return wanted_TE
     wanted_TGE = wanted_TE.unflatten(-1, (model.groups, -1))
@@ -126,7 +126,7 @@ def _best(wanted_TE: Tensor, model: DeepSeekV3) -> Tensor:
 
 
 class Mixture(nn.Module):
-    """A feed-forward of a few experts of many, and of what every token sees besides."""
+    """A feed-forward of routed and shared experts."""
 
     def __init__(self, model: DeepSeekV3) -> None:
         super().__init__()
@@ -137,9 +137,9 @@ class Mixture(nn.Module):
         self.balance = BiasBalance(model.experts, model.balance_rate)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the feed-forward to each token."""
         x_TD = x_BLD.flatten(0, 1)
-        # In float32 whatever else is computed in: bfloat16 makes ties of experts that are nearly as good.
+        # Always in float32: bfloat16 would create ties between experts.
         with _as_it_stands(x_TD.device.type):
             logits_TE = nn.functional.linear(x_TD.float(), self.router.weight.float())
         weights_TX, chosen_TX = choose_experts(logits_TE, self.balance.bias, self.model)
@@ -148,12 +148,12 @@ class Mixture(nn.Module):
 
 
 def _as_it_stands(kind: str) -> AbstractContextManager[object]:
-    """Leave precisions alone, where there is an autocast that would not: the meta device has none."""
+    """Disable autocast; the meta device has none."""
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward or experts, each normalized before and added to the residual stream."""
+    """A pre-norm block of attention and feed-forward or experts."""
 
     def __init__(self, model: DeepSeekV3, layer: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Block(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden) if dense else Mixture(model)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
@@ -175,9 +175,9 @@ class DeepSeekDecoder(Decoder):
     model: DeepSeekV3
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model, layer)
 
     def cache_shape(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """One narrow vector with its turned key, for all heads, and no values."""
+        """One latent vector with its rotated key for all heads, and no values."""
         return (1, self.model.kv_rank + self.model.rope_dim), (1, 0)

@@ -1,11 +1,11 @@
-"""Mixtures of experts: which tokens an expert sees, what it makes of them, and how all come to see about as many.
+"""Mixture of experts: routing, expert computation and load balancing.
 
-No token is dropped: tokens are sorted by expert, each expert's go through its matrices, and what it makes of them comes
-back weighted. Every sum has an order of its own that nothing changes. `kernels.table.experts` says by which kernel:
+No token is dropped: tokens are sorted by expert, pass through its matrices, and return weighted. Every sum has a fixed
+order. `kernels.dispatch.experts` chooses the kernel:
 
     device  precision, widths          kernel
-    GPU     bfloat16, multiples of 8   grouped: one product for all experts, for which the host never waits
-    any     the rest                   loop over those experts that have tokens
+    GPU     bfloat16, multiples of 8   grouped GEMM over all experts, without a host sync
+    any     the rest                   loop over experts with tokens
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From logits [T, E] to the weights [T, X] and numbers [T, X] of the experts that each token sees."""
+"""From logits [T, E] to the weights [T, X] and indices [T, X] of each token's experts."""
 
 
 # -- routers
 
 
 def softmax_top_k(logits_TE: Tensor, count: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:
-    """The likeliest experts, by their probabilities; these may be made to add up to one."""
+    """Choose the likeliest experts by probability, optionally renormalized."""
     weights_TX, chosen_TX = logits_TE.float().softmax(dim=-1).topk(count, dim=-1)
     if renormalize:
         weights_TX = weights_TX / weights_TX.sum(dim=-1, keepdim=True)
@@ -48,7 +48,7 @@ def softmax_top_k(logits_TE: Tensor, count: int, renormalize: bool = True) -> tu
 
 
 def top_k_softmax(logits_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest experts, by probabilities among themselves: `softmax_top_k`, renormalized, in fewer products."""
+    """Choose the likeliest experts, with a softmax over them: renormalized `softmax_top_k` with less work."""
     scores_TX, chosen_TX = logits_TE.float().topk(count, dim=-1)
     return scores_TX.softmax(dim=-1), chosen_TX
 
@@ -57,12 +57,12 @@ def top_k_softmax(logits_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What most experts do between their matrices."""
+    """The activation of most experts."""
     return gated(silu, gate, up)
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, of which each token sees a few. Their matrices lie stacked, so that one product does all."""
+    """Gated feed-forward experts, with stacked matrices for grouped GEMMs."""
 
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -86,8 +86,8 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", biases)
 
     def forward(self, x_TD: Tensor, weights_TX: Tensor, chosen_TX: Tensor) -> Tensor:
-        """For each token, the weighted sum of what its experts make of it."""
-        if x_TD.is_meta:  # where only shapes are asked for, nobody knows how many rows an expert has
+        """Return the weighted sum of each token's expert outputs."""
+        if x_TD.is_meta:  # rows per expert are unknown; only the shape matters
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
         count, hidden, dim = self.gate.shape
@@ -106,42 +106,42 @@ class Experts(nn.Module):
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
 
     def loop(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows sorted by expert through its matrices, one expert after the other."""
+        """Apply experts one by one to rows sorted by expert."""
         sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-        # Cut by `unbind`: its gradient is put together once, that of a slice is as large as all experts each time.
+        # `unbind` assembles its gradient once; that of a slice would be as large as all experts each time.
         gates, ups, downs = (matrices.unbind() for matrices in (self.gate, self.up, self.down))
         biases = [self._biases(name, len(sizes)) for name in ("gate_bias", "up_bias", "down_bias")]
-        made = []
+        outputs = []
         for e, rows in enumerate(rows_ND.split(sizes)):
             if len(rows):
                 gate = nn.functional.linear(rows, gates[e], biases[0][e])
                 up = nn.functional.linear(rows, ups[e], biases[1][e])
-                made.append(nn.functional.linear(self.activation(gate, up), downs[e], biases[2][e]))
-        return torch.cat(made)
+                outputs.append(nn.functional.linear(self.activation(gate, up), downs[e], biases[2][e]))
+        return torch.cat(outputs)
 
     def _biases(self, name: str, count: int) -> Any:
         biases_EF = getattr(self, name)
         return [None] * count if biases_EF is None else biases_EF.unbind()
 
     def grouped(self, rows_ND: Tensor, ends_E: Tensor, expert_N: Tensor) -> Tensor:
-        """The same in three products; where an expert's rows end stays on the device."""
+        """The same in three grouped GEMMs; row offsets stay on the device."""
 
         def product(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
             matrices = matrices.to(rows.dtype).transpose(1, 2)
-            made: Tensor = nn.functional.grouped_mm(rows, matrices, offs=ends_E)
+            result: Tensor = nn.functional.grouped_mm(rows, matrices, offs=ends_E)
             if biases is None:
-                return made
+                return result
             # A product with ones and zeros is exact, and its gradient a sum whose order is always the same.
             member_NE = (expert_N.unsqueeze(1) == torch.arange(len(ends_E), device=rows.device)).to(rows.dtype)
-            return made + member_NE @ biases.to(rows.dtype)
+            return result + member_NE @ biases.to(rows.dtype)
 
         gate, up = product(rows_ND, self.gate, self.gate_bias), product(rows_ND, self.up, self.up_bias)
         return product(self.activation(gate, up), self.down, self.down_bias)
 
 
 class _Gathered(torch.autograd.Function):
-    """Some rows by number, each of them `times` times. The way back is a look-up too: `back` says where each row went,
-    the first time, the second, ...; so no two threads ever add to one number."""
+    """Gather rows by index, each `times` times. The backward pass is a gather too: `back` has the positions of each
+    row's copies, so that no two threads add to one number."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, times: int) -> Tensor:
@@ -152,17 +152,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        there = gradient[back]
-        return there if ctx.times == 1 else there.unflatten(0, (-1, ctx.times)).sum(dim=1), None, None, None
+        gathered = gradient[back]
+        return gathered if ctx.times == 1 else gathered.unflatten(0, (-1, ctx.times)).sum(dim=1), None, None, None
 
 
 # -- balance, by an auxiliary loss
 
 
 class LoadBalanceLoss(nn.Module):
-    """Pulls a router towards experts that see few tokens, by the gradient of a loss that nobody else sees.
+    """Adds the gradient of an auxiliary load-balancing loss, which is not part of the recorded loss.
 
-    The loss of a step is `coefficient` times the mean over its tokens of `uneven`, taken for each microbatch by itself.
+    The loss of a step is `coefficient` times the mean over its tokens of `uneven`, per microbatch.
     """
 
     loss_scale: Tensor
@@ -171,11 +171,11 @@ class LoadBalanceLoss(nn.Module):
         super().__init__()
         self.coefficient = coefficient
         self.register_buffer("loss_scale", torch.zeros(()), persistent=False)
-        """One by the tokens of a step: see `set_loss_scale`."""
+        """1 / tokens of a step: see `set_loss_scale`."""
 
-    @torch.compiler.disable  # it would find that the loss is used for nothing, and leave its gradient out
+    @torch.compiler.disable  # it would drop the loss, which looks unused, and its gradient
     def forward(self, y_TD: Tensor, logits_TE: Tensor, chosen_TX: Tensor) -> Tensor:
-        """What experts have made, as it is."""
+        """Return the experts' output unchanged."""
         if not logits_TE.requires_grad or self.coefficient == 0:
             return y_TD
         out: Tensor = _Attached.apply(y_TD, uneven(logits_TE, chosen_TX), self.loss_scale, self.coefficient * len(y_TD))
@@ -183,9 +183,9 @@ class LoadBalanceLoss(nn.Module):
 
 
 def uneven(logits_TE: Tensor, chosen_TX: Tensor) -> Tensor:
-    """How unevenly tokens go to experts: X where all see as many, more otherwise (Switch Transformer, eq. 4 to 6).
+    """Return the load imbalance: X for an even load, more otherwise (Switch Transformer, eq. 4 to 6).
 
-    The sum over experts of the share of tokens it sees times the mean of its probability, times the number of experts.
+    Number of experts times the sum over experts of their share of tokens times their mean probability.
     """
     experts = torch.arange(logits_TE.shape[1], device=logits_TE.device)
     share_E = (chosen_TX.flatten().unsqueeze(1) == experts).sum(dim=0) / len(logits_TE)
@@ -193,7 +193,7 @@ def uneven(logits_TE: Tensor, chosen_TX: Tensor) -> Tensor:
 
 
 class _Attached(torch.autograd.Function):
-    """Passes a stream on; on the way back a loss that is no part of it has its gradient, too."""
+    """Identity that also backpropagates a loss which is not part of its output."""
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, _: Tensor, scale: Tensor, factor: float) -> Tensor:
@@ -208,7 +208,7 @@ class _Attached(torch.autograd.Function):
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Tell every auxiliary loss what the loss of a step is multiplied with: 1 / tokens. Call it before the passes."""
+    """Set the loss scale of a step, 1 / tokens, for every auxiliary loss. Call it before the passes."""
     for module in model.modules():
         if isinstance(module, LoadBalanceLoss):
             module.loss_scale.fill_(scale)
@@ -218,7 +218,7 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
 
 
 class BiasBalance(nn.Module):
-    """A bias for each expert by which it is chosen, and not weighed: raised where it sees few tokens, and lowered."""
+    """Routing bias per expert, which affects choice but not weights: raised for underloaded experts, else lowered."""
 
     bias: Tensor
     counts: Tensor
@@ -228,18 +228,18 @@ class BiasBalance(nn.Module):
         self.rate = rate
         self.register_buffer("bias", torch.zeros(count, dtype=torch.float32))
         self.register_buffer("counts", torch.zeros(count, dtype=torch.int64), persistent=False)
-        """Tokens that each expert saw in this step's passes so far."""
+        """Tokens per expert in this step's passes so far."""
 
     @torch.compiler.disable
     def forward(self, y_TD: Tensor, chosen_TX: Tensor) -> Tensor:
-        """What experts have made, as it is."""
+        """Return the experts' output unchanged."""
         out: Tensor = _Counted.apply(y_TD, chosen_TX, self.counts)
         return out
 
 
 class _Counted(torch.autograd.Function):
-    """Passes a stream on, and counts who sees whom on the way back: recomputation goes forward twice, and evaluation
-    never comes back."""
+    """Identity that counts tokens per expert in the backward pass: recomputation runs forward twice, and evaluation has
+    no backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, chosen_TX: Tensor, counts_E: Tensor) -> Tensor:
@@ -257,32 +257,32 @@ class _Counted(torch.autograd.Function):
 
 @torch.no_grad()
 def update_balance(model: nn.Module, world_sum: Callable[[Tensor], Tensor]) -> None:
-    """Move every bias by its rate, towards an even load, and begin to count anew. Call it after the optimizer's step.
+    """Update every bias by its rate, towards an even load, and reset counts. Call it after the optimizer's step.
 
-    `world_sum` adds counts up over all workers that saw other tokens with the same experts.
+    `world_sum` sums counts over workers with other tokens and the same experts.
     """
-    found = [module for module in model.modules() if isinstance(module, BiasBalance)]
-    if not found:
+    balances = [module for module in model.modules() if isinstance(module, BiasBalance)]
+    if not balances:
         return
-    totals = world_sum(torch.cat([module.counts for module in found])).split([len(m.counts) for m in found])
-    for module, total_E in zip(found, totals, strict=True):
-        # In whole numbers, so that an expert with exactly its share is left alone.
+    totals = world_sum(torch.cat([module.counts for module in balances])).split([len(m.counts) for m in balances])
+    for module, total_E in zip(balances, totals, strict=True):
+        # In integers, so that an expert with exactly its share stays unchanged.
         module.bias += module.rate * (total_E.sum() - total_E * len(total_E)).sign()
         module.counts.zero_()
 
 
-# -- the feed-forward that they make up
+# -- the MoE feed-forward
 
 
 class MoeFeedForward(nn.Module):
-    """A feed-forward of experts with an even load by an auxiliary loss: Mixtral, Qwen3-MoE, gpt-oss."""
+    """A MoE feed-forward balanced by an auxiliary loss: Mixtral, Qwen3-MoE, gpt-oss."""
 
     def __init__(self, router: Linear, route: Route, experts: Experts, balance: float) -> None:
         super().__init__()
         self.router, self.route, self.experts, self.balance = router, route, experts, LoadBalanceLoss(balance)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Transform each token by the experts it is sent to."""
+        """Apply each token's experts."""
         x_TD = x_BLD.flatten(0, 1)
         logits_TE = self.router(x_TD)
         weights_TX, chosen_TX = self.route(logits_TE)

@@ -1,4 +1,4 @@
-"""Which module a recipe's family is."""
+"""The torch module of each family."""
 
 import torch
 
@@ -32,10 +32,10 @@ DECODERS: dict[str, type[Decoder]] = {
     "qwen3_moe": Qwen3MoeDecoder,
     "smollm3": LlamaDecoder,
 }
-"""By the name that a recipe has for a family."""
+"""By `model.family` of a recipe."""
 
 
 def empty_decoder(model: Model, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder on a device, for those about to load or draw its weights."""
+    """Return a decoder with uninitialized weights on a device."""
     with torch.device(device):
         return DECODERS[model.family](model)

@@ -1,7 +1,7 @@
-"""Gemma 1, 2 and 3 (text): norms that multiply by 1 + w, a stream scaled by sqrt(D), gated GELU.
+"""Gemma 1, 2 and 3 (text): norms with 1 + w, embeddings scaled by sqrt(D), gated GELU.
 
-Gemma 2 has a norm on both sides of each part, windows in every other layer, and soft caps; Gemma 3 has norms of queries
-and keys instead of caps of scores, and positions of their own in windowed layers. Tensor names end in their shape: see
+Gemma 2 has a norm on both sides of each part, sliding windows in every other layer, and soft caps; Gemma 3 has QK norms
+instead of score caps, and a separate RoPE base in windowed layers. Tensor names end in their shape: see
 `models/layers.py`.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Attention", "Block", "Gemma2Decoder", "Gemma3Decoder", "GemmaDecoder
 
 
 class Norm(nn.Module):
-    """Root-mean-square normalization that multiplies by 1 + w."""
+    """RMSNorm that multiplies by 1 + w."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; several query heads may share a key and value head."""
+    """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, model: GemmaLike, layer: int) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(model.head_dim, model.norm_eps) if normed else None
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        # The first table is that of layers that see all tokens, the last that of windows; most have one for both.
+        # The first table is for full-attention layers, the last for windowed ones; most families have one for both.
         table = context.tables[0 if self.window is None else -1]
         q_BLNH, k_BLKH = rotate(q_BLNH, table), rotate(k_BLKH, table)
         if cache is not None:
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of Gemma 1: attention and feed-forward, each normalized before and added to the residual stream."""
+    """A pre-norm block of Gemma 1."""
 
     def __init__(self, model: GemmaLike, layer: int) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Block(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return out_BLD
 
 
 class WindowedBlock(nn.Module):
-    """One layer of Gemma 2 or 3: what attention and feed-forward add is normalized too."""
+    """A block of Gemma 2 or 3, with norms before and after attention and feed-forward."""
 
     def __init__(self, model: GemmaWindowed, layer: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class WindowedBlock(nn.Module):
         self.mlp_out_norm = Norm(model.dim, model.norm_eps)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention_out_norm(self.attention(self.attention_norm(x_BLD), context, cache))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BLD)))
         return out_BLD
@@ -110,15 +110,15 @@ class GemmaDecoder(Decoder):
     model: GemmaLike
 
     def make_embedding(self) -> nn.Module:
-        """The stream is scaled by sqrt(D), rounded to the precision it is in; the head is not."""
+        """Return the embedding, scaled by sqrt(D) in its own precision; the head is not scaled."""
         return Embedding(self.model.vocabulary, self.model.dim, scale=self.model.embedding_scale)
 
     def make_block(self, layer: int) -> nn.Module:
-        """One layer."""
+        """Return a block."""
         return Block(self.model, layer)
 
     def make_norm(self) -> nn.Module:
-        """Before the head."""
+        """Return the norm before the head."""
         return Norm(self.model.dim, self.model.norm_eps)
 
 
@@ -128,22 +128,22 @@ class Gemma2Decoder(GemmaDecoder):
     model: Gemma2
 
     def __init__(self, model: Gemma2) -> None:
-        self.softcap = model.logit_cap or None  # the base class makes its loss with it
+        self.softcap = model.logit_cap or None  # used by the loss of the base class
         super().__init__(model)
 
     def make_contexts(self) -> nn.Module:
-        """A cap decides which kernel computes attention, and so what kind of masks it needs."""
+        """Return the context builder; a cap decides the attention kernel, and so the kind of masks."""
         contexts = ContextBuilder(self.model)
         contexts.capped = self.model.attention_cap > 0
         return contexts
 
     def make_block(self, layer: int) -> nn.Module:
-        """One layer."""
+        """Return a block."""
         return WindowedBlock(self.model, layer)
 
 
 class Gemma3Decoder(GemmaDecoder):
-    """Gemma 3, the part that reads and writes text."""
+    """Gemma 3, text only."""
 
     model: Gemma3
 
@@ -152,19 +152,19 @@ class Gemma3Decoder(GemmaDecoder):
         super().__init__(model)
 
     def make_contexts(self) -> nn.Module:
-        """Positions of both kinds of layers."""
+        """Return the context builder with both rotary tables."""
         return TwoTables(self.model)
 
     def make_block(self, layer: int) -> nn.Module:
-        """One layer."""
+        """Return a block."""
         return WindowedBlock(self.model, layer)
 
 
 class TwoTables(ContextBuilder):
-    """Rotary tables of layers that see all tokens, and of those that look through a window."""
+    """Builds rotary tables of full-attention and of windowed layers."""
 
     def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The former's are scaled, the latter's have a base of their own."""
+        """Return scaled tables for the former, and tables with `local_theta` for the latter."""
         model = self.model
         assert isinstance(model, Gemma3)
         local = rotary_table(first, length, model.rotary_dim, model.local_theta, device)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, a feed-forward of two matrices."""
+"""GPT-2: learned positions, LayerNorm, biases everywhere, an ungated feed-forward."""
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,14 @@ __all__ = ["Attention", "Block", "GPT2Decoder", "PositionedEmbedding", "Position
 
 
 class Positions(nn.Embedding):
-    """A table of positions that draws no weights at construction."""
+    """Position embedding without initialization at construction."""
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__(rows, dim, _weight=torch.empty(rows, dim))
 
 
 class PositionedEmbedding(Embedding):
-    """A table of tokens, and one of positions that is added: the first token of every document has the first."""
+    """Token and position embeddings; positions restart with every document."""
 
     def __init__(self, rows: int, positions: int, dim: int) -> None:
         super().__init__(rows, dim)
@@ -28,26 +28,26 @@ class PositionedEmbedding(Embedding):
         self.longest = positions
 
     def forward(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> Tensor:
-        """The stream [B, L, D]."""
+        """Return the stream [B, L, D]."""
         length = first + tokens_BL.shape[1]
         if length > self.longest:
-            raise ModelError(f"a sequence of {length} tokens, and the model has positions for {self.longest}")
-        places = torch.arange(first, length, device=tokens_BL.device)
+            raise ModelError(f"sequence of {length} tokens, but the model has positions for {self.longest}")
+        positions = torch.arange(first, length, device=tokens_BL.device)
         if documents_BL is not None:
-            places = places - _begins(documents_BL)
-        added: Tensor = self.positions(places)
+            positions = positions - _begins(documents_BL)
+        added: Tensor = self.positions(positions)
         return super().forward(tokens_BL) + added
 
 
 def _begins(documents_BL: Tensor) -> Tensor:
-    """For each token, where in its row its document begins."""
+    """Return the start of each token's document in its row."""
     places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     new_BL = documents_BL != documents_BL.roll(1, dims=1)
     return places_L.where(new_BL & (places_L > 0), 0).cummax(dim=1).values
 
 
 class Attention(nn.Module):
-    """Causal attention in which each head has keys and values of its own."""
+    """Causal multi-head attention."""
 
     def __init__(self, model: GPT2, layer: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.o = Linear(model.dim, model.dim)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if cache is not None:
             k_BLNH, v_BLNH = cache.extend(k_BLNH, v_BLNH)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each normalized before and added to the residual stream."""
+    """A pre-norm block of attention and feed-forward."""
 
     def __init__(self, model: GPT2, layer: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(model.dim, model.hidden, model.activation)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
@@ -89,13 +89,13 @@ class GPT2Decoder(Decoder):
     model: GPT2
 
     def make_embedding(self) -> PositionedEmbedding:
-        """Tokens and positions."""
+        """Return the token and position embedding."""
         return PositionedEmbedding(self.model.vocabulary, self.model.positions, self.model.dim)
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model, layer)
 
     def make_norm(self) -> LayerNorm:
-        """Before the head."""
+        """Return the norm before the head."""
         return LayerNorm(self.model.dim, self.model.norm_eps)

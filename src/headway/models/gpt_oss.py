@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped SwiGLU, heads with a sink, and windows in every other layer."""
+"""gpt-oss: experts with biases and a clamped SwiGLU, attention sinks, and a sliding window in every other layer."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ __all__ = ["Attention", "GptOssDecoder", "clamped_swiglu"]
 
 
 class Attention(nn.Module):
-    """Causal attention of which each head may give some to nothing at all, as much as its sink says."""
+    """Causal attention with a learned sink per head."""
 
     def __init__(self, model: GptOss, layer: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.o = Linear(width, model.dim, bias=model.output_bias)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH = rotate(self.q(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
         k_BLKH = rotate(self.k(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """A gate of its own steepness, that lets through one more than it is given; neither may be large."""
+    """Clamped SwiGLU with its own slope and (up + 1)."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
@@ -59,11 +59,11 @@ class GptOssDecoder(Decoder):
     model: GptOss
 
     def make_contexts(self) -> GptOssContexts:
-        """What blocks are told of a batch."""
+        """Return the context builder."""
         return GptOssContexts(self.model)
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         model = self.model
         activation = partial(clamped_swiglu, alpha=model.swiglu_alpha, limit=model.swiglu_limit)
         mixture = MoeFeedForward(

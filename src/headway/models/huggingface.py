@@ -1,7 +1,7 @@
-"""Weights of Hugging Face folders (config.json and safetensors) in and out as live tensors, under the decoder's names.
+"""Load and save Hugging Face folders (config.json and safetensors) as tensors, by the decoder's names.
 
-Names, files and checks are in `headway.state.huggingface`, which moves weights between folders and checkpoints without
-torch. Here tensors are mapped from the file, so that reading costs memory only for what is touched.
+Names, files and checks are in `headway.state.huggingface`, which converts between folders and checkpoints without
+torch. Here tensors are memory-mapped.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ __all__ = ["load_into", "read_weights", "stored_weights", "write_folder"]
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a Hugging Face folder by our names, as stored, checked against its config.json."""
+    """Return all weights of a Hugging Face folder by Headway's names, checked against its config.json."""
     return stored_weights(folder, read_model(folder))
 
 
@@ -37,16 +37,16 @@ def load_into(decoder: Decoder, folder: Path) -> None:
 
 
 def stored_weights(folder: Path, model: Model) -> dict[str, Tensor]:
-    """A Hugging Face folder's weights by our names, as stored, checked against a model's shape.
+    """Return a Hugging Face folder's weights by Headway's names, checked against a model's shapes.
 
-    Those that lie there as they are here are mapped from the file; others are read and rearranged.
+    Tensors with the same form are mapped from the file; others are read and rearranged.
     """
     mapped: dict[str, Tensor] = {}
     for file in folders.weight_files(folder):
         mapped |= dict(_open(file, model))
     same = {form.headway_names[0]: form.name for form in model.hf_tensors() if form.form == "same"}
-    found = folders.stored_weights(folder, model)
-    return {name: mapped[same[name]] if name in same else _read(weight) for name, weight in found.items()}
+    stored = folders.stored_weights(folder, model)
+    return {name: mapped[same[name]] if name in same else _read(weight) for name, weight in stored.items()}
 
 
 def write_folder(
@@ -60,7 +60,7 @@ def write_folder(
 ) -> None:
     """Write a folder that `transformers` opens: config.json, safetensors, and a copy of a tokenizer.json.
 
-    It appears whole or not at all. `seq` is the length the model was trained at.
+    It is created atomically. `seq` is the training length.
     """
     _check(tensors, model, "the model to write")
     weights = {name: _weight(tensors[name]) for name in model.tensors() | model.buffers()}
@@ -76,14 +76,14 @@ def _open(file: Path, model: Model) -> Iterable[tuple[str, Tensor]]:
                 if name is not None:
                     yield name, opened.get_tensor(stored)
     except FileNotFoundError:
-        raise ModelError(f"{file} is missing, though the folder's index names it") from None
+        raise ModelError(f"{file} is missing, but the folder's index names it") from None
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from None
+        raise ModelError(f"cannot read {file}: {error}") from None
 
 
-def _check(tensors: Mapping[str, Tensor], model: Model, where: str) -> None:
+def _check(tensors: Mapping[str, Tensor], model: Model, source: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    folders.check_weights(shapes, model.tensors() | model.buffers(), where)
+    folders.check_weights(shapes, model.tensors() | model.buffers(), source)
 
 
 def _weight(tensor: Tensor) -> LazyWeight:
@@ -92,13 +92,13 @@ def _weight(tensor: Tensor) -> LazyWeight:
 
 
 def _read(weight: LazyWeight) -> Tensor:
-    """A weight in memory."""
+    """A tensor in memory."""
     joined = bytearray(b"".join(bytes(block) for block in weight.blocks()))
     return torch.frombuffer(joined, dtype=getattr(torch, weight.dtype)).view(weight.shape)
 
 
 def _block(tensor: Tensor) -> Iterable[memoryview]:
-    """All of a tensor's bytes; the one that is written is copied to memory, and no other."""
+    """Return a tensor's bytes; only the one being written is copied to memory."""
     yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 

@@ -1,11 +1,11 @@
-"""Small parts that families share: linear maps that draw nothing, norms, feed-forwards.
+"""Layers that families share: linear maps without initialization, norms, feed-forwards.
 
 Tensor names end in their shape, as everywhere in `models/`:
 
     B  sequences      L  tokens of a sequence     T  tokens of all sequences (B * L)
     D  width          N  query heads              K  key and value heads      H  size of a head
-    V  vocabulary     S  tokens a cache has room for                          R  half of the part of H that turns
-    E  experts        F  inner width of a feed-forward                        X  experts that a token sees
+    V  vocabulary     S  capacity of a cache in tokens                        R  half of the rotary part of H
+    E  experts        F  inner width of a feed-forward                        X  experts per token
 """
 
 from collections.abc import Callable
@@ -24,25 +24,25 @@ __all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", 
 silu = nn.functional.silu
 gelu = partial(nn.functional.gelu, approximate="tanh")
 FUSED: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {silu: swiglu, gelu: geglu}
-"""Kernels that bend a gate and multiply by it."""
+"""Fused kernels of gated activations."""
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """A bent gate times what it lets through."""
+    """Return activation(gate) * up."""
     if uses_triton("gated", gate) and activation in FUSED:
         return FUSED[activation](gate, up)
     return activation(gate) * up
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that draws no weights at construction: they are drawn by name or loaded, and once is enough."""
+    """`nn.Linear` without initialization at construction: weights are initialized by name or loaded."""
 
     def reset_parameters(self) -> None:
-        """Leave memory as it is."""
+        """Do nothing."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization; its statistics are float32 whatever comes in."""
+    """RMSNorm with float32 statistics."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class RMSNorm(nn.Module):
         """Normalize over the last dim."""
         if uses_triton("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
-        # rms_norm sums bfloat16 in float32 by itself; given two dtypes it would leave its fused kernel.
+        # rms_norm sums bfloat16 in float32 by itself; with two dtypes it would not use its fused kernel.
         return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.Module):
-    """Normalization of mean and variance, with a bias."""
+    """LayerNorm with a bias."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class LayerNorm(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU, or another activation of the gate."""
+    """Gated feed-forward: SwiGLU, or another activation."""
 
     def __init__(
         self, dim: int, hidden: int, bias: bool = False, activation: Callable[[Tensor], Tensor] = silu
@@ -84,12 +84,12 @@ class GatedFeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the feed-forward to each token."""
         return self.down(gated(self.activation, self.gate(x_BLD), self.up(x_BLD)))
 
 
 class FeedForward(nn.Module):
-    """Two matrices with biases, and what bends the numbers between them."""
+    """Ungated feed-forward with biases."""
 
     def __init__(self, dim: int, hidden: int, activation: Literal["gelu", "gelu_tanh"]) -> None:
         super().__init__()
@@ -98,5 +98,5 @@ class FeedForward(nn.Module):
         self.down = Linear(hidden, dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the feed-forward to each token."""
         return self.down(nn.functional.gelu(self.up(x_BLD), approximate=self.approximate))

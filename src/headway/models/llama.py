@@ -1,5 +1,4 @@
-"""Llama and its near kin (SmolLM2, Qwen2, Qwen3, Mistral, SmolLM3): RMSNorm, rotary positions, grouped-query attention,
-SwiGLU."""
+"""Llama, SmolLM2, Qwen2, Qwen3, Mistral, SmolLM3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ __all__ = ["Attention", "Block", "LlamaDecoder"]
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; several query heads may share a key and value head."""
+    """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, model: LlamaLike, layer: int) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -46,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each normalized before and added to the residual stream."""
+    """A pre-norm block of attention and feed-forward."""
 
     def __init__(self, model: LlamaLike, layer: int) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class Block(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden, model.mlp_bias)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return out_BLD
@@ -68,5 +67,5 @@ class LlamaDecoder(Decoder):
     model: LlamaLike
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model, layer)

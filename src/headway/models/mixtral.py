@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: Llama whose feed-forward is a few of several experts, chosen for each token."""
+"""Mixtral and Qwen3-MoE: Llama with a mixture-of-experts feed-forward."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ __all__ = ["Block", "MixtralDecoder", "softmax_mixture"]
 
 
 class Block(nn.Module):
-    """One layer: attention and experts, each normalized before and added to the residual stream."""
+    """A pre-norm block of attention and experts."""
 
     def __init__(self, model: MixtureLike, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
 def softmax_mixture(model: MixtureLike, renormalize: bool) -> MoeFeedForward:
-    """Experts chosen by their probabilities. Each layer has its share of the auxiliary loss, so that `balance` weighs
-    the mean over layers, however many there are."""
+    """Softmax-routed experts. The auxiliary loss is divided by the number of layers, so that `balance` weighs the
+    mean."""
     return MoeFeedForward(
         Linear(model.dim, model.experts, bias=False),
         partial(softmax_top_k, count=model.top_k, renormalize=renormalize),
@@ -47,5 +47,5 @@ class MixtralDecoder(Decoder):
     model: Mixtral
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model, Attention(self.model, layer), softmax_mixture(self.model, renormalize=True))

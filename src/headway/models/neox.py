@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions on a part of each head, LayerNorm."""
+"""GPT-NeoX and Pythia: parallel attention and feed-forward, partial rotary positions, LayerNorm."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ __all__ = ["Attention", "Block", "NeoXDecoder"]
 
 
 class Attention(nn.Module):
-    """Causal attention, of whose heads the first numbers are rotated by position."""
+    """Causal attention with partial rotary positions."""
 
     def __init__(self, model: NeoX) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.o = Linear(model.dim, model.dim, bias=model.attention_bias)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         q_BLNH, k_BLNH = rotate(q_BLNH, context.tables[0]), rotate(k_BLNH, context.tables[0])
         if cache is not None:
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, side by side or one after the other."""
+    """A block of attention and feed-forward, in parallel or in sequence."""
 
     def __init__(self, model: NeoX) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(model.dim, model.hidden, model.activation)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         mixed_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
         return mixed_BLD + self.mlp(self.mlp_norm(x_BLD if self.side_by_side else mixed_BLD))
 
@@ -54,9 +54,9 @@ class NeoXDecoder(Decoder):
     model: NeoX
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model)
 
     def make_norm(self) -> LayerNorm:
-        """Before the head."""
+        """Return the norm before the head."""
         return LayerNorm(self.model.dim, self.model.norm_eps)

@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what attention and feed-forward add, not of what they read; and of all heads at once."""
+"""OLMo 2: norms after attention and feed-forward instead of before, and QK norms over all heads."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ __all__ = ["Attention", "Block", "OLMo2Decoder"]
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; a norm goes over all queries of a token, and one over all its keys."""
+    """Causal attention with rotary positions and QK norms over all heads."""
 
     def __init__(self, model: OLMo2) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(kv_width, model.norm_eps)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend causally."""
         q_BLNH = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: what attention and feed-forward make of the stream is normalized, and then added to it."""
+    """A post-norm block: the outputs of attention and feed-forward are normalized before they are added."""
 
     def __init__(self, model: OLMo2) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.mlp_out_norm = RMSNorm(model.dim, model.norm_eps)
 
     def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
-        """Pass the residual stream on, with what this layer adds."""
+        """Return the residual stream with this layer's contribution."""
         x_BLD = x_BLD + self.attention_out_norm(self.attention(x_BLD, context, cache))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(x_BLD))
         return out_BLD
@@ -61,5 +61,5 @@ class OLMo2Decoder(Decoder):
     model: OLMo2
 
     def make_block(self, layer: int) -> Block:
-        """One layer."""
+        """Return a block."""
         return Block(self.model)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Mixtral with norms of queries and keys, narrow experts, and maybe a few layers without."""
+"""Qwen3-MoE: Mixtral with QK norms, narrow experts, and optional dense layers."""
 
 from torch import nn
 
@@ -17,7 +17,7 @@ class Qwen3MoeDecoder(Decoder):
     model: Qwen3Moe
 
     def make_block(self, layer: int) -> Block:
-        """One layer, with experts or without."""
+        """Return a block with experts or a dense feed-forward."""
         mlp: nn.Module = GatedFeedForward(self.model.dim, self.model.hidden)
         if self.model.has_experts(layer):
             mlp = softmax_mixture(self.model, self.model.normalize_weights)

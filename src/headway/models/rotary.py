@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every kind of scaling, tables of a sequence's angles, and the turn itself."""
+"""Rotary position embeddings (RoPE): scaled frequencies, cos/sin tables, and the rotation."""
 
 import math
 
@@ -15,7 +15,7 @@ __all__ = ["frequencies", "rotary_table", "rotate", "rotate_pairs", "scaled"]
 def rotary_table(
     first: int, length: int, dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Cosines and sines [2, L, R] of the positions from `first` on, float32."""
+    """Return cosines and sines [2, L, R] of the positions from `first` on, in float32."""
     turns_R, factor = scaled(frequencies(dim, theta, device), theta, scaling, first + length)
     positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
     angles_LR = torch.outer(positions, turns_R)
@@ -24,13 +24,13 @@ def rotary_table(
 
 
 def frequencies(dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Radians that each pair of numbers turns by from one position to the next."""
+    """Return the frequency of each pair, in radians per position."""
     exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
     return 1.0 / theta**exponents
 
 
 def scaled(plain_R: Tensor, theta: float, scaling: RopeScaling | None, length: int) -> tuple[Tensor, float]:
-    """Frequencies as scaling has them, and what cosines and sines are multiplied by, for a length."""
+    """Return scaled frequencies, and the factor of cosines and sines, for a length."""
     match scaling:
         case None:
             return plain_R, 1.0
@@ -47,7 +47,7 @@ def scaled(plain_R: Tensor, theta: float, scaling: RopeScaling | None, length: i
 
 
 def _llama3(plain_R: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow turns are stretched, fast ones stay, and between them goes a ramp over turns in the original length."""
+    """llama3: scale low frequencies, keep high ones, with a ramp between, by rotations in the original length."""
     assert scaling.original is not None
     turns_R = scaling.original * plain_R / (2 * math.pi)
     kept_R = ((turns_R - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
@@ -55,7 +55,8 @@ def _llama3(plain_R: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """The same over dims: the ramp goes from where a pair turns `fast` times to where it turns `slow` times."""
+    """YaRN: the same with a ramp over dims, from the pair that rotates `fast` times to the one that rotates `slow`
+    times."""
     assert scaling.original is not None
     count, length = len(plain_R), scaling.original
 
@@ -80,12 +81,12 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's factor of attention for sequences `factor` times as long."""
+    """Return YaRN's attention factor for sequences `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
-    """Turn each pair (i, i + R) of a head by its position's angle, in float32; numbers beyond 2R stay."""
+    """Rotate each pair (i, i + R) of a head by its position's angle, in float32; dims beyond 2R stay."""
     if uses_triton("rope", x_BLNH):
         return rope_one(x_BLNH, table_2LR)
     cos_L1R, sin_L1R = table_2LR.unsqueeze(2).unbind(0)
@@ -99,6 +100,6 @@ def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
 
 
 def rotate_pairs(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
-    """The same for heads whose pairs are neighbours (2i, 2i + 1); they come out as (i, i + R)."""
-    apart = x_BLNH.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(apart, table_2LR)
+    """The same for interleaved pairs (2i, 2i + 1), which are returned as (i, i + R)."""
+    pairs = x_BLNH.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(pairs, table_2LR)

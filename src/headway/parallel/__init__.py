@@ -1,4 +1,4 @@
-"""How a model is put onto several devices."""
+"""Parallelism: how a model is distributed over devices."""
 
 from headway.parallel.apply import ParallelModel, parallelize_model
 from headway.parallel.gradients import finish_gradients, total_norm

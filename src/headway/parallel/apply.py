@@ -1,13 +1,13 @@
-"""How a plain model is made to run on several devices: from outside, in one visible order.
+"""Parallelizes a plain model from the outside, in one visible order.
 
     split      this worker's stages of the model                    pipeline.py
-    cut        each matrix over the tensor axis                     tensor.py, vocab_parallel.py
-    recompute  activations that blocks make again                   recompute.py
+    split      each matrix over the tensor axis                     tensor.py, vocab_parallel.py
+    recompute  activations of blocks                                recompute.py
     compile    each block
     shard      parameters over the data axes                        shard.py
 
-A compiled block contains its recomputation, and a gather of weights stays outside both. All of it happens on the meta
-device: memory comes last, for this worker's part alone. Parameter names stay those of the plain model.
+A compiled block contains its recomputation, and gathers of weights stay outside both. All of this happens on the meta
+device: memory is allocated last, for this worker's part alone. Parameter names stay those of the plain model.
 """
 
 import inspect
@@ -37,39 +37,39 @@ __all__ = ["ParallelModel", "parallelize_model"]
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model as one worker holds it."""
+    """One worker's part of a model."""
 
     model: nn.Module
-    """This worker's part, by the names of the plain model."""
+    """This worker's modules, by the names of the plain model."""
     stages: tuple[LocalStage, ...]
     schedule: PipelineRunner | None
-    """The order of a pipeline; None where there is none."""
+    """The pipeline schedule, if any."""
     missing: Missing
-    """Sums of gradients that backward passes leave open."""
+    """Gradient reductions left after backward passes."""
     borrowed: Mapping[str, str]
-    """Parameters that another stage owns: name here to name there."""
+    """Parameters that another stage owns: local name to owner's name."""
     names: frozenset[str]
-    """Of all tensors of the plain model, here or elsewhere."""
+    """Names of all tensors of the plain model."""
     rows: int
-    """Of one step here."""
+    """Rows per step of this worker."""
     microbatch: int
-    """Rows in one pass."""
+    """Rows per forward pass."""
     accumulates: bool
-    """Whether gradients of several passes add up in a step."""
+    """Whether a step accumulates gradients over several passes."""
     copies: bool
-    """Whether the data axes hold copies only, and no shards."""
+    """Whether the data axes only replicate, without sharding."""
     reduce_each: bool = False
-    """Whether shards add gradients up in every microbatch."""
+    """Whether shards reduce gradients in every microbatch."""
     documents: bool = True
-    """Whether the model keeps documents apart."""
+    """Whether attention is restricted to documents."""
     forgets: bool = False
-    """A mistake on purpose: gradients are not added up over copies."""
+    """Deliberate bug: gradients are not reduced over replicas."""
 
     def passes(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
-        """Forward and backward over all rows, a microbatch at a time; gradients travel in the last one, or in each.
+        """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
 
-        `documents` number the documents that rows are packed of, for models that keep them apart. Returns the summed
-        loss times `scale`, or what this worker has of it.
+        `documents` numbers the documents packed into rows, for document masking. Return the summed loss times `scale`,
+        or this worker's part of it.
         """
         documents = documents if self.documents else None
         set_loss_scale(self.model, scale)
@@ -82,14 +82,14 @@ class ParallelModel:
             hold_gradients(self.model, last=high == rows, copies=self.copies, reduce_each=self.reduce_each)
             if self.forgets:
                 forget_copies(self.model)
-            apart = None if documents is None else documents[low:high]
-            loss = self.model(inputs[low:high], labels[low:high], **_named(apart)) * scale
+            rows_documents = None if documents is None else documents[low:high]
+            loss = self.model(inputs[low:high], labels[low:high], **_named(rows_documents)) * scale
             loss.backward()
             total += loss.detach()
         return total
 
     def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The summed loss, or what this worker has of it."""
+        """Return the summed loss, or this worker's part of it."""
         documents = documents if self.documents else None
         if self.schedule is not None:
             return self.schedule.evaluate(inputs, labels, documents)
@@ -97,19 +97,19 @@ class ParallelModel:
         return loss
 
     def evaluation_rows(self, most: int) -> int:
-        """Rows to evaluate at once, of `most` that there are: a pipeline takes a step's, whatever there is."""
+        """Return the rows to evaluate at once, of at most `most`: a pipeline always takes a step's."""
         return self.rows if self.schedule is not None else min(self.microbatch, most)
 
     def rest(self) -> None:
-        """Give back weights that were gathered for a forward pass that no backward pass follows."""
+        """Free weights gathered for a forward pass without a backward pass."""
         for stage in self.stages:
             release_weights(stage.module)
 
 
 def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[str] = ()) -> ParallelModel:
-    """Put a recipe's choices onto a model that lies on the meta device; its memory is this worker's part alone.
+    """Parallelize a model on the meta device as the recipe says; memory is allocated for this worker's part alone.
 
-    `mutations` are mistakes made on purpose, by which `headway check` is tested.
+    `mutations` are deliberate bugs that test `headway check`.
     """
     train, parallel = recipe.train, recipe.parallel or Parallel()
     layout = layout_of(model, recipe.model.layout)
@@ -189,7 +189,7 @@ def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations:
 
 
 def _takes_documents(model: nn.Module) -> bool:
-    """Whether a model can be told which document a token is of: ours, and classes whose forward takes `documents`."""
+    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
     return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
 
 
@@ -200,15 +200,14 @@ def _named(documents: Tensor | None) -> dict[str, Tensor]:
 def stream_shape(
     model: nn.Module, block: nn.Module, rows: int, seq: int, cuts: TensorCuts | None, tensor: Axis
 ) -> torch.Size:
-    """The shape of what stages pass on, of one microbatch: seen in a pass of the plain model on the meta device, which
-    computes nothing."""
+    """Return the shape of a microbatch's residual stream, from a pass of the plain model on the meta device."""
     seen = list[torch.Size]()
 
     def see(_: nn.Module, __: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
             raise ModelError(
-                f"a block returns a {type(out).__name__}, and a pipeline passes one tensor on",
-                hint="blocks take the stream first and return it alone",
+                f"a block returns a {type(out).__name__}; a pipeline needs a single tensor",
+                hint="blocks must take the residual stream first and return only it",
             )
         seen.append(out.shape)
 
@@ -223,14 +222,14 @@ def stream_shape(
 
 
 def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
-    """Of what stages pass on: FSDP keeps the stream in the precision of products, autocast in float32."""
+    """Return the dtype of the stream between stages: FSDP has that of products, autocast float32."""
     return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.data.size > 1 else torch.float32
 
 
 def _set_forward(
     stage: LocalStage, recipe: Recipe, world: World, cuts: TensorCuts | None, vocabulary: int | None
 ) -> None:
-    """Have a stage make a summed loss of tokens and labels, or pass the stream on, in the recipe's precision."""
+    """Run a stage in the recipe's precision; it returns the summed loss, or the stream."""
     model, tensor = stage.module, world.axis("tensor")
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
@@ -244,7 +243,7 @@ def _set_forward(
         forward = partial(_of_tokens, model.forward)
         if stage.last:
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
-    # Shards are gathered in the right precision already; who has no data axis casts here, if weights are kept in more.
+    # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
     casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.data.size == 1
     context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
     dtype = _stream_dtype(recipe, world)
@@ -266,7 +265,7 @@ def _forward(
 
 
 def _of_tokens(plain: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
-    """A class of the user's own, which may take documents."""
+    """A custom class, which may take documents."""
     out: Tensor = plain(x, **_named(documents))
     return out
 
@@ -280,26 +279,26 @@ def _loss_of_logits(
     labels: Tensor | None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """What a class of the user's own is taken for: logits, whose loss is made here."""
+    """Wraps a custom class, which returns logits, with the loss."""
     logits = _of_tokens(plain, x, documents)
     return logits if labels is None else cross_entropy_of_logits(logits, labels, tensor, vocabulary, z_loss)
 
 
 class WholeSequence(nn.Module):
-    """Tells what makes a batch's context how long sequences are, where the stream it is shown is a share of them."""
+    """Gives the context builder the full sequence length, where the stream is split by sequence."""
 
     def __init__(self, context: nn.Module, shares: int) -> None:
         super().__init__()
         self.context, self.shares = context, shares
 
     def forward(self, like: Tensor, documents: Tensor | None = None, first: int = 0) -> Any:
-        """That of all positions."""
-        whole = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
-        return self.context(whole, documents, first)
+        """Build the context of all positions."""
+        full_sequence = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
+        return self.context(full_sequence, documents, first)
 
 
 def _shared_vocabulary(model: nn.Module, cuts: TensorCuts) -> int | None:
-    """Rows of the whole head, where a module that makes logits has a share of them."""
+    """Return the vocabulary size of the whole head, where a module has a share of it."""
     modules = dict(model.named_modules())
     heads = [modules[name] for name, cut in cuts.cuts.items() if cut == "vocabulary" and name in modules]
     sizes = [head.weight.shape[0] for head in heads if isinstance(head, nn.Linear)]
@@ -307,7 +306,7 @@ def _shared_vocabulary(model: nn.Module, cuts: TensorCuts) -> int | None:
 
 
 def _others_buffers(model: nn.Module, layout: ModelLayout, pipeline: Axis) -> dict[str, str]:
-    """Buffers outside of what a pipeline cuts: every stage has them, and the first one writes them."""
+    """Return buffers outside of pipeline stages: every stage has them, and the first saves them."""
     if pipeline.rank == 0:
         return {}
     cut = (*named(model, (*layout.first, *layout.last)), blocks_of(model, layout)[0])
@@ -315,7 +314,7 @@ def _others_buffers(model: nn.Module, layout: ModelLayout, pipeline: Axis) -> di
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a model memory; tied parameters stay tied."""
+    """Allocate a model's memory; tied parameters stay tied."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,11 +1,11 @@
-"""Exchanges of activations inside a model, each with what the backward pass exchanges for it.
+"""Differentiable collectives on activations, each with its collective in the backward pass.
 
-    gathered   everyone's share, put together              backward: add up, keep one's share
-    scattered  add up, keep one's share                    backward: everyone's share, put together
-    summed     add up, keep all                            backward: nothing
-    copied     nothing                                     backward: add up, keep all
+    gathered   all-gather                 backward: reduce-scatter
+    scattered  reduce-scatter             backward: all-gather
+    summed     all-reduce                 backward: identity
+    copied     identity                   backward: all-reduce
 
-Shares are equal parts of one dim. What a worker holds whole, all workers of the group hold alike.
+Shares are equal parts of one dim. A tensor that a worker holds whole is the same on all workers of the group.
 """
 
 from typing import Any
@@ -18,25 +18,25 @@ __all__ = ["copied", "gathered", "scattered", "summed"]
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All shares of a tensor, in the order of ranks."""
-    whole: Tensor = _Gathered.apply(x, dim, group)
-    return whole
+    """Return all shares of a tensor, by rank."""
+    full: Tensor = _Gathered.apply(x, dim, group)
+    return full
 
 
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This worker's share of the sum over workers."""
+    """Return this worker's share of the sum over workers."""
     share: Tensor = _Scattered.apply(x, dim, group)
     return share
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over workers."""
+    """Return the sum over workers."""
     total: Tensor = _Summed.apply(x, group)
     return total
 
 
 def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor itself, whose users each work on a part of what comes of it."""
+    """Return the tensor itself, whose gradient is summed over workers."""
     same: Tensor = _Copied.apply(x, group)
     return same
 
@@ -104,7 +104,7 @@ class _Copied(torch.autograd.Function):
 
 
 def _all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    # Renamed after PyTorch 2.11, where the old name came to warn.
+    # Renamed after PyTorch 2.11; the old name now warns.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(out, x, group=group)
 

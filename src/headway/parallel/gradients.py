@@ -1,4 +1,4 @@
-"""Gradients once a step's passes are done: the sums that are still missing, and the norm of all."""
+"""Gradients after a step's passes: the remaining reductions, and the global norm."""
 
 from collections.abc import Collection, Mapping
 from math import prod
@@ -16,14 +16,14 @@ from headway.parallel.world import World
 __all__ = ["Missing", "finish_gradients", "total_norm"]
 
 Missing = tuple[tuple[frozenset[str], dist.ProcessGroup], ...]
-"""Parameters whose gradients are parts of a sum, and over whom."""
+"""Parameters with partial gradients, and the groups to reduce them over."""
 
 
 def finish_gradients(parameters: Mapping[str, nn.Parameter], missing: Missing) -> None:
-    """Add up what backward passes left in parts, all that one group shares in one exchange."""
+    """Reduce partial gradients, with one collective per group."""
     for names, group in missing:
-        found = [p.grad for name, p in parameters.items() if name in names and p.grad is not None]
-        parts = [to_local(gradient) for gradient in found]
+        gradients = [p.grad for name, p in parameters.items() if name in names and p.grad is not None]
+        parts = [to_local(gradient) for gradient in gradients]
         if parts:
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=group)
@@ -32,7 +32,7 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], missing: Missing) -
 
 
 def total_norm(parameters: Mapping[str, nn.Parameter], world: World, borrowed: Collection[str] = ()) -> Tensor:
-    """The norm over all gradients of all workers, as a plain scalar; what several hold alike counts once."""
+    """Return the global gradient norm as a plain scalar; replicated gradients count once."""
     by_copies = dict[int, list[Tensor]]()
     for name, parameter in parameters.items():
         if parameter.grad is not None and name not in borrowed:
@@ -53,7 +53,7 @@ def _norm(parts: list[Tensor]) -> Tensor:
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many workers hold the same elements."""
+    """Return how many workers hold the same elements."""
     if not isinstance(gradient, DTensor):
         return 1
     axes = enumerate(gradient.placements)

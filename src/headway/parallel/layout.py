@@ -1,4 +1,4 @@
-"""How a model is cut, by the names of its modules: for Headway's own families here, for others in the recipe."""
+"""How a model is split, by module names: for built-in families here, for custom classes in the recipe."""
 
 import difflib
 import re
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
-"""How the tensor axis cuts a module; `keys` is a projection to fewer heads than there are workers, held whole."""
+"""How the tensor axis splits a module; `keys` is a projection to fewer heads than workers, which is replicated."""
 
 DECODER = ModelLayout(
     blocks="layers",
@@ -44,17 +44,17 @@ DECODER = ModelLayout(
 
 
 def layout_of(model: nn.Module, stated: ModelLayout | None) -> ModelLayout:
-    """The layout of one of Headway's own models, or the one that a recipe states."""
+    """Return the layout of a built-in model, or the recipe's."""
     return DECODER if isinstance(model, Decoder) else stated or ModelLayout()
 
 
 def blocks_of(model: nn.Module, layout: ModelLayout) -> tuple[str, list[nn.Module]]:
-    """The name of the list of blocks, and the blocks; without a layout, the longest list there is."""
+    """Return the name of the list of blocks, and the blocks; without a layout, the longest list."""
     if layout.blocks is not None:
         blocks = dict(model.named_modules()).get(layout.blocks)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             raise ModelError(
-                f"model.layout.blocks names {layout.blocks}, which {_class(model)} {_lacks(blocks)}",
+                f"model.layout.blocks names {layout.blocks}, which {_lacks(model, blocks)}",
                 hint=_nearest(layout.blocks, [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]),
             )
         return layout.blocks, list(blocks)
@@ -62,38 +62,38 @@ def blocks_of(model: nn.Module, layout: ModelLayout) -> tuple[str, list[nn.Modul
     return max(lists, key=lambda item: len(item[1]), default=("", []))
 
 
-def _lacks(module: nn.Module | None) -> str:
-    return "does not have" if module is None else f"has as a {type(module).__name__}, not as a list"
+def _lacks(model: nn.Module, module: nn.Module | None) -> str:
+    return f"{_class(model)} lacks" if module is None else f"is a {type(module).__name__}, not a list"
 
 
 @dataclass(frozen=True)
 class TensorCuts:
-    """What the tensor axis does to each module, by name."""
+    """How the tensor axis splits each module, by name."""
 
     cuts: dict[str, Cut]
     whole: frozenset[str]
-    """Modules for which the stream is gathered; if there are any, it is shared out by sequence between them."""
+    """Modules for which the stream is gathered; if there are any, it is split by sequence elsewhere."""
     divided: tuple[tuple[str, str], ...]
-    """Modules and their attributes that count what is shared out."""
+    """Modules and their attributes that count what is split."""
     key_heads: int = 0
-    """Heads that modules cut as `keys` project to."""
+    """Number of heads of modules split as `keys`."""
 
     @property
     def by_sequence(self) -> bool:
-        """Whether workers hold a share of each sequence between the modules that need it whole."""
+        """Whether the stream is split by sequence outside of modules that need it whole."""
         return bool(self.whole)
 
     def enters(self, name: str) -> bool:
-        """Whether a module takes its input for itself, and not as a part of one that has done so."""
+        """Whether a module gathers its input itself, and not a module around it."""
         parts = name.split(".")
         return not any(".".join(parts[:end]) in self.whole for end in range(1, len(parts)))
 
 
 def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
-    """A layout's names found in a model, and its shapes seen to be cut evenly; ModelError says what is not."""
+    """Resolve a layout for a model; raise ModelError for unknown names and uneven splits."""
     if isinstance(model, Decoder) and model.model.UNCUT:
         family, why = model.model.family, model.model.UNCUT
-        raise ModelError(f"parallel.tensor is {size}, and no tensor axis cuts {family}: {why}")
+        raise ModelError(f"parallel.tensor is {size}, but {family} does not support it: {why}")
     modules = dict(model.named_modules())
     cuts = dict[str, Cut]()
     for kind in ("columns", "rows", "vocabulary", "share"):
@@ -101,20 +101,20 @@ def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
             cuts |= dict.fromkeys(_matches(model, pattern, modules, kind, optional=layout is DECODER), kind)
     if isinstance(model, Decoder) and model.model.kv_heads % size:
         cuts |= {name: "keys" for name in cuts if name.endswith((".attention.k", ".attention.v"))}
-    whole = frozenset(n for pattern in layout.whole for n in _matches(model, pattern, modules, "whole"))
+    gathered = frozenset(n for pattern in layout.whole for n in _matches(model, pattern, modules, "whole"))
     heads = model.model.kv_heads if isinstance(model, Decoder) else 0
-    made = TensorCuts(cuts, whole, tuple(_divided(model, layout, modules, size)), heads)
+    tensor_cuts = TensorCuts(cuts, gathered, tuple(_divided(model, layout, modules, size)), heads)
     if not {"columns", "rows"} <= {*cuts.values()}:
         raise ModelError(
-            f"parallel.tensor is {size}, and model.layout does not say how {_class(model)} is cut",
-            hint="model.layout.columns and rows name its linear modules (docs/guides/own-models.md)",
+            f"parallel.tensor is {size}, but model.layout does not say how to split {_class(model)}",
+            hint="name its linear modules in model.layout.columns and rows (docs/guides/own-models.md)",
         )
     for name, cut in cuts.items():
         _check_shape(modules[name], name, cut, size)
-    _check_ties(model, made)
-    if made.by_sequence:
-        _check_covered(model, made)
-    return made
+    _check_ties(model, tensor_cuts)
+    if tensor_cuts.by_sequence:
+        _check_covered(model, tensor_cuts)
+    return tensor_cuts
 
 
 def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
@@ -123,7 +123,7 @@ def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim != 2 or (cut != "vocabulary" and not isinstance(module, nn.Linear)):
         raise ModelError(
-            f"model.layout.{cut} names {name}, a {type(module).__name__}: it has no matrix that can be cut so",
+            f"model.layout.{cut} names {name}, a {type(module).__name__}, which cannot be split that way",
             hint=f"{cut} takes linear modules{' and embeddings' if cut == 'vocabulary' else ''}",
         )
     length = weight.shape[1 if cut == "rows" else 0]
@@ -131,7 +131,7 @@ def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
         if -(-length // size) * (size - 1) >= length:
             raise ModelError(f"a vocabulary of {length} ({name}) is too small for tensor {size}")
         if getattr(module, "padding_idx", None) is not None:
-            raise ModelError(f"{name} has a padding_idx, which a shared-out embedding cannot have")
+            raise ModelError(f"{name} has a padding_idx, which a split embedding does not support")
     elif length % size:
         side = "inputs" if cut == "rows" else "outputs"
         raise ModelError(f"tensor {size} does not divide the {length} {side} of {name}", hint=_divisors(length))
@@ -142,25 +142,25 @@ def _divisors(length: int) -> str:
 
 
 def _check_ties(model: nn.Module, cuts: TensorCuts) -> None:
-    """A parameter that several modules have is cut one way."""
+    """Raise ModelError if a tied parameter is split in different ways."""
     seen = dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = seen.setdefault(id(parameter), name)
-        kinds = [cuts.cuts.get(one.rpartition(".")[0]) for one in (first, name)]
+        kinds = [cuts.cuts.get(tied.rpartition(".")[0]) for tied in (first, name)]
         if kinds[0] != kinds[1]:
             raise ModelError(
-                f"{first} and {name} are one parameter, and model.layout cuts only one of them, or each another way",
+                f"{first} and {name} are tied, but model.layout splits only one of them, or each differently",
                 hint="name both modules in the same list: a tied embedding and head in vocabulary",
             )
 
 
 def _check_covered(model: nn.Module, cuts: TensorCuts) -> None:
-    """By sequence, it matters of every parameter whether it sees all tokens or a share of them."""
+    """Raise ModelError for parameters of which a sequence-parallel layout does not say whether they see all tokens."""
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         if not any(owner == cut or owner.startswith(f"{cut}.") for cut in cuts.cuts):
             raise ModelError(
-                f"model.layout.whole shares sequences out, and nothing says what {name} sees of them",
+                f"model.layout.whole splits sequences, but model.layout does not say what {name} sees of them",
                 hint=f"name {owner or 'its module'} in share, columns, rows or vocabulary",
             )
 
@@ -172,55 +172,53 @@ def _divided(
         owner, _, attribute = pattern.rpartition(".")
         for name in _matches(model, owner, modules, "divide") if owner else [""]:
             value: Any = getattr(modules[name], attribute, None)
-            where = f"{name}.{attribute}".lstrip(".")
+            key = f"{name}.{attribute}".lstrip(".")
             if not isinstance(value, int):
-                what = "does not exist" if value is None else f"is {value!r} and no whole number"
-                raise ModelError(f"model.layout.divide names {where}, which {what}")
+                what = "does not exist" if value is None else f"is {value!r}, not an integer"
+                raise ModelError(f"model.layout.divide names {key}, which {what}")
             if value % size:
                 sizes = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
                 raise ModelError(
-                    f"tensor {size} does not divide {where}, which is {value}", hint=f"tensor may be {sizes}"
+                    f"tensor {size} does not divide {key}, which is {value}", hint=f"tensor may be {sizes}"
                 )
             yield name, attribute
 
 
 def check_layout(model: nn.Module, recipe: Recipe, workers: int) -> None:
-    """See that a model can be cut onto a recipe's mesh; ModelError says why not."""
+    """Raise ModelError if a model cannot be split over a recipe's mesh."""
     parallel = recipe.parallel or Parallel()
     sizes, layout, seq = parallel.sizes(workers), layout_of(model, recipe.model.layout), recipe.data.seq
     tensor = sizes["tensor"]
     if tensor > 1 and cuts_of(model, layout, tensor).by_sequence and seq % tensor:
         below = seq // tensor * tensor
-        raise ModelError(
-            f"tensor {tensor} does not divide data.seq, which is {seq}", hint=f"{below} and {below + tensor} would do"
-        )
+        raise ModelError(f"tensor {tensor} does not divide data.seq ({seq})", hint=f"use {below} or {below + tensor}")
     if sizes["pipeline"] > 1:
         check_pipeline(model, layout, stages_of(model, layout, parallel, sizes["pipeline"]))
 
 
 def stages_of(model: nn.Module, layout: ModelLayout, parallel: Parallel, ranks: int) -> tuple[int, ...]:
-    """Blocks of each stage of a pipeline: as stated, or as even as can be."""
+    """Return the number of blocks per pipeline stage: as given, or as even as possible."""
     return parallel.stages or stages_by_cost(len(blocks_of(model, layout)[1]), 0.0, 0.0, ranks, parallel.chunks)
 
 
 def check_pipeline(model: nn.Module, layout: ModelLayout, counts: Iterable[int]) -> None:
-    """See that a model can be cut into stages of so many blocks; ModelError says why not."""
+    """Raise ModelError if a model cannot be split into stages of these numbers of blocks."""
     counts = tuple(counts)
     if layout.blocks is None:
         raise ModelError(
-            f"a pipeline of {len(counts)} stages, and model.layout does not say where {_class(model)} is cut",
-            hint="model.layout.blocks names its list of blocks, first and last what comes before and after",
+            f"a pipeline of {len(counts)} stages, but model.layout does not say where to split {_class(model)}",
+            hint="set model.layout.blocks to its list of blocks, first and last to the modules before and after",
         )
     name, blocks = blocks_of(model, layout)
     if len(counts) > len(blocks):
         raise ModelError(
             f"{len(blocks)} blocks ({name} of {_class(model)}) cannot fill {len(counts)} pipeline stages",
-            hint=f"parallel.pipeline x chunks may be {len(blocks)} at most",
+            hint=f"parallel.pipeline x chunks may be at most {len(blocks)}",
         )
     if sum(counts) != len(blocks) or min(counts) < 1:
         raise ModelError(
-            f"{_class(model)} has {len(blocks)} blocks, not shared out by stages of {', '.join(map(str, counts))}",
-            hint=f"parallel.stages must sum up to {len(blocks)}; without it they are as even as can be",
+            f"{_class(model)} has {len(blocks)} blocks, but parallel.stages has {', '.join(map(str, counts))}",
+            hint=f"parallel.stages must sum to {len(blocks)}; without it they are as even as possible",
         )
     modules = dict(model.named_modules())
     placed = {name}
@@ -229,30 +227,30 @@ def check_pipeline(model: nn.Module, layout: ModelLayout, counts: Iterable[int])
             placed |= {*_matches(model, pattern, modules, kind, optional=layout is DECODER)}
     both = {*named(model, layout.first)} & {*named(model, layout.last)}
     if both:
-        raise ModelError(f"model.layout has {min(both)} both in first and in last: one stage has it")
+        raise ModelError(f"model.layout has {min(both)} in both first and last")
     for parameter, _ in model.named_parameters():
         if not any(parameter.startswith(f"{module}.") for module in placed):
             raise ModelError(
-                f"nothing says which stage of a pipeline has {parameter}",
-                hint=f"put it into a block of {name}, or into one module with the embedding: nothing may happen to the "
-                "stream but what that module, the blocks and the last modules do",
+                f"model.layout does not say which pipeline stage has {parameter}",
+                hint=f"put it into a block of {name}, or into one module with the embedding: only that module, the "
+                "blocks and the last modules may change the stream",
             )
 
 
 def _matches(
     model: nn.Module, pattern: str, modules: dict[str, nn.Module], kind: str, optional: bool = False
 ) -> list[str]:
-    found = [name for name in modules if _regex(pattern).fullmatch(name)]
-    if not found and not optional:
+    names = [name for name in modules if _regex(pattern).fullmatch(name)]
+    if not names and not optional:
         raise ModelError(
-            f"model.layout.{kind} names {pattern}, which {_class(model)} does not have",
+            f"model.layout.{kind}: {_class(model)} has no {pattern}",
             hint=_nearest(pattern, list(modules)),
         )
-    return found
+    return names
 
 
 def named(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The modules that patterns name."""
+    """Return the modules that match patterns."""
     regexes = [_regex(pattern) for pattern in patterns]
     return [name for name, _ in model.named_modules() if any(regex.fullmatch(name) for regex in regexes)]
 
@@ -264,7 +262,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def _nearest(name: str, names: list[str]) -> str | None:
     plain = {re.sub(r"\b\d+\b", "*", candidate) for candidate in names if candidate}
     near = difflib.get_close_matches(name, sorted(plain), n=3, cutoff=0.3)
-    return f"the nearest there are: {', '.join(near)}" if near else None
+    return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def _class(model: nn.Module) -> str:

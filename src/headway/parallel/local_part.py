@@ -1,4 +1,4 @@
-"""What this worker has of a tensor."""
+"""This worker's part of a tensor."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -7,5 +7,5 @@ __all__ = ["to_local"]
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Its own part of one that is laid out on a mesh; any other tensor as it is."""
+    """Return the local part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""The pipeline axis: a model's blocks are spread over stages, which pass the stream on.
+"""The pipeline axis: a model's blocks are split into stages, which send the residual stream on.
 
-A stage is the model itself, in which what belongs to other stages passes its input through: names stay those of the
-plain model, and its own `forward` runs unchanged. Which stage works on which microbatch when is PyTorch's schedules'
-work. Shapes are given to them beforehand, so that nothing but tensors ever travels.
+A stage is the model itself, in which modules of other stages pass their input through: names stay those of the plain
+model, and its own `forward` runs unchanged. PyTorch's schedules order microbatches. They get shapes beforehand, so that
+only tensors are sent.
 """
 
 import copy
@@ -32,7 +32,7 @@ __all__ = ["LocalStage", "PassThrough", "PipelineRunner", "StageSplit", "has_tie
 
 @dataclass(frozen=True)
 class LocalStage:
-    """One stage that this worker has."""
+    """A stage of this worker."""
 
     index: int
     module: nn.Module
@@ -40,73 +40,74 @@ class LocalStage:
     first: bool = True
     """Whether it takes tokens."""
     last: bool = True
-    """Whether it makes the loss."""
+    """Whether it computes the loss."""
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A model as far as this worker has it."""
+    """This worker's stages of a model."""
 
     model: nn.Module
-    """All of that, by the names of the plain model."""
+    """All of its modules, by the names of the plain model."""
     stages: tuple[LocalStage, ...]
     count: int = 1
-    """Of all workers."""
+    """Number of stages over all workers."""
     borrowed: Mapping[str, str] | None = None
-    """Parameters that belong to another stage, of which this one has a copy: name here to name there."""
+    """Copies of parameters that another stage owns: local name to owner's name."""
     lent: tuple[str, ...] = ()
-    """Parameters of which another stage has a copy."""
+    """Parameters that another stage has a copy of."""
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage's module is; it may lend that module's weight to who needs it here too."""
+    """Stands in for another stage's module; it may hold that module's weight, for a tied head."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The input."""
+        """Return the input."""
         if not x.is_floating_point():
             raise ModelError(
-                "a module of the first stage takes something else than the stream, which later stages cannot pass on",
-                hint="positions belong into one module with the tokens' embedding, which model.layout.first names",
+                "a module of the first stage takes more than the stream, which later stages do not have",
+                hint="put positions into one module with the token embedding, and name that in model.layout.first",
             )
         return x
 
 
 def split(model: nn.Module, layout: ModelLayout, counts: Sequence[int], axis: Axis) -> StageSplit:
-    """This worker's stages of a model on the meta device; stage i, of `counts[i]` blocks, is on rank i % ranks."""
+    """Return this worker's stages of a model on the meta device; stage i, of `counts[i]` blocks, is on rank i %
+    ranks."""
     name, blocks = blocks_of(model, layout)
     ends = [0, *accumulate(counts)]
     ties = _ties(model, layout)
-    mine = [i for i in range(len(counts)) if i % axis.size == axis.rank]
-    has_first, has_last = mine[0] == 0, mine[-1] == len(counts) - 1
+    own_stages = [i for i in range(len(counts)) if i % axis.size == axis.rank]
+    has_first, has_last = own_stages[0] == 0, own_stages[-1] == len(counts) - 1
     if has_last and _lends(model):
         model = _with(model, {"embed": PassThrough(model.embed.weight)})  # type: ignore[union-attr, arg-type]
 
-    def part(own: Sequence[int], first: bool, last: bool) -> nn.Module:
-        return _with(model, dict(_elsewhere(model, layout, name, len(blocks), own, first, last)))
+    def part(indices: Sequence[int], first: bool, last: bool) -> nn.Module:
+        return _with(model, dict(_elsewhere(model, layout, name, len(blocks), indices, first, last)))
 
     stages = []
-    for i in mine:
+    for i in own_stages:
         module = part(range(ends[i], ends[i + 1]), i == 0, i == len(counts) - 1)
         stages.append(LocalStage(i, module, tuple(blocks[ends[i] : ends[i + 1]]), i == 0, i == len(counts) - 1))
-    holder = part([block for i in mine for block in range(ends[i], ends[i + 1])], has_first, has_last)
+    holder = part([block for i in own_stages for block in range(ends[i], ends[i + 1])], has_first, has_last)
     return StageSplit(
         model=holder if len(stages) > 1 else stages[0].module,
         stages=tuple(stages),
         count=len(counts),
-        borrowed={there: here for here, there in ties} if has_last else None,
-        lent=tuple(here for here, _ in ties) if has_first else (),
+        borrowed={remote: local for local, remote in ties} if has_last else None,
+        lent=tuple(local for local, _ in ties) if has_first else (),
     )
 
 
 def _elsewhere(
-    model: nn.Module, layout: ModelLayout, name: str, count: int, own: Sequence[int], first: bool, last: bool
+    model: nn.Module, layout: ModelLayout, name: str, count: int, blocks: Sequence[int], first: bool, last: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Stand-ins for the modules that a stage does not have."""
-    for block in set(range(count)) - set(own):
+    """Yield stand-ins for the modules that a stage does not have."""
+    for block in set(range(count)) - set(blocks):
         yield f"{name}.{block}", PassThrough()
     if not first and not (last and _lends(model)):
         yield from ((module, PassThrough()) for module in named(model, layout.first))
@@ -115,55 +116,55 @@ def _elsewhere(
 
 
 def _lends(model: nn.Module) -> bool:
-    """Whether the head is the embedding's table, and not a module that has it too."""
+    """Whether the head uses the embedding's weight, without a module of its own."""
     return isinstance(model, Decoder) and model.head is None
 
 
 def _with(module: nn.Module, others: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
-    """A module with some of its parts replaced; only what contains them is copied, and parameters never are."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
+    """Return a module with some submodules replaced; only their ancestors are copied, parameters never."""
+    replaced = copy.copy(module)
+    replaced._modules = dict(module._modules)
     for name, child in module._modules.items():
         path = f"{prefix}{name}"
         if path in others:
-            made._modules[name] = others[path]
+            replaced._modules[name] = others[path]
         elif child is not None and any(other.startswith(f"{path}.") for other in others):
-            made._modules[name] = _with(child, others, f"{path}.")
-    return made
+            replaced._modules[name] = _with(child, others, f"{path}.")
+    return replaced
 
 
 def _ties(model: nn.Module, layout: ModelLayout) -> list[tuple[str, str]]:
-    """Parameters that the first and the last stage share: their names in the first and in the last."""
+    """Return parameters tied between the first and last stage: their names in both."""
     if _lends(model):
         return [("embed.weight", "embed.weight")]
     names = dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     sides = (named(model, layout.first), named(model, layout.last))
-    found = []
+    ties = []
     for shared in names.values():
         inside = [[name for name in shared if any(name.startswith(f"{m}.") for m in side)] for side in sides]
         if inside[0] and inside[1]:
-            found.append((inside[0][0], inside[1][0]))
-    return found
+            ties.append((inside[0][0], inside[1][0]))
+    return ties
 
 
 def has_ties(model: nn.Module, layout: ModelLayout) -> bool:
-    """Whether the first and the last stage of a model share a parameter."""
+    """Whether the first and last stage share a parameter."""
     return bool(_ties(model, layout))
 
 
 def tie_group(world: World) -> dist.ProcessGroup | None:
-    """The first and the last stage's workers of one pipeline, who share what is tied; all workers must call this."""
+    """Return the group of the first and last stage's workers, who share tied parameters; all workers must call this."""
     assert world.mesh is not None, "a pipeline has a mesh"
     names = world.mesh.mesh_dim_names or ()
     columns = world.mesh.mesh.movedim(names.index("pipeline"), 0).reshape(world.axis("pipeline").size, -1)
-    mine = None
+    own_group = None
     for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
         group = dist.new_group([first, last])
         if world.rank in (first, last):
-            mine = group
-    return mine
+            own_group = group
+    return own_group
 
 
 # -- the schedule
@@ -181,21 +182,21 @@ class PipelineRunner:
         dtype: torch.dtype,
         divides: bool = False,
     ) -> None:
-        """`shape` is that of one microbatch's stream between stages; its first dim is the rows of a microbatch.
+        """`shape` is that of a microbatch's stream between stages; its first dim is the rows of a microbatch.
 
-        `divides` is a mistake on purpose: the loss is a sum over the batch, divided once, and would be so twice.
+        `divides` is a deliberate bug: the loss, a sum over the batch, is divided twice.
         """
         self._stages, self._world, self._parallel, self._divides = stages, world, parallel, divides
         self._shape, self._dtype = shape, dtype
-        self._made = dict[int, Any]()
+        self._schedules = dict[int, Any]()
         self._scale = 1.0
 
     def step(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
-        """Forward and backward of all rows; the summed loss times `scale`, where the last stage is here."""
+        """Run forward and backward of all rows; return the summed loss times `scale`, on the last stage."""
         return self._run("step", inputs, labels, scale, documents)
 
     def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The summed loss of all rows, where the last stage is here."""
+        """Return the summed loss of all rows, on the last stage."""
         return self._run("eval", inputs, labels, 1.0, documents)
 
     def _run(self, call: str, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None) -> Tensor:
@@ -205,27 +206,27 @@ class PipelineRunner:
         first = any(stage.first for stage in self._stages.stages)
         last = any(stage.last for stage in self._stages.stages)
         arguments = {"target": labels, "losses": losses} if last else {}
-        told = {"labels": labels} | ({} if documents is None else {"documents": documents})
-        getattr(schedule, call)(*([inputs] if first else []), **told, return_outputs=False, **arguments)
+        extra = {"labels": labels} | ({} if documents is None else {"documents": documents})
+        getattr(schedule, call)(*([inputs] if first else []), **extra, return_outputs=False, **arguments)
         total = torch.zeros((), device=self._world.device)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 
     def _schedule(self, microbatches: int) -> Any:
-        if microbatches not in self._made:
-            self._made[microbatches] = self._make(microbatches)
-        return self._made[microbatches]
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = self._make(microbatches)
+        return self._schedules[microbatches]
 
     def _make(self, microbatches: int) -> Any:
-        made = [self._stage(stage) for stage in self._stages.stages]
+        stages = [self._stage(stage) for stage in self._stages.stages]
         options = {
             "n_microbatches": microbatches,
             "loss_fn": lambda loss, _: loss * self._scale,
             "scale_grads": self._divides,
         }
         if self._parallel.schedule == "1f1b":
-            return Schedule1F1B(made[0], **options)
+            return Schedule1F1B(stages[0], **options)
         kind = ScheduleInterleaved1F1B if self._parallel.schedule == "interleaved" else ScheduleInterleavedZeroBubble
-        return kind(made, **options)
+        return kind(stages, **options)
 
     def _stage(self, stage: LocalStage) -> PipelineStage:
         stream = torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True)

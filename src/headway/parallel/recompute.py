@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block computes again in the backward pass instead of keeping it."""
+"""Activation checkpointing: what a block recomputes in the backward pass instead of storing it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,13 +21,13 @@ KEPT = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._grouped_mm.default,
 }
-"""Operations whose results `selective` keeps: those that take long. All others are cheap to do again."""
+"""Expensive operations, whose results `selective` stores; all others are recomputed."""
 
 
 def recompute(
     blocks: Sequence[nn.Module], kind: Literal["none", "selective", "full"] | None, count: int | None
 ) -> None:
-    """Have the first `count` blocks, or all, forget activations in the forward pass and make them again."""
+    """Have the first `count` blocks, or all, recompute activations."""
     if kind in (None, "none"):
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -38,5 +38,5 @@ def recompute(
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    # a compiler may keep what it is merely asked to make again
+    # a compiler may otherwise store what it is only asked to recompute
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.MUST_RECOMPUTE

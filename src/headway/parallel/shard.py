@@ -1,4 +1,4 @@
-"""The data axes, by FSDP2: shards of weights, gradients and optimizer states, and copies of them."""
+"""The data axes, by FSDP2: sharded and replicated weights, gradients and optimizer states."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +14,8 @@ __all__ = ["forget_copies", "hold_gradients", "release_weights", "shard"]
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: str, keep_weights: bool) -> None:
-    """Spread a model over the data axes, a block at a time, and what is left as one more."""
-    assert world.mesh is not None, "data axes are a mesh's"
+    """Shard a model over the data axes, by blocks; everything outside of blocks is one more unit."""
+    assert world.mesh is not None, "data axes need a mesh"
     copies = world.axis("replicate").size > 1
     mesh = world.mesh["replicate", "shard"] if copies else world.mesh["shard"]
     policy = MixedPrecisionPolicy()
@@ -34,10 +34,10 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: st
 
 
 def hold_gradients(model: nn.Module, last: bool, copies: bool, reduce_each: bool) -> None:
-    """Whether the next backward pass keeps its gradients to itself: any but a step's last one may.
+    """Set whether the next backward pass accumulates gradients locally, as all but the last of a step may.
 
-    With `reduce_each` shards add theirs up every time, and only copies wait for the last. Where all workers have
-    `copies` of the whole, weights that are not shared are not gathered anew either.
+    With `reduce_each`, shards reduce every time, and only replicas wait for the last. With only `copies`, unsharded
+    weights are not gathered again either.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or reduce_each)
@@ -46,14 +46,14 @@ def hold_gradients(model: nn.Module, last: bool, copies: bool, reduce_each: bool
 
 
 def release_weights(model: nn.Module) -> None:
-    """Give gathered weights back after a forward pass that no backward pass follows."""
+    """Free gathered weights after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def forget_copies(model: nn.Module) -> None:
-    """A mistake on purpose: gradients are never added up over copies."""
+    """Deliberate bug: gradients are never reduced over replicas."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_all_reduce(False)

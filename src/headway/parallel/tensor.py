@@ -1,8 +1,8 @@
-"""The tensor axis: each matrix of a layer is shared among the axis's workers, from outside the model.
+"""The tensor axis: each matrix of a layer is split over the axis's workers, from outside the model.
 
-Parameters become DTensors, which say how they lie on the mesh and so can be saved, loaded and counted; arithmetic sees
-plain local tensors. A module's own `forward` runs unchanged on its share of the weights, between an exchange before
-it and one after it. With modules that take the sequence whole, the stream between them is shared out by sequence.
+Parameters become DTensors, whose placements serve saving, loading and counting; arithmetic sees plain local tensors. A
+module's own `forward` runs unchanged on its share of the weights, between a collective before and one after it. If some
+modules gather the sequence, the stream is split by sequence elsewhere.
 """
 
 from collections.abc import Callable
@@ -23,41 +23,41 @@ from headway.parallel.world import Axis
 __all__ = ["SEQUENCE", "cut_tensors", "share_of"]
 
 SEQUENCE = 1
-"""The dim of tokens in a stream [B, L, D]."""
+"""The token dim of a stream [B, L, D]."""
 
 Forward = Callable[..., Tensor]
 
 
 def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis) -> frozenset[str]:
-    """Share a model out over an axis; returns the parameters whose gradients must be added up over it."""
+    """Split a model over an axis; return the parameters whose gradients must be summed over it."""
     modules = dict(model.named_modules())
-    made = dict[int, nn.Parameter]()  # by the parameter they stand for, so that tied ones stay tied
+    replaced = dict[int, nn.Parameter]()  # by the original parameter, so that tied ones stay tied
     partial_sums = set[str]()
     for name, module in modules.items():
         cut = _cut_of(name, cuts)
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _placed(parameter, _placement(cut, key), mesh, axis)
-            module._parameters[key] = made[id(parameter)]
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = _placed(parameter, _placement(cut, key), mesh, axis)
+            module._parameters[key] = replaced[id(parameter)]
             if cut in ("share", "keys") or (cut == "rows" and key == "bias" and cuts.by_sequence):
                 partial_sums.add(f"{name}.{key}")
         _cut_forward(module, name, cut, cuts, axis)
     for name, attribute in cuts.divided:
-        if name in modules and hasattr(modules[name], attribute):  # otherwise another stage's
+        if name in modules and hasattr(modules[name], attribute):  # else it is another stage's
             setattr(modules[name], attribute, getattr(modules[name], attribute) // axis.size)
     return frozenset(partial_sums)
 
 
 def share_of(length: int, axis: Axis) -> tuple[int, int]:
-    """Where this worker's share of a cut dim begins and ends; the last shares may be smaller."""
+    """Return the begin and end of this worker's share of a split dim; the last shares may be smaller."""
     each = -(-length // axis.size)
     return min(each * axis.rank, length), min(each * (axis.rank + 1), length)
 
 
 def _cut_of(name: str, cuts: TensorCuts) -> Cut | None:
-    """What is said of a module, or of the one that it is a part of."""
+    """Return the value for a module, or for its closest ancestor."""
     while name:
         if name in cuts.cuts:
             return cuts.cuts[name]
@@ -76,22 +76,22 @@ def _placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, axi
     if isinstance(placement, Shard):
         begin, end = share_of(parameter.shape[placement.dim], axis)
         local = local.narrow(placement.dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
-    whole = DTensor.from_local(
+    tensor = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-# -- what happens before and after a module's own arithmetic
+# -- collectives before and after a module
 
 
 def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: TensorCuts, axis: Axis) -> None:
-    """Put a module's exchanges around its own `forward`, which sees local tensors."""
+    """Wrap a module's `forward`, which sees local tensors, with its collectives."""
     computes = any(True for _ in module.parameters(recurse=False)) or name in cuts.whole
     if not computes or isinstance(module, PassThrough):
         return
-    own = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else _local
-    forward: Forward = partial(_on_local, module, module.forward, own)
+    local_parameters = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else _local
+    forward: Forward = partial(_on_local, module, module.forward, local_parameters)
     if cut == "rows":
         forward = partial(_rows, module, module.forward, _leave(cuts, axis))
     elif cut == "vocabulary" and isinstance(module, nn.Embedding):
@@ -102,13 +102,13 @@ def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: TensorCuts
 
 
 def _enter(cuts: TensorCuts, axis: Axis) -> Callable[[Tensor], Tensor]:
-    """What brings the stream to a module that sees all of it."""
+    """Return the collective that brings the stream to a module that sees all of it."""
     assert axis.group is not None, "an axis of one place cuts nothing"
     return partial(gathered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(copied, group=axis.group)
 
 
 def _leave(cuts: TensorCuts, axis: Axis) -> Callable[[Tensor], Tensor]:
-    """What makes the stream of everyone's part of a sum."""
+    """Return the collective that reduces partial sums to the stream."""
     assert axis.group is not None, "an axis of one place cuts nothing"
     return partial(scattered, dim=SEQUENCE, group=axis.group) if cuts.by_sequence else partial(summed, group=axis.group)
 
@@ -118,7 +118,7 @@ def _entering(forward: Forward, enter: Callable[[Tensor], Tensor], x: Tensor, *r
 
 
 def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A product whose parts are added up; the bias belongs to the sum and not to each part."""
+    """Row-parallel product; the bias is added once, to the sum."""
     bias = module._parameters.get("bias")
 
     def without_bias(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -131,19 +131,23 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
 def _embed(
     forward: Forward, rows: tuple[int, int], leave: Callable[[Tensor], Tensor], tokens: Tensor, *rest: Any
 ) -> Tensor:
-    """Each worker looks up the tokens it has rows for; the others' are zeros."""
+    """Vocabulary-parallel embedding: each worker looks up its own rows; other tokens are zeros."""
     begin, end = rows
     elsewhere = (tokens < begin) | (tokens >= end)
-    found = forward((tokens - begin).masked_fill(elsewhere, 0), *rest)
-    return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+    embedded = forward((tokens - begin).masked_fill(elsewhere, 0), *rest)
+    return leave(embedded.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def _on_local(
-    module: nn.Module, plain: Forward, own: Callable[[dict[str, Any]], dict[str, Any]], *args: Any, **named: Any
+    module: nn.Module,
+    plain: Forward,
+    local_parameters: Callable[[dict[str, Any]], dict[str, Any]],
+    *args: Any,
+    **named: Any,
 ) -> Tensor:
-    """A module's own forward, while its parameters are what this worker has of them."""
+    """Run a module's own forward on its local parameters."""
     parameters = dict(module._parameters)
-    module._parameters.update(own(parameters))
+    module._parameters.update(local_parameters(parameters))
     try:
         return plain(*args, **named)
     finally:
@@ -151,13 +155,13 @@ def _on_local(
 
 
 def _local(parameters: dict[str, Any]) -> dict[str, Any]:
-    # Where workers hold all of a parameter, its gradient may be a part of a sum: `finish_gradients` adds those up once
-    # a step and all at once, and autograd is left to believe that they are whole.
+    # The gradient of a replicated parameter may be partial: `finish_gradients` reduces those once per step, and
+    # autograd takes them for complete.
     return {key: None if parameter is None else to_local(parameter) for key, parameter in parameters.items()}
 
 
 def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Of a projection to fewer heads than workers: the one head that this worker's queries share."""
+    """Return, of a projection to fewer heads than workers, the one head that this worker's queries use."""
     which = axis.rank // (axis.size // heads)
-    found = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
-    return {key: tensor.unflatten(0, (heads, -1))[which] for key, tensor in found.items()}
+    local = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
+    return {key: tensor.unflatten(0, (heads, -1))[which] for key, tensor in local.items()}

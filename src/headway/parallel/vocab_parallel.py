@@ -1,7 +1,7 @@
-"""Losses over a vocabulary that is shared out over the tensor axis: no worker ever holds all logits of a token.
+"""Vocabulary-parallel cross-entropy over the tensor axis: no worker ever holds all logits of a token.
 
-Workers exchange three numbers a token: the largest logit, the sum of exponentials, and the logit of the label, which
-one of them has. Tensor names end in their shape, as in `models/layers.py`; W is this worker's share of V.
+Workers exchange three numbers per token: the largest logit, the sum of exponentials, and the label's logit, which one
+of them has. Tensor names end in their shape, as in `models/layers.py`; W is this worker's share of V.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ __all__ = ["LogitOptions", "cross_entropy_of_logits", "shared_loss"]
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """What is done to logits before and after their cross-entropy: see `models.loss.Loss`."""
+    """Soft cap and z-loss: see `models.loss.Loss`."""
 
     softcap: float | None = None
     z_loss: float = 0.0
@@ -31,11 +31,11 @@ class LogitOptions:
 def shared_loss(
     axis: Axis, by_sequence: bool, shape: LogitOptions, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor
 ) -> Tensor:
-    """What `models.loss.Loss` computes, where every worker has a share of the head."""
+    """`models.loss.Loss` with a split head."""
     assert axis.group is not None, "an axis of one place shares nothing out"
     vocabulary = weight_VD.shape[0]
     begin, _ = share_of(vocabulary, axis)
-    rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))  # the same in all workers, whatever their share
+    rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))  # the same on all workers
     x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
     x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_WD.requires_grad)
@@ -48,9 +48,9 @@ def shared_loss(
 def cross_entropy_of_logits(
     logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None, z_loss: float = 0.0
 ) -> Tensor:
-    """The summed cross-entropy of logits [B, L, V]; of a share [B, L, W] of them where `vocabulary` is V.
+    """Return the summed cross-entropy of logits [B, L, V], or of a share [B, L, W] if `vocabulary` is V.
 
-    `z_loss` counts where gradients are wanted, as in `models.loss`.
+    `z_loss` applies only with gradients, as in `models.loss`.
     """
     scores, labels = logits.flatten(0, -2).float(), labels_BL.flatten()
     z_loss = z_loss if torch.is_grad_enabled() and logits.requires_grad else 0.0
@@ -67,10 +67,10 @@ def cross_entropy_of_logits(
 def _softmax_(
     scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Turn logits into the gradient of the summed cross-entropy, in place; the loss of each token beside it."""
-    kept = labels_T != IGNORED
+    """Turn logits into the gradient of the summed cross-entropy, in place; return the loss of each token."""
+    unmasked = labels_T != IGNORED
     local = labels_T - begin
-    here = kept & (local >= 0) & (local < scores_TW.shape[1])
+    here = unmasked & (local >= 0) & (local < scores_TW.shape[1])
     targets = local.where(here, 0).unsqueeze(1)
     chosen = scores_TW.gather(1, targets).squeeze(1).where(here, 0.0)
     largest = scores_TW.amax(dim=1)
@@ -78,18 +78,18 @@ def _softmax_(
     exponentials = scores_TW.sub_(largest.unsqueeze(1)).exp_()
     sums = torch.stack((exponentials.sum(dim=1), chosen))
     dist.all_reduce(sums, group=group)
-    spread_T = sums[0].log() + largest  # logarithms of sums of exponentials
-    loss = (spread_T - sums[1]).where(kept, 0.0)
+    spread_T = sums[0].log() + largest  # log-sum-exp
+    loss = (spread_T - sums[1]).where(unmasked, 0.0)
     slope = exponentials.div_(sums[0].unsqueeze(1))
     if z_loss:
-        loss += z_loss * spread_T.where(kept, 0.0).square()
+        loss += z_loss * spread_T.where(unmasked, 0.0).square()
         slope.mul_((1 + 2 * z_loss * spread_T).unsqueeze(1))
     slope.scatter_add_(1, targets, -here.to(slope.dtype).unsqueeze(1))
-    return slope.mul_(kept.unsqueeze(1)), loss
+    return slope.mul_(unmasked.unsqueeze(1)), loss
 
 
 class _SharedCrossEntropy(torch.autograd.Function):
-    """Makes the gradients in the same pass as the loss, one chunk of tokens at a time, as the plain loss does."""
+    """Computes gradients in the same pass as the loss, in chunks of tokens, like the plain loss."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
 
 
 class _OfLogits(torch.autograd.Function):
-    """The same for logits that are there already."""
+    """The same for given logits."""
 
     @staticmethod
     def forward(

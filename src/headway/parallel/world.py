@@ -1,6 +1,6 @@
-"""The processes of an attempt: how a worker joins the others, its place on their mesh, and the few sums all share.
+"""The worker processes of an attempt: joining, the position on the mesh, and global reductions.
 
-A World is a value passed to whoever needs it; nothing reads ranks from the environment.
+A World is passed as a value; nothing reads ranks from the environment.
 """
 
 import datetime
@@ -19,61 +19,61 @@ __all__ = ["Axis", "World", "join", "leave", "make_mesh"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh, as seen from here."""
+    """One axis of the mesh, as seen from this worker."""
 
     size: int = 1
     rank: int = 0
-    """This worker's place on it."""
+    """This worker's index on it."""
     group: dist.ProcessGroup | None = None
-    """Those who differ in this place only; None where there is nobody else."""
+    """Process group along this axis; None for an axis of size 1."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This worker's place among all."""
+    """This worker's global rank."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    """All workers, by the axes that have more than one place; None for a worker alone."""
+    """Mesh of the axes larger than 1; None for a single worker."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def first(self) -> bool:
-        """Whether this worker speaks for all: records metrics, commits checkpoints."""
+        """Whether this is rank 0, which records metrics and commits checkpoints."""
         return self.rank == 0
 
     def axis(self, name: str) -> Axis:
-        """An axis by name; one that the mesh does not have has one place."""
+        """Return an axis by name; one that the mesh lacks has size 1."""
         return self.axes.get(name, Axis())
 
     @property
     def data(self) -> Axis:
-        """The workers that see different sequences, as one axis: copies of shards."""
+        """The data axes (replicate and shard) as one: workers that see different sequences."""
         copies, shards = self.axis("replicate"), self.axis("shard")
         return Axis(copies.size * shards.size, copies.rank * shards.size + shards.rank)
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """The workers that hold the same stage of the model: all, where there is no pipeline (the outermost axis)."""
+        """The workers of the same pipeline stage; all, without a pipeline (the outermost axis)."""
         pipeline = self.axis("pipeline")
         count = self.size // pipeline.size
         return tuple(range(pipeline.rank * count, (pipeline.rank + 1) * count))
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker is the first of those that see the same data."""
+        """Whether this worker is the first of those with the same data."""
         return self.axis("pipeline").rank == 0 and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all workers, in place."""
+        """Sum over all workers, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum_data(self, tensor: Tensor) -> Tensor:
-        """The sum over workers that see other data and hold the same part of the model, in place."""
+        """Sum over the data axes, in place."""
         for name in ("shard", "replicate"):
             axis = self.axis(name)
             if axis.size > 1:
@@ -81,11 +81,11 @@ class World:
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether any worker says so. Goes through the CPU, so it waits for no device."""
+        """Whether any worker says so. Runs on the CPU, without waiting for the device."""
         return bool(self.sum(torch.tensor([int(flag)])).item())
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everyone's CPU tensor of the same shape, by rank."""
+        """Gather CPU tensors of the same shape from all workers, by rank."""
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -94,9 +94,9 @@ class World:
 
 
 def join(assignment: Assignment, timeout_s: float, sizes: Mapping[str, int]) -> World:
-    """Meet the other workers of this attempt through its rendezvous file; gloo on CPUs, NCCL on GPUs.
+    """Join the other workers of this attempt at its rendezvous; gloo on CPUs, NCCL on GPUs.
 
-    `sizes` are those of the mesh's axes, from the outermost; ranks that follow each other differ in the last.
+    `sizes` are those of the mesh's axes, outermost first; consecutive ranks differ in the last.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -118,7 +118,7 @@ def join(assignment: Assignment, timeout_s: float, sizes: Mapping[str, int]) -> 
 
 
 def _store(assignment: Assignment, timeout_s: float) -> dist.Store:
-    """Where workers find each other: a file, or rank 0's own port where they are on several nodes."""
+    """Return the rendezvous store: a file, or rank 0's port for several nodes."""
     if not assignment.rendezvous.startswith("tcp://"):
         return dist.FileStore(assignment.rendezvous, assignment.workers)
     host, _, port = assignment.rendezvous.removeprefix("tcp://").rpartition(":")
@@ -127,8 +127,8 @@ def _store(assignment: Assignment, timeout_s: float) -> dist.Store:
 
 
 def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str, int]) -> World:
-    """Lay workers that have met out as a mesh."""
-    # FSDP2 takes a shard axis beside every axis of copies, however small.
+    """Arrange joined workers as a mesh."""
+    # FSDP2 needs a shard axis with every replicate axis, even of size 1.
     named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
     mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
@@ -136,6 +136,6 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
 
 
 def leave(world: World) -> None:
-    """Part from the others."""
+    """Destroy the process group."""
     if world.size > 1:
         dist.destroy_process_group()

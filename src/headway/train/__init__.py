@@ -1,1 +1,1 @@
-"""The training loop: `loop.py` tells the whole step, `build.py` makes its parts, `worker.py` is the process."""
+"""The trainer: `loop.py` is the training step, `build.py` builds its parts, `worker.py` is the process."""

@@ -1,4 +1,4 @@
-"""Makes the parts of a training run: building is not running, and nothing is finished later by a setter."""
+"""Builds the parts of a training run, complete before the loop starts."""
 
 import random
 from collections.abc import Mapping
@@ -39,12 +39,12 @@ __all__ = ["Parts", "RecordLost", "RunProgress", "build"]
 
 
 class RecordLost(Exception):
-    """The run's record can no longer be written; what cannot be accounted for is not trained."""
+    """The run's record can no longer be written; training stops rather than continue unrecorded."""
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run has come: steps done, samples consumed, and the chain over both and what came of them."""
+    """A run's progress: steps done, samples consumed, and the chain."""
 
     step: int
     cursor: int
@@ -53,22 +53,22 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything the loop uses."""
+    """Everything the training loop uses."""
 
     recipe: Recipe
     run: RunFolder
     world: World
     spread: ParallelModel
-    """The model as this worker holds it."""
+    """This worker's part of the model."""
     held: ModelShare
     optimizer: torch.optim.Optimizer
     average: WeightEma | None
-    """Of the weights, where the recipe asks for one."""
+    """EMA of the weights, if the recipe has one."""
     feed: DeviceFeed
     corpus: Corpus
     reader: WindowReader
     held_out: np.ndarray
-    """Windows to evaluate on."""
+    """Held-out windows."""
     data_version: str
     recorder: Recorder
     meter: Meter
@@ -87,7 +87,7 @@ def build(
     beat: HeartbeatWriter,
     state: OpenCheckpoint | None,
 ) -> Parts:
-    """Model, optimizer and data of one worker, brought to where the run stands."""
+    """Build a worker's model, optimizer and data, and restore the run's state."""
     data = world.data
     seed_everything(recipe.seed, data.rank)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
@@ -113,7 +113,7 @@ def build(
         load_buffers(run, spread.model)
     else:
         for buffer in spread.model.buffers():
-            buffer.zero_()  # memory was all there was of it
+            buffer.zero_()  # it was uninitialized memory
     if state is None:
         draw_weights(spread.model, recipe, held, run)
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
@@ -146,27 +146,27 @@ def build(
 
 
 def empty_model(model: Model) -> nn.Module:
-    """The recipe's plain model, on the meta device."""
+    """Return the recipe's plain model on the meta device."""
     return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")
 
 
 def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:
-    """Workers gather, cut and pass on one block at a time: none may share a parameter with what lies outside of it."""
-    where, blocks = blocks_of(model, layout_of(model, layout))
-    prefix = f"{where}." if where else ""
+    """Raise ModelError if a block shares a parameter with anything outside: workers handle blocks one at a time."""
+    blocks_name, blocks = blocks_of(model, layout_of(model, layout))
+    prefix = f"{blocks_name}." if blocks_name else ""
     seen = dict[int, tuple[str, str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False) if blocks else ():
         block = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         other, its_block = seen.setdefault(id(parameter), (name, block))
         if block != its_block:
             raise ModelError(
-                f"{other} and {name} are one parameter, and several workers cannot share it across blocks of {where}",
-                hint="one worker can train it; head and embedding may be tied, for they are outside of all blocks",
+                f"{other} and {name} are tied across blocks of {blocks_name}, which several workers cannot share",
+                hint="use one worker; only tensors outside of blocks, such as head and embedding, may be tied",
             )
 
 
 def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFolder) -> None:
-    """This worker's part of the first weights: drawn from the seed, or read from `model.init`; a tensor at a time."""
+    """Initialize this worker's part of the weights, from the seed or from `model.init`, one tensor at a time."""
     init = recipe.model.init
     if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
         load_weights(open_address(init or str(initial_weights(run))), model, held)
@@ -183,17 +183,17 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFol
 
 
 def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:
-    """Draw this worker's part of every parameter, several at a time: the dice are rolled by one thread a tensor.
+    """Initialize this worker's part of every parameter, several at a time, with one thread per tensor.
 
-    A tensor of which this worker has a part, or has it elsewhere, is drawn whole first: all that are on their way at
-    once take no more memory than the largest would.
+    A sharded tensor, or one on another device, is first initialized whole: all of those in progress together take no
+    more memory than the largest.
     """
 
     groups, room = list[list[str]](), 0
     for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
         taken = parameters[name].numel() if _drawn_apart(parameters[name]) else 0
         if not groups or taken > room:
-            groups, room = [*groups, []], max(one.numel() for one in parameters.values())
+            groups, room = [*groups, []], max(parameter.numel() for parameter in parameters.values())
         groups[-1].append(name)
         room -= taken
 
@@ -211,12 +211,12 @@ def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:
 
 
 def _drawn_apart(parameter: nn.Parameter) -> bool:
-    """Whether its memory is not where, or not all of what, is drawn."""
+    """Whether it is initialized in a temporary tensor: it is sharded or not on the CPU."""
     return isinstance(parameter, DTensor) or parameter.device.type != "cpu" or parameter.dtype != torch.float32
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch, differently for workers that see different data."""
+    """Seed Python, NumPy and torch, differently for workers with different data."""
     number = np.random.SeedSequence([seed, rank]).generate_state(1)[0].item()
     random.seed(number)
     np.random.seed(number)

@@ -1,4 +1,4 @@
-"""Records when torch.compile compiles, so that the ledger can tell it from computing."""
+"""Records compilations by torch.compile, so that the ledger can separate them from compute."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["record_compilation"]
 
 
 def record_compilation(recorder: Recorder, beat: HeartbeatWriter) -> None:
-    """Write a `compile` span around each compilation, forward and backward, first and again; it is a phase too."""
+    """Record a `compile` span and heartbeat phase around every compilation, forward and backward."""
     during: list[Phase] = []
 
     def begin(_: Any) -> None:

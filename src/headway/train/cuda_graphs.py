@@ -1,9 +1,8 @@
-"""Forward and backward passes as one CUDA graph: the host launches one thing where it launched hundreds.
+"""Forward and backward passes as one CUDA graph: one launch instead of hundreds.
 
-Where a step's kernels are short, launching them takes the host longer than the device takes to run them. So the passes
-of one GPU are recorded once, after a few that go the usual way, and replayed from then on. What is replayed are the
-same kernels in the same order: the same bits. Only a step whose shape stays the same can be replayed, and documents
-make every step another one; a new shape, of a batch that grows, is recorded anew.
+Where kernels are short, the host takes longer to launch them than the device to run them. So the passes of one GPU are
+captured once, after a few eager ones, and then replayed: the same kernels in the same order, the same bits. Replay
+needs a constant shape, which document masks do not have; a new shape, as in a batch ramp, is captured anew.
 """
 
 import logging
@@ -20,17 +19,17 @@ from headway.recipe import Recipe
 __all__ = ["GraphedPasses", "passes_of"]
 
 WARM = 3
-"""Passes that go the usual way first: they compile, and choose kernels by trying them."""
+"""Eager passes before the capture: they compile and autotune."""
 RECORDINGS = 8
-"""So many shapes are recorded; whoever has more of them has one for every step."""
+"""Most shapes to capture; with more of them, every step may have its own."""
 SMALL_FLOPS = 2.4e12
-"""Of a block's forward and backward pass: some 6 ms on an H200. Its host takes 2 to 2.5 ms to launch them."""
+"""FLOPs of a block's forward and backward pass: about 6 ms on an H200, whose host needs 2 to 2.5 ms to launch them."""
 Passes = Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
 _Shape = tuple[torch.Size, float]
 
 
 def passes_of(spread: ParallelModel, recipe: Recipe, world: World) -> Passes:
-    """A step's passes: those of the model, or a recording of them."""
+    """Return the passes of a step, eager or captured."""
     if world.device.type != "cuda" or world.size > 1 or recipe.train.update_in_backward:
         return spread.passes
     asked = recipe.train.cuda_graphs
@@ -38,8 +37,8 @@ def passes_of(spread: ParallelModel, recipe: Recipe, world: World) -> Passes:
 
 
 def _host_is_slower(spread: ParallelModel, recipe: Recipe) -> bool:
-    """Whether launching a block's passes takes about as long as they do. Experts and classes of one's own are left
-    alone: who knows what they ask the device on their way."""
+    """Whether a block's launches take about as long as its kernels. Experts and custom classes are excluded: they may
+    synchronize with the device."""
     blocks = spread.stages[0].blocks
     if not blocks or not recipe.compiles("cuda") or recipe.model.class_ is not None or _experts(spread):
         return False
@@ -53,7 +52,7 @@ def _experts(spread: ParallelModel) -> bool:
 
 @dataclass(frozen=True)
 class _Recording:
-    """Passes of one shape, and where what they take and make lies."""
+    """The captured passes of one shape, with their input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
@@ -63,7 +62,7 @@ class _Recording:
 
 
 class GraphedPasses:
-    """`Spread.passes` on one GPU, recorded and replayed."""
+    """`ParallelModel.passes` on one GPU, captured and replayed."""
 
     def __init__(self, spread: ParallelModel) -> None:
         self._spread = spread
@@ -72,7 +71,8 @@ class GraphedPasses:
         self._passed = self._recorded = 0
 
     def __call__(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
-        """Gradients are left in `.grad`, which must be None before; the loss stays as it is until the next call."""
+        """Run the passes. Gradients are left in `.grad`, which must be None before; the loss is valid until the next
+        call."""
         if (documents is not None and self._spread.documents) or self._recorded > RECORDINGS:
             return self._spread.passes(inputs, labels, scale, documents)
         if self._shape != (inputs.shape, scale):
@@ -91,21 +91,21 @@ class GraphedPasses:
         return recording.loss
 
     def _record(self, inputs: Tensor, labels: Tensor, scale: float) -> _Recording | None:
-        """None where something in the passes cannot be recorded; then nothing is any more."""
+        """Capture the passes of a shape; return None, and give up on capturing, if something cannot be captured."""
         self._recorded += 1
         parameters = list(self._spread.model.parameters())
         inputs, labels, graph = inputs.clone(), labels.clone(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a recording has memory of its own, and needs what the first passes had
+        torch.cuda.empty_cache()  # a capture has its own memory pool, and needs that of the eager passes
         try:
-            # Other threads go on: they copy states to the host.
+            # Other threads continue meanwhile: they copy states to the host.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = self._spread.passes(inputs, labels, scale)
         except RuntimeError as error:
-            logging.getLogger(__name__).warning("passes are not replayed: %s", str(error).splitlines()[0])
+            logging.getLogger(__name__).warning("cannot capture CUDA graphs: %s", str(error).splitlines()[0])
             self._recorded = RECORDINGS + 1
             for parameter in parameters:
                 parameter.grad = None
             return None
-        gradients = tuple((one, one.grad) for one in parameters if one.grad is not None)
+        gradients = tuple((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
         return _Recording(graph, inputs, labels, loss, gradients)

@@ -1,8 +1,8 @@
-"""The first weights of a class of the user's own.
+"""Weight initialization of custom model classes.
 
-Its constructor draws them from torch's one generator, in whatever order it likes, and fills its buffers: that must
-happen once, in one process, on the CPU. That process leaves them in the run's folder as a checkpoint of step 0, from
-which each worker takes its part; no worker ever has the whole model.
+A constructor draws weights from torch's global generator in any order, and fills buffers: that must happen once, in one
+process, on the CPU. That process stores them in the run's folder as a checkpoint of step 0, from which each worker
+reads its part; no worker ever has the whole model.
 """
 
 import json
@@ -36,20 +36,20 @@ __all__ = ["draw_facts", "init_custom_model", "initial_weights", "load_buffers"]
 
 FACTS = "model.json"
 BUFFER = "buffer/"
-"""What names of buffers begin with that are no part of a model's state."""
+"""Name prefix of non-persistent buffers."""
 SHORT = 8
 PROBE = 5e10
-"""Parameters times tokens that a CPU multiplies in seconds: below it the trial pass takes a whole sequence."""
+"""Parameters times tokens that a CPU handles in seconds: up to this the test pass takes a whole sequence."""
 
 
 def init_custom_model(run: RunFolder, recipe: Recipe, workers: int) -> None:
-    """Build the model as a script with this seed would, see that it makes logits, and leave its tensors in the run."""
+    """Build the model with the recipe's seed, check that it returns logits, and store its tensors in the run."""
     vocabulary = open_corpus(recipe).vocab_size
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
     model = build_own(recipe.model, "cpu")
-    # as all workers will: one that fails is better than each of them
+    # as all workers will: better one failure than one per worker
     check_layout(build_own(recipe.model, "meta"), recipe, workers)
     tensors = {
         name: tensor.clone() if _is_buffer(model, name) else tensor for name, tensor in named_state(model).items()
@@ -59,9 +59,9 @@ def init_custom_model(run: RunFolder, recipe: Recipe, workers: int) -> None:
     check_logits(model, recipe, vocabulary, int(facts["parameters"]))
 
     folder = run.initial
-    mine = pieces(tensors)
-    save = begin_checkpoint(folder, 0, needs_bytes=sum(piece.data.nbytes for piece in mine))
-    shard = write_shard(save.partial, shard_name(0), mine)
+    local_pieces = pieces(tensors)
+    save = begin_checkpoint(folder, 0, needs_bytes=sum(piece.data.nbytes for piece in local_pieces))
+    shard = write_shard(save.partial, shard_name(0), local_pieces)
     write_json(folder / FACTS, facts)
     commit(
         save, CheckpointFacts(cursor=0, chain=chain.START, data_version=recipe.data.version or ""), [shard], workers=1
@@ -69,7 +69,7 @@ def init_custom_model(run: RunFolder, recipe: Recipe, workers: int) -> None:
 
 
 def check_logits(model: nn.Module, recipe: Recipe, vocabulary: int, parameters: int) -> None:
-    """A pass over a few tokens must make logits [1, L, V] that have room for the data's vocabulary."""
+    """Check that a pass over a few tokens returns logits [1, L, V] that cover the dataset's vocabulary."""
     length = recipe.data.seq if parameters * recipe.data.seq <= PROBE else min(SHORT, recipe.data.seq)
     name, hint = recipe.model.class_, "forward takes tokens [B, L] and returns logits [B, L, V]"
     tokens = torch.arange(length).remainder(vocabulary).unsqueeze(0)
@@ -92,13 +92,13 @@ def check_logits(model: nn.Module, recipe: Recipe, vocabulary: int, parameters: 
         raise ModelError(f"{name} returns {shape}, not logits", hint=hint)
     if logits.shape[2] < vocabulary:
         raise ModelError(
-            f"{name} makes logits of {logits.shape[2]} tokens, and the data was built with {vocabulary}",
-            hint=f"build it with a vocabulary of {vocabulary} or more, or the data with its own tokenizer",
+            f"{name} returns logits for {logits.shape[2]} tokens, but the dataset has a vocabulary of {vocabulary}",
+            hint=f"give the model a vocabulary of {vocabulary} or more, or rebuild the dataset with its tokenizer",
         )
 
 
 def count(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
-    """What is known of a class's cost: its parameters. Rows that are only looked up cost nothing."""
+    """Return a lower bound of a class's cost, from its parameters without embedding lookups."""
     parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
     tables, others = set[int](), set[int]()
     for module in model.modules():
@@ -108,34 +108,34 @@ def count(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
         "class": recipe.model.class_,
         "parameters": sum(parameters.values()),
         "flops_per_token": 6 * multiplied,
-        "flops_source": "6 a parameter, looked-up embeddings and attention's own products left out: a lower bound",
+        "flops_source": "6 per parameter, without embedding lookups and attention scores: a lower bound",
     }
 
 
 def draw_facts(run: RunFolder) -> dict[str, Any]:
-    """What the drawing process found out of the model."""
+    """Return the facts that the initializing process stored."""
     path = run.initial / FACTS
     try:
         facts: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise StateError(f"{path} cannot be read: {error}", hint=f"remove {path.parent}: it is made again") from error
+        raise StateError(f"cannot read {path}: {error}", hint=f"remove {path.parent}: it is recreated") from error
     return facts
 
 
 def initial_weights(run: RunFolder) -> Path:
-    """The checkpoint of step 0."""
+    """Return the folder of the checkpoint of step 0."""
     return find_checkpoint(run.initial)
 
 
 def load_buffers(run: RunFolder, model: nn.Module) -> None:
-    """Fill the buffers that are no part of a model's state: a checkpoint does not have them."""
+    """Fill non-persistent buffers, which checkpoints lack."""
     transient = dict(_transient(model))
     if not transient:
         return
     saved = read_tensors(open_checkpoint(initial_weights(run)), BUFFER)
     for name, buffer in transient.items():
         if name not in saved or saved[name].shape != _real(buffer).shape:
-            raise StateError(f"{initial_weights(run)} has no buffer {name} as the model wants it now")
+            raise StateError(f"{initial_weights(run)} has no matching buffer {name}")
         fill(name, _real(buffer), saved[name])
 
 
@@ -152,5 +152,5 @@ def _transient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor (rotary tables often are) seen as pairs of real numbers, which a checkpoint can hold."""
+    """View a complex tensor (often a rotary table) as pairs of real numbers, which a checkpoint can hold."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

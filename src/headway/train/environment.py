@@ -1,4 +1,4 @@
-"""What a run ran on: the conditions of exactness, and the figures that turn tokens into FLOPs."""
+"""The environment of a run: what bitwise equality depends on, and the facts behind MFU."""
 
 import json
 import platform
@@ -20,19 +20,19 @@ __all__ = ["record_environment", "record_facts"]
 
 
 def record_environment(parts: Parts, assignment: Assignment) -> None:
-    """Write environment.json; when it was another in an earlier attempt, say so in the record."""
+    """Write environment.json; record what changed since an earlier attempt."""
     now = environment(parts, assignment)
     file = parts.run.environment_file
     before = read_environment(file)
     if before is not None:
         changed = {key: [before.get(key), now[key]] for key in now if before.get(key) != now[key]}
         if changed:
-            parts.recorder.event("log", message="steps from here on are not promised bit for bit", changed=changed)
+            parts.recorder.event("log", message="later steps may differ bitwise", changed=changed)
     write_json(file, now)
 
 
 def read_environment(file: Path) -> dict[str, Any] | None:
-    """What an earlier attempt wrote; None if there is none, or none that can be read."""
+    """Return the environment of an earlier attempt; None if it is missing or unreadable."""
     try:
         before = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def environment(parts: Parts, assignment: Assignment) -> dict[str, Any]:
 
 
 def record_facts(parts: Parts) -> None:
-    """Record the figures that MFU is made of. Every worker measures, so that none runs ahead; the first tells."""
+    """Record the facts behind MFU. Every worker measures, so that none runs ahead; rank 0 records."""
     recipe, device = parts.recipe, parts.world.device
     peak, source = peak_flops(device, recipe.train.dtype)
     if not parts.world.first:
@@ -73,7 +73,7 @@ def record_facts(parts: Parts) -> None:
 
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
-    """What a decoder's tokens cost, by its numbers."""
+    """Return a decoder's FLOPs per token."""
     arch = architecture_of(recipe.model)
     return {
         "parameters": parameters(arch),
@@ -83,7 +83,7 @@ def model_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
-    """A device's dense peak: the vendor's for a known GPU; a CPU's is measured, for want of a published one."""
+    """Return a device's dense peak FLOP/s: the vendor's for a known GPU, measured for a CPU."""
     if device.type == "cuda":
         chip = find_chip(device_name(device))
         return (chip.peaks.get(dtype), chip.source) if chip else (None, "unknown chip")
@@ -91,8 +91,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
 
 
 def measured_matmul(size: int = 512, tries: int = 5) -> float:
-    """FLOP/s of a matrix product on this worker's threads."""
-    generator = torch.Generator()  # of its own: the run's random state was restored just before
+    """Measure the FLOP/s of a matrix product on this worker's threads."""
+    generator = torch.Generator()  # separate: the run's random state was just restored
     a, b = (torch.rand(size, size, generator=generator) for _ in range(2))
     best = float("inf")
     for _ in range(tries):
@@ -103,7 +103,7 @@ def measured_matmul(size: int = 512, tries: int = 5) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Return the device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""The loss on held-out windows, of each data set and of all together."""
+"""Evaluation: the loss on held-out windows, per dataset and overall."""
 
 from typing import Any
 
@@ -15,10 +15,9 @@ MASKED = -100
 
 
 def evaluate(parts: Parts, step: int) -> float:
-    """Mean loss a token over the held-out windows, each seen by one data rank; recorded by the first.
+    """Record the mean loss per token over the held-out windows, each evaluated by one data rank.
 
-    Of a mixture the mean over each data set's own windows is recorded too, and how often each has been gone through;
-    of an average of the weights, its own mean.
+    For a mixture, also record each dataset's mean and its epochs; with an EMA, also its mean.
     """
     world, spread, corpus = parts.world, parts.spread, parts.corpus
     more = dict[str, Any]()
@@ -41,7 +40,7 @@ def evaluate(parts: Parts, step: int) -> float:
 
 
 def _totals(parts: Parts) -> Tensor:
-    """Summed loss and number of tokens of each data set's held-out windows, over all workers."""
+    """Return the summed loss and number of tokens of each dataset's held-out windows, over all workers."""
     world = parts.world
     totals = torch.stack([_sums(parts, ids) for ids in parts.corpus.by_dataset(parts.held_out)])
     parts.spread.rest()
@@ -51,22 +50,22 @@ def _totals(parts: Parts) -> Tensor:
 
 
 def _sums(parts: Parts, ids: Ids) -> Tensor:
-    """Summed loss and number of tokens of these windows, as far as this worker has them.
+    """Return the summed loss and number of tokens of this worker's share of these windows.
 
-    Sharded models gather weights together, so every worker makes as many forward passes as any other: one that has
-    run out of windows repeats the first with all labels masked.
+    Sharded models gather weights collectively, so all workers make equally many forward passes: one without windows
+    repeats the first with all labels masked.
     """
     world, spread, data = parts.world, parts.spread, parts.world.data
     rows = spread.evaluation_rows(max(1, len(ids)))
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for low in range(0, len(ids), rows * data.size):
-        mine = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
-        batch = parts.reader.read(np.concatenate([mine, ids[:1].repeat(rows - len(mine))]))
+        local_ids = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
+        batch = parts.reader.read(np.concatenate([local_ids, ids[:1].repeat(rows - len(local_ids))]))
         labels = batch.labels.copy()
-        labels[len(mine) :] = MASKED
+        labels[len(local_ids) :] = MASKED
         inputs = torch.from_numpy(batch.inputs).to(world.device)
-        apart = None if batch.documents is None else torch.from_numpy(batch.documents).to(world.device)
-        loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device), apart)
+        documents = None if batch.documents is None else torch.from_numpy(batch.documents).to(world.device)
+        loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device), documents)
         parts.beat.mark()
         totals += torch.stack([loss.double(), torch.tensor((labels != MASKED).sum(), device=world.device)])
     return totals

@@ -1,4 +1,4 @@
-"""Stages that all workers leave well, or all leave by an exception."""
+"""Collective stages that all workers complete, or all leave with an exception."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ __all__ = ["PeerFailed", "fail_together"]
 
 
 class PeerFailed(HeadwayError):
-    """Another worker failed and tells why; this one only stops with it."""
+    """Another worker failed and reports why; this one stops with it."""
 
 
 @contextlib.contextmanager
 def fail_together(world: World, stage: str) -> Iterator[None]:
-    """Do something with all workers; the one that fails leaves by its own exception, the others by PeerFailed."""
+    """Run a stage on all workers; if one fails, it raises its own exception, and the others PeerFailed."""
     failure: Exception | None = None
     try:
         yield
     except OSError as error:
-        failure = StateError(f"cannot {stage}: {error.strerror}", hint="free some space, then headway resume goes on")
+        failure = StateError(f"cannot {stage}: {error.strerror}", hint="free some space, then headway resume")
     except Exception as error:
         failure = error
     if world.any(failure is not None):

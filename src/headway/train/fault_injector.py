@@ -1,4 +1,4 @@
-"""Carries out the faults of a FaultPlan in a worker, at the named points of a step."""
+"""Executes the faults of a FaultPlan in a worker, at the named points of a step."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +16,18 @@ __all__ = ["WorkerFaultInjector"]
 
 @dataclass(frozen=True)
 class WorkerFaultInjector:
-    """One worker's share of a plan."""
+    """One worker's faults."""
 
     plan: FaultPlan
     rank: int
     attempt: int
     model: nn.Module
     folder: Path
-    """Where what has struck is noted."""
+    """Where fired faults are recorded."""
     _poisoned: list[int] = field(default_factory=list)
 
     def reach(self, point: WorkerPoint, step: int, cursor: int | None = None) -> None:
-        """Strike if a fault is due here; an empty plan costs one comparison."""
+        """Execute faults that are due here; an empty plan costs one comparison."""
         if not self.plan.faults:
             return
         for number in self.plan.due(point, step, self.rank, self.attempt, cursor):
@@ -36,7 +36,7 @@ class WorkerFaultInjector:
                 self._carry_out(fault, step)
 
     def spoil(self, loss: torch.Tensor, step: int) -> torch.Tensor:
-        """The loss of a step, which is not a number if a fault of this step says so."""
+        """Return the loss of a step, or NaN if a fault of this step says so."""
         return loss * float("nan") if step in self._poisoned else loss
 
     def _carry_out(self, fault: Fault, step: int) -> None:
@@ -57,6 +57,6 @@ class WorkerFaultInjector:
 
 @torch.no_grad()
 def _flip(parameter: torch.Tensor) -> None:
-    """Flip the highest bit of the mantissa of the first element that a worker holds."""
+    """Flip the highest mantissa bit of the first element that a worker holds."""
     bits = to_local(parameter).view(-1)[:1].view(torch.int32)
     bits ^= 1 << 22

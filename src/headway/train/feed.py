@@ -1,8 +1,8 @@
-"""Batches as tensors on the device, through a few buffers that are used in turn.
+"""Batches as tensors on the device, through a ring of reused buffers.
 
-Making two tensors of a fresh array costs half as much as copying the rows (15 us of 40 for a batch of 8 x 2048), and
-pinning fresh memory for a GPU far more; buffers made once cost nothing. A buffer comes round again after `TURNS`
-steps, which is more than a device can be behind (see `DeviceMeter.LAG`).
+Creating two tensors from a new array costs half as much as copying the rows (15 us of 40 for a batch of 8 x 2048), and
+pinning new memory for a GPU far more. A buffer is reused after `TURNS` steps, which is more than a device can lag (see
+`DeviceMeter.LAG`).
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ class DeviceBatch(NamedTuple):
     inputs: Tensor
     labels: Tensor
     trained: int
-    """Labels that are not masked, in these rows."""
+    """Number of unmasked labels in these rows."""
     documents: Tensor | None = None
-    """[rows, seq], int32: which document of its row each input is of; None when attention does not ask."""
+    """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
 
 
 class _Buffer(NamedTuple):
@@ -37,16 +37,16 @@ class _Buffer(NamedTuple):
     labels: Tensor
     documents: Tensor | None
     numbers: np.ndarray | None
-    """The documents' memory as an array."""
+    """The documents buffer as an array."""
 
 
 class DeviceFeed:
-    """Reads a step's rows and puts them onto the device. What it returns is good until `TURNS` steps later."""
+    """Reads a step's rows and copies them to the device. A returned batch is valid for `TURNS` steps."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self.masks = loader.masks
-        """Whether any label can be masked."""
+        """Whether labels can be masked."""
         shape = (loader.rows[1] - loader.rows[0], loader.reader.seq + 1)
         self._buffers = [self._buffer(shape) for _ in range(TURNS)]
         self._turn = 0
@@ -61,7 +61,7 @@ class DeviceFeed:
         return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:], documents, numbers)
 
     def read(self, cursor: int, batch: int | None = None) -> DeviceBatch:
-        """The step that starts when `cursor` samples have been seen; `batch` where it is smaller than the largest."""
+        """Return the batch that starts at sample `cursor`; `batch` is given if it is smaller than the largest."""
         self._turn = (self._turn + 1) % TURNS
         buffer = self._buffers[self._turn]
         if batch is not None and batch != self._loader.batch:
@@ -78,7 +78,7 @@ class DeviceFeed:
 
 
 def _part(buffer: _Buffer, rows: int) -> _Buffer:
-    """The first rows of a buffer."""
+    """Return the first rows of a buffer."""
     documents, numbers = buffer.documents, buffer.numbers
     return _Buffer(
         buffer.rows[:rows],

@@ -1,4 +1,4 @@
-"""Marks at every block that a pass enters and leaves: which of them a worker hangs in, and which worker is behind."""
+"""Heartbeat marks at every block: they show which block a worker hangs in, and which worker is behind."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["add_heartbeat_hooks"]
 
 
 def add_heartbeat_hooks(spread: ParallelModel, beat: HeartbeatWriter) -> None:
-    """Have each block of a worker's part say when a pass enters it, forward and backward.
+    """Add hooks that mark when a pass enters a block, forward and backward.
 
     Not for compiled blocks: a hook would be compiled with them, or break their graph.
     """
@@ -21,7 +21,7 @@ def add_heartbeat_hooks(spread: ParallelModel, beat: HeartbeatWriter) -> None:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """What a model without blocks that are known consists of, two levels deep."""
+    """Return the modules of a model without known blocks, two levels deep."""
     parts = [(name, part) for name, part in model.named_modules() if name and name.count(".") <= 1]
     return [part for _, part in parts if not isinstance(part, nn.ModuleList | nn.ModuleDict)]
 

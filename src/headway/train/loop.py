@@ -1,10 +1,9 @@
 """The whole training step, top to bottom: batch, forward, backward, clip, step, record.
 
-The loss of a step is the sum over the unmasked tokens of the global batch divided by their count over the global
-batch: every worker divides its own sums by that same count, and gradients are added up, so that no split into
-microbatches or workers changes what is computed. The host never waits for the device to learn a loss: results come
-back through the meter, and only then extend the chain and the record. Nothing is saved before the numbers of every step
-up to it have come back and are fine.
+The loss of a step is the sum over the unmasked tokens of the global batch divided by their count: every worker divides
+its own sums by that same count, and gradients are summed, so that no split into microbatches or workers changes the
+result. The host never waits for the device to read a loss: results return through the meter, and only then extend the
+chain and the record. A step is saved only after the numbers of every step up to it have returned and are fine.
 """
 
 from dataclasses import dataclass, replace
@@ -34,9 +33,9 @@ __all__ = ["train"]
 def train(
     parts: Parts, saves: SaveClient, watch: NumericsMonitor | None = None, doubt: SuspectElement | None = None
 ) -> bool:
-    """Train from where the parts stand; True when all steps are done, False when stopped before.
+    """Train from the restored step; return True when all steps are done, False if stopped earlier.
 
-    `watch` looks at the numbers of every step; what `doubt` names is put into the record when its step has come.
+    `watch` checks the numbers of every step; the element in `doubt` is recorded at its step.
     """
     recipe, world, spread, optimizer, meter = parts.recipe, parts.world, parts.spread, parts.optimizer, parts.meter
     beat, passes = parts.beat, passes_of(spread, recipe, world)
@@ -56,7 +55,7 @@ def train(
         if parts.recorder.failed:
             raise RecordLost(parts.recorder.failed)
 
-        # the batch: this worker's rows of the samples that the cursor points at
+        # the batch: this worker's rows of the samples at the cursor
         meter.begin()
         parts.faults.reach("data", step)
         batch = recipe.train.batch_at(step)
@@ -69,7 +68,7 @@ def train(
             trained = batch * recipe.data.seq
         meter.compute()
 
-        # forward and backward, a microbatch at a time or as a pipeline's stages take turns
+        # forward and backward, by microbatches or a pipeline schedule
         beat.ready()
         parts.faults.reach("compute", step)
         rate = learning_rate(recipe.train, step)
@@ -87,18 +86,20 @@ def train(
             clip(optimizer, parameters.values(), norm, recipe.train.clip)
         beat.enter("optimizer")
         parts.faults.reach("optimizer", step)
-        waited = saves.fence() if early is None else waited  # for a copy of what the next line changes
+        waited = saves.fence() if early is None else waited  # the next line changes what a save copies
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_balance(spread.model, world.sum_data)
         if parts.average is not None:
             parts.average.follow()
 
-        # record what has come back; wishes to stop and to save travel with the loss, so that all workers agree on them
+        # record returned steps; requests to stop and to save are reduced with the loss, so that all workers agree
         beat.enter("record")
-        mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
-        wishes = [parts.stop.asked, saves.take_wish(), saves.full()]
-        totals = world.sum(torch.cat([mine.reshape(1), torch.tensor(wishes, dtype=torch.float64, device=world.device)]))
+        local_loss = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+        requests = [parts.stop.asked, saves.take_save_request(), saves.full()]
+        totals = world.sum(
+            torch.cat([local_loss.reshape(1), torch.tensor(requests, dtype=torch.float64, device=world.device)])
+        )
         note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited, "batch": batch}
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, watch, recorded, result, wanted)
@@ -140,18 +141,18 @@ def train(
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What any worker has asked of all, as of the last step that was read."""
+    """What any worker has requested, as of the last step read."""
 
     stop: bool = False
     save: bool = False
     full: bool = False
-    """Whether some worker had no buffer free at that step."""
+    """Whether some worker had no free buffer at that step."""
 
 
 def record(
     parts: Parts, watch: NumericsMonitor, before: RunProgress, result: MeasuredStep, wanted: StepRequests
 ) -> tuple[RunProgress, StepRequests]:
-    """Write one step's event; extend the chain; say what any worker has asked for. BadNumbers if they are."""
+    """Record a step, extend the chain and return the workers' requests; raise BadNumbers for bad numerics."""
     loss, stop, save, full, norm = result.values
     step, cursor, batch = (result.note[key] for key in ("step", "cursor", "batch"))
     after = RunProgress(step, cursor, chain.extend_chain(before.chain, step, cursor, loss, norm))
@@ -165,7 +166,7 @@ def record(
         parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
     else:
         parts.recorder.event("step", **times)
-    # Recorded all the same: people want to see it. A later attempt starts before it, and it counts no more.
+    # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.
     bad = watch.look(step, loss, norm)
     if bad is not None:
         raise BadNumbers(bad, cursor - batch, batch)
@@ -173,7 +174,7 @@ def record(
 
 
 def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:
-    """Hold replicas against each other, and leave their common digest in the record. Corrupted if there is none."""
+    """Compare replicas and record their common digest; raise Corrupted if they differ."""
     with parts.recorder.span("compare"):
         digest = replicas.compare(step)
     if parts.world.first:
@@ -184,5 +185,5 @@ def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done every so many steps, and after the last, is due; 0 is never."""
+    """Whether something done every N steps and after the last is due; 0 means never."""
     return every > 0 and (step % every == 0 or step == last)

@@ -1,8 +1,8 @@
-"""What a step gave and how long it took, read without making the step wait.
+"""Results and timing of a step, read without blocking the step.
 
-On a CPU the numbers are there when the step ends. On a GPU the host runs ahead of the device: values are copied
-into pinned memory on the device's own time, phases are stamped by device events, and a step is read a few steps
-later, which also bounds how far the host may run ahead. Both meters return steps in order; `drain` waits for the rest.
+On a CPU the numbers are ready when the step ends. On a GPU the host runs ahead of the device: values are copied
+asynchronously into pinned memory, phases are timed by device events, and a step is read a few steps later, which also
+bounds how far the host may run ahead. Both meters return steps in order; `drain` waits for the rest.
 """
 
 import time
@@ -19,7 +19,7 @@ __all__ = ["DeviceMeter", "HostMeter", "MeasuredStep", "Meter", "make_meter"]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step: what the caller noted of it, the values the device computed, and when it ran (monotonic ns)."""
+    """One step: the caller's notes, the computed values, and when it ran (monotonic ns)."""
 
     note: Any
     values: list[float]
@@ -29,27 +29,27 @@ class MeasuredStep:
 
 
 class Meter(ABC):
-    """Called at the three turns of a step: it begins, its data is there, it is done."""
+    """Called at three points of a step: start, data ready, end."""
 
     @abstractmethod
     def begin(self) -> None:
-        """The step begins to wait for its data."""
+        """The step starts waiting for its data."""
 
     @abstractmethod
     def compute(self) -> None:
-        """The data is there; the model runs from here."""
+        """The data is ready; compute starts."""
 
     @abstractmethod
     def end(self, note: Any, values: Tensor) -> list[MeasuredStep]:
-        """The step is done, or will be when the device gets there; returns the steps that can be read by now."""
+        """The step is done, or enqueued on the device; return the steps that are readable by now."""
 
     @abstractmethod
     def drain(self) -> list[MeasuredStep]:
-        """Wait for the device; returns all steps not returned yet."""
+        """Wait for the device; return all remaining steps."""
 
 
 class HostMeter(Meter):
-    """For devices that are done when the call returns."""
+    """For synchronous devices."""
 
     def begin(self) -> None:
         """See Meter."""
@@ -80,14 +80,14 @@ class _Pending:
 
 
 class DeviceMeter(Meter):
-    """For CUDA devices: the device's timeline, tied to the host's clock whenever the host has waited for it."""
+    """For CUDA devices: the device's timeline, synchronized with the host's clock whenever the host has waited."""
 
     LAG = 3
-    """Steps the host may be ahead: enough to hide its work, few enough to stop soon when asked."""
+    """Steps the host may run ahead: enough to hide its work, few enough to stop soon."""
 
     def __init__(self) -> None:
         self._pending = deque[_Pending]()
-        torch.cuda.synchronize()  # what building the parts left to do belongs to the start-up
+        torch.cuda.synchronize()  # work left from building belongs to start-up
 
     def begin(self) -> None:
         """See Meter."""
@@ -124,8 +124,8 @@ class DeviceMeter(Meter):
     def _read(self) -> MeasuredStep:
         step = self._pending.popleft()
         step.end.synchronize()
-        # The device idles from one step's end to the next one's first kernel; as much of that as the host spent on
-        # data is a stall of data.
+        # The device idles from the end of a step to the next step's first kernel; of that, what the host spent on data
+        # is a data stall.
         idle_ns = int(self._last_end.elapsed_time(step.compute) * 1e6)
         compute_ns = int(step.compute.elapsed_time(step.end) * 1e6)
         self._last_end_ns += idle_ns + compute_ns
@@ -135,5 +135,5 @@ class DeviceMeter(Meter):
 
 
 def make_meter(device: torch.device) -> Meter:
-    """The meter for a kind of device."""
+    """Return the meter for a kind of device."""
     return DeviceMeter() if device.type == "cuda" else HostMeter()

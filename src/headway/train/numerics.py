@@ -1,10 +1,10 @@
-"""Numbers gone wrong: a loss or norm that is no number, and a loss far above those before it. Pure.
+"""Detection of non-finite values and loss spikes. Pure.
 
-A loss is held against the median of the last fine ones, in robust standard deviations: 1.4826 times the median of
-their distances from it, which for normal noise is the standard deviation, and 1 % of the median at least, for a loss
-that hardly moves may move a little. Only upwards: a loss that falls is what training is for.
+A loss is compared with the median of the last good ones, in robust standard deviations: 1.4826 times their median
+absolute deviation (the standard deviation of normal noise), but at least 1 % of the median, so that a flat loss may
+vary a little. Only upward: a falling loss is the goal of training.
 
-Every worker has the same numbers, for they are sums over all, so all come to the same verdict at the same step.
+Every worker has the same numbers, since they are sums over all workers, so all reach the same verdict at the same step.
 """
 
 import math
@@ -28,34 +28,32 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class BadStep:
-    """What is wrong with a step's numbers."""
+    """A step with bad numerics."""
 
     kind: Literal["not finite", "spike"]
     step: int
     value: float
     what: Literal["loss", "gradient norm"] = "loss"
     usual: float = 0.0
-    """The median of the losses before it; 0 for what is not finite."""
+    """The median of the preceding losses; 0 for a non-finite value."""
     spread: float = 0.0
     """Their robust standard deviation."""
 
     @property
     def z(self) -> float:
-        """How many of those the loss is above it."""
+        """Robust standard deviations above the median."""
         return (self.value - self.usual) / self.spread if self.spread else math.inf
 
 
 class BadNumbers(HeadwayError):
-    """A step's numbers have gone wrong; `cursor` is where its samples begin."""
+    """A step has bad numerics; `cursor` is its first sample."""
 
     def __init__(self, bad: BadStep, cursor: int, batch: int) -> None:
-        told = f"the {bad.what} of step {bad.step} is {bad.value:.6g}"
+        message = f"the {bad.what} of step {bad.step} is {bad.value:.6g}"
         if bad.kind == "spike":
-            told += f", far above the {bad.usual:.4g} of the steps before it (z = {bad.z:.3g})"
+            message += f", far above the usual {bad.usual:.4g} (z = {bad.z:.3g})"
         key = "health.if_spike" if bad.kind == "spike" else "health.if_not_finite"
-        super().__init__(
-            told, hint=f"when it comes again after a replay, {key} decides: headway resume RUN --set {key}=skip"
-        )
+        super().__init__(message, hint=f"if it recurs in a replay, {key} decides: headway resume RUN --set {key}=skip")
         self.kind, self.step, self.value, self.cursor = bad.kind, bad.step, bad.value, cursor
         self.usual, self.spread = bad.usual, bad.spread
         window = (cursor, cursor + batch)
@@ -64,10 +62,10 @@ class BadNumbers(HeadwayError):
 
 
 class NumericsMonitor:
-    """Looks at every step's numbers, in order; costs a microsecond or two a step.
+    """Checks every step's numbers, in order, at a cost of one or two microseconds per step.
 
-    `judge` is a step that was a spike in an attempt before this one: it is held against the same numbers as then.
-    Spikes of the steps in `accept` are taken as they are, and what comes after is held against what comes after.
+    `judge` is a step that was a spike in an earlier attempt: it is compared with the same reference as then. Spikes of
+    steps in `accept` are accepted, and later losses are compared with those after them.
     """
 
     def __init__(self, health: Health, judge: SpikeReference | None = None, accept: Collection[int] = ()) -> None:
@@ -77,7 +75,7 @@ class NumericsMonitor:
         self._sorted = list[float]()
 
     def look(self, step: int, loss: float, norm: float) -> BadStep | None:
-        """What is wrong with a step, if anything is."""
+        """Return what is wrong with a step, if anything."""
         if not math.isfinite(loss):
             return BadStep("not finite", step, loss)
         if not math.isfinite(norm):
@@ -88,10 +86,10 @@ class NumericsMonitor:
             self._last.clear()
             self._sorted.clear()
             return None
-        found = self._spike(step, loss)
-        if found is None:
+        bad = self._spike(step, loss)
+        if bad is None:
             self._take(loss)
-        return found
+        return bad
 
     def _spike(self, step: int, loss: float) -> BadStep | None:
         if self._judge is not None and step == self._judge.step:
@@ -100,13 +98,13 @@ class NumericsMonitor:
             return None
         else:
             usual = median(self._sorted)
-            if loss - usual <= self._z * (LEAST * abs(usual)):  # whatever the spread is: the way of nearly all steps
+            if loss - usual <= self._z * (LEAST * abs(usual)):  # fast path of nearly all steps: no spread needed
                 return None
             spread = spread_of(self._sorted, usual)
         return BadStep("spike", step, loss, usual=usual, spread=spread) if loss - usual > self._z * spread else None
 
     def _take(self, loss: float) -> None:
-        """Put a fine loss in the place of the oldest."""
+        """Replace the oldest loss."""
         if len(self._last) == self._length:
             del self._sorted[bisect_left(self._sorted, self._last.popleft())]
         self._last.append(loss)
@@ -114,11 +112,11 @@ class NumericsMonitor:
 
 
 def median(ordered: Sequence[float]) -> float:
-    """The middle of numbers in order, or the middle between two."""
+    """Return the median of sorted numbers."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def spread_of(ordered: Sequence[float], middle: float) -> float:
-    """A standard deviation that a few outliers cannot move, a hundredth of the middle at least."""
+    """Return the robust standard deviation, at least 1 % of the median."""
     return max(NORMAL * median(sorted(abs(value - middle) for value in ordered)), LEAST * abs(middle))

@@ -1,8 +1,8 @@
-"""AdamW whose moments live in the host's memory: for models whose optimizer would not fit beside their activations.
+"""AdamW with moments in host memory (offload), for models whose optimizer state does not fit on the device.
 
-Each step brings the moments of a bucket of parameters to the device, runs the same fused kernel as the optimizer that
-keeps them there, and takes them back: results are the same bits. On a GPU the host's memory is page-locked, so that
-both copies run at the link's speed and the host does not wait for them.
+Each step copies the moments of a bucket of parameters to the device, runs the same fused kernel as without offload, and
+copies them back: the results are bitwise the same. On a GPU the host memory is page-locked, so that both copies are
+asynchronous and run at link speed.
 """
 
 from collections.abc import Iterator
@@ -24,23 +24,23 @@ BUCKET_BYTES = 256 << 20
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW with `exp_avg` and `exp_avg_sq` in the host's memory, each of the shape of this worker's part."""
+    """AdamW with `exp_avg` and `exp_avg_sq` in host memory, in the shape of this worker's part."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
         for group in self.param_groups:
             for parameter in group["params"]:
-                mine = to_local(parameter)
-                pinned = mine.device.type == "cuda"
+                local = to_local(parameter)
+                pinned = local.device.type == "cuda"
                 self.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=mine.device),
-                    "exp_avg": torch.zeros(mine.shape, dtype=mine.dtype, pin_memory=pinned),
-                    "exp_avg_sq": torch.zeros(mine.shape, dtype=mine.dtype, pin_memory=pinned),
+                    "step": torch.zeros((), dtype=torch.float32, device=local.device),
+                    "exp_avg": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
+                    "exp_avg_sq": torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned),
                 }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update, a bucket of parameters after the other."""
+        """Make one update, bucket by bucket."""
         assert closure is None, "the loss is made before"
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None and to_local(p).numel() > 0]
@@ -71,7 +71,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 
 def _part(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> kernels.AdamwPart:
-    """In float32 throughout, so that nothing is rounded by its name or place."""
+    """Everything is float32, so no stochastic rounding is needed."""
     weight, gradient, mean, square = (x.view(1) if x.ndim == 0 else x for x in (weight, gradient, mean, square))
     shape = tuple(weight.shape)
     return kernels.AdamwPart(
@@ -80,7 +80,7 @@ def _part(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: 
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters whose moments fit into a bucket together; one that does not fit goes alone."""
+    """Group parameters whose moments fit into a bucket; a larger one is alone."""
     bucket, held = list[Tensor](), 0
     for parameter in parameters:
         size = 2 * to_local(parameter).nbytes

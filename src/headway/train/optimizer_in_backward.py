@@ -1,8 +1,7 @@
-"""Updates inside the backward pass: a block's parameters as soon as all of their gradients are there.
+"""Optimizer steps inside the backward pass: a block is updated as soon as all of its gradients are ready.
 
-So only one block's gradients are in memory at once, and those of what lies outside of blocks. It is of one worker, in
-one pass a step, and without clipping: the norm of all gradients is known only when the first updates are long made. It
-is recorded all the same.
+Only one block's gradients, and those outside of blocks, are then in memory at once. It needs one worker, one microbatch
+per step and no clipping: the gradient norm is known only after the first updates, but is still recorded.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ __all__ = ["OptimizerInBackward", "early_updates"]
 def early_updates(
     spread: ParallelModel, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World
 ) -> "OptimizerInBackward | None":
-    """What makes them, where a recipe asks for it."""
+    """Return the optimizer in backward, if the recipe asks for it."""
     if not recipe.train.update_in_backward:
         return None
     assert world.size == 1, "refused before"
@@ -29,46 +28,50 @@ def early_updates(
 
 
 class OptimizerInBackward:
-    """Updates blocks while a backward pass goes on; the rest is left to whoever asked for the pass."""
+    """Updates blocks during a backward pass; the caller updates everything else."""
 
     def __init__(self, blocks: Sequence[nn.Module], optimizer: torch.optim.Optimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
         self._squares: list[Tensor] = []
         for block in blocks:
-            mine = {name: one for name, one in block.named_parameters() if one.requires_grad}
-            waiting = set(mine)
-            for name, parameter in mine.items():
-                parameter.register_post_accumulate_grad_hook(partial(self._come, name, mine, waiting))
+            block_parameters = {
+                name: parameter for name, parameter in block.named_parameters() if parameter.requires_grad
+            }
+            waiting = set(block_parameters)
+            for name, parameter in block_parameters.items():
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, name, block_parameters, waiting)
+                )
 
-    def _come(self, name: str, mine: dict[str, nn.Parameter], waiting: set[str], _: Tensor) -> None:
+    def _on_gradient(self, name: str, block_parameters: dict[str, nn.Parameter], waiting: set[str], _: Tensor) -> None:
         waiting.discard(name)
         if waiting:
             return
-        waiting.update(mine)
-        self._squares.append(total_norm(mine, self._world).float().square())
-        # of the gradients there are, all are this block's: those before are gone; what is outside has to wait
-        outside = self._put_aside(mine)
+        waiting.update(block_parameters)
+        self._squares.append(total_norm(block_parameters, self._world).float().square())
+        # All present gradients belong to this block: earlier ones are freed, and those outside of blocks set aside.
+        outside = self._put_aside(block_parameters)
         self._optimizer.step()
-        for parameter in mine.values():
+        for parameter in block_parameters.values():
             parameter.grad = None
         for parameter, gradient in outside:
             parameter.grad = gradient
 
-    def _put_aside(self, mine: dict[str, nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Gradients of what is not in the block."""
-        kept = {id(parameter) for parameter in mine.values()}
-        found = list[tuple[nn.Parameter, Tensor]]()
+    def _put_aside(self, block_parameters: dict[str, nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Detach the gradients of parameters outside the block, and return them."""
+        block_ids = {id(parameter) for parameter in block_parameters.values()}
+        others = list[tuple[nn.Parameter, Tensor]]()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in kept:
-                    found.append((parameter, parameter.grad))
+                if parameter.grad is not None and id(parameter) not in block_ids:
+                    others.append((parameter, parameter.grad))
                     parameter.grad = None
-        return found
+        return others
 
     def norm(self, parameters: dict[str, nn.Parameter]) -> Tensor:
-        """Of all gradients of the pass that is over, those that are gone with it included."""
+        """Return the norm of all gradients of the last pass, including freed ones."""
         squares, self._squares = self._squares, []
-        rest = {name: one for name, one in parameters.items() if one.grad is not None}
+        rest = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
         if rest:
             squares.append(total_norm(rest, self._world).float().square())
         return torch.stack(squares).sum().sqrt()

@@ -1,4 +1,4 @@
-"""A trial: a few steps whose every number is written down, to be held against those of another mesh.
+"""A parity trial: a few steps whose numbers are all written out, for comparison with another mesh.
 
     <folder>/
       gradients/step-<n>/    of each step                            as gradient/<parameter>
@@ -7,8 +7,8 @@
       marks-<rank>.json      sums over what modules put out in the first step
       trial.json             the loss of each step, and the parameters in the model's order
 
-Tensors are written as checkpoints are: each worker its part, whole together. Plain descent, because AdamW turns the
-rounding noise of a gradient near zero into a full step.
+Tensors are written like checkpoints: each worker writes its part. The updates are plain gradient descent, because AdamW
+turns the rounding noise of a near-zero gradient into a full step.
 """
 
 import json
@@ -40,14 +40,14 @@ from headway.track import chain
 from headway.train.build import Parts
 from headway.train.fail_together import fail_together
 
-__all__ = ["ActivationSums", "places", "trial"]
+__all__ = ["ActivationSums", "module_positions", "trial"]
 
-Place = tuple[int, int]
-"""Where a module stands in the plain model: before (0), among (1) or after (2) its blocks, and which one there."""
+ModulePosition = tuple[int, int]
+"""Position of a module in the plain model: before (0), among (1) or after (2) its blocks, and its index there."""
 
 
 def trial(parts: Parts, spec: ParityTrial) -> bool:
-    """Make the steps of a trial and write them down; False when asked to stop before the end."""
+    """Run a trial and write its numbers; return False if stopped early."""
     folder, model, world = Path(spec.folder), parts.spread.model, parts.world
     losses = list[float]()
     cursor = 0
@@ -79,7 +79,7 @@ def trial(parts: Parts, spec: ParityTrial) -> bool:
 
 
 def descend(parts: Parts, cursor: int) -> float:
-    """Forward and backward over one batch, as in `loop.train`; the loss of all workers."""
+    """Run forward and backward over one batch, as in `loop.train`; return the loss over all workers."""
     world, spread, recipe = parts.world, parts.spread, parts.recipe
     inputs, labels, trained, documents = parts.feed.read(cursor)
     if parts.feed.masks:
@@ -88,29 +88,31 @@ def descend(parts: Parts, cursor: int) -> float:
         trained = recipe.train.batch * recipe.data.seq
     loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
     finish_gradients(dict(spread.model.named_parameters()), spread.missing)
-    mine = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
-    return float(world.sum(mine))
+    local_loss = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+    return float(world.sum(local_loss))
 
 
 def gradients(parts: Parts) -> dict[str, Tensor]:
-    """Every gradient here, under the name of the parameter's owner."""
+    """Return this worker's gradients, by the owner's parameter names."""
     borrowed = parts.held.borrowed
     named = ((name, parameter.grad) for name, parameter in parts.spread.model.named_parameters())
     return {f"gradient/{borrowed.get(name, name)}": gradient for name, gradient in named if gradient is not None}
 
 
 def write(parts: Parts, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors whole, together with the other workers."""
+    """Write tensors together with the other workers."""
     world = parts.world
-    mine = pieces(tensors, parts.held)
+    local_pieces = pieces(tensors, parts.held)
     save: PartialCheckpoint | None = None
     with fail_together(world, "prepare a trial's files"):
         if world.first:
-            save = begin_checkpoint(folder, step, needs_bytes=world.size * sum(piece.data.nbytes for piece in mine))
+            save = begin_checkpoint(
+                folder, step, needs_bytes=world.size * sum(piece.data.nbytes for piece in local_pieces)
+            )
     partial = partial_folder(folder, step)
     with fail_together(world, "write its part of a trial"):
-        leave_shard_entry(partial, write_shard(partial, shard_name(world.rank), mine))
-    with fail_together(world, "put a trial's files together"):
+        leave_shard_entry(partial, write_shard(partial, shard_name(world.rank), local_pieces))
+    with fail_together(world, "commit a trial's files"):
         if save is not None:
             facts = CheckpointFacts(
                 cursor=step * parts.recipe.train.batch, chain=chain.START, data_version=parts.data_version
@@ -118,21 +120,21 @@ def write(parts: Parts, folder: Path, step: int, tensors: Mapping[str, Tensor]) 
             commit(save, facts, collect_shard_entries(partial, world.size), workers=world.size)
 
 
-# -- what modules put out
+# -- module outputs
 
 
 class ActivationSums:
-    """Sums over the outputs of blocks and of what stands before and after them, while it listens.
+    """Sums over the outputs of blocks and of the modules before and after them, while its hooks are installed.
 
-    Sums over all workers are those of one process, however rows, sequences or a vocabulary are shared out; what several
-    workers hold alike counts as often, and the number of elements says how often that is.
+    Sums over all workers equal those of one process, however rows, sequences or the vocabulary are split; replicated
+    outputs count several times, and the number of elements tells how often.
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
         self._sums = dict[str, Tensor]()
-        self._places = {name: place for place, name, _ in places(model, layout)}
+        self._positions = {name: position for position, name, _ in module_positions(model, layout)}
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._hook(name)) for _, name, module in places(model, layout)
+            module.register_forward_hook(self._hook(name)) for _, name, module in module_positions(model, layout)
         ]
 
     def _hook(self, name: str) -> Any:
@@ -145,31 +147,31 @@ class ActivationSums:
         return add
 
     def remove(self) -> None:
-        """Stop listening."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def write(self, file: Path) -> None:
-        """Leave what was heard here: a list of place, name, sum, sum of squares and number of elements."""
+        """Write a list of position, name, sum, sum of squares and number of elements."""
         keys = ("sum", "squares", "count")
         rows: list[dict[str, Any]] = [
-            {"place": self._places[name], "name": name, **dict(zip(keys, sums.tolist(), strict=True))}
+            {"place": self._positions[name], "name": name, **dict(zip(keys, sums.tolist(), strict=True))}
             for name, sums in self._sums.items()
         ]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(rows))
 
 
-def places(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[Place, str, nn.Module]]:
-    """The modules of this worker that are listened to, with where they stand in the plain model."""
+def module_positions(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[ModulePosition, str, nn.Module]]:
+    """Yield the observed modules of this worker, with their positions in the plain model."""
     modules = dict(model.named_modules())
     container, _ = blocks_of(model, layout)
     first, last = layout.first, layout.last
     if not first and not last:
-        # No layout says what stands around the blocks: the model's own parts, in the order it has them.
-        own = tuple(name for name, _ in model.named_children())
-        middle = next((i for i, name in enumerate(own) if f"{container}.".startswith(f"{name}.")), len(own))
-        first, last = own[:middle], own[middle + 1 :]
+        # No layout names the modules around the blocks: take the model's children in their order.
+        children = tuple(name for name, _ in model.named_children())
+        middle = next((i for i, name in enumerate(children) if f"{container}.".startswith(f"{name}.")), len(children))
+        first, last = children[:middle], children[middle + 1 :]
     blocks = tuple(f"{container}.{name}" for name, _ in modules[container].named_children()) if container else ()
     for side, names in enumerate((first, blocks, last)):
         for i, name in enumerate(names):

@@ -1,15 +1,15 @@
-"""Silent corruption: replicas hold the same parameters bit for bit, unless a machine has altered some of them.
+"""Detection of silent data corruption: replicas hold bitwise equal parameters, unless hardware altered some of them.
 
-Gradients are added up over replicas and every one takes the same stride, so that equal parameters stay equal. What
-parts them is no rounding: memory that flipped a bit, or arithmetic that went wrong after the gradients were added up.
+Gradients are reduced over replicas and all replicas make the same update, so that equal parameters stay equal. A
+difference is not rounding: memory flipped a bit, or arithmetic failed after the reduction.
 
-Each parameter's bits are added up as 64-bit words, wrapping round: one read of it, no copy (a sum of 32-bit words into
-64 bits would make one, and take 3.6 times as long on a CPU). A single changed bit always changes the sum. The sums of
-a worker are hashed into one number, and those numbers are all that travels as long as they agree.
+Each parameter's bits are summed as wrapping 64-bit words, in one read without a copy (summing 32-bit words into 64 bits
+copies, and takes 3.6 times as long on a CPU). A single changed bit always changes the sum. A worker's sums are hashed
+into one number, and only those numbers are exchanged while they agree.
 
-Which replica is at fault: of three or more, the one that the others outvote. Of two, a replay tells, but not by its
-digest: with the next exchange of gradients what one replica computed with a wrong parameter has moved all of them. So
-the first element that differs is kept, and the replica that is farther from the replay's has it wrong.
+To find the corrupted replica: of three or more, the others outvote it. Of two, a replay decides, but not by its digest:
+after the next gradient reduction the error has reached all replicas. So the first differing element is recorded, and
+the replica farther from the replayed value is wrong.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """What differs between this worker and its like in other replicas."""
+    """What differs between this worker and its counterparts in other replicas."""
 
     tensors: tuple[str, ...] = ()
-    """Parameters; none where the difference lies with other workers."""
+    """Names of parameters; none if only other workers differ."""
     index: int | None = None
-    """The first element of the first of them that differs, in the order of its memory here."""
+    """Index of the first differing element of the first of them, in memory order."""
     values: tuple[float, ...] = ()
-    """What each replica has there."""
+    """Each replica's value there."""
 
 
 class Corrupted(HeadwayError):
-    """Replicas that should hold the same parameters do not. All workers raise it together.
+    """Replicas that should hold the same parameters differ. All workers raise it together.
 
-    `digests` are those of the whole replicas, and `replica` is the one this worker belongs to.
+    `digests` are those of whole replicas, and `replica` is this worker's.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Corrupted(HeadwayError):
         some = ", ".join(tensors[:_NAMED]) + ", ..." * (len(tensors) > _NAMED) or "parameters of other workers"
         super().__init__(
             f"replicas differ after step {step} ({some}); they were equal after step {agreed}",
-            hint="a device or its memory is at fault; headway report says which, as far as that is known",
+            hint="a device or its memory is faulty; headway report says which, if known",
         )
         self.facts = {"step": step, "agreed": agreed, "replica": replica, "digests": tuple(digests),
                       "tensors": tensors, "index": difference.index, "values": difference.values}  # fmt: skip
 
 
 class ReplicaChecker:
-    """This worker's parameters, and when they are held against those of its like in other replicas."""
+    """Compares this worker's parameters with those of its counterparts in other replicas."""
 
     def __init__(
         self,
@@ -75,30 +75,32 @@ class ReplicaChecker:
         start: int,
         doubt: SuspectElement | None = None,
     ) -> None:
-        assert world.axis("replicate").size > 1, "there is something to compare with"
+        assert world.axis("replicate").size > 1, "comparing needs replicas"
         self._parameters, self._world, self._every, self._doubt = parameters, world, every, doubt
-        # Views, made once: a parameter stays where it is, and making them takes longer than adding a small one up.
+        # Views are created once: parameters do not move, and creating a view takes longer than a small sum.
         self._pieces = [(name, bits) for name, parameter in parameters.items() for bits in views(parameter)]
         self.agreed = start
-        """The last step after which all were equal: at first the one they were all restored to."""
+        """The last step after which all were equal; initially the restored one."""
 
     def due(self, step: int) -> bool:
-        """Whether a step is followed by a comparison, saved or not."""
+        """Whether replicas are compared after a step, independent of saves."""
         return step % self._every == 0 or (self._doubt is not None and step == self._doubt.step)
 
     def compare(self, step: int) -> str:
-        """The digest that all replicas have in common; Corrupted on every worker if there is none."""
+        """Return the digest that all replicas share; raise Corrupted on every worker if they differ."""
         copies = self._world.axis("replicate")
         sums = torch.stack([bits.sum(dtype=torch.int64) for _, bits in self._pieces])
-        told = [pair.tolist() for pair in self._world.gather(torch.tensor([copies.rank, _number(sums)]))]
-        digests = [_digest([number for of, number in told if of == replica]) for replica in range(copies.size)]
+        numbers_by_rank = [pair.tolist() for pair in self._world.gather(torch.tensor([copies.rank, _number(sums)]))]
+        digests = [
+            _digest([number for of, number in numbers_by_rank if of == replica]) for replica in range(copies.size)
+        ]
         if len(set(digests)) > 1:
             raise Corrupted(step, self.agreed, digests, copies.rank, self._difference(sums))
         self.agreed = step
         return digests[0]
 
     def doubted(self, step: int) -> float | None:
-        """What this worker has now where replicas differed before; None at other steps and on other workers."""
+        """Return this worker's value of the suspect element; None at other steps and on other workers."""
         doubt = self._doubt
         if doubt is None or (doubt.step, doubt.rank) != (step, self._world.rank):
             return None
@@ -116,7 +118,7 @@ class ReplicaChecker:
         return ReplicaDifference(tuple(names), index, tuple(values))
 
     def _first(self, bits: Tensor) -> int:
-        """The first element that is not the same in all replicas, of some whose sum is not: by ever smaller parts."""
+        """Return the first element that differs between replicas, by bisection over sums."""
         low, high = 0, bits.numel()
         while high - low > 1:
             parts = bits[low:high].tensor_split(min(CHUNKS, high - low))
@@ -126,51 +128,51 @@ class ReplicaChecker:
         return low
 
     def _differs(self, numbers: Tensor) -> list[bool]:
-        """Which of some numbers are not the same in all replicas."""
-        found: list[bool] = (torch.stack(self._of_all(numbers)) != numbers).any(dim=0).tolist()
-        return found
+        """Return which numbers differ between replicas."""
+        differs: list[bool] = (torch.stack(self._of_all(numbers)) != numbers).any(dim=0).tolist()
+        return differs
 
     def _of_all(self, numbers: Tensor) -> list[Tensor]:
-        """The numbers of all replicas, from those who hold the same part of the model."""
+        """Return the numbers of all replicas, from the counterparts of this worker."""
         copies = self._world.axis("replicate")
-        found = [torch.empty_like(numbers) for _ in range(copies.size)]
-        dist.all_gather(found, numbers, group=copies.group)
-        return found
+        gathered = [torch.empty_like(numbers) for _ in range(copies.size)]
+        dist.all_gather(gathered, numbers, group=copies.group)
+        return gathered
 
 
 def views(tensor: Tensor) -> list[Tensor]:
-    """The memory of what this worker has of a tensor, as 64-bit words and what is left over: views, no copies."""
-    mine = _plain(tensor)
-    size = mine.element_size()
-    if not _by_memory(mine).is_contiguous() or mine.storage_offset() * size % WORD:
-        return [mine.view(_OF_SIZE[size])]
+    """Return views of this worker's part of a tensor: 64-bit words, and the remaining bytes."""
+    local = _plain(tensor)
+    size = local.element_size()
+    if not _by_memory(local).is_contiguous() or local.storage_offset() * size % WORD:
+        return [local.view(_OF_SIZE[size])]
     flat = _elements(tensor)
-    whole = flat.numel() * size // WORD * WORD // size
-    rest = [flat[whole:].view(_OF_SIZE[size])] if whole < flat.numel() else []
-    return [flat[:whole].view(torch.int64), *rest]
+    full_words = flat.numel() * size // WORD * WORD // size
+    rest = [flat[full_words:].view(_OF_SIZE[size])] if full_words < flat.numel() else []
+    return [flat[:full_words].view(torch.int64), *rest]
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """What this worker has of a tensor, in real numbers."""
-    mine = to_local(tensor.detach())
-    return torch.view_as_real(mine) if mine.is_complex() else mine
+    """Return this worker's part of a tensor as real numbers."""
+    local = to_local(tensor.detach())
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
-def _by_memory(mine: Tensor) -> Tensor:
-    """A tensor with its dims in the order in which they lie in memory."""
-    return mine.permute(sorted(range(mine.ndim), key=mine.stride, reverse=True))
+def _by_memory(local: Tensor) -> Tensor:
+    """Return a tensor with its dims permuted to memory order."""
+    return local.permute(sorted(range(local.ndim), key=local.stride, reverse=True))
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """What this worker has of a tensor, one element after the other as they lie in memory."""
+    """Return this worker's part of a tensor, flat in memory order."""
     return _by_memory(_plain(tensor)).reshape(-1)
 
 
 def _number(sums: Tensor) -> int:
-    """One 64-bit number that stands for a worker's sums."""
+    """Hash a worker's sums into 64 bits."""
     return int.from_bytes(hashlib.sha256(sums.cpu().numpy().tobytes()).digest()[:8], "little", signed=True)
 
 
 def _digest(numbers: Sequence[int]) -> str:
-    """What stands for a replica: its workers' numbers, by rank."""
+    """Return a replica's digest, from its workers' numbers by rank."""
     return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()[:16]

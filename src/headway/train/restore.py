@@ -1,4 +1,4 @@
-"""Bringing a worker to where a run stands: from a checkpoint, or from what the agent has kept in memory."""
+"""Restores a worker's state, from a checkpoint or from a snapshot in the agent's memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ from headway.train.rng import restore_rng
 
 __all__ = ["open_state", "restore"]
 
-WHERE = "the disk of the machine that leads"
+LEADER_DISK = "the leader's disk"
 
 
-def open_state(assignment: Assignment, descriptors: Sequence[int], told: Mapping[str, Any]) -> OpenCheckpoint | None:
-    """The state that a worker goes on from; None starts at step 0. What the agent has kept came with the assignment,
-    and where to find what other nodes have."""
+def open_state(assignment: Assignment, descriptors: Sequence[int], fields: Mapping[str, Any]) -> OpenCheckpoint | None:
+    """Open the state that a worker resumes from; None starts at step 0. A snapshot's descriptors came with the
+    assignment, as did the addresses of parts on other nodes."""
     if assignment.from_memory:
-        elsewhere = {file.name: file for file in (PeerFile(*one) for one in told.get("far", ()))}
-        far = PeerReader(told["key"]) if elsewhere else None
-        if far is not None and told.get("disk"):
-            ((manifest, size),) = zip(descriptors, (size for _, _, size in told["files"]), strict=True)
+        elsewhere = {file.name: file for file in (PeerFile(*entry) for entry in fields.get("far", ()))}
+        far = PeerReader(fields["key"]) if elsewhere else None
+        if far is not None and fields.get("disk"):
+            ((manifest, size),) = zip(descriptors, (size for _, _, size in fields["files"]), strict=True)
             content = os.pread(manifest, size, 0)
-            return open_checkpoint(PeerCheckpoint(WHERE, content, tuple(elsewhere.values()), far))
-        return open_checkpoint(MemoryCheckpoint(map_files(descriptors, told.get("files", ())), elsewhere, far))
+            return open_checkpoint(PeerCheckpoint(LEADER_DISK, content, tuple(elsewhere.values()), far))
+        return open_checkpoint(MemoryCheckpoint(map_files(descriptors, fields.get("files", ())), elsewhere, far))
     return None if assignment.checkpoint is None else open_address(assignment.checkpoint)
 
 
@@ -43,7 +43,7 @@ def restore(
     world: World,
     average: WeightEma | None = None,
 ) -> tuple[int, int, str]:
-    """Bring model, optimizer, average and random state to a saved state; returns its step, cursor and chain."""
+    """Restore model, optimizer, EMA and random state; return the step, cursor and chain."""
     load_state(state, model, optimizer, held, None if average is None else average.tensors)
     manifest = state.manifest
     restore_rng(world, manifest.rng, manifest.workers)

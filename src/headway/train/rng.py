@@ -1,4 +1,4 @@
-"""Random state, in and out of a checkpoint."""
+"""Random state: to and from a checkpoint."""
 
 import base64
 
@@ -10,7 +10,7 @@ __all__ = ["restore_rng", "rng_state"]
 
 
 def rng_state(world: World) -> torch.Tensor:
-    """This worker's random state as bytes: the CPU's, and its GPU's behind it."""
+    """Return this worker's random state as bytes: the CPU's, followed by its GPU's."""
     states = [torch.get_rng_state()]
     if world.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(world.device))
@@ -18,7 +18,7 @@ def rng_state(world: World) -> torch.Tensor:
 
 
 def restore_rng(world: World, rng: dict[str, str], workers: int) -> bool:
-    """Put random state back; False if the checkpoint was made by another number of workers or kind of device."""
+    """Restore random state; return False if the checkpoint has another number of workers or kind of device."""
     if workers != world.size or str(world.rank) not in rng:
         return False
     state = torch.frombuffer(bytearray(base64.b64decode(rng[str(world.rank)])), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""A worker's end of a save: its part of the state, copied into memory that the agent holds.
+"""The worker's side of a save: it copies its part of the state into memory that the agent holds.
 
-On a CPU the copy is the whole stall. On a GPU it runs on a stream of its own beside the next forward and backward
-passes, and the device waits for it before the parameters next change (`fence`); the host waits for nothing. What
-becomes of the copy is the agent's business: no thread of the trainer works on it, no word goes from worker to worker.
+On a CPU the copy is the whole stall. On a GPU it runs on its own stream, concurrent with the next forward and backward
+passes; the device waits for it before the parameters next change (`fence`), and the host never waits. The agent does
+the rest: no thread of the trainer works on it, and workers exchange no messages.
 """
 
 import base64
@@ -30,38 +30,38 @@ WORD_S = 0.5
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy that the device is at work on."""
+    """A copy in progress on the device."""
 
     buffer: int
     step: int
     host_s: float
-    """What the host spent on starting it."""
+    """Host time to start it."""
     done: torch.cuda.Event
     reached: torch.cuda.Event
-    """Recorded where the device waits for it, if it ever does."""
+    """Event recorded where the device waits for it, if it does."""
 
     @property
     def waited_s(self) -> float:
-        """How long the device has waited for it; asked when both have happened."""
+        """Return how long the device waited for it; call after both events."""
         return max(0.0, self.reached.elapsed_time(self.done) / 1e3)
 
 
 class SaveClient:
-    """The line to the agent, and the buffers that came over it."""
+    """The channel to the agent, and the buffers received over it."""
 
     def __init__(self, line: Channel, parts: Parts, attempt: int) -> None:
         self._attempt = attempt
         model, held, world = parts.spread.model, parts.held, parts.world
         self._line, self._model, self._held, self._world = line, model, held, world
         self._recorder, self._faults, self._beat = parts.recorder, parts.faults, parts.beat
-        still = frozen_names(model, held)
+        frozen = frozen_names(model, held)
         average = None if parts.average is None else parts.average.tensors
-        mine = owned_pieces(named_state(model, parts.optimizer, held, average), held)
-        self._owned = [own for own in mine if own.piece.name not in still]
+        items = owned_pieces(named_state(model, parts.optimizer, held, average), held)
+        self._owned = [item for item in items if item.piece.name not in frozen]
         trained = len(self._owned)
-        self._owned += [own for own in mine if own.piece.name in still]
+        self._owned += [item for item in items if item.piece.name in frozen]
         self._moving = {f"model/{name}" for name, _ in model.named_buffers()}
-        shapes = [own.piece for own in self._owned]
+        shapes = [item.piece for item in self._owned]
         self._plan: BufferPlan = plan_buffer(shapes[:trained], shapes[trained:])
         self._buffers: list[SaveBuffer] = []
         self._targets: list[list[Tensor]] = []
@@ -70,32 +70,32 @@ class SaveClient:
         self._asked = False
         self._copy: _Copy | None = None
         self._stream = torch.cuda.Stream() if world.device.type == "cuda" else None
-        told = [[piece.name, piece.dtype, piece.shape, piece.start, piece.local_shape] for piece in shapes]
-        line.send("pieces", trained=told[:trained], still=told[trained:])
+        layout = [[piece.name, piece.dtype, piece.shape, piece.start, piece.local_shape] for piece in shapes]
+        line.send("pieces", trained=layout[:trained], still=layout[trained:])
         if self._stream is not None:
-            with parts.recorder.span("buffers"):  # page-locking takes seconds: better before the first step than after
+            with parts.recorder.span("buffers"):  # page-locking takes seconds: do it before the first step
                 self._need_buffers()
 
-    # -- what the loop asks and says
+    # -- called by the loop
 
     def full(self) -> bool:
-        """Whether all buffers are still in use, so that a save would have to wait."""
+        """Whether all buffers are in use, so that a save would have to wait."""
         self._need_buffers()
-        self._hear(0.0)
+        self._handle_messages(0.0)
         return not self._free
 
-    def take_wish(self) -> bool:
-        """Whether the agent has asked for a save since the last time."""
-        self._hear(0.0)
+    def take_save_request(self) -> bool:
+        """Whether the agent has requested a save since the last call."""
+        self._handle_messages(0.0)
         asked, self._asked = self._asked, False
         return asked
 
     def skip(self, step: int) -> None:
-        """Tell the agent that a save is left out."""
+        """Report a skipped save to the agent."""
         self._say("skipped", step=step)
 
     def save(self, step: int, cursor: int, chain: str, tiers: tuple[Tier, ...], last: bool = False) -> None:
-        """Copy this worker's part of the state of a step; only the last save of a run waits for a free buffer."""
+        """Copy this worker's part of a step's state; only the last save of a run waits for a free buffer."""
         with self._recorder.span("checkpoint"):
             started = time.monotonic()
             self._faults.reach("save", step)
@@ -114,8 +114,8 @@ class SaveClient:
             self._steps[number] = step
             self._refresh()
             if self._stream is None:
-                for target, own in zip(self._targets[number], self._owned, strict=True):
-                    target.copy_(own.tensor)
+                for target, item in zip(self._targets[number], self._owned, strict=True):
+                    target.copy_(item.tensor)
                 self._tell(number, step, time.monotonic() - started)
             else:
                 self._copy = self._start_copy(number, step)
@@ -123,9 +123,9 @@ class SaveClient:
                     self.finish()
 
     def fence(self) -> Callable[[], float] | None:
-        """Have the device wait for a copy before it changes what is copied.
+        """Make the device wait for a copy before it changes the copied tensors.
 
-        Returns what tells, once the step is over, how many seconds it waited.
+        Return a function that gives the seconds it waited, once the step is over.
         """
         copy = self._copy
         if copy is None:
@@ -135,12 +135,12 @@ class SaveClient:
         return lambda: copy.waited_s
 
     def tick(self) -> None:
-        """Tell the agent of a copy that is done by now."""
+        """Report a finished copy to the agent."""
         if self._copy is not None and self._copy.done.query():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a copy under way, and tell the agent."""
+        """Wait for a copy in progress, and report it to the agent."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
             copy.done.synchronize()
@@ -154,49 +154,49 @@ class SaveClient:
         begun = time.monotonic()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for target, own in zip(self._targets[number], self._owned, strict=True):
-                target.copy_(own.tensor, non_blocking=True)
+            for target, item in zip(self._targets[number], self._owned, strict=True):
+                target.copy_(item.tensor, non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record()
         return _Copy(number, step, time.monotonic() - begun, done, torch.cuda.Event(enable_timing=True))
 
     def _tell(self, number: int, step: int, stall_s: float) -> None:
         self._faults.reach("saved", step)
-        # A state must not outlive the record of its steps: a restart from it would leave a gap.
+        # A state must not outlive the record of its steps: resuming from it would leave a gap.
         self._recorder.flush(FLUSH_S)
         self._buffers[number].mark(step, step)
         self._say("filled", buffer=number, step=step, stall_s=stall_s)
 
     def _refresh(self) -> None:
-        """A module may have put another tensor in a buffer's place; parameters and optimizer states stay put."""
+        """Look up buffers again, since a module may replace them; parameters and optimizer states never move."""
         if not self._moving:
             return
         state = named_state(self._model, share=self._held)
         now = owned_pieces({name: tensor for name, tensor in state.items() if name in self._moving}, self._held)
-        tensors = {own.piece: own.tensor for own in now}
-        self._owned = [OwnedPiece(own.piece, tensors.get(own.piece, own.tensor)) for own in self._owned]
+        tensors = {item.piece: item.tensor for item in now}
+        self._owned = [OwnedPiece(item.piece, tensors.get(item.piece, item.tensor)) for item in self._owned]
 
-    # -- the line
+    # -- the channel
 
     def _need_buffers(self) -> None:
         while not self._buffers:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for a word of the agent's; that is no hang, however slow its disk."""
-        self._hear(WORD_S)
+        """Wait for a message of the agent; however slow its disk, that is not a hang."""
+        self._handle_messages(WORD_S)
         self._beat.mark()
 
-    def _hear(self, timeout_s: float | None) -> None:
+    def _handle_messages(self, timeout_s: float | None) -> None:
         for message in _receive(self._line, timeout_s):
             match message.kind:
                 case "buffers":
                     self._take_buffers(message.descriptors)
                     self._free = set(message.fields["free"])
                 case "free":
-                    number, told = message.fields["buffer"], (message.fields["attempt"], message.fields["step"])
-                    if (self._attempt, self._steps.get(number)) in (told, (self._attempt, None)):
-                        self._free.add(number)  # else it is filled again: an agent that took over cannot know
+                    number, saved = message.fields["buffer"], (message.fields["attempt"], message.fields["step"])
+                    if (self._attempt, self._steps.get(number)) in (saved, (self._attempt, None)):
+                        self._free.add(number)  # else it was filled again, which a new agent cannot know
                 case "save":
                     self._asked = True
                 case "refused":
@@ -208,7 +208,7 @@ class SaveClient:
             if self._stream is not None:
                 _page_lock(buffer)
             bits = {piece.name: buffer.bits(part, piece) for part in self._plan.parts for piece in part.pieces}
-            self._targets.append([as_tensor(bits[own.piece.name], own.piece.dtype) for own in self._owned])
+            self._targets.append([as_tensor(bits[item.piece.name], item.piece.dtype) for item in self._owned])
 
     def _say(self, kind: str, **fields: Any) -> None:
         try:
@@ -225,12 +225,12 @@ def _receive(line: Channel, timeout_s: float | None) -> list[Message]:
 
 
 def _page_lock(buffer: SaveBuffer) -> None:
-    """Have the driver lock a buffer's pages: copies from the device then run at the link's speed, by themselves."""
+    """Page-lock a buffer: copies from the device are then asynchronous and run at link speed."""
     memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
     status: Callable[[int, int, int], Any] = torch.cuda.cudart().cudaHostRegister
     failed = int(status(memory.data_ptr(), memory.numel(), 0))
     if failed:
         raise StateError(
-            f"the driver could not lock {memory.numel() / 1e9:.1f} GB of memory for saves (error {failed})",
-            hint="the machine may lack memory: checkpoint.memory_gb bounds what is kept",
+            f"cannot page-lock {memory.numel() / 1e9:.1f} GB of memory for saves (CUDA error {failed})",
+            hint="the machine may be short of memory: lower checkpoint.memory_gb",
         )

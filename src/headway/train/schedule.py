@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function of the recipe."""
+"""The learning rate schedule: a pure function of the recipe and the step."""
 
 import math
 
@@ -8,12 +8,12 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The rate of update number `step`, from 1: the schedule's, times the cuts that have come by then."""
+    """Return the learning rate of a step, from 1: the schedule's, times the rate cuts so far."""
     return _scheduled(train, step) * math.prod(factor for first, factor in train.rate_cuts if step >= first)
 
 
 def _scheduled(train: Train, step: int) -> float:
-    """A linear rise, then the schedule's own shape; what falls to an end falls to lr * min_lr_ratio."""
+    """Return the scheduled rate: linear warm-up, then the schedule, which decays to lr * min_lr_ratio."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
     floor = train.lr * train.min_lr_ratio
@@ -33,12 +33,12 @@ def _scheduled(train: Train, step: int) -> float:
 
 
 def _decayed(steps: int, decay_steps: int, step: int) -> float:
-    """How much of the last `decay_steps` is done."""
+    """Return the progress of the last `decay_steps`, 0 to 1."""
     return min(1.0, max(0, step - (steps - decay_steps)) / decay_steps)
 
 
 def _left(shape: str, done: float) -> float:
-    """What is left of the way down when so much of it is done."""
+    """Return the remaining share of the decay at a progress."""
     match shape:
         case "linear":
             return 1 - done

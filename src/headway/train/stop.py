@@ -1,4 +1,4 @@
-"""A wish to stop: the agent's SIGTERM, noticed at the next step."""
+"""A request to stop: the agent's SIGTERM, handled at the next step."""
 
 import signal
 
@@ -12,10 +12,10 @@ class StopRequest:
         self.asked = False
 
     def listen(self) -> None:
-        """Take SIGTERM as a wish to save and stop; leave Ctrl-C to the agent."""
+        """Handle SIGTERM as a request to save and stop; leave Ctrl-C to the agent."""
         signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Blocked since the fork: a wish that came before now arrives now.
+        # Blocked since the fork: an earlier signal arrives now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _ask(self, *_: object) -> None:

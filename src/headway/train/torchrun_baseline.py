@@ -1,11 +1,11 @@
-"""A plain training loop as people write it for torchrun, to hold Headway's recovery against: `headway chaos --beside`.
+"""A typical torchrun training loop, as a baseline for Headway's recovery: `headway chaos --beside`.
 
 torchrun ... -m headway.train.torchrun_baseline FOLDER
 
-The model, its sharding, the data and the update are those of a Headway run of the same recipe. What keeps it alive is
-what PyTorch offers: torchrun starts all workers again when one has died, a checkpoint is written every so many steps
-(torch.distributed.checkpoint) and named in a file when it is whole, and each start goes on from the one that is named.
-FOLDER holds recipe.json and faults.json; each worker writes down when its process was made and when each step ended.
+Model, sharding, data and update are those of a Headway run of the same recipe. Fault tolerance is what PyTorch offers:
+torchrun restarts all workers when one dies, torch.distributed.checkpoint writes a checkpoint every N steps, a file
+names the last complete one, and each start resumes from it. FOLDER has recipe.json and faults.json; each worker records
+when its process started and when each step ended.
 """
 
 import json
@@ -37,7 +37,7 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class BaselineParts:
-    """What the loop uses."""
+    """Everything the loop uses."""
 
     recipe: Recipe
     world: World
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
 
 
 def build(recipe: Recipe, folder: Path) -> BaselineParts:
-    """Model, optimizer and data of one worker."""
+    """Build a worker's model, optimizer and data."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = World(0, 1, device)
@@ -86,7 +86,7 @@ def build(recipe: Recipe, folder: Path) -> BaselineParts:
 
 
 def train(peer: BaselineParts, record: TextIO) -> None:
-    """Every step from where the last whole checkpoint is."""
+    """Train from the last complete checkpoint."""
     recipe, world, spread, optimizer = peer.recipe, peer.world, peer.spread, peer.optimizer
     parameters = dict(spread.model.named_parameters())
     first = load(peer)
@@ -115,7 +115,7 @@ def train(peer: BaselineParts, record: TextIO) -> None:
 
 
 def save(peer: BaselineParts, step: int) -> None:
-    """Write a checkpoint, and then name it as the one to go on from."""
+    """Write a checkpoint, then name it as the one to resume from."""
     model, optimizer = get_state_dict(peer.spread.model, peer.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=peer.folder / f"step-{step}")
     peer.faults.reach("saved", step)
@@ -128,7 +128,7 @@ def save(peer: BaselineParts, step: int) -> None:
 
 
 def load(peer: BaselineParts) -> int:
-    """Go on from the checkpoint that is named; returns its step, 0 if there is none."""
+    """Resume from the named checkpoint; return its step, 0 if there is none."""
     latest = peer.folder / "latest"
     step = int(latest.read_text()) if latest.exists() else 0
     if step:
@@ -142,12 +142,12 @@ def load(peer: BaselineParts) -> int:
 
 
 def note(record: TextIO, kind: str, at_ns: int | None = None, **fields: Any) -> None:
-    """Write a line with the moment it happened, on the machine's monotonic clock."""
+    """Write an event with its monotonic time."""
     record.write(json.dumps({"kind": kind, "at_ns": at_ns or time.monotonic_ns(), **fields}) + "\n")
 
 
 def process_start_ns() -> int:
-    """When this process was made: the kernel counts in ticks since the machine started."""
+    """Return when this process started; the kernel counts ticks since boot."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
     return ticks * 10**9 // os.sysconf("SC_CLK_TCK") - since_boot

@@ -1,4 +1,4 @@
-"""One worker process: joins the others, builds the parts, trains, and tells how it ended."""
+"""A worker process: joins the others, builds the parts, trains, and reports how it ended."""
 
 import contextlib
 import os
@@ -32,12 +32,12 @@ FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 
 def main(line: Channel) -> int:
-    """Wait for an assignment, then work as one rank of an attempt; returns the exit status."""
+    """Wait for an assignment, then run as one rank of an attempt; return the exit status."""
     _be_called("hw-spare")
-    told = _wait(line)
-    if told is None:
+    message = _wait(line)
+    if message is None:
         return FINISHED
-    assignment = Assignment.model_validate(told.fields["assignment"])
+    assignment = Assignment.model_validate(message.fields["assignment"])
     _print_into(Path(assignment.log))
     run = RunFolder(Path(assignment.run))
     name = "draw" if assignment.draw else f"rank-{assignment.rank}"
@@ -56,15 +56,15 @@ def main(line: Channel) -> int:
         if assignment.draw:
             init_custom_model(run, recipe, assignment.workers)
             return FINISHED
-        return FINISHED if work(assignment, recipe, recorder, stop, line, told) else STOPPED
+        return FINISHED if work(assignment, recipe, recorder, stop, line, message) else STOPPED
     except RecordLost:
-        return RECORD_LOST  # a status, since words could not be written either
+        return RECORD_LOST  # only a status, since a message cannot be recorded either
     except Exception as error:
         traceback.print_exc()
-        told_error = explain(error, recipe)
+        reported = explain(error, recipe)
         recorder.event(
-            "error", type=type(told_error).__name__, message=told_error.message, hint=told_error.hint,
-            place=place_of(error), **told_error.facts,
+            "error", type=type(reported).__name__, message=reported.message, hint=reported.hint,
+            place=place_of(error), **reported.facts,
         )  # fmt: skip
         return FAILED
     finally:
@@ -72,19 +72,19 @@ def main(line: Channel) -> int:
 
 
 def work(
-    assignment: Assignment, recipe: Recipe, recorder: Recorder, stop: StopRequest, line: Channel, told: Message
+    assignment: Assignment, recipe: Recipe, recorder: Recorder, stop: StopRequest, line: Channel, message: Message
 ) -> bool:
-    """Join the others, build the parts, train; True when all steps are done, False when stopped before."""
-    pulse, *files = told.descriptors
+    """Join the others, build the parts, train; return True when all steps are done, False if stopped earlier."""
+    pulse, *files = message.descriptors
     beat = HeartbeatWriter(HeartbeatPages(assignment.workers, pulse).page(assignment.rank))
     beat.enter("join")
     if assignment.device == "cuda":
-        with recorder.span("context"):  # apart, for nothing makes it shorter
+        with recorder.span("context"):  # separate, since nothing makes it shorter
             torch.cuda.set_device(assignment.local_rank)
             torch.cuda.synchronize()
     world = join(assignment, recipe.train.timeout_s, (recipe.parallel or Parallel()).sizes(assignment.workers))
     beat.enter("build")
-    state = open_state(assignment, files, told.fields)
+    state = open_state(assignment, files, message.fields)
     parts = build(assignment, recipe, world, recorder, stop, beat, state)
     tell_beginning(parts, assignment)
     saves = SaveClient(line, parts, assignment.attempt) if assignment.trial is None else None
@@ -95,13 +95,13 @@ def work(
     else:
         assert assignment.trial is not None
         finished = trial(parts, assignment.trial)
-    recorder.event("begin", name="shutdown")  # it ends when the process has: a GPU's context takes its time
+    recorder.event("begin", name="shutdown")  # ends with the process: destroying a GPU context takes time
     leave(world)
     return finished
 
 
 def _wait(line: Channel) -> Message | None:
-    """What the agent says first, soon or after a long time as a spare; None when it is not needed after all."""
+    """Return the agent's first message, possibly after a long time as a spare; None if the worker is not needed."""
     try:
         return next(message for message in line.receive(None))
     except ChannelClosed:
@@ -116,19 +116,19 @@ def _print_into(log: Path) -> None:
 
 
 def _be_called(name: str) -> None:
-    """Show this name in lists of processes (Linux; 15 characters at most)."""
+    """Set the process name shown by ps (Linux; at most 15 characters)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:15])
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error came from: the innermost place, so that the same one is known when it comes again."""
+    """Return the innermost location of an error, by which a recurrence is recognized."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def tell_beginning(parts: Parts, assignment: Assignment) -> None:
-    """Record where this attempt starts, on what, and what a token costs."""
+    """Record the attempt's first step, environment and cost per token."""
     if parts.recipe.compiles(parts.world.device.type):
         record_compilation(parts.recorder, parts.beat)
     record_facts(parts)
@@ -138,7 +138,7 @@ def tell_beginning(parts: Parts, assignment: Assignment) -> None:
 
 
 def explain(error: Exception, recipe: Recipe) -> HeadwayError:
-    """One sentence for people, with the setting to change where there is one."""
+    """Return an error with one sentence for people, and a hint with the setting to change if there is one."""
     if isinstance(error, HeadwayError):
         return error
     if isinstance(error.__cause__, HeadwayError):  # a pipeline's schedule wraps what its stages raise
@@ -153,7 +153,7 @@ def explain(error: Exception, recipe: Recipe) -> HeadwayError:
 
 
 def _less_memory(recipe: Recipe) -> str:
-    """What of a recipe can still be changed to need less memory, the cheapest first."""
+    """Return which settings can still reduce memory, cheapest first."""
     train = recipe.train
     ways = []
     if train.microbatch != 1:

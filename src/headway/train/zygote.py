@@ -1,10 +1,9 @@
-"""The zygote: imports torch and the modules of a step once, then forks workers that need not.
+"""The zygote: imports torch and the training modules once, then forks workers that need not.
 
-It runs no operation and touches no device, so that nothing a fork cannot carry over (threads, a CUDA context)
-exists yet. Requests come over the line whose descriptor is the first argument: `fork` (id, and a line of the worker's
-own, over which it is told what to do, now or later), `list`. `ready`, `forked` (id, pid) and `exit` (pid, code) go
-back; a list is told as if it all happened now, and ends with `listed` (living). When the agent's end closes, the
-workers are killed.
+It runs no operation and touches no device, so that nothing exists that a fork cannot inherit (threads, a CUDA context).
+Requests arrive over the channel whose descriptor is the first argument: `fork` (id, and the worker's own channel, over
+which it gets its assignment, now or later), `list`. Replies: `ready`, `forked` (id, pid) and `exit` (pid, code); a list
+repeats those, and ends with `listed` (living). When the agent closes its end, the workers are killed.
 """
 
 import contextlib
@@ -28,25 +27,25 @@ __all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1
 REMEMBERED = 256
-"""Ends that are told again to a new agent."""
+"""Exits that are repeated to a new agent."""
 
 
 def main(descriptor: int) -> None:
-    """Serve until the agent is gone."""
-    # Batch systems tell all processes of a job; it is meant for the agent. Workers inherit this too.
+    """Serve until the agent closes the channel."""
+    # Batch systems signal all processes of a job; only the agent should react. Workers inherit this.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     started = time.monotonic()
-    gc.disable()  # what is imported stays: looking for garbage in it takes a tenth of the time
+    gc.disable()  # imported objects stay: collecting takes a tenth of the import time
     from headway.train import worker
 
     gc.collect()
-    gc.freeze()  # workers share these pages for longer
+    gc.freeze()  # workers share these pages longer
     gc.enable()
     assert threading.active_count() == 1, "a fork would lose the zygote's threads"
 
     agent = Channel(socket.socket(fileno=descriptor))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # workers inherit this until they can listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by workers until they install a handler
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
@@ -72,18 +71,18 @@ def main(descriptor: int) -> None:
     for pid in family.living:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    os._exit(0)  # taking torch apart politely would cost the run a third of a second
+    os._exit(0)  # a regular shutdown of torch would take a third of a second
 
 
 @dataclass(frozen=True)
 class _Family:
     living: dict[int, int] = field(default_factory=dict)
-    """Their ids, by pid."""
+    """Ids of workers by pid."""
     ended: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """The last pids and codes."""
+    """The last exits: pid and code."""
 
 
-def _fork(agent: Channel, family: _Family, request: Message, work: Any, ours: list[int]) -> None:
+def _fork(agent: Channel, family: _Family, request: Message, work: Any, own_descriptors: list[int]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -96,7 +95,7 @@ def _fork(agent: Channel, family: _Family, request: Message, work: Any, ours: li
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in ours:
+        for fd in own_descriptors:
             os.close(fd)
         agent.close()
         _die_with(parent)
@@ -108,12 +107,12 @@ def _fork(agent: Channel, family: _Family, request: Message, work: Any, ours: li
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        # Leaving through the interpreter's clean-up would run the zygote's exit handlers a second time.
+        # A regular exit would run the zygote's exit handlers a second time.
         os._exit(code)
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when the zygote ends, however that happens (Linux)."""
+    """Have the kernel kill this process when the zygote dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -121,7 +120,7 @@ def _die_with(parent: int) -> None:
 
 
 def _list(agent: Channel, family: _Family) -> None:
-    """Tell a new agent what the one before may have heard and taken with it."""
+    """Repeat to a new agent what the previous one may have received."""
     for pid, number in family.living.items():
         _send(agent, kind="forked", id=number, pid=pid)
     for pid, code in family.ended:

@@ -220,7 +220,7 @@ def test_unwritable_folder(tmp_path, workers, capsys):
     taken = collect(workers.start("mute"), tmp_path / "file" / "stacks", 1)
     assert (taken.path, len(taken.workers)) == (None, 1)
     answer_requests(tmp_path / "file" / "stacks", 1, 0)
-    assert "cannot show its stacks" in capsys.readouterr().err
+    assert "cannot write stack dumps" in capsys.readouterr().err
 
 
 # -- what faulthandler writes

@@ -217,7 +217,7 @@ def test_report_lists_changed_conditions_and_not_bystanders(lab, killed) -> None
     assert resumed.outcome.state == "finished"
     incidents = [incident.text for incident in account(read_run(resumed.run)).incidents]
     assert any("worker 1 was killed by signal 9" in text for text in incidents)
-    assert any("not promised bit for bit: workers" in text for text in incidents)
+    assert any("later steps may differ bitwise: workers" in text for text in incidents)
     assert not any("gloo" in text or "connection" in text for text in incidents)
 
 

@@ -1,12 +1,12 @@
-"""What makes updates of gradients: AdamW, Muon, 8-bit AdamW, Adafactor, and how weights and states are kept.
+"""Optimizers: AdamW, Muon, 8-bit AdamW and Adafactor, and the precision of weights and states.
 
-groups.py     which parameters are trained, by what rule, at which rate
-optimizer.py    the optimizer of a run
-parameter_state.py       a parameter's part here, its states, and how they are kept
-rounding.py   stochastic rounding from (seed, step, tensor, place)
-eightbit.py   numbers of eight bits, scaled block by block
+groups.py            which parameters are trained, by which rule, at which rate
+optimizer.py         the optimizer of a run
+parameter_state.py   a parameter's local part, its states and their precision
+rounding.py          stochastic rounding from (seed, step, tensor, position)
+eightbit.py          blockwise 8-bit numbers
 adamw.py  muon.py  adafactor.py    the rules
-ema.py        an average of the weights
+ema.py               exponential moving average of the weights
 """
 
 from headway.train.optim.ema import WeightEma

@@ -1,10 +1,9 @@
-"""AdamW, whatever its moments and weights are kept in.
+"""AdamW, for any precision of moments and weights.
 
-`adamw` is PyTorch's: the fused kernel of torch.optim, a bucket of rows at a time. What is kept in float32 is updated in
-place, and is what torch.optim.AdamW would make of it, to the bit, but for the last few elements of a tensor that does
-not fill whole registers of a CPU: PyTorch rounds those otherwise than all others, and which are last depends on the
-mesh. `fused_adamw` is Triton's, for GPUs: one pass over all tensors, with clipping on the way. Both round by the same
-bits.
+`adamw` uses the fused kernel of torch.optim, on buckets of rows. float32 tensors are updated in place, bitwise as by
+torch.optim.AdamW, except for the last few elements of a tensor that does not fill whole CPU registers: PyTorch rounds
+those differently, and which are last depends on the mesh. `fused_adamw` uses Triton, on GPUs: one pass over all tensors
+that includes clipping. Both use the same random bits for rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,47 +25,47 @@ from headway.train.optim.rounding import RoundingBits
 __all__ = ["adamw", "adamw_states", "eightbit_states", "fused_adamw"]
 
 REGISTER = 16
-"""Numbers of the widest register there is."""
+"""float32 lanes of the widest CPU register."""
 BUCKET_ELEMENTS = 1 << 25
-"""Of weights, gradients and moments in float32 at once, where they are kept in less."""
+"""Size of temporary float32 copies of lower-precision weights, gradients and moments."""
 ROOT = "exp_avg_root"
-"""Of the second moment, which is what eight bits keep."""
+"""Square root of the second moment, which is what eight bits store."""
 
 
-def adamw_states(one: ParameterState, dtype: torch.dtype) -> State:
-    """Two moments of one precision, there from the start: what a save copies never changes its shape."""
-    return _step(one) | {key: zeros_like(one.parameter, dtype) for key in ("exp_avg", "exp_avg_sq")}
+def adamw_states(item: ParameterState, dtype: torch.dtype) -> State:
+    """Return two zero moments, allocated at the start: saved shapes never change."""
+    return _step(item) | {key: zeros_like(item.parameter, dtype) for key in ("exp_avg", "exp_avg_sq")}
 
 
-def eightbit_states(one: ParameterState) -> State:
-    """Two moments in eight bits; ModelError for a mesh that would cut one of their blocks."""
-    for box in one.boxes.values():
-        inside = [edge for edge in (box.start[-1], box.stop[-1]) if edge % BLOCK and edge != one.shape[-1]]
+def eightbit_states(item: ParameterState) -> State:
+    """Return two 8-bit moments; raise ModelError if the mesh splits a quantization block."""
+    for box in item.boxes.values():
+        inside = [edge for edge in (box.start[-1], box.stop[-1]) if edge % BLOCK and edge != item.shape[-1]]
         if inside and box.volume:
             raise ModelError(
-                f"{one.name} is cut at column {inside[0]}, inside a block of {BLOCK} that adamw-8bit scales together",
+                f"{item.name} is split at column {inside[0]}, inside a quantization block of {BLOCK} of adamw-8bit",
                 hint=f"use a tensor axis that leaves each worker a multiple of {BLOCK} columns, or another optimizer",
             )
-    here = (*one.box.shape[:-1], blocks(one.box.shape[-1]))
-    whole = (*one.shape[:-1], blocks(one.shape[-1]))
-    found = _step(one)
+    here = (*item.box.shape[:-1], blocks(item.box.shape[-1]))
+    scales_shape = (*item.shape[:-1], blocks(item.shape[-1]))
+    state = _step(item)
     for key in ("exp_avg", ROOT):
-        signed, device = key == "exp_avg", one.weight.device
+        signed, device = key == "exp_avg", item.weight.device
         codes, _ = encode(torch.zeros(1, device=device), signed)
-        found[key] = zeros_like(one.parameter, torch.uint8).fill_(int(codes))
-        found[f"{key}_scale"] = laid_out(torch.zeros(here, device=device), whole, one.parameter)
-    return found
+        state[key] = zeros_like(item.parameter, torch.uint8).fill_(int(codes))
+        state[f"{key}_scale"] = laid_out(torch.zeros(here, device=device), scales_shape, item.parameter)
+    return state
 
 
-def _step(one: ParameterState) -> State:
-    return {"step": torch.zeros((), dtype=torch.float32, device=one.weight.device)}
+def _step(item: ParameterState) -> State:
+    return {"step": torch.zeros((), dtype=torch.float32, device=item.weight.device)}
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of what this worker has of a parameter."""
+    """Some rows of this worker's part of a parameter."""
 
-    one: ParameterState
+    item: ParameterState
     first: int
     end: int
 
@@ -74,27 +73,27 @@ class _Rows:
         return tensor[self.first : self.end]
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Both, in float32."""
-        if ROOT not in self.one.state:
-            return opened(self.of(self.one.moment("exp_avg"))), opened(self.of(self.one.moment("exp_avg_sq")))
+        """Return both moments in float32."""
+        if ROOT not in self.item.state:
+            return opened(self.of(self.item.moment("exp_avg"))), opened(self.of(self.item.moment("exp_avg_sq")))
         mean, root = (
-            decode(self.of(self.one.moment(key)), self.of(self.one.moment(f"{key}_scale")), key == "exp_avg")
+            decode(self.of(self.item.moment(key)), self.of(self.item.moment(f"{key}_scale")), key == "exp_avg")
             for key in ("exp_avg", ROOT)
         )
         return mean, root.square_()
 
     def put(self, weight: Tensor, mean: Tensor, square: Tensor, dice: RoundingBits) -> None:
-        """Put all back to where they are kept."""
-        one = self.one
-        one.put("weight", self.of(one.weight), weight, dice, self.first)
-        if ROOT not in one.state:
-            one.put("exp_avg", self.of(one.moment("exp_avg")), mean, dice, self.first)
-            one.put("exp_avg_sq", self.of(one.moment("exp_avg_sq")), square, dice, self.first)
+        """Store all results."""
+        item = self.item
+        item.put("weight", self.of(item.weight), weight, dice, self.first)
+        if ROOT not in item.state:
+            item.put("exp_avg", self.of(item.moment("exp_avg")), mean, dice, self.first)
+            item.put("exp_avg_sq", self.of(item.moment("exp_avg_sq")), square, dice, self.first)
             return
         for key, value in (("exp_avg", mean), (ROOT, square.sqrt_())):
             codes, scales = encode(value, signed=key == "exp_avg")
-            self.of(one.moment(key)).copy_(codes)
-            self.of(one.moment(f"{key}_scale")).copy_(scales)
+            self.of(item.moment(key)).copy_(codes)
+            self.of(item.moment(f"{key}_scale")).copy_(scales)
 
 
 def fused_adamw(
@@ -104,14 +103,14 @@ def fused_adamw(
     factor: Tensor | None,
     before: AdamwTable | None,
 ) -> AdamwTable | None:
-    """One update of each, and of what shows a master copy; gradients are multiplied by the factor on their way.
+    """Update each parameter, and the bfloat16 copy of master weights; gradients are multiplied by the factor.
 
-    Returns where everything lies, which the next call may be given.
+    Return the table of addresses, to pass to the next call.
     """
     if not items:
         return before
-    torch._foreach_add_([one.state["step"] for one in items], 1.0)
-    parts = [_part(one) for one in items]
+    torch._foreach_add_([item.state["step"] for item in items], 1.0)
+    parts = [_part(item) for item in items]
     rates = {"lr": group["lr"], "betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
     if ROOT not in items[0].state:
         return kernels.adamw(parts, **rates, factor=factor, draw=dice.key, before=before)
@@ -119,19 +118,19 @@ def fused_adamw(
     return adamw_8bit(parts, books, **rates, factor=factor, draw=dice.key, before=before)
 
 
-def _part(one: ParameterState) -> kernels.AdamwPart:
-    eight = ROOT in one.state
+def _part(item: ParameterState) -> kernels.AdamwPart:
+    eight = ROOT in item.state
     return kernels.AdamwPart(
-        weight=one.weight.detach(),
-        gradient=one.gradient.contiguous(),
-        mean=one.moment("exp_avg"),
-        square=one.moment(ROOT if eight else "exp_avg_sq"),
-        step=one.state["step"],
-        name=one.name,
-        box=one.box,
-        shape=one.shape,
-        shown=one.shown,
-        scales=(one.moment("exp_avg_scale"), one.moment(f"{ROOT}_scale")) if eight else None,
+        weight=item.weight.detach(),
+        gradient=item.gradient.contiguous(),
+        mean=item.moment("exp_avg"),
+        square=item.moment(ROOT if eight else "exp_avg_sq"),
+        step=item.state["step"],
+        name=item.name,
+        box=item.box,
+        shape=item.shape,
+        shown=item.shown,
+        scales=(item.moment("exp_avg_scale"), item.moment(f"{ROOT}_scale")) if eight else None,
     )
 
 
@@ -142,20 +141,20 @@ def _books(device: torch.device) -> Codebooks:
 
 
 def adamw(items: Sequence[ParameterState], group: Mapping[str, Any], dice: RoundingBits) -> None:
-    """One update of each."""
+    """Update each parameter."""
     if not items:
         return
-    torch._foreach_add_([one.state["step"] for one in items], 1.0)
+    torch._foreach_add_([item.state["step"] for item in items], 1.0)
     for bucket in _buckets(items):
-        weights = [opened(rows.of(rows.one.weight)) for rows in bucket]
-        gradients = [opened(rows.of(rows.one.gradient)) for rows in bucket]
+        weights = [opened(rows.of(rows.item.weight)) for rows in bucket]
+        gradients = [opened(rows.of(rows.item.gradient)) for rows in bucket]
         moments = [rows.moments() for rows in bucket]
         means, squares = [mean for mean, _ in moments], [square for _, square in moments]
         filled = [[_filled(tensor) for tensor in some] for some in (weights, gradients, means, squares)]
         torch._fused_adamw_(
             *filled,
             [],
-            [rows.one.state["step"] for rows in bucket],
+            [rows.item.state["step"] for rows in bucket],
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -164,32 +163,32 @@ def adamw(items: Sequence[ParameterState], group: Mapping[str, Any], dice: Round
             amsgrad=False,
             maximize=False,
         )
-        for rows, *kept in zip(bucket, weights, means, squares, filled[0], filled[2], filled[3], strict=True):
-            for tensor, made in zip(kept[:3], kept[3:], strict=True):
-                if made is not tensor:
-                    tensor.copy_(made[: tensor.numel()].view_as(tensor))
-            rows.put(*kept[:3], dice)
+        for rows, *tensors in zip(bucket, weights, means, squares, filled[0], filled[2], filled[3], strict=True):
+            for tensor, filled_tensor in zip(tensors[:3], tensors[3:], strict=True):
+                if filled_tensor is not tensor:
+                    tensor.copy_(filled_tensor[: tensor.numel()].view_as(tensor))
+            rows.put(*tensors[:3], dice)
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """A tensor of the CPU with zeros behind it, up to a whole register; itself where it has one."""
+    """Return a CPU tensor padded with zeros to whole registers; itself if it needs no padding."""
     missing = -tensor.numel() % REGISTER if tensor.device.type == "cpu" else 0
     return torch.nn.functional.pad(tensor.reshape(-1), (0, missing)) if missing else tensor
 
 
 def _buckets(items: Sequence[ParameterState]) -> Iterator[list[_Rows]]:
-    """Rows that fit into a bucket together; a row that does not fit goes alone."""
+    """Yield rows that fit into a bucket together; a larger row is alone."""
     bucket, held = list[_Rows](), 0
-    for one in items:
-        rows = one.box.shape[0]
-        each = one.elements // rows
+    for item in items:
+        rows = item.box.shape[0]
+        each = item.elements // rows
         step = max(1, BUCKET_ELEMENTS // each)
         for first in range(0, rows, step):
             end = min(first + step, rows)
             if bucket and held + each * (end - first) > BUCKET_ELEMENTS:
                 yield bucket
                 bucket, held = [], 0
-            bucket.append(_Rows(one, first, end))
+            bucket.append(_Rows(item, first, end))
             held += each * (end - first)
     if bucket:
         yield bucket

@@ -1,13 +1,12 @@
-"""Moments in eight bits: blocks of 256 neighbours in a row, each scaled by its largest.
+"""Moments in eight bits: blockwise dynamic quantization of 256 neighbours in a row.
 
-Of each block the largest absolute value is kept in float32, and of each element the nearest of 256 numbers between -1
-and 1 (or 0 and 1), which lie the denser the smaller they are: seven powers of ten, and within each as many steps as
-bits are left ("dynamic" numbers of Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization). Of the second
-moment the root is kept: numbers of seven powers of ten then span fourteen of squares, and no square that its first
-moment outlives becomes zero.
+Per block the largest absolute value is stored in float32, and per element the code of the nearest of 256 numbers
+between -1 and 1 (or 0 and 1), which are denser near zero: seven powers of ten, and within each as many steps as bits
+remain (Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization). The second moment is stored as its square
+root: the seven powers of ten then cover fourteen of the squares, and no square underflows before its first moment.
 
-Blocks lie along the last dim of the whole tensor, so that a mesh that cuts other dims, or that one between blocks, has
-the very codes that one worker has.
+Blocks run along the last dim of the whole tensor, so that a mesh that splits other dims, or that one between blocks,
+has the same codes as one worker.
 """
 
 from functools import lru_cache
@@ -22,32 +21,32 @@ POWERS = 7
 
 
 def blocks(length: int) -> int:
-    """Blocks of a row; the last may be shorter."""
+    """Return the number of blocks per row; the last may be shorter."""
     return -(-length // BLOCK)
 
 
 @lru_cache(maxsize=8)
 def codebook(signed: bool, device: torch.device) -> Tensor:
-    """The 256 numbers, rising."""
+    """Return the 256 numbers, ascending."""
     numbers = [0.0, 1.0]
     for power in range(POWERS):
         steps = 2 ** (power if signed else power + 1)
-        # the middles of as many equal parts between a tenth and one
+        # midpoints of equal parts between a tenth and one
         middles = [0.1 + 0.9 * (step + 0.5) / steps for step in range(steps)]
-        found = [10.0 ** (power - POWERS + 1) * middle for middle in middles]
-        numbers += found + ([-number for number in found] if signed else [])
+        positive = [10.0 ** (power - POWERS + 1) * middle for middle in middles]
+        numbers += positive + ([-number for number in positive] if signed else [])
     return torch.tensor(sorted(numbers), dtype=torch.float64).to(torch.float32).to(device)
 
 
 @lru_cache(maxsize=8)
 def _borders(signed: bool, device: torch.device) -> Tensor:
-    """Half-way between neighbours."""
+    """Return the midpoints between neighbours."""
     numbers = codebook(signed, torch.device("cpu")).double()
     return ((numbers[1:] + numbers[:-1]) / 2).to(torch.float32).to(device)
 
 
 def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, of the tensor's shape, and scales, one a block of its last dim."""
+    """Return codes of the tensor's shape, and scales, one per block of its last dim."""
     length = value.shape[-1]
     padded = torch.nn.functional.pad(value, (0, blocks(length) * BLOCK - length))
     rows = padded.view(*value.shape[:-1], -1, BLOCK)
@@ -58,7 +57,7 @@ def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """What codes and scales stand for, in float32."""
+    """Return the float32 values of codes and scales."""
     numbers = codebook(signed, codes.device)[codes.int()]
     return (
         numbers * scales.repeat_interleave(BLOCK, dim=-1, output_size=scales.shape[-1] * BLOCK)[..., : codes.shape[-1]]

@@ -1,4 +1,4 @@
-"""Which parameters are trained, by what rule, at which rate and with which decay: by their names and shapes."""
+"""Parameter groups: which parameters are trained, by which rule, rate and weight decay, from names and shapes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ __all__ = ["Rule", "freeze", "groups_of", "lower", "set_step", "widen_gradients"
 
 Rule = Literal["adamw", "adamw-8bit", "muon", "adafactor"]
 LEAST_EIGHTBIT = 4096
-"""Elements of a parameter whose moments are worth eight bits; smaller ones stay in float32, as is usual."""
+"""Fewest elements of a parameter with 8-bit moments; smaller ones stay in float32, as usual."""
 
 
 def freeze(model: nn.Module, train: Train) -> None:
-    """Have a plain model, whole, train only what the recipe says; RecipeError for a name that nothing has."""
+    """Freeze parameters of a plain model as the recipe says; raise RecipeError for a pattern without a match."""
     named = dict(model.named_parameters())
     for name in matched("train.freeze", train.freeze, [*named]):
         named[name].requires_grad_(False)
@@ -31,13 +31,13 @@ def freeze(model: nn.Module, train: Train) -> None:
 
 
 def lower(model: nn.Module, train: Train) -> None:
-    """Have a plain model on the meta device keep its parameters in the recipe's precision; buffers stay as they are."""
+    """Convert the parameters of a plain model on the meta device to the recipe's precision; buffers stay."""
     for parameter in model.parameters() if train.weights != "float32" else ():
         parameter.data = parameter.data.to(getattr(torch, train.weights))
 
 
 def widen_gradients(model: nn.Module) -> None:
-    """Have gradients of parameters that nobody shards add up in float32 over microbatches; FSDP does so by itself."""
+    """Accumulate gradients of unsharded parameters in float32 over microbatches; FSDP does so by itself."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
@@ -46,75 +46,78 @@ def widen_gradients(model: nn.Module) -> None:
 def groups_of(
     model: nn.Module, train: Train, held: ModelShare, layout: ModelLayout | None = None
 ) -> list[dict[str, Any]]:
-    """What an optimizer takes: parameters that are treated alike, with their names and how."""
+    """Return the optimizer's parameter groups, with names and settings."""
     inside = {name for name, _ in _block_matrices(model, held, layout)} if train.optimizer != "adamw" else set()
-    found = dict[_Way, dict[str, Any]]()
+    groups = dict[_UpdateSettings, dict[str, Any]]()
     for name, parameter in named_parameters(model, held):
         if parameter.requires_grad:
             factor = model.model.rate_factor(name) if isinstance(model, Decoder) else 1.0
-            way = _way(train, name, parameter, name in inside, factor)
-            group = found.setdefault(way, {"params": [], "names": [], **way.options(train)})
+            settings = _settings_of(train, name, parameter, name in inside, factor)
+            group = groups.setdefault(settings, {"params": [], "names": [], **settings.options(train)})
             group["params"].append(parameter)
             group["names"].append(name)
-    if not found:
+    if not groups:
         raise ModelError(
-            "no parameter of this worker's part of the model is trained",
-            hint="in a pipeline each stage needs one that is: parallel.stages says which blocks it has",
+            "this worker's part of the model has no trainable parameter",
+            hint="each pipeline stage needs one: change train.freeze or parallel.stages",
         )
-    return [found[way] for way in sorted(found, key=lambda way: (way.group, not way.decays, -way.factor))]
+    return [
+        groups[settings]
+        for settings in sorted(groups, key=lambda settings: (settings.group, not settings.decays, -settings.factor))
+    ]
 
 
 def set_step(groups: list[dict[str, Any]], step: int, rate: float) -> None:
-    """Tell an optimizer's groups which update comes next, and its learning rate."""
+    """Set the step and learning rate of an optimizer's groups."""
     for group in groups:
         group["number"] = step
         group["lr"] = rate * group["rate"]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _UpdateSettings:
     """How a parameter is updated."""
 
     group: int
-    """Of the recipe's; after the last for those of none."""
+    """Index of the recipe's group; past the last for none."""
     rule: Rule
     decays: bool
-    """Whether it decays where its group does not say."""
+    """Whether weight decay applies by default."""
     factor: float
-    """What its learning rate is multiplied by, by muP."""
+    """muP factor of its learning rate."""
 
     def options(self, train: Train) -> Mapping[str, Any]:
-        """As an optimizer's group has them."""
-        own = train.groups[self.group] if self.group < len(train.groups) else None
+        """Return the options of an optimizer's group."""
+        group = train.groups[self.group] if self.group < len(train.groups) else None
         decay = train.weight_decay if self.decays else 0.0
         return {
             "rule": self.rule,
-            "rate": self.factor * (1.0 if own is None else own.rate),
-            "weight_decay": decay if own is None or own.weight_decay is None else own.weight_decay,
+            "rate": self.factor * (1.0 if group is None else group.rate),
+            "weight_decay": decay if group is None or group.weight_decay is None else group.weight_decay,
             "number": 1,
         }
 
 
-def _way(train: Train, name: str, parameter: nn.Parameter, inside: bool, factor: float) -> _Way:
+def _settings_of(train: Train, name: str, parameter: nn.Parameter, inside: bool, factor: float) -> _UpdateSettings:
     matrix = parameter.ndim >= 2 and not name.endswith("bias")
     rule: Rule = "adafactor" if train.optimizer == "adafactor" else "adamw"
     if inside and train.optimizer == "muon":
         rule = "muon"
     elif inside and train.optimizer == "adamw-8bit" and parameter.numel() >= LEAST_EIGHTBIT:
         rule = "adamw-8bit"
-    group = first_match([one.match for one in train.groups], name)
-    return _Way(len(train.groups) if group is None else group, rule, matrix, factor)
+    group = first_match([group.match for group in train.groups], name)
+    return _UpdateSettings(len(train.groups) if group is None else group, rule, matrix, factor)
 
 
 def _block_matrices(
     model: nn.Module, held: ModelShare, layout: ModelLayout | None
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Matrices inside blocks, and stacks of them: no tables, filters, biases or routers."""
+    """Return the names of matrices inside blocks, and of stacks of them: no embeddings, filters, biases or routers."""
     container, _ = blocks_of(model, layout_of(model, layout))
     if not container:
         raise ModelError(
-            f"{type(model).__name__} has no list of blocks, and only matrices inside of blocks are taken for matrices",
-            hint='train.optimizer = "adamw" asks for none; model.layout.blocks names the list',
+            f"{type(model).__name__} has no list of blocks, and Muon updates only matrices inside blocks",
+            hint='use train.optimizer = "adamw", or name the list in model.layout.blocks',
         )
     others = {
         id(parameter)

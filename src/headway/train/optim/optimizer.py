@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW as torch has it, or an update made of several rules; on GPUs, always the latter."""
+"""The optimizer of a run: torch's AdamW, or RuleOptimizer, which applies a rule per group; always that on GPUs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = ["RuleOptimizer", "build_optimizer", "clip"]
 
 
 FUSED = ("adamw", "adamw-8bit")
-"""Rules that one pass over all tensors follows."""
+"""Rules with a fused kernel over all tensors."""
 
 
 def build_optimizer(
@@ -37,7 +37,7 @@ def build_optimizer(
     held: ModelShare | None = None,
     layout: ModelLayout | None = None,
 ) -> torch.optim.Optimizer:
-    """What updates this worker's part of a model, whose weights are there. All workers of a world call it."""
+    """Return the optimizer of this worker's part of a model with initialized weights. All workers must call it."""
     groups = groups_of(model, train, held or ModelShare(), layout)
     plain = (train.optimizer, train.weights, train.moments) == ("adamw", "float32", "float32")
     if plain and train.offload_optimizer:
@@ -48,7 +48,7 @@ def build_optimizer(
 
 
 def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
-    """Have the next update see gradients of a norm of at most so much: scaled on their way into it, or here."""
+    """Clip gradients for the next update: scaled inside the fused kernel, or here."""
     if isinstance(optimizer, RuleOptimizer) and optimizer.scales:
         optimizer.factor = clip_factor(norm, most)
         return
@@ -60,15 +60,15 @@ def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], n
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """Each group of parameters by its own rule; nothing is read back from the device."""
+    """Updates each parameter group by its rule, without reading from the device."""
 
     factor: Tensor | None = None
-    """What gradients are multiplied by on their way into the next update."""
+    """Factor of gradients in the next update."""
 
     def __init__(
         self, groups: list[dict[str, Any]], train: Train, seed: int, both: dist.ProcessGroup | None = None
     ) -> None:
-        """`both` are the workers of a matrix that two axes cut, which Muon brings together."""
+        """`both` is the process group of matrices sharded over two axes, for Muon."""
         options = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": train.eps, "momentum": train.momentum}
         super().__init__(groups, options)
         self._seed, self._both = seed, both
@@ -78,27 +78,27 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._items.append([self._started(trained(name, p), group["rule"], train) for name, p in named])
         self._fuses = _fuses(self.param_groups)
         self._tables = dict[tuple[int, str], AdamwTable | None]()
-        """Of a group's parameters that are updated together, by the first of them."""
+        """Tables of a group's parameters that are updated together, by the first of them."""
         self.scales = self._fuses and all(group["rule"] in FUSED for group in self.param_groups)
-        """Whether all rules take a factor on the way."""
+        """Whether all rules apply the gradient factor themselves."""
 
-    def _started(self, one: ParameterState, rule: str, train: Train) -> ParameterState:
-        """With its states, which are the optimizer's own too, as a save looks for them there."""
-        one.state.update(_states(one, rule, train))
+    def _started(self, item: ParameterState, rule: str, train: Train) -> ParameterState:
+        """Return a parameter with states, which are also in the optimizer's state for saves."""
+        item.state.update(_states(item, rule, train))
         if train.master:
-            one.state["master"] = zeros_like(one.parameter, torch.float32).copy_(one.parameter.detach())
-        self.state[one.parameter] = one.state
-        return one
+            item.state["master"] = zeros_like(item.parameter, torch.float32).copy_(item.parameter.detach())
+        self.state[item.parameter] = item.state
+        return item
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "the loss is made before"
         for number, group in enumerate(self.param_groups):
-            items = [one for one in self._items[number] if one.parameter.grad is not None]
+            items = [item for item in self._items[number] if item.parameter.grad is not None]
             if not items:
                 continue
-            here = [one for one in items if one.elements]
+            here = [item for item in items if item.elements]
             dice = RoundingBits(self._seed, group["number"])
             match group["rule"]:
                 case "muon":
@@ -108,34 +108,34 @@ class RuleOptimizer(torch.optim.Optimizer):
                 case _ if self._fuses:
                     which = (number, items[0].name)
                     self._tables[which] = fused_adamw(here, group, dice, self.factor, self._tables.get(which))
-                    continue  # with its masters shown
+                    continue  # including the copies of its masters
                 case _:
                     adamw(here, group, dice)
-            for one in items:
-                one.show_master()
+            for item in items:
+                item.show_master()
         self.factor = None
 
 
 def _fuses(groups: Iterable[dict[str, Any]]) -> bool:
-    """Whether Triton's kernels make AdamW's updates of these parameters."""
+    """Whether these parameters are updated by the Triton kernel of AdamW."""
     like = next(parameter for group in groups for parameter in group["params"])
     return fused("adamw", like.device.type, like.dtype).kernel == "triton"
 
 
-def _states(one: ParameterState, rule: str, train: Train) -> State:
+def _states(item: ParameterState, rule: str, train: Train) -> State:
     match rule:
         case "muon":
-            return muon_states(one, getattr(torch, train.moments))
+            return muon_states(item, getattr(torch, train.moments))
         case "adafactor":
-            return adafactor_states(one)
+            return adafactor_states(item)
         case "adamw-8bit":
-            return eightbit_states(one)
+            return eightbit_states(item)
         case _:
-            return adamw_states(one, getattr(torch, train.moments))
+            return adamw_states(item, getattr(torch, train.moments))
 
 
 def _both(world: World) -> dist.ProcessGroup | None:
-    """Those who differ in their places on the shard and the tensor axis only."""
+    """Return the process group over the shard and the tensor axis."""
     if world.mesh is None or world.axis("shard").size == 1 or world.axis("tensor").size == 1:
         return None
     return world.mesh["shard", "tensor"]._flatten("shard and tensor").get_group()

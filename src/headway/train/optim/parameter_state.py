@@ -1,7 +1,6 @@
-"""A parameter in an optimizer's hands: its part here, and how its weight and states are kept.
+"""A parameter as the optimizer sees it: its local part, and the storage of its weight and states.
 
-Rules compute in float32. What is kept in float32 they change in place; what is kept in less is brought up to it, and
-rounded when it is put back.
+Rules compute in float32. float32 tensors are updated in place; others are converted, and rounded when stored.
 """
 
 import math
@@ -37,35 +36,35 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ParameterState:
-    """A parameter, its states, and where what this worker has of it lies in the whole."""
+    """A parameter, its states, and the position of its local part in the whole tensor."""
 
     name: str
-    """Of the plain model, with the owner's name for what a stage has borrowed."""
+    """Name in the plain model; the owner's name for a parameter that a stage borrows."""
     parameter: nn.Parameter
     state: State
     box: Box
     boxes: Mapping[int, Box]
-    """Of everyone who has a part of it, by rank."""
+    """Boxes of all workers with a part of it, by rank."""
     shape: tuple[int, ...]
 
     @property
     def weight(self) -> Tensor:
-        """What updates are made on, as it is kept here."""
+        """The local tensor that is updated: the master copy, or the parameter."""
         return _row(to_local(self.state.get("master", self.parameter)))
 
     @property
     def shown(self) -> Tensor | None:
-        """The parameter here, where updates are made on a master copy of it."""
+        """The local parameter, if a master copy is updated instead."""
         return _row(to_local(self.parameter)).detach() if "master" in self.state else None
 
     @property
     def gradient(self) -> Tensor:
-        """As the passes left it here."""
-        assert self.parameter.grad is not None, "who has no gradient is not updated"
+        """The local gradient."""
+        assert self.parameter.grad is not None, "only parameters with gradients are updated"
         return _row(to_local(self.parameter.grad))
 
     def moment(self, key: str) -> Tensor:
-        """A state, as it is kept here."""
+        """Return a local state, as stored."""
         return _row(to_local(self.state[key]))
 
     @property
@@ -73,24 +72,24 @@ class ParameterState:
         """Of this worker."""
         return self.box.volume
 
-    def put(self, key: str, kept: Tensor, value: Tensor, dice: RoundingBits, first: int = 0) -> None:
-        """Put a new value where the old one is kept; `kept` are the rows from `first` on of what this worker has."""
-        if kept.dtype == torch.float32:
-            if kept.data_ptr() != value.data_ptr():
-                kept.copy_(value)
+    def put(self, key: str, stored: Tensor, value: Tensor, dice: RoundingBits, first: int = 0) -> None:
+        """Store a new value, rounded; `stored` has the rows from `first` on of this worker's part."""
+        if stored.dtype == torch.float32:
+            if stored.data_ptr() != value.data_ptr():
+                stored.copy_(value)
             return
         start = (self.box.start[0] + first, *self.box.start[1:])
-        bits = dice.bits(self.name, Box(start, tuple(kept.shape)), self.shape, kept.device, key)
-        kept.copy_(to_bfloat16(value, bits))
+        bits = dice.bits(self.name, Box(start, tuple(stored.shape)), self.shape, stored.device, key)
+        stored.copy_(to_bfloat16(value, bits))
 
     def show_master(self) -> None:
-        """Have the parameter be its master copy, rounded to the nearest."""
+        """Set the parameter to its master copy, rounded to nearest."""
         if self.shown is not None:
             self.shown.copy_(self.weight)
 
 
 def trained(name: str, parameter: nn.Parameter) -> ParameterState:
-    """A parameter without states yet."""
+    """Return a parameter without states."""
     boxes = boxes_of(parameter)
     if parameter.ndim == 0:
         box = Box((0,), (1,))
@@ -99,35 +98,35 @@ def trained(name: str, parameter: nn.Parameter) -> ParameterState:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """A scalar as a row of one, sharing its memory."""
+    """Return a scalar as a view with one row."""
     return tensor.view(1) if tensor.ndim == 0 else tensor
 
 
-def opened(kept: Tensor) -> Tensor:
-    """What a rule computes on: a float32 tensor itself, a copy of any other."""
-    return kept if kept.dtype == torch.float32 else kept.float()
+def opened(stored: Tensor) -> Tensor:
+    """Return a float32 tensor itself, and any other converted to float32."""
+    return stored if stored.dtype == torch.float32 else stored.float()
 
 
 def zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros that lie as a parameter does."""
+    """Return zeros laid out like a parameter."""
     here = torch.zeros_like(to_local(parameter), dtype=dtype, requires_grad=False)
     return laid_out(here, tuple(parameter.shape), parameter)
 
 
 def laid_out(here: Tensor, shape: tuple[int, ...], parameter: Tensor, copies: bool = False) -> Tensor:
-    """A tensor of another shape that lies on a parameter's mesh as it does, or as copies of the whole."""
+    """Return a tensor of another shape on a parameter's mesh, sharded likewise or replicated."""
     if not isinstance(parameter, DTensor):
         return here
     mesh = parameter.device_mesh
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), stride, here.dtype)
     placements = (Replicate(),) * mesh.ndim if copies else parameter.placements
-    made: Tensor = DTensor(here, DTensorSpec(mesh, placements, meta), requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    tensor: Tensor = DTensor(here, DTensorSpec(mesh, placements, meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 def sharded_axes(parameter: Tensor) -> tuple[int, ...]:
-    """The axes of its mesh that cut a parameter."""
+    """Return the mesh axes that shard a parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     sizes = parameter.device_mesh.shape
@@ -136,21 +135,21 @@ def sharded_axes(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shard_group(parameter: Tensor, both: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The workers that have the parts of a parameter; None where one has all of it.
+    """Return the process group over which a parameter is sharded; None if it is not.
 
-    `both` are those that differ in their places on two axes, for a parameter that both cut.
+    `both` is the group over two axes, for a parameter that both shard.
     """
     axes = sharded_axes(parameter)
     if not axes or not isinstance(parameter, DTensor):
         return None
     if len(axes) == 1:
         return parameter.device_mesh.get_group(axes[0])
-    assert both is not None, "where two axes cut a parameter there is a group of both"
+    assert both is not None, "a parameter sharded over two axes needs a group of both"
     return both
 
 
 def add_up(tensor: Tensor, parameter: Tensor) -> None:
-    """The sum over all parts of a parameter, in place, one axis after the other."""
+    """Sum over all shards of a parameter, in place, axis by axis."""
     for axis in sharded_axes(parameter):
         assert isinstance(parameter, DTensor)
         dist.all_reduce(tensor, group=parameter.device_mesh.get_group(axis))
