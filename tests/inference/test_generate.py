@@ -72,7 +72,7 @@ def test_ids_the_tokenizer_lacks_are_never_chosen(decoder: Decoder) -> None:
     assert max(generate_ids(decoder, [1], max_tokens=200, temperature=5.0, vocab_size=7)) < 7
 
 
-def test_choices_follow_the_probabilities() -> None:
+def test_sampling_follows_probabilities() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     draw = torch.Generator().manual_seed(0)
     counts = Counter(sample_token(logits, temperature=0.7, top_k=3, generator=draw) for _ in range(4000))
@@ -84,7 +84,7 @@ def test_choices_follow_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-30])
-def test_no_temperature_takes_the_likeliest(temperature: float) -> None:
+def test_zero_temperature_takes_the_likeliest(temperature: float) -> None:
     logits = torch.tensor([-5.0, 1e4, 1e4 - 1, 0.0])
     draw = torch.Generator().manual_seed(0)
     assert {sample_token(logits, temperature=temperature, top_k=0, generator=draw) for _ in range(20)} == {1}

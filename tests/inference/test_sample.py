@@ -103,7 +103,7 @@ def test_the_end_of_text_is_the_data_s_whatever_its_name(run: Fixture) -> None:
         data.write_text(before)
 
 
-def test_another_model_s_checkpoint_is_refused(run: Fixture, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(run: Fixture, tmp_path: Path) -> None:
     recipe = json.loads((run.path / "recipe.json").read_text())
     recipe["model"]["layers"] = 3
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
@@ -181,7 +181,7 @@ def test_wrong_steps_are_refused_before_anything_starts(
         ("""cat > /dev/null; echo '{"error": "no such thing", "hint": "try"}'; exit 2""", "no such thing"),
     ],
 )
-def test_a_failed_process_is_told_in_one_sentence(
+def test_failed_process_is_reported_in_one_sentence(
     run: Fixture, script: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stub = tmp_path / "python"

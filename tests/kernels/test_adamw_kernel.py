@@ -133,7 +133,7 @@ def test_masters_are_shown_in_bfloat16() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_gradient_gone_wrong_is_not_hidden() -> None:
+def test_non_finite_gradient_propagates() -> None:
     part = part_of((3, 600), *[torch.bfloat16] * 3)
     part.gradient[1, 5], part.gradient[2, 599] = torch.nan, torch.inf
     adamw([part], draw=draw_of(RoundingBits(1, 2)), **RATES)
@@ -151,7 +151,7 @@ ROUNDED = {"all": (HALF, HALF), "weights": (HALF, torch.float32), "moments": (to
 @pytest.mark.parametrize(
     ("kind", "shape"), thinned(ROUNDED, [(1,), (1500,), (4, 7), (10, 512), (3, 1000), (20, 130), (2, 9, 16)])
 )
-def test_what_is_rounded_has_the_bits_of_the_dice(kind: str, shape: tuple[int, ...]) -> None:
+def test_stochastic_rounding_uses_the_reference_bits(kind: str, shape: tuple[int, ...]) -> None:
     """Of what the same kernel makes in float32."""
     weight, moment = ROUNDED[kind]
     dice = RoundingBits(seed=3, step=8)
@@ -198,7 +198,7 @@ def test_every_mesh_rounds_alike(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*ROUNDED, "neither", "masters"])
-def test_it_is_todays(kind: str) -> None:
+def test_adamw_matches_torch_implementation(kind: str) -> None:
     """The bits of the passes it replaces, but where float32 was off by its last."""
     weight, moment = ROUNDED.get(kind, (torch.float32, torch.float32))
     dice, shape = RoundingBits(7, 3), (40, 96)
@@ -263,7 +263,7 @@ def test_precisions_may_be_mixed() -> None:
         assert_near(part, truth, 2e-6 if HALF not in kind else 2**-6)
 
 
-def test_what_it_cannot_take() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     part = part_of((4, 16))
     wrong = {
         "one shape": {"gradient": torch.zeros(4, 15)},
@@ -370,7 +370,7 @@ def test_zeros_and_what_is_no_number_in_eight_bits() -> None:
         torch.testing.assert_close(scales, found, rtol=0, atol=0, equal_nan=True)
 
 
-def test_eight_bits_are_todays() -> None:
+def test_8bit_adamw_matches_torch_implementation() -> None:
     dice, shape = RoundingBits(7, 3), (6, 700)
     made = part_of(shape)
     today = trained("w0", nn.Parameter(made.weight.clone()))

@@ -49,7 +49,7 @@ def test_dtypes_and_strides_may_be_mixed() -> None:
     assert float(gradient_norm(table_of(tensors))) == pytest.approx(norm64(tensors), rel=1e-6)
 
 
-def test_nothing_has_no_norm() -> None:
+def test_norm_of_no_tensors_is_zero() -> None:
     assert float(gradient_norm(table_of([]))) == 0.0
     assert float(gradient_norm(table_of([torch.empty(0, 3)]))) == 0.0
     assert float(reference([])) == 0.0
@@ -58,7 +58,7 @@ def test_nothing_has_no_norm() -> None:
 @pytest.mark.parametrize(
     ("wrong", "place"), thinned([torch.nan, torch.inf, -torch.inf], [0, 5000, 2 * BLOCK * LOOPS + 15])
 )
-def test_what_is_no_number_shows(wrong: float, place: int) -> None:
+def test_non_finite_values_propagate_to_the_norm(wrong: float, place: int) -> None:
     tensors = some(torch.float32)
     tensors[7][place] = wrong
     norm = gradient_norm(table_of(tensors))
@@ -98,7 +98,7 @@ def test_scaling_is_that_of_torch(dtype: torch.dtype, clip: float) -> None:
         torch.testing.assert_close(made, parameter.grad, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_a_factor_that_is_no_number_is_not_hidden() -> None:
+def test_nan_factor_propagates() -> None:
     tensors = some(torch.float32)
     scale(table_of(tensors), clip_factor(torch.tensor(torch.nan), 1.0))
     assert all(bool(tensor.isnan().all()) for tensor in tensors)
@@ -115,7 +115,7 @@ def test_pieces_are_counted_from_zero_in_each_tensor() -> None:
     assert map_of([2, 1, 3]).tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]
 
 
-def test_what_it_cannot_take() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="expected dense tensors"):
         table_of([torch.zeros(4, 4)[:, :2]])
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):

@@ -105,7 +105,7 @@ def test_references_are_what_models_do() -> None:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_what_it_cannot_take(name: str) -> None:
+def test_unsupported_inputs_are_refused(name: str) -> None:
     gate = torch.zeros(2, 8)
     wrong = [(gate.double(), gate.double()), (gate, gate.half()), (gate, gate[:1]), (gate[0, 0], gate[0, 0])]
     for arguments in wrong:

@@ -310,7 +310,7 @@ def test_chunks_are_few_equal_and_of_whole_tiles() -> None:
         (lambda x, w, y: (x, w, y, 0.0), "soft cap"),
     ],
 )
-def test_what_it_cannot_take(change: Callable[..., tuple], says: str) -> None:
+def test_unsupported_inputs_are_refused(change: Callable[..., tuple], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         summed_cross_entropy(*change(*inputs(3, 8, 7)))
 

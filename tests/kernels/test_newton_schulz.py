@@ -77,7 +77,7 @@ def test_half_of_the_tiles_must_be_enough() -> None:
     assert not worth(of(2048, 8192, dtype=torch.float32))
 
 
-def test_what_it_cannot_take() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="floating-point"):
         symmetric(torch.zeros(3, dtype=torch.float32))
     with pytest.raises(ValueError, match="floating-point"):

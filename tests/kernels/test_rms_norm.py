@@ -154,7 +154,7 @@ def test_a_gradient_leaves_the_length_of_a_row_alone() -> None:
     assert (dx * x).sum(dim=-1).abs().max() < 1e-4
 
 
-def test_what_it_cannot_take() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     for wrong in [(x.double(), weight), (x, weight.long()), (x, torch.zeros(4)), (x, torch.zeros(1, 8))]:
         with pytest.raises(ValueError, match=r"expected float32|cannot be normalized"):

@@ -125,7 +125,7 @@ def test_scores_depend_on_distance_alone() -> None:
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=2e-5)
 
 
-def test_what_it_cannot_take() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     q, table = torch.zeros(2, 3, 4, 8), table_of(3, 4)
     wrong = {
         "in float32, float16 or bfloat16": (q.double(), q, table),

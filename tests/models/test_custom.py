@@ -108,7 +108,7 @@ def test_options_by_keyword_take_any_name() -> None:
         ("shapes.nets:torch", "shapes.nets:torch, which is not a model class", "torch.nn.Module"),
     ],
 )
-def test_what_cannot_be_found_is_said_in_one_sentence(spec: str, message: str, hint: str) -> None:
+def test_missing_class_is_reported_in_one_sentence(spec: str, message: str, hint: str) -> None:
     with pytest.raises(ModelError) as caught:
         load_class(spec)
     assert message in caught.value.message
@@ -133,7 +133,7 @@ def test_what_cannot_be_found_is_said_in_one_sentence(spec: str, message: str, h
         ),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_sentence(
+def test_unbuildable_class_is_reported_in_one_sentence(
     name: str, args: dict[str, object], device: str, message: str, hint: str
 ) -> None:
     with pytest.raises(ModelError) as caught:

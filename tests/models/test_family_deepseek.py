@@ -42,7 +42,7 @@ CASES = [
 # -- the cache
 
 
-def test_a_cache_keeps_one_narrow_vector_and_one_turned_key_a_token() -> None:
+def test_cache_stores_one_latent_vector_and_rotated_key_per_token() -> None:
     model = Model(family="deepseek_v3", vocab_size=64, layers=2, heads=8, kv_rank=24, head_dim=20, rope_dim=8)
     cache = empty_cache(empty_decoder(model), capacity=10)
     kept = sum(part.keys[:, 0].numel() + part.values[:, 0].numel() for part in cache)
@@ -152,13 +152,13 @@ def config() -> dict[str, Any]:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
-def test_what_would_be_another_function_is_refused(change: dict[str, Any], says: str) -> None:
+def test_unsupported_config_is_refused(change: dict[str, Any], says: str) -> None:
     assert model_from_config(config()).family == "deepseek_v3"
     with pytest.raises(ModelError, match=says):
         model_from_config(config() | change)
 
 
-def test_deepseek_v2_is_refused_and_the_nearest_family_named() -> None:
+def test_deepseek_v2_is_refused_and_closest_family_named() -> None:
     config = transformers.DeepseekV2Config(**SHAPE).to_dict()
     with pytest.raises(ModelError, match="deepseek_v2") as refused:
         model_from_config(config)

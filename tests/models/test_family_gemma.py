@@ -47,7 +47,7 @@ def test_a_norm_multiplies_by_one_more_than_its_weight() -> None:
     torch.testing.assert_close(norm(torch.tensor([3.0, 4.0])), expected)
 
 
-def test_a_norm_in_bfloat16_is_theirs_bit_for_bit() -> None:
+def test_bfloat16_norm_equals_transformers_bit_for_bit() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
     theirs, ours = Gemma3RMSNorm(48, 1e-6).bfloat16(), Norm(48, 1e-6).bfloat16()
@@ -116,6 +116,6 @@ def test_a_distance_longer_than_the_model_comes_back() -> None:
         ("Gemma 3", {"model_type": "gemma3"}, "multimodal"),
     ],
 )  # fmt: skip
-def test_what_would_be_another_function_is_refused(case: str, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_config_is_refused(case: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         model_from_config(config(case, **changes))

@@ -56,7 +56,7 @@ def test_four_bits_say_what_to_do() -> None:
     assert "dequantize" in str(caught.value.hint)
 
 
-def test_what_a_config_does_not_say_is_what_theirs_means() -> None:
+def test_config_defaults_match_transformers() -> None:
     default = transformers.GptOssConfig()
     model = model_from_config({"model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4,
                                "num_attention_heads": 8, "intermediate_size": 32})  # fmt: skip

@@ -68,7 +68,7 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
         model_from_config(config | settings)
 
 
-def test_what_a_config_does_not_say_is_what_theirs_means() -> None:
+def test_config_defaults_match_transformers() -> None:
     default = transformers.MixtralConfig()
     needed = {"model_type": "mixtral", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 8, "intermediate_size": 32}  # fmt: skip

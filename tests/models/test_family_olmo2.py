@@ -16,6 +16,6 @@ CASES = [
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_act", "gelu"), ("partial_rotary_factor", 0.5), ("num_experts", 4)])
-def test_what_would_be_another_function_is_refused(key: str, value: object) -> None:
+def test_unsupported_config_is_refused(key: str, value: object) -> None:
     with pytest.raises(ModelError):
         model_from_config(SIZES | {"model_type": "olmo2", key: value})

@@ -44,7 +44,7 @@ def test_both_names_of_the_number_of_experts() -> None:
     assert transformers.Qwen3MoeConfig(**EXPERTS).to_dict()["num_local_experts"] == 6
 
 
-def test_what_a_config_does_not_say_is_what_theirs_means() -> None:
+def test_config_defaults_match_transformers() -> None:
     default = transformers.Qwen3MoeConfig()
     model = model_from_config({"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2,
                                "num_attention_heads": 8, "intermediate_size": 32})  # fmt: skip

@@ -94,7 +94,7 @@ def test_logits_and_loss_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_written_folder(name: str, tmp_path: Path) -> None:
     make(name, tmp_path / "theirs")
     ours = load(tmp_path / "theirs")
     write_folder(tmp_path / "ours", ours.model, dict(ours.named_parameters()), seq=256)
@@ -107,14 +107,14 @@ def test_transformers_reads_what_we_write(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_sharded_folder_of_theirs(tmp_path: Path) -> None:
+def test_sharded_folder_of_transformers_is_read(tmp_path: Path) -> None:
     theirs = make("llama", tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     with torch.no_grad():
         equal(load(tmp_path)(tokens()), theirs(tokens()).logits)
 
 
-def test_sharded_folder_of_ours(tmp_path: Path) -> None:
+def test_sharded_folder_is_written(tmp_path: Path) -> None:
     ours = fresh()
     write_folder(tmp_path / "out", ours.model, dict(ours.named_parameters()), shard_bytes=40_000)
     files = list((tmp_path / "out").glob("*.safetensors"))

@@ -56,7 +56,7 @@ def run(**train: Any) -> tuple[Count, dict[str, torch.Tensor]]:
     ],
     ids=str,
 )
-def test_products_done_again(train: dict[str, Any], products: int, attentions: int) -> None:
+def test_recomputed_products(train: dict[str, Any], products: int, attentions: int) -> None:
     plain, gradients = run()
     count, found = run(**train)
     # The last product of a block (down) has a result that nobody needs again: PyTorch stops before it.

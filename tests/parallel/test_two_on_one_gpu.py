@@ -82,7 +82,7 @@ def test_two_workers_on_one_gpu_equal_one(name: str, dtype: str, tmp_path) -> No
             assert difference < bounds[key != "loss"], f"{key} differs by {difference:.1e}"
 
 
-def test_moments_in_the_hosts_memory_are_the_same_bits_and_leave_the_devices_free() -> None:
+def test_offloaded_moments_are_bitwise_equal_and_free_device_memory() -> None:
     """Three steps of both optimizers; what is allocated between steps differs by the moments, 8 bytes a parameter."""
     found, held = [], []
     for offload in (False, True):

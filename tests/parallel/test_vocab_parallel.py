@@ -41,7 +41,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_no_tensor_is_as_wide_as_the_vocabulary(tied: bool, tmp_path) -> None:
+def test_no_worker_has_a_tensor_as_wide_as_the_vocabulary(tied: bool, tmp_path) -> None:
     values = {
         "model": {"layers": 1, "dim": 32, "heads": 2, "vocab_size": VOCABULARY, "tie_embeddings": tied},
         "data": {"path": "nowhere", "seq": SEQ},

@@ -11,20 +11,20 @@ from headway.recipe.load import _fields
 BASE = Recipe(data=Data(path="d"))
 
 
-def test_changes_are_found_by_dotted_key() -> None:
+def test_changes_are_listed_by_dotted_key() -> None:
     new = with_settings(BASE, ["train.steps=2000", "checkpoint.keep_last=5"])
     assert changed_keys(BASE, new) == {"train.steps": (1000, 2000), "checkpoint.keep_last": (2, 5)}
     assert check_resumable(BASE, new) == changed_keys(BASE, new)
 
 
 @pytest.mark.parametrize("setting", ["seed=9", "train.lr=1e-5", "train.batch=64", "model.layers=5", "data.seq=8"])
-def test_what_would_make_another_run_is_refused_by_name(setting: str) -> None:
+def test_changes_not_allowed_on_resume_are_refused_by_key(setting: str) -> None:
     with pytest.raises(RecipeError, match=setting.split("=")[0]) as caught:
         check_resumable(BASE, with_settings(BASE, [setting]))
     assert "train.steps" in (caught.value.hint or "")
 
 
-def test_the_list_names_real_keys() -> None:
+def test_changeable_keys_exist() -> None:
     # A store that is left out is one value; one that is there has keys of its own.
     assert set(CHANGEABLE) - {"checkpoint.store"} <= {key for key, _ in _fields(Recipe)}
     stored = with_settings(BASE, ['checkpoint.store.url="s3://bucket/a"'])
@@ -32,7 +32,7 @@ def test_the_list_names_real_keys() -> None:
     assert check_resumable(stored, BASE)["checkpoint.store.url"] == ("s3://bucket/a", None)
 
 
-def test_a_section_that_is_left_out_counts_as_its_defaults() -> None:
+def test_missing_section_counts_as_its_defaults() -> None:
     meshed = with_settings(BASE, ["parallel.shard=2"])
     assert changed_keys(BASE, meshed) == {"parallel.shard": (None, 2)}
     assert changed_keys(meshed, with_settings(meshed, ["parallel="])) == {"parallel.shard": (2, None)}
@@ -54,12 +54,12 @@ OWN = Recipe(model=Model(class_="a.b:C", args={"width": 8, "sizes": [1, 2]}), da
         ("model.args={}", "model.args.width"),
     ],
 )
-def test_a_class_of_ones_own_stays_what_it_is(setting: str, key: str) -> None:
+def test_custom_class_cannot_change_on_resume(setting: str, key: str) -> None:
     with pytest.raises(RecipeError, match=f"{re.escape(key)} cannot change"):
         check_resumable(OWN, with_settings(OWN, [setting]))
 
 
-def test_how_a_class_is_cut_may_change() -> None:
+def test_layout_of_custom_class_may_change_on_resume() -> None:
     cut = with_settings(OWN, ["model.layout.columns=['blocks.*.q']", "model.layout.blocks=blocks"])
     assert check_resumable(OWN, cut) == {
         "model.layout.columns": ((), ("blocks.*.q",)),

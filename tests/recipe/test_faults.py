@@ -16,7 +16,7 @@ def due(plan: FaultPlan, *where: object, **more: object) -> list[str]:
     return [plan.faults[number].action for number in plan.due(*where, **more)]
 
 
-def test_a_plan_strikes_where_it_says_and_travels_as_json() -> None:
+def test_fault_plan_round_trips_as_json() -> None:
     plan = FaultPlan().kill(step=3, rank=1).stall("data", step=5, seconds=2.0)
     again = FaultPlan.model_validate_json(plan.model_dump_json())
     assert again == plan
@@ -26,7 +26,7 @@ def test_a_plan_strikes_where_it_says_and_travels_as_json() -> None:
     assert [again.faults[n].seconds for rank in (0, 1) for n in again.due("data", 5, rank, 1)] == [2.0, 2.0]
 
 
-def test_where_a_fault_is_due() -> None:
+def test_when_a_fault_is_due() -> None:
     """Every way in which one can be asked for, against a list made by hand."""
     plan = (
         FaultPlan()
@@ -62,18 +62,20 @@ def test_where_a_fault_is_due() -> None:
     ],
     ids=["once", "an attempt's", "always", "slow"],
 )
-def test_what_is_meant_once_strikes_each_rank_once(tmp_path, fault: Fault, again: bool) -> None:
+def test_one_time_fault_fires_once_per_rank(tmp_path, fault: Fault, again: bool) -> None:
     folder = tmp_path / "faults"
     before = time.monotonic_ns()
     assert mark_fired(folder, 7, fault, 1, 3)
     assert mark_fired(folder, 7, fault, 0, 4), "each rank for itself"
     assert mark_fired(folder, 7, fault, 1, 5) is again
-    found = read_fired_faults(folder)
-    assert [(one.number, one.rank, one.step) for one in found] == [(7, 1, 3), (7, 0, 4)], "the first time counts"
-    assert before <= found[0].at_ns <= found[1].at_ns <= time.monotonic_ns()
+    fired = read_fired_faults(folder)
+    assert [(fault.number, fault.rank, fault.step) for fault in fired] == [(7, 1, 3), (7, 0, 4)], (
+        "the first time counts"
+    )
+    assert before <= fired[0].at_ns <= fired[1].at_ns <= time.monotonic_ns()
 
 
-def test_nothing_has_struck_where_there_is_no_folder(tmp_path) -> None:
+def test_no_fired_faults_without_a_folder(tmp_path) -> None:
     assert read_fired_faults(tmp_path / "faults") == []
 
 
@@ -81,7 +83,7 @@ def test_nothing_has_struck_where_there_is_no_folder(tmp_path) -> None:
     ("action", "how"), [("kill", -signal.SIGKILL), ("exit", 3), ("raise", RuntimeError), ("full-disk", OSError)]
 )
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_what_is_carried_out(action: str, how: object) -> None:
+def test_execution_of_faults(action: str, how: object) -> None:
     fault = Fault(action=action, point="save", step=3)
     if not isinstance(how, int):
         with pytest.raises(how, match=r"injected at save of step 3|No space left on device"):
@@ -95,7 +97,7 @@ def test_what_is_carried_out(action: str, how: object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_another_process_is_stopped_and_killed() -> None:
+def test_fault_signals_another_process() -> None:
     """As the agent does it to its keeper; neither touches the process that strikes."""
     pid = os.fork()
     if not pid:
@@ -107,7 +109,7 @@ def test_another_process_is_stopped_and_killed() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_stall_and_a_slow_step_take_the_time_they_say(monkeypatch) -> None:
+def test_stall_and_slow_sleep_as_configured(monkeypatch) -> None:
     slept = list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
     for action, seconds in (("stall", 2.0), ("slow", 0.25)):
@@ -117,13 +119,13 @@ def test_a_stall_and_a_slow_step_take_the_time_they_say(monkeypatch) -> None:
     assert slept[2] > 24 * 3600
 
 
-def test_a_fault_that_cannot_be_is_refused() -> None:
+def test_invalid_fault_is_refused() -> None:
     for wrong in ({"step": 0}, {"attempt": 0}, {"seconds": -1.0}, {"point": "nowhere"}, {"sttep": 1}):
         with pytest.raises(ValidationError, match=next(iter(wrong))):
             Fault.model_validate({"action": "kill", **wrong})
 
 
-def test_mutations_travel_with_a_plan_and_unknown_ones_are_refused() -> None:
+def test_mutations_are_part_of_a_plan_and_unknown_ones_refused() -> None:
     plan = FaultPlan.model_validate_json('{"mutations": ["whole-norm", "no-gradient-reduction"]}')
     assert plan.mutations == ("whole-norm", "no-gradient-reduction")
     assert plan.kill(step=1).mutations == plan.mutations, "a fault more leaves them as they are"

@@ -20,7 +20,7 @@ SETTINGS = [
 ]
 
 
-def test_the_defaults_change_nothing_and_watch() -> None:
+def test_health_defaults_only_monitor() -> None:
     assert BASE.health == Health(
         spike_z=50.0,
         spike_window=64,
@@ -32,7 +32,7 @@ def test_the_defaults_change_nothing_and_watch() -> None:
     assert (BASE.data.skip, BASE.train.rate_cuts) == ((), ())
 
 
-def test_all_of_it_comes_back_from_toml_and_json() -> None:
+def test_health_section_round_trips() -> None:
     recipe = with_settings(BASE, SETTINGS)
     assert recipe.data.skip == ((96, 104), (104, 110))
     assert recipe.train.rate_cuts == ((40, 0.5), (40, 0.25))
@@ -40,13 +40,13 @@ def test_all_of_it_comes_back_from_toml_and_json() -> None:
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
-def test_a_recipe_of_before_has_the_defaults() -> None:
+def test_older_recipe_gets_health_defaults() -> None:
     old = json.loads(BASE.model_dump_json())
     del old["health"], old["data"]["skip"], old["train"]["rate_cuts"]
     assert Recipe.model_validate(old) == BASE
 
 
-def test_a_resumed_run_may_change_it() -> None:
+def test_health_may_change_on_resume() -> None:
     new = with_settings(BASE, SETTINGS)
     assert check_resumable(BASE, new) == {
         "data.skip": ((), ((96, 104), (104, 110))),
@@ -80,6 +80,6 @@ def test_a_resumed_run_may_change_it() -> None:
         ("health.compare_every_steps=-1", r"health.compare_every_steps = -1"),
     ],
 )
-def test_mistakes_are_named(setting: str, message: str) -> None:
+def test_invalid_health_settings_are_refused(setting: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         with_settings(BASE, [setting])

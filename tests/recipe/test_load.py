@@ -34,14 +34,14 @@ def write(folder: Path, text: str, name: str = "r.toml") -> Path:
     return file
 
 
-def test_a_file_and_python_give_the_same_object(tmp_path: Path) -> None:
+def test_file_and_python_give_the_same_recipe(tmp_path: Path) -> None:
     file = write(tmp_path, 'name = "x"\n[model]\nlayers = 2\n[data]\npath = "d"\nseq = 64\n[train]\nlr = 1e-3\n')
     assert load_recipe(file) == Recipe(
         name="x", model=Model(layers=2), data=Data(path="d", seq=64), train=Train(lr=1e-3)
     )
 
 
-def test_extends_changes_only_what_is_named_and_settings_win(tmp_path: Path) -> None:
+def test_extends_changes_only_named_keys_and_settings_win(tmp_path: Path) -> None:
     write(tmp_path, '[data]\npath = "d"\nseq = 64\n[train]\nlr = 1e-3\nbatch = 4\n', "base.toml")
     (tmp_path / "sub").mkdir()
     file = write(tmp_path / "sub", 'extends = "../base.toml"\n[train]\nbatch = 8\n')
@@ -50,14 +50,14 @@ def test_extends_changes_only_what_is_named_and_settings_win(tmp_path: Path) -> 
     assert (recipe.train.lr, recipe.data.path, recipe.train.compile) == (5e-4, "other place", True)
 
 
-def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_circular_extends_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 'extends = "b.toml"\n', "a.toml")
     write(tmp_path, 'extends = "a.toml"\n', "b.toml")
     with pytest.raises(RecipeError, match="extends itself"):
         load_recipe(tmp_path / "a.toml")
 
 
-def test_derived_numbers_follow_the_given_ones() -> None:
+def test_derived_fields_follow_given_ones() -> None:
     model = Model(dim=384, heads=6)
     assert (model.kv_heads, model.head_dim, model.hidden) == (6, 64, 1024)
     assert Model(dim=384, heads=6, hidden=100).hidden == 100
@@ -84,7 +84,7 @@ def test_derived_numbers_follow_the_given_ones() -> None:
         ("train.warmup_steps=2000", "must be less than steps", ""),
     ],
 )
-def test_mistakes_are_named_with_what_is_allowed(tmp_path: Path, setting: str, message: str, hint: str) -> None:
+def test_invalid_values_are_reported_with_allowed_range(tmp_path: Path, setting: str, message: str, hint: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(tmp_path, MINIMAL), [setting])
     assert message in caught.value.message
@@ -92,7 +92,7 @@ def test_mistakes_are_named_with_what_is_allowed(tmp_path: Path, setting: str, m
     assert "--set" in caught.value.message
 
 
-def test_a_mistake_in_an_extended_file_names_that_file(tmp_path: Path) -> None:
+def test_error_in_extended_file_names_that_file(tmp_path: Path) -> None:
     base = write(tmp_path, '[train]\nbatchsize = 3\n[data]\npath = "d"\n', "base.toml")
     with pytest.raises(RecipeError, match="batchsize") as caught:
         load_recipe(write(tmp_path, 'extends = "base.toml"\n'))
@@ -100,14 +100,14 @@ def test_a_mistake_in_an_extended_file_names_that_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[train\n", "x = \n", "\xff"])
-def test_what_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "r.toml"
     file.write_bytes(text.encode("latin1"))
     with pytest.raises(RecipeError, match="not valid TOML"):
         load_recipe(file)
 
 
-def test_a_missing_file_and_a_missing_key_are_named(tmp_path: Path) -> None:
+def test_missing_file_and_missing_key_are_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "none.toml")
     with pytest.raises(RecipeError, match=r"data\.path is missing"):
@@ -130,32 +130,32 @@ def test_toml_and_json_round_trip(
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
-def test_settings_on_a_resolved_recipe_keep_the_rest() -> None:
+def test_settings_on_resolved_recipe_keep_other_keys() -> None:
     recipe = Recipe(data=Data(path="d"), train=Train(steps=100))
     longer = with_settings(recipe, ["train.steps=400"])
     assert longer.train.steps == 400
     assert longer.train.warmup_steps == recipe.train.warmup_steps == 10
 
 
-def test_every_field_is_documented_and_the_schema_is_json() -> None:
+def test_every_field_is_documented_in_json_schema() -> None:
     schema = json.loads(json.dumps(recipe_schema()))
     for section in (schema, *schema["$defs"].values()):
         for name, field in section["properties"].items():
             assert field.get("description") or "$ref" in field, name
 
 
-def test_nearest_keys_says_nothing_to_nonsense() -> None:
+def test_nearest_keys_of_nonsense_is_empty() -> None:
     assert nearest_keys("train.qqqqzzzz") == []
 
 
-def test_nothing_after_the_equals_sign_unsets(tmp_path: Path) -> None:
+def test_empty_setting_unsets_a_key(tmp_path: Path) -> None:
     file = write(tmp_path, '[data]\npath = "d"\nversion = "0123456789"\n')
     assert load_recipe(file, ["data.version="]).data.version is None
     with pytest.raises(RecipeError, match=r"train\.lr = None"):
         load_recipe(file, ["train.lr="])
 
 
-def test_the_mesh_is_a_section_that_may_be_left_out(tmp_path: Path) -> None:
+def test_parallel_section_is_optional(tmp_path: Path) -> None:
     file = write(tmp_path, '[data]\npath = "d"\n')
     assert load_recipe(file).parallel is None
     given = load_recipe(file, ["parallel.tensor=2"])
@@ -189,7 +189,7 @@ ARGS = {
 }
 
 
-def test_a_class_of_ones_own_is_read_from_a_file_and_from_python(tmp_path: Path) -> None:
+def test_custom_class_from_file_and_from_python(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, OWN))
     layout = ModelLayout(blocks="blocks", first=("tok",), columns=("blocks.*.q", "blocks.*.k"))
     assert recipe.model == Model(class_="shapes.tiny:Tiny", args=ARGS, layout=layout)
@@ -197,7 +197,7 @@ def test_a_class_of_ones_own_is_read_from_a_file_and_from_python(tmp_path: Path)
     assert Model(class_="a:B", args={"sizes": (1, 2)}).args == {"sizes": [1, 2]}
 
 
-def test_a_class_of_ones_own_is_written_as_it_was_read(tmp_path: Path) -> None:
+def test_custom_class_round_trips(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, OWN))
     text = to_toml(recipe)
     assert tomllib.loads(text)["model"]["class"] == "shapes.tiny:Tiny"
@@ -209,7 +209,7 @@ def test_a_class_of_ones_own_is_written_as_it_was_read(tmp_path: Path) -> None:
     assert with_settings(recipe, ["train.steps=700"]).model == recipe.model
 
 
-def test_a_decoder_is_written_without_what_only_a_class_has() -> None:
+def test_decoder_is_written_without_custom_class_keys() -> None:
     written = tomllib.loads(to_toml(Recipe(data=Data(path="d"))))["model"]
     assert written["layers"] == 4
     assert not {"class", "args", "layout"} & set(written)
@@ -223,7 +223,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 
 @settings(max_examples=examples(40))
 @given(args=st.dictionaries(names, values))
-def test_arguments_of_any_shape_round_trip(tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]) -> None:
+def test_nested_arguments_round_trip(tmp_path_factory: pytest.TempPathFactory, args: dict[str, Any]) -> None:
     recipe = Recipe(model=Model(class_="a.b:C", args=args), data=Data(path="d"))
     file = tmp_path_factory.mktemp("r") / "r.toml"
     file.write_text(to_toml(recipe), encoding="utf-8", newline="")
@@ -232,7 +232,7 @@ def test_arguments_of_any_shape_round_trip(tmp_path_factory: pytest.TempPathFact
     assert tomllib.loads(to_toml(recipe))["model"]["args"] == args
 
 
-def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
+def test_variant_changes_single_arguments(tmp_path: Path) -> None:
     write(tmp_path, OWN, "base.toml")
     file = write(tmp_path, 'extends = "base.toml"\n[model.args]\nwidth = 32\n[model.args.options]\nmore = 1\n')
     recipe = load_recipe(file, ["model.args.rate=0.25", "model.args.sizes="])
@@ -257,7 +257,7 @@ def test_a_variant_changes_single_arguments(tmp_path: Path) -> None:
         ("model.args.a-b=1", "model.args.a-b is not an identifier", ""),
     ],
 )
-def test_mistakes_about_a_class_are_named(tmp_path: Path, setting: str, message: str, hint: str) -> None:
+def test_errors_of_custom_class_settings_are_named(tmp_path: Path, setting: str, message: str, hint: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(tmp_path, OWN), [setting])
     assert message in caught.value.message
@@ -265,7 +265,7 @@ def test_mistakes_about_a_class_are_named(tmp_path: Path, setting: str, message:
     assert hint in (caught.value.hint or "")
 
 
-def test_what_only_a_class_has_is_refused_for_a_decoder(tmp_path: Path) -> None:
+def test_custom_class_keys_are_refused_for_a_decoder(tmp_path: Path) -> None:
     for setting in ("model.args={a=1}", "model.layout.blocks=b"):
         with pytest.raises(RecipeError, match=r"model\.(args|layout) does not apply to a decoder"):
             load_recipe(write(tmp_path, MINIMAL), [setting])
@@ -273,7 +273,7 @@ def test_what_only_a_class_has_is_refused_for_a_decoder(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, OWN), ["model.layers="]).model.class_ == "shapes.tiny:Tiny"
 
 
-def test_keys_and_families_that_are_of_others_are_told_apart(tmp_path: Path) -> None:
+def test_keys_of_other_families_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text('[data]\npath = "d"\n')
     with pytest.raises(RecipeError, match='model has no key "experts"') as caught:

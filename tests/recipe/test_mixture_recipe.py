@@ -35,7 +35,7 @@ def loaded(tmp_path, text, settings=()):
     return load_recipe(file, settings)
 
 
-def test_tables_by_name_and_a_list_of_tables_are_the_same(tmp_path):
+def test_mixture_table_and_list_are_equivalent(tmp_path):
     named, listed = loaded(tmp_path, NAMED), loaded(tmp_path, LISTED)
     assert named == listed
     assert list(named.data.parts) == ["web", "code"]
@@ -43,21 +43,21 @@ def test_tables_by_name_and_a_list_of_tables_are_the_same(tmp_path):
     assert named.data.changes == [1, 1000]
 
 
-def test_a_recipe_reads_back_as_it_was_from_toml_and_json(tmp_path):
+def test_mixture_round_trips_as_toml_and_json(tmp_path):
     recipe = loaded(tmp_path, NAMED)
     assert loaded(tmp_path, to_toml(recipe)) == recipe
     assert upgrade_recipe(tomllib.loads(to_toml(recipe))) == recipe
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
-def test_one_data_set_is_written_without_a_word_of_mixtures():
+def test_single_dataset_is_written_without_mixture_keys():
     recipe = Recipe.model_validate({"data": {"path": "data/text"}})
     assert "mixture" not in recipe.model_dump()["data"]
     assert "path" not in with_settings(recipe, ["data.path=", 'data.mixture.a.path="x"']).model_dump()["data"]
     assert {name: part.path for name, part in recipe.data.parts.items()} == {"text": "data/text"}
 
 
-def test_settings_and_variants_reach_one_data_set(tmp_path):
+def test_settings_and_variants_change_one_dataset_of_a_mixture(tmp_path):
     assert loaded(tmp_path, NAMED, ["data.mixture.web.weight=2"]).data.mixture["web"].weight == 2.0
     (tmp_path / "base.toml").write_text(NAMED)
     variant = 'extends = "base.toml"\n[data.mixture.books]\npath = "data/books"\n'
@@ -65,7 +65,7 @@ def test_settings_and_variants_reach_one_data_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[data]\npath = "x"\n[data.mixture.a]\npath = "y"', "exclude each other"),
         ("[data]\nseq = 3", "data.path is missing"),
@@ -84,13 +84,13 @@ def test_settings_and_variants_reach_one_data_set(tmp_path):
         ('[[data.mixture]]\npath = "u/x"\n[[data.mixture]]\npath = "v/x"', "two datasets of the mixture are named x"),
     ],
 )
-def test_mistakes_are_told(tmp_path, text, said):
+def test_invalid_mixtures_are_refused(tmp_path, text, message):
     with pytest.raises(RecipeError) as error:
         loaded(tmp_path, text)
-    assert said in error.value.message
+    assert message in error.value.message
 
 
-def test_folders_may_move_when_a_run_goes_on_and_weights_may_not(tmp_path):
+def test_dataset_paths_may_change_on_resume_but_weights_may_not(tmp_path):
     recipe = loaded(tmp_path, NAMED)
     moved = with_settings(recipe, ['data.mixture.web.path="elsewhere/web"'])
     assert check_resumable(recipe, moved) == {"data.mixture.web.path": ("data/web", "elsewhere/web")}
@@ -103,7 +103,7 @@ def test_folders_may_move_when_a_run_goes_on_and_weights_may_not(tmp_path):
             check_resumable(recipe, with_settings(recipe, [setting]))
 
 
-def test_a_mixture_takes_the_place_of_an_extended_data_set(tmp_path: Path) -> None:
+def test_mixture_replaces_dataset_of_extended_recipe(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('[data]\npath = "one"\nversion = "0123456789"\nseq = 64\n')
     (tmp_path / "two.toml").write_text('extends = "one.toml"\n[data.mixture.a]\npath = "x"\n')
     (tmp_path / "three.toml").write_text('extends = "two.toml"\n[data]\npath = "again"\n')

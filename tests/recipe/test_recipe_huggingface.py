@@ -114,7 +114,7 @@ def test_qwen3_normalizes_queries_and_keys() -> None:
         {"rope_scaling": {"type": "default"}, "rope_theta": 5e5},
     ],
 )
-def test_every_layout_of_rotary_settings(layout: dict[str, Any]) -> None:
+def test_all_layouts_of_rotary_settings_are_read(layout: dict[str, Any]) -> None:
     assert model_from_config(LLAMA2 | layout).rope_theta == 5e5
 
 
@@ -139,7 +139,7 @@ def test_every_layout_of_rotary_settings(layout: dict[str, Any]) -> None:
         (LLAMA2 | {"num_key_value_heads": 5}, "multiple"),
     ],
 )
-def test_what_the_decoder_cannot_do_is_named(config: dict[str, Any], word: str) -> None:
+def test_unsupported_config_settings_are_named(config: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError) as caught:
         model_from_config(config)
     assert word in caught.value.message
@@ -155,19 +155,19 @@ def test_what_the_decoder_cannot_do_is_named(config: dict[str, Any], word: str) 
         QWEN3 | {"sliding_window": 512, "layer_types": ["full_attention"] * 28},
     ],
 )
-def test_windows_nobody_looks_through_are_fine(config: dict[str, Any]) -> None:
+def test_unused_sliding_windows_are_accepted(config: dict[str, Any]) -> None:
     assert model_from_config(config).family == "llama"
 
 
-@pytest.mark.parametrize("said", [{"sliding_window": 4096}, {}])
-def test_a_window_makes_a_mistral(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"sliding_window": 4096}, {}])
+def test_sliding_window_gives_mistral_config(settings: dict[str, Any]) -> None:
     """Which means 4096 where it says nothing."""
-    config = {key: value for key, value in MISTRAL_V03.items() if key != "sliding_window"} | said
+    config = {key: value for key, value in MISTRAL_V03.items() if key != "sliding_window"} | settings
     model = model_from_config(config)
     assert (model.family, model.window_of(3)) == ("mistral", 4096)
 
 
-def test_an_unknown_family_is_refused_with_the_nearest_and_what_differs() -> None:
+def test_unknown_family_is_refused_with_closest_and_its_differences() -> None:
     config = LLAMA2 | {"model_type": "cohere", "logit_scale": 0.0625, "use_qk_norm": True, "use_cache": True}
     with pytest.raises(ModelError, match="'cohere'") as caught:
         model_from_config(config)
@@ -188,7 +188,7 @@ HAVE_A_FAMILY = {
 }
 
 
-def test_there_and_back_for_every_combination() -> None:
+def test_config_round_trips_for_every_combination() -> None:
     for qk_norm, qkv, output, mlp, tied in product((False, True), repeat=5):
         switches = {"qk_norm": qk_norm, "qkv_bias": qkv, "output_bias": output, "mlp_bias": mlp}
         shape = {"vocab_size": 320, "heads": 6, "kv_heads": 3, "head_dim": 24, "rope_theta": 777.0}

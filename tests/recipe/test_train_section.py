@@ -26,12 +26,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "sentence"), REFUSED)
-def test_what_says_nothing_is_refused(settings: list[str], sentence: str) -> None:
+def test_settings_without_effect_are_refused(settings: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         with_settings(BASE, settings)
 
 
-def test_numbers_that_follow_are_filled_in() -> None:
+def test_derived_train_fields_are_filled_in() -> None:
     assert with_settings(BASE, ["train.optimizer=muon"]).train.momentum == 0.95
     assert BASE.train.momentum is None
     wsd = with_settings(BASE, ["train.schedule=wsd", "train.steps=300"]).train
@@ -41,14 +41,14 @@ def test_numbers_that_follow_are_filled_in() -> None:
 @pytest.mark.parametrize(
     "settings", [["train.optimizer=muon"], ["train.schedule=wsd"], [*HALF, "train.master=true"], []]
 )
-def test_a_resolved_recipe_reads_back_as_it_was(settings: list[str], tmp_path) -> None:
+def test_resolved_recipe_round_trips(settings: list[str], tmp_path) -> None:
     groups = 'train.groups=[{match=["embed.*"], rate=0.5}, {match=["**.bias"], weight_decay=0.0}]'
-    made = with_settings(BASE, [*settings, groups, "train.batch_ramp=[[5, 64]]"])
-    assert parse_recipe(made.model_dump(), {}, "again") == made
+    resolved = with_settings(BASE, [*settings, groups, "train.batch_ramp=[[5, 64]]"])
+    assert parse_recipe(resolved.model_dump(), {}, "again") == resolved
     file = tmp_path / "r.toml"
-    file.write_text(to_toml(made))
-    assert load_recipe(file) == made
-    assert Recipe.model_validate_json(made.model_dump_json()) == made
+    file.write_text(to_toml(resolved))
+    assert load_recipe(file) == resolved
+    assert Recipe.model_validate_json(resolved.model_dump_json()) == resolved
 
 
 NAMES = ["embed.weight", "layers.0.attention.q.weight", "layers.10.attention.q.bias", "layers.0.mlp.up.weight", "head"]
@@ -70,11 +70,11 @@ NAMES = ["embed.weight", "layers.0.attention.q.weight", "layers.10.attention.q.b
         ("*", [4]),
     ],
 )
-def test_a_star_is_one_part_and_two_are_any_number(pattern: str, wanted: list[int]) -> None:
+def test_star_matches_one_part_and_two_match_any_number(pattern: str, wanted: list[int]) -> None:
     assert [i for i, name in enumerate(NAMES) if matches(pattern, name)] == wanted
 
 
-def test_the_first_match_wins_and_a_pattern_of_nothing_names_the_nearest() -> None:
+def test_first_match_wins_and_unmatched_pattern_lists_similar_names() -> None:
     assert first_match([["head"], ["layers.**", "embed.*"], ["**"]], "embed.weight") == 1
     assert first_match([["head"]], "embed.weight") is None
     assert matched("train.freeze", ["head", "embed.*"], NAMES) == {"head", "embed.weight"}
@@ -85,7 +85,7 @@ def test_the_first_match_wins_and_a_pattern_of_nothing_names_the_nearest() -> No
     assert "layers.*.attention.q.weight" in (caught.value.hint or "")
 
 
-def test_an_unknown_key_of_a_group_is_named() -> None:
+def test_unknown_key_of_parameter_group_is_named() -> None:
     with pytest.raises(RecipeError, match=r"train\.groups\.0"):
         with_settings(BASE, ['train.groups=[{match=["a"], lr=0.5}]'])
     with pytest.raises(ValueError, match="at least 1 item"):

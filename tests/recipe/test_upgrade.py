@@ -12,21 +12,21 @@ OLD = {"name": "old", "data": {"path": "data/text", "seq": 64, "mask_boundaries"
 """As a Headway wrote it that knew no `within_documents`."""
 
 
-def test_an_old_recipe_goes_on_as_it_was_trained_and_a_new_one_gets_the_new_default():
+def test_old_recipe_keeps_former_behaviour_and_new_one_gets_new_default():
     assert Recipe.model_validate(OLD).data.within_documents is True
     assert upgrade_recipe(OLD).data.within_documents is False
     assert upgrade_recipe(OLD).data.mask_boundaries is True
     assert "within_documents" not in OLD["data"]
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_what_a_recipe_says_itself_is_kept(said):
-    recipe = Recipe.model_validate({**OLD, "data": {**OLD["data"], "within_documents": said}})
+@pytest.mark.parametrize("given", [True, False])
+def test_explicit_keys_of_old_recipe_are_kept(given):
+    recipe = Recipe.model_validate({**OLD, "data": {**OLD["data"], "within_documents": given}})
     assert upgrade_recipe(recipe.model_dump()) == recipe
     assert upgrade_recipe(json.loads(recipe.model_dump_json())) == recipe
 
 
-def test_a_runs_file_is_read_as_stored_and_keeps_what_it_means_when_written_again(tmp_path):
+def test_run_recipe_is_upgraded_and_keeps_its_meaning_when_rewritten(tmp_path):
     run = RunFolder(tmp_path)
     run.recipe_file.write_text(json.dumps(OLD))
     recipe = read_recipe(run)
@@ -36,7 +36,7 @@ def test_a_runs_file_is_read_as_stored_and_keeps_what_it_means_when_written_agai
     assert read_recipe(run).train.steps == 7
 
 
-def test_a_checkpoints_own_recipe_is_read_as_stored(monkeypatch):
+def test_checkpoint_recipe_is_upgraded(monkeypatch):
     class Opened:
         class manifest:  # noqa: N801
             recipe = OLD
@@ -46,6 +46,6 @@ def test_a_checkpoints_own_recipe_is_read_as_stored(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [None, 3, [], {}, {"data": 3}, {"data": None}])
-def test_mistakes_are_the_recipes_own_to_tell(wrong):
+def test_invalid_stored_recipe_is_left_to_validation(wrong):
     with pytest.raises(ValidationError):
         upgrade_recipe(wrong)

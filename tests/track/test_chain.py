@@ -78,10 +78,10 @@ def pair(tmp_path) -> tuple[RunFolder, RunFolder]:
 def test_runs_are_equal_when_one_is_longer(pair):
     write(pair[0], rows(10), {5: "d5", 10: "d10"})
     write(pair[1], rows(7), {5: "d5"})
-    found = compare_runs(*pair)
-    assert found.equal
-    assert (found.common_steps, found.common_digests, found.step, found.differs) == (7, 1, None, ())
-    assert found.sentence.startswith("equal")
+    comparison = compare_runs(*pair)
+    assert comparison.equal
+    assert (comparison.common_steps, comparison.common_digests, comparison.step, comparison.differs) == (7, 1, None, ())
+    assert comparison.sentence.startswith("equal")
 
 
 def test_killed_and_resumed_run_equals_uninterrupted_run(pair):
@@ -115,11 +115,11 @@ def test_first_differing_step_and_fields_are_named(pair, change, differs, words)
     changed[3] = change
     write(pair[0], rows(10), {8: "x"})
     write(pair[1], changed, {8: "y"})
-    found = compare_runs(*pair)
-    assert not found.equal
-    assert (found.step, found.differs) == (4, differs)
-    assert words in found.sentence
-    assert "step 4" in found.sentence
+    comparison = compare_runs(*pair)
+    assert not comparison.equal
+    assert (comparison.step, comparison.differs) == (4, differs)
+    assert words in comparison.sentence
+    assert "step 4" in comparison.sentence
 
 
 def test_tensors_are_named_when_only_a_digest_differs(pair):
@@ -130,25 +130,25 @@ def test_tensors_are_named_when_only_a_digest_differs(pair):
     save(pair[0], 4, {"model/a": "1"})
     save(pair[0], 8, {"model/a": "1", "model/b": "2", "model/c": "3"})
     save(pair[1], 8, {"model/a": "1", "model/b": "9", "model/d": "3"})
-    found = compare_runs(*pair)
-    assert (found.step, found.differs, found.tensors_step) == (4, ("digest",), 8)
-    assert found.tensors == ("model/b", "model/c", "model/d")
-    assert "digest" in found.sentence
+    comparison = compare_runs(*pair)
+    assert (comparison.step, comparison.differs, comparison.tensors_step) == (4, ("digest",), 8)
+    assert comparison.tensors == ("model/b", "model/c", "model/d")
+    assert "digest" in comparison.sentence
 
 
 def test_runs_that_diverge_before_first_common_step(pair):
     write(pair[0], rows(10), {})
     write(pair[1], rows(10)[5:], {}, link="f" * 32)
-    found = compare_runs(*pair)
-    assert (found.equal, found.step, found.differs) == (False, 6, ("chain",))
-    assert "before step 6" in found.sentence
+    comparison = compare_runs(*pair)
+    assert (comparison.equal, comparison.step, comparison.differs) == (False, 6, ("chain",))
+    assert "before step 6" in comparison.sentence
 
 
 def test_runs_without_common_step_are_not_equal(pair):
-    found = compare_runs(*pair)
-    assert not found.equal
-    assert found.step is None
-    assert "no step in common" in found.sentence
+    comparison = compare_runs(*pair)
+    assert not comparison.equal
+    assert comparison.step is None
+    assert "no step in common" in comparison.sentence
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"tensors": 3}', '{"tensors": {"a": 3}}'])

@@ -326,9 +326,9 @@ def test_run_records_are_ordered_by_attempt(tmp_path):
     for attempt in (10000, 2, 1):
         for process in ("rank-0", "agent", "rank-11"):
             Recorder(record_path(tmp_path / "events", attempt, process), attempt=attempt, process=process).close()
-    found = [(record.header.attempt, record.header.process) for record in read_run(tmp_path)]
-    assert [attempt for attempt, _ in found] == [1] * 3 + [2] * 3 + [10000] * 3
-    assert {process for _, process in found} == {"rank-0", "agent", "rank-11"}
+    records = [(record.header.attempt, record.header.process) for record in read_run(tmp_path)]
+    assert [attempt for attempt, _ in records] == [1] * 3 + [2] * 3 + [10000] * 3
+    assert {process for _, process in records} == {"rank-0", "agent", "rank-11"}
     assert [r.header.process for r in read_run(tmp_path, process="rank-0")] == ["rank-0"] * 3
     assert read_run(tmp_path / "nothing") == []
 

@@ -37,9 +37,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(pulse_module, "time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr(pulse_module, "time", fake)
+    return fake
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -55,9 +55,9 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def read(pulses: HeartbeatPages, rank: int = 0) -> Heartbeat:
-    found = pulses.read(rank)
-    assert found is not None
-    return found
+    heartbeat = pulses.read(rank)
+    assert heartbeat is not None
+    return heartbeat
 
 
 # -- from one process to another
@@ -197,7 +197,7 @@ def test_arrivals_cover_the_last_steps(clock: Clock) -> None:
             clock.now = 1000 * step + late
             beat.forward()
         last = range(max(1, step - TURNS + 1), step + 1)
-        assert pulses.arrivals(0) == [Arrival(one, 1000 * one + 7, 1000 * one + 60 + one) for one in last]
+        assert pulses.arrivals(0) == [Arrival(step, 1000 * step + 7, 1000 * step + 60 + step) for step in last]
     pulses.close()
 
 
@@ -319,10 +319,10 @@ def while_only_writing(work: Callable[[], object]) -> bytes:
 
     status = in_child(child)
     os.close(writes)
-    said = os.read(reads, 100)
+    answer = os.read(reads, 100)
     os.close(reads)
     assert status == -signal.SIGSYS
-    return said
+    return answer
 
 
 def test_marks_make_no_system_calls() -> None:

@@ -252,8 +252,8 @@ def test_replica_comparison_counts_as_detection():
 
 def test_agent_texts_become_incidents():
     kinds = ("straggler", "hang", "woken", "adopted", "corrupted", "numbers")
-    told = [ev(kind, n, rank=1, text=f"{kind}: told") for n, kind in enumerate(kinds)]
-    agent = record("agent", ev("attempt", 0, workers=1), *told, ev("hang", 7), ev("end", 10, outcome="finished"))
+    events = [ev(kind, n, rank=1, text=f"{kind}: told") for n, kind in enumerate(kinds)]
+    agent = record("agent", ev("attempt", 0, workers=1), *events, ev("hang", 7), ev("end", 10, outcome="finished"))
     ledger = account([agent, record("rank-0", ev("hang", 8, text="no agent's word"))])
     assert [(i.text, i.wall) for i in ledger.incidents] == [(f"{k}: told", 1000 + n) for n, k in enumerate(kinds)]
 
@@ -513,13 +513,13 @@ class Life:
         self.offset = plan["offset"]
         self.ended = plan["outcome"] is not None
         stop = max([self.agent.now, 0] + [worker.gone + self.offset for worker in self.workers])
-        heard = [t for t, _ in self.agent.events] + [0]
-        heard += [t + self.offset for worker in self.workers for t, _ in worker.events]
+        times = [t for t, _ in self.agent.events] + [0]
+        times += [t + self.offset for worker in self.workers for t, _ in worker.events]
         if plan["exits"]:
-            heard += [max(worker.gone + self.offset, 0) for worker in self.workers]
+            times += [max(worker.gone + self.offset, 0) for worker in self.workers]
         if plan["hang"]:
-            heard.append(plan["hang"][0])
-        self.end = stop + plan["after"] if self.ended else max(heard)
+            times.append(plan["hang"][0])
+        self.end = stop + plan["after"] if self.ended else max(times)
 
     @property
     def last_step(self) -> int | None:
@@ -538,19 +538,19 @@ class Life:
                 for rank, worker in enumerate(self.workers)
             ]
         if self.plan["hang"]:
-            told, waited = self.plan["hang"]
-            events.append((told, {"kind": "hang", "ends": True, "seconds": waited / 1000}))
+            hang_t, waited = self.plan["hang"]
+            events.append((hang_t, {"kind": "hang", "ends": True, "seconds": waited / 1000}))
         if self.ended:
             events.append((self.end, {"kind": "end", "outcome": self.plan["outcome"], "reason": ""}))
         header = Header(self.number, "agent", base, zero, "boot")
-        found = [Record(header, [{**event, "t": t * MS} for t, event in events])]
+        records = [Record(header, [{**event, "t": t * MS} for t, event in events])]
         for rank, worker in enumerate(self.workers):
             same = self.plan["same_boot"]
             mono = zero + self.offset * MS if same else 123
             wall = base - 500 if same else base + self.offset / 1000
             header = Header(self.number, f"rank-{rank}", wall, mono, "boot" if same else "elsewhere")
-            found.append(Record(header, [{**event, "t": t * MS} for t, event in worker.events]))
-        return found
+            records.append(Record(header, [{**event, "t": t * MS} for t, event in worker.events]))
+        return records
 
     def what(self, rank: int, tick: int, failed: bool, kept: int | None) -> str:
         """Say what one millisecond of one worker was, straight from the rules."""
@@ -564,10 +564,10 @@ class Life:
         upto = self.end if gone is None else min(gone, self.end)
         best = (-1, "")
         last = None
-        told, waited = self.plan["hang"] or (None, 0)
+        hang_t, waited = self.plan["hang"] or (None, 0)
         for begin, end, name, depth, number in worker.truth:
-            heard = max(t for t, _ in worker.events) + self.offset
-            stood = upto if told is None else max(min(upto, max(told - waited, heard)), begin + self.offset)
+            last_t = max(t for t, _ in worker.events) + self.offset
+            stood = upto if hang_t is None else max(min(upto, max(hang_t - waited, last_t)), begin + self.offset)
             begin, end = begin + self.offset, stood if end is None else end + self.offset
             last = end if last is None else max(last, end)
             if begin <= tick < end and depth > best[0]:
@@ -575,11 +575,11 @@ class Life:
                 best = (depth, "rework" if lost else self.name(name))
         if best[1]:
             return best[1]
-        if told is not None and last is not None and tick >= last:
-            return "detection" if tick < told else "restart"
+        if hang_t is not None and last is not None and tick >= last:
+            return "detection" if tick < hang_t else "restart"
         stepped = any(name == "compute" for _, _, name, _, _ in worker.truth)
         violent = self.plan["exits"] and self.plan["code"] in (1, -9)
-        if told is None and (failed or violent) and stepped and tick >= last:
+        if hang_t is None and (failed or violent) and stepped and tick >= last:
             return "rework"
         for begin, end, name, depth, _ in self.agent.truth:
             if begin <= tick < end and depth > best[0]:

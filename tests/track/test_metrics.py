@@ -107,10 +107,10 @@ def test_history_matches_a_replay_of_events(plan):
     """Replay: each attempt first undoes what lies behind its start, then does its steps one after the other."""
     replayed: dict[int, tuple[int, int]] = {}
     records = []
-    for number, (resumed, count, told) in enumerate(plan, 1):
+    for number, (resumed, count, recorded) in enumerate(plan, 1):
         start = resumed if resumed is not None else 0
         events = []
-        if resumed is not None and told:
+        if resumed is not None and recorded:
             events.append({"kind": "resumed", "t": 0, "step": resumed})
             replayed = {at: value for at, value in replayed.items() if at <= resumed}
         for at in range(start + 1, start + count + 1):
@@ -118,9 +118,9 @@ def test_history_matches_a_replay_of_events(plan):
             replayed[at] = (number, at)
         records.append(Record(Header(number, "rank-0"), events))
         records.append(Record(Header(number, "rank-1"), [{"kind": "step", "t": 0, "step": 99}]))
-    found = history(records)
-    assert {event["step"]: event["who"] for event in found} == replayed
-    assert [event["step"] for event in found] == sorted(replayed)
+    kept = history(records)
+    assert {event["step"]: event["who"] for event in kept} == replayed
+    assert [event["step"] for event in kept] == sorted(replayed)
 
 
 plain = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**53), 2**53), st.none())

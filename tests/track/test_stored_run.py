@@ -65,8 +65,8 @@ def test_stored_run_resumes_to_the_recorded_chain_and_digest(stored: Path, make_
     resumed = make_lab(stored).resume(run, *settings)
     assert (resumed.outcome.state, uninterrupted.outcome.state) == ("finished", "finished"), resumed.outcome
     assert {record.header.attempt for record in read_run(run)} == {1, 2, 3}
-    for lived in (resumed, uninterrupted):
-        steps, losses = read_metric(lived.run, "loss")
+    for run_result in (resumed, uninterrupted):
+        steps, losses = read_metric(run_result.run, "loss")
         assert steps.tolist() == list(range(1, expected["steps"] + 1))
         assert losses == pytest.approx(expected["losses"], rel=1e-4)
     same_machine = uninterrupted.events("step")[5]["chain"] == EXPECTED["report"]["exact"]["chain"]

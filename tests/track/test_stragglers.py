@@ -12,34 +12,34 @@ STEP = 100 * MS
 UPTIME = 86_400 * 10**9
 
 
-def made(late: dict[int, list[int]], forward: dict[int, list[int]] | None = None) -> dict[int, list[Arrival]]:
+def make_arrivals(late: dict[int, list[int]], forward: dict[int, list[int]] | None = None) -> dict[int, list[Arrival]]:
     """Steps of 100 ms; each rank's data is so many ms late, and its forward pass takes so many."""
-    found = {}
+    arrivals = {}
     for rank, own in late.items():
         takes = forward[rank] if forward else [30] * len(own)
-        found[rank] = [
+        arrivals[rank] = [
             Arrival(step, UPTIME + step * STEP + behind * MS, UPTIME + step * STEP + (behind + length) * MS)
             for step, (behind, length) in enumerate(zip(own, takes, strict=True), 1)
         ]
-    return found
+    return arrivals
 
 
 def test_worker_with_late_data_is_the_straggler() -> None:
-    found = straggler(made({0: [0] * 20, 1: [10] * 20, 2: [1] * 20}))
+    result = straggler(make_arrivals({0: [0] * 20, 1: [10] * 20, 2: [1] * 20}))
     # 10 ms after the first and 9 after the last of the two others: 9.5 after their median, of steps of 100 ms
-    assert found == Straggler(1, pytest.approx(0.095), "data", 20)
+    assert result == Straggler(1, pytest.approx(0.095), "data", 20)
 
 
-@pytest.mark.parametrize(("late", "found"), [(4, False), (5, False), (6, True)])
-def test_straggler_must_be_late_by_a_twentieth_of_a_step(late: int, found: bool) -> None:
-    assert (straggler(made({0: [0] * 20, 1: [late] * 20})) is not None) == found
+@pytest.mark.parametrize(("late", "expected"), [(4, False), (5, False), (6, True)])
+def test_straggler_must_be_late_by_a_twentieth_of_a_step(late: int, expected: bool) -> None:
+    assert (straggler(make_arrivals({0: [0] * 20, 1: [late] * 20})) is not None) == expected
 
 
-@pytest.mark.parametrize(("times", "found"), [(15, False), (16, True), (20, True)])
-def test_straggler_must_be_last_in_four_of_five_steps(times: int, found: bool) -> None:
+@pytest.mark.parametrize(("times", "expected"), [(15, False), (16, True), (20, True)])
+def test_straggler_must_be_last_in_four_of_five_steps(times: int, expected: bool) -> None:
     late = [30] * times + [0] * (20 - times)
-    result = straggler(made({0: [1] * 20, 1: late}))
-    assert (result is not None) == found
+    result = straggler(make_arrivals({0: [1] * 20, 1: late}))
+    assert (result is not None) == expected
     if result is not None:
         assert (result.rank, result.steps, result.share) == (1, times, pytest.approx(0.29))
 
@@ -47,11 +47,11 @@ def test_straggler_must_be_last_in_four_of_five_steps(times: int, found: bool) -
 def test_only_the_last_rank_counts() -> None:
     """Two that take turns at being last are each late in every step, and nobody is the straggler."""
     turns = [30 if step % 2 else 20 for step in range(20)]
-    assert straggler(made({0: [0] * 20, 1: [0] * 20, 2: turns, 3: [50 - late for late in turns]})) is None
+    assert straggler(make_arrivals({0: [0] * 20, 1: [0] * 20, 2: turns, 3: [50 - late for late in turns]})) is None
 
 
 def test_enough_steps_must_be_common_to_all_ranks() -> None:
-    arrivals = made({0: [0] * 25, 1: [10] * 25})
+    arrivals = make_arrivals({0: [0] * 25, 1: [10] * 25})
     assert straggler({rank: own[:19] for rank, own in arrivals.items()}) is None
     assert straggler({0: arrivals[0][:22], 1: arrivals[1][3:]}) is None  # 19 common ones
     assert straggler({0: arrivals[0][:23], 1: arrivals[1][3:]}) is not None
@@ -64,41 +64,43 @@ def test_enough_steps_must_be_common_to_all_ranks() -> None:
 
 
 def test_only_recent_steps_count() -> None:
-    mended = made({0: [0] * 60, 1: [30] * 40 + [0] * 20})
+    mended = make_arrivals({0: [0] * 60, 1: [30] * 40 + [0] * 20})
     assert straggler(mended) is None
-    fresh = made({0: [0] * 60, 1: [0] * 40 + [30] * 20})
+    fresh = make_arrivals({0: [0] * 60, 1: [0] * 40 + [30] * 20})
     assert straggler(fresh) == Straggler(1, pytest.approx(0.3, abs=0.01), "data", 20)
 
 
 def test_step_time_is_from_data_to_data() -> None:
     """Two of three steps are missing, but for the first: gaps of three steps tell nothing of how long one takes."""
-    whole = made({0: [0] * 60, 1: [8] * 60})
-    holes = {rank: [one for one in own if one.step % 3 == 0 or one.step < 3] for rank, own in whole.items()}
+    whole = make_arrivals({0: [0] * 60, 1: [8] * 60})
+    holes = {
+        rank: [arrival for arrival in own if arrival.step % 3 == 0 or arrival.step < 3] for rank, own in whole.items()
+    }
     assert straggler(holes) == Straggler(1, pytest.approx(0.08), "data", 20)
 
 
 def test_replica_with_long_forward_pass_is_the_straggler() -> None:
-    arrivals = made({0: [0] * 20, 1: [0] * 20}, {0: [30] * 20, 1: [50] * 20})
+    arrivals = make_arrivals({0: [0] * 20, 1: [0] * 20}, {0: [30] * 20, 1: [50] * 20})
     assert straggler(arrivals) == Straggler(1, pytest.approx(0.2), "forward", 20)
 
 
 def test_costlier_of_two_delays_is_reported() -> None:
     # 1 has its data 15 ms later; 0 takes 25 ms longer then, and is done 10 ms later
-    arrivals = made({0: [0] * 20, 1: [15] * 20}, {0: [55] * 20, 1: [30] * 20})
+    arrivals = make_arrivals({0: [0] * 20, 1: [15] * 20}, {0: [55] * 20, 1: [30] * 20})
     assert straggler(arrivals) == Straggler(1, pytest.approx(0.15), "data", 20)
     # 0 takes 50 ms longer, and is done 40 ms later
-    arrivals = made({0: [0] * 20, 1: [10] * 20}, {0: [80] * 20, 1: [30] * 20})
+    arrivals = make_arrivals({0: [0] * 20, 1: [10] * 20}, {0: [80] * 20, 1: [30] * 20})
     assert straggler(arrivals) == Straggler(0, pytest.approx(0.4), "forward", 20)
 
 
 def test_data_delays_are_found_without_forward_marks() -> None:
-    arrivals = made({0: [0] * 20, 1: [10] * 20})
-    bare = {rank: [Arrival(one.step, one.data_ns, 0) for one in own] for rank, own in arrivals.items()}
-    found = straggler(bare)
-    assert found is not None
-    assert found.what == "data"
-    alike = made({0: [0] * 20, 1: [0] * 20})
-    assert straggler({0: alike[0], 1: [Arrival(one.step, one.data_ns, 0) for one in alike[1]]}) is None
+    arrivals = make_arrivals({0: [0] * 20, 1: [10] * 20})
+    bare = {rank: [Arrival(arrival.step, arrival.data_ns, 0) for arrival in own] for rank, own in arrivals.items()}
+    result = straggler(bare)
+    assert result is not None
+    assert result.what == "data"
+    alike = make_arrivals({0: [0] * 20, 1: [0] * 20})
+    assert straggler({0: alike[0], 1: [Arrival(arrival.step, arrival.data_ns, 0) for arrival in alike[1]]}) is None
 
 
 # -- simulations
@@ -120,7 +122,7 @@ def simulate(
     Copies wait for each other at the end of a step; shards before each block as well; stages for the one before them.
     """
     chance = random.Random(seed)
-    found: dict[int, list[Arrival]] = {rank: [] for rank in range(ranks)}
+    arrivals: dict[int, list[Arrival]] = {rank: [] for rank in range(ranks)}
     begin = 1000.0
     for step in range(1, steps + 1):
         ready = [begin + 2 + (data or {}).get(rank, 0) + abs(chance.gauss(0, noise)) for rank in range(ranks)]
@@ -134,9 +136,9 @@ def simulate(
             at = [t + 4 + (block or {}).get(rank, 0) + abs(chance.gauss(0, noise)) for rank, t in enumerate(at)]
         for rank in range(ranks):
             moments = (round(t * MS) for t in (ready[rank], at[rank]))
-            found[rank].append(Arrival(step, *moments))
+            arrivals[rank].append(Arrival(step, *moments))
         begin = max(at) + 8 * blocks
-    return found
+    return arrivals
 
 
 @pytest.mark.parametrize("mesh", ["copies", "shards"])
@@ -151,10 +153,10 @@ def test_no_straggler_among_equal_ranks(mesh: str, ranks: int) -> None:
 def test_late_data_is_not_blamed_on_waiting_ranks(mesh: str, ranks: int) -> None:
     """On shards the others' forward passes are as much longer as they waited."""
     for slow in range(ranks):
-        found = straggler(simulate(ranks, {slow: 30}, mesh=mesh, seed=slow))
+        result = straggler(simulate(ranks, {slow: 30}, mesh=mesh, seed=slow))
         # a step of 2 + 30 + 12 * 8 ms
-        assert found is not None
-        assert (found.rank, found.what, found.share) == (slow, "data", pytest.approx(30 / 128, abs=0.02))
+        assert result is not None
+        assert (result.rank, result.what, result.share) == (slow, "data", pytest.approx(30 / 128, abs=0.02))
 
 
 def test_slow_blocks_show_fully_on_replicas_and_by_one_block_on_shards() -> None:
@@ -181,10 +183,13 @@ def test_pipeline_stages_are_not_compared_with_each_other() -> None:
 def test_ranks_of_one_stage_are_compared() -> None:
     """Ranks 0 and 1 are the first stage, 2 and 3 the second; 3 is slower than 2."""
     first, second = simulate(2), simulate(2, block={1: 6})
-    later = [[Arrival(one.step, one.data_ns, one.forward_ns + 40 * MS) for one in second[rank]] for rank in (0, 1)]
-    found = straggler({0: first[0], 1: first[1], 2: later[0], 3: later[1]}, stages=2)
-    assert found is not None
-    assert (found.rank, found.what) == (3, "forward")
+    later = [
+        [Arrival(arrival.step, arrival.data_ns, arrival.forward_ns + 40 * MS) for arrival in second[rank]]
+        for rank in (0, 1)
+    ]
+    result = straggler({0: first[0], 1: first[1], 2: later[0], 3: later[1]}, stages=2)
+    assert result is not None
+    assert (result.rank, result.what) == (3, "forward")
 
 
 def test_straggler_from_written_heartbeats() -> None:
@@ -197,7 +202,7 @@ def test_straggler_from_written_heartbeats() -> None:
             beat.forward()
     arrivals = {rank: pulses.arrivals(rank) for rank in range(2)}
     pulses.close()
-    slow = [Arrival(one.step, one.data_ns + 10**9, one.forward_ns + 10**9) for one in arrivals[1]]
-    found = straggler({0: arrivals[0], 1: slow})
-    assert found is not None
-    assert (found.rank, found.what) == (1, "data")
+    slow = [Arrival(arrival.step, arrival.data_ns + 10**9, arrival.forward_ns + 10**9) for arrival in arrivals[1]]
+    result = straggler({0: arrivals[0], 1: slow})
+    assert result is not None
+    assert (result.rank, result.what) == (1, "data")

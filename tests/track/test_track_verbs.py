@@ -145,8 +145,8 @@ def test_report_says_whether_silent_corruption_is_detectable(tmp_path, environme
         for step in compared:
             worker.event("replicas", step=step, digest="0" * 16)
     text = call(tmp_path, "report", "demo").output
-    told = [row.removeprefix("silent corruption: ") for row in text.splitlines() if row.startswith("silent")]
-    assert told == ([] if line is None else [line])
+    lines = [row.removeprefix("silent corruption: ") for row in text.splitlines() if row.startswith("silent")]
+    assert lines == ([] if line is None else [line])
     document = json.loads(call(tmp_path, "report", "demo", "--json").output)["replicas"]
     keys = ["copies", "compared", "last_step"]
     assert document == (None if replicas is None else dict(zip(keys, replicas, strict=True)))
@@ -230,8 +230,8 @@ def test_report_of_run_without_records(tmp_path):
 def test_metrics_prints_steps_and_values(tmp_path):
     make_run(tmp_path, "demo", attempts=2)
     assert call(tmp_path, "metrics", "demo").output == "".join(f"{step} 4\n" for step in range(1, 6))
-    found = json.loads(call(tmp_path, "metrics", "demo", "--key", "step_s", "--json").output)
-    assert found == {"run": "demo", "key": "step_s", "steps": [1, 2, 3, 4, 5], "values": [2.0] * 5}
+    document = json.loads(call(tmp_path, "metrics", "demo", "--key", "step_s", "--json").output)
+    assert document == {"run": "demo", "key": "step_s", "steps": [1, 2, 3, 4, 5], "values": [2.0] * 5}
     assert isinstance(call(tmp_path, "metrics", "demo", "--key", "nope").exception, UsageError)
 
 
@@ -359,6 +359,11 @@ def test_diff_exits_0_when_equal_else_1(tmp_path):
     assert (same.exit_code, same.output) == (0, "a and b: equal: 3 common steps, 1 common checkpoints\n")
     other = call(tmp_path, "diff", "a", "c", "--json")
     assert other.exit_code == 1
-    found = json.loads(other.output)
-    assert (found["runs"], found["equal"], found["step"], found["differs"]) == (["a", "c"], False, 1, ["loss"])
+    document = json.loads(other.output)
+    assert (document["runs"], document["equal"], document["step"], document["differs"]) == (
+        ["a", "c"],
+        False,
+        1,
+        ["loss"],
+    )
     assert "diverge at step 1" in call(tmp_path, "diff", "a", "c").output

@@ -36,7 +36,7 @@ def cursors(lived: Lived) -> list[int]:
     [{"parallel.shard": 2}, pytest.param({"parallel.tensor": 2, "parallel.shard": 1}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_what_is_no_number_stops_all_workers_and_is_not_saved(lab: Lab, recipe, mesh: dict[str, int]) -> None:
+def test_non_finite_loss_stops_all_workers_and_is_not_saved(lab: Lab, recipe, mesh: dict[str, int]) -> None:
     shape = {"model.heads": 4, "model.kv_heads": 2}
     faults = FaultPlan().add("nan", point="collective", step=4, rank=1)
     lived = lab.train(recipe(SAVED | shape | mesh), workers=2, faults=faults)
@@ -54,7 +54,7 @@ def test_what_is_no_number_stops_all_workers_and_is_not_saved(lab: Lab, recipe, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("every", "kept"), [(1, [1, 2, 3]), (3, [3]), (5, []), (0, [])])
-def test_on_a_gpu_numbers_come_late_and_nothing_bad_is_saved(lab: Lab, recipe, every: int, kept: list[int]) -> None:
+def test_bad_step_is_not_saved_on_a_gpu_with_delayed_results(lab: Lab, recipe, every: int, kept: list[int]) -> None:
     settings = SAVED | {"train.device": "cuda", "train.steps": 12, "checkpoint.every_steps": every}
     faults = FaultPlan().add("nan", point="collective", step=4)
     lived = lab.train(recipe(settings), workers=1, faults=faults)
@@ -72,7 +72,7 @@ def passed_over(tmp_path_factory, make_lab, recipe) -> Lived:
 
 
 @pytest.mark.slow
-def test_samples_that_are_passed_over_are_not_seen(lab: Lab, recipe, passed_over: Lived) -> None:
+def test_skipped_samples_are_not_trained_on(lab: Lab, recipe, passed_over: Lived) -> None:
     assert cursors(passed_over) == [8, 16, 24, 40, 48]
     straight = lab.train(recipe(SAVED | {"checkpoint.every_steps": 0}), workers=2)
     assert cursors(straight) == [8, 16, 24, 32, 40]
@@ -88,11 +88,11 @@ ALWAYS = FaultPlan().add("nan", point="collective", rank=0, always=True, cursor=
 
 
 @pytest.mark.slow
-def test_numbers_that_always_go_wrong_are_passed_over_from_the_start(lab: Lab, recipe, passed_over: Lived) -> None:
+def test_samples_of_recurring_bad_step_are_skipped_from_the_start(lab: Lab, recipe, passed_over: Lived) -> None:
     assert_same(lab.train(recipe(SAVED | {"data.skip": [[24, 32]]}), workers=2, faults=ALWAYS), passed_over)
 
 
-def test_numbers_that_always_go_wrong_are_passed_over(lab: Lab, recipe, passed_over: Lived) -> None:
+def test_samples_of_recurring_bad_step_are_skipped(lab: Lab, recipe, passed_over: Lived) -> None:
     """By a run that met them and was resumed with the list."""
     failed = lab.train(recipe(SAVED), workers=2, faults=ALWAYS)
     assert failed.outcome.state == "failed"
@@ -105,7 +105,7 @@ def test_numbers_that_always_go_wrong_are_passed_over(lab: Lab, recipe, passed_o
     assert lived.events("resumed")[-1]["step"] == 3
 
 
-def test_a_loss_that_rises_is_found_where_it_does(lab: Lab, recipe) -> None:
+def test_loss_spike_is_detected_at_its_step(lab: Lab, recipe) -> None:
     """The truth is the first rise by more than a thousandth, in a run that nobody watches."""
     settings = {"train.steps": 20, "train.lr": 1e-4, "health.spike_z": 0}
     losses = [event["loss"] for event in lab.train(recipe(settings)).events("step")]
@@ -120,7 +120,7 @@ def test_a_loss_that_rises_is_found_where_it_does(lab: Lab, recipe) -> None:
 
 
 @pytest.mark.slow
-def test_a_spike_that_comes_again_is_known_again_and_taken_as_it_is(lab: Lab, recipe) -> None:
+def test_recurring_spike_is_recognized_and_accepted(lab: Lab, recipe) -> None:
     """A line between the two steepest rises lets one spike through; an attempt that begins right before it has no
     losses of its own to hold it against."""
     settings = {"train.steps": 12, "train.lr": 1e-4, "health.spike_z": 0}
@@ -154,7 +154,7 @@ def saved_value(lived: Lived, step: int, tensor: str, place: int) -> float:
     ("every", "saves", "step", "agreed"),
     [(2, 0, 4, 2), (100, 1, 3, 2), pytest.param(100, 0, 5, 0, marks=pytest.mark.slow)],
 )
-def test_a_flipped_bit_is_found_before_anything_is_saved(
+def test_flipped_bit_is_detected_before_a_save(
     lab: Lab, recipe, copied: Lived, every: int, saves: int, step: int, agreed: int
 ) -> None:
     """And its replica is known by what a run without it has in the same place."""
@@ -173,7 +173,7 @@ def test_a_flipped_bit_is_found_before_anything_is_saved(
     assert saved(lived) == list(range(1, step)) * saves
 
 
-def test_comparing_changes_nothing(lab: Lab, recipe, copied: Lived) -> None:
+def test_replica_comparison_does_not_change_results(lab: Lab, recipe, copied: Lived) -> None:
     not_compared = lab.train(recipe(SAVED | COPIES | {"health.compare_every_steps": 0}), workers=2)
     assert_same(copied, not_compared)
     assert [event["step"] for event in copied.events("replicas")] == [1, 2, 3, 4, 5]

@@ -119,7 +119,7 @@ RARE = ("replicate 2, untied", "tensor 2, untied", "pipeline 2, untied", "shard 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in MESHES]
 )
-def test_a_mesh_computes_what_a_bare_loop_computes(name: str, own: Lab, make: Any, bare: Any) -> None:
+def test_custom_model_on_a_mesh_equals_a_plain_loop(name: str, own: Lab, make: Any, bare: Any) -> None:
     mesh, tied = MESHES[name]
     workers = math.prod(mesh.values())
     recipe = make(args=ARGS | {"tied": tied}, **({"parallel": mesh} if mesh else {}))
@@ -130,7 +130,7 @@ def test_a_mesh_computes_what_a_bare_loop_computes(name: str, own: Lab, make: An
 
 
 @pytest.mark.slow
-def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
+def test_sequence_parallel_custom_model_equals_plain(own: Lab, make: Any, bare: Any) -> None:
     layout = LAYOUT | {
         "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
         "whole": ["blocks.*.attn", "blocks.*.mlp"],
@@ -142,7 +142,7 @@ def test_by_sequence_computes_the_same(own: Lab, make: Any, bare: Any) -> None:
     assert "does not say what embed.pos.weight sees of them" in refused.outcome.reason
 
 
-def test_the_first_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
+def test_initial_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
     lived = own.train(make(train__steps=1), workers=1)
     initial = lived.run.path / "initial" / "step-00000000"
     torch.manual_seed(3)
@@ -163,7 +163,7 @@ def test_the_first_weights_are_those_of_the_constructor(own: Lab, make: Any) -> 
         pytest.param("Tiny", ARGS, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_resumes_bit_for_bit(own: Lab, make: Any, name: str, args: dict[str, Any], workers: int) -> None:
+def test_killed_run_resumes_bit_for_bit(own: Lab, make: Any, name: str, args: dict[str, Any], workers: int) -> None:
     recipe = make(name, args, train__steps=3, checkpoint__every_steps=2, eval__every_steps=2, eval__windows=4)
     unharmed = own.train(recipe, workers=workers)
     killed = own.train(recipe, workers=workers, faults=FaultPlan().kill(3, rank=workers - 1))
@@ -175,7 +175,7 @@ def test_a_killed_run_resumes_bit_for_bit(own: Lab, make: Any, name: str, args: 
 
 
 @pytest.mark.slow
-def test_another_mesh_and_another_run_take_a_state_over(own: Lab, make: Any, bare: Any) -> None:
+def test_state_of_custom_model_is_restored_on_another_mesh_and_run(own: Lab, make: Any, bare: Any) -> None:
     first = own.train(make(train__steps=2), workers=1)
     resumed = own.resume(first.run, f"train.steps={STEPS}", "parallel.tensor=2", workers=2)
     assert losses(resumed) == pytest.approx(bare(tied=True), rel=1e-5)
@@ -191,7 +191,7 @@ def test_another_mesh_and_another_run_take_a_state_over(own: Lab, make: Any, bar
         own.resume(first.run, "model.args.depth=2")
 
 
-def test_a_new_run_starts_from_the_weights_of_another(own: Lab, make: Any, recipe: Any) -> None:
+def test_new_run_starts_from_weights_of_another(own: Lab, make: Any, recipe: Any) -> None:
     first = own.train(make(train__steps=2), workers=1)
     weights = read_tensors(first.run.checkpoints / "step-00000002", "model/")
     model = {"class": "custom_models:Tiny", "init": first.run.name}
@@ -205,7 +205,7 @@ def test_a_new_run_starts_from_the_weights_of_another(own: Lab, make: Any, recip
         own.train(make(**{"model.init": str(own.root)}))
 
 
-def test_facts_count_what_is_multiplied(own: Lab, make: Any) -> None:
+def test_recorded_flops_count_multiplied_parameters(own: Lab, make: Any) -> None:
     block = 4 * (32 * 32 + 32) + (32 * 96 + 96) + (96 * 32 + 32) + 4 * 32
     body, table, positions = 3 * block + 2 * 32, VOCABULARY * 32, 32 * 32
     untied = count(custom_models.Tiny(**ARGS, tied=False), make())
@@ -234,7 +234,7 @@ def test_facts_count_what_is_multiplied(own: Lab, make: Any) -> None:
         ("Refuses", {}, "RuntimeError: not today", "headway logs"),
     ],
 )
-def test_a_class_that_cannot_train_is_told_in_one_sentence(
+def test_unusable_custom_class_is_reported_in_one_sentence(
     own: Lab, make: Any, name: str, args: dict[str, Any], message: str, hint: str
 ) -> None:
     lived = own.train(make(name, args=args), workers=2)
@@ -245,7 +245,7 @@ def test_a_class_that_cannot_train_is_told_in_one_sentence(
     assert not list(lived.run.events.glob("*-rank-*")), "no worker was started"
 
 
-def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: Lab, make: Any, tmp_path: Path) -> None:
+def test_stop_during_weight_initialization_is_immediate_and_resumable(own: Lab, make: Any, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
     when(flag.read_text, send(signal.SIGINT))
@@ -256,7 +256,7 @@ def test_a_stop_while_weights_are_drawn_ends_at_once_and_the_run_resumes(own: La
     assert own.resume(lived.run).outcome.state == "finished"
 
 
-def test_a_class_that_kills_its_process_is_told(own: Lab, make: Any, tmp_path: Path) -> None:
+def test_custom_class_that_kills_its_process_is_reported(own: Lab, make: Any, tmp_path: Path) -> None:
     lived = own.train(make("Kills", args={}), workers=1)
     assert lived.outcome.state == "failed"
     assert "the process that draws the weights was killed by signal 9" in lived.outcome.reason
@@ -270,7 +270,7 @@ def test_a_class_that_kills_its_process_is_told(own: Lab, make: Any, tmp_path: P
         ("OneBlockTwice", "blocks.0.norm1.weight and blocks.1.norm1.weight are one parameter"),
     ],
 )
-def test_what_only_one_worker_can_train_is_refused_to_several(own: Lab, make: Any, name: str, message: str) -> None:
+def test_parameters_tied_across_blocks_need_one_worker(own: Lab, make: Any, name: str, message: str) -> None:
     with torch.device("meta"):
         model = getattr(custom_models, name)(VOCABULARY)
     for layout in (None, ModelLayout(**LAYOUT)):
@@ -284,7 +284,7 @@ def test_what_only_one_worker_can_train_is_refused_to_several(own: Lab, make: An
         assert message in own.train(recipe, workers=2).outcome.reason
 
 
-def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -> None:
+def test_decoder_only_features_refuse_custom_classes(own: Lab, make: Any, tmp_path: Path) -> None:
     run = own.train(make(train__steps=1)).run
     checkpoint = run.checkpoints / "step-00000001"
     with pytest.raises(ModelError, match="only built-in model families can be sampled"):
@@ -310,7 +310,7 @@ def test_what_knows_decoders_only_says_so(own: Lab, make: Any, tmp_path: Path) -
         ({"rows": []}, 2, "does not say how to split Tiny", "own-models.md"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, message: str, hint: str) -> None:
+def test_invalid_layout_is_refused(change: dict[str, Any], size: int, message: str, hint: str) -> None:
     with torch.device("meta"):
         model = custom_models.Tiny(**ARGS)
     with pytest.raises(ModelError) as caught:
@@ -330,7 +330,7 @@ def test_a_layout_that_does_not_fit_is_told(change: dict[str, Any], size: int, m
         ({"last": ["norm", "head", "embed"]}, (2, 1), "embed in both first and last"),
     ],
 )
-def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
+def test_invalid_pipeline_split_is_refused(change: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
     with torch.device("meta"):
         model = custom_models.Tiny(**ARGS)
     with pytest.raises(ModelError) as caught:
@@ -338,7 +338,7 @@ def test_a_pipeline_that_does_not_fit_is_told(change: dict[str, Any], counts: tu
     assert message in caught.value.message
 
 
-def test_a_layout_that_does_not_fit_ends_a_run_with_its_sentence(own: Lab, make: Any) -> None:
+def test_invalid_layout_fails_the_run_with_its_message(own: Lab, make: Any) -> None:
     layout = {**LAYOUT, "columns": ["blocks.*.attn.querys"]}
     recipe = make(parallel={"tensor": 2, "shard": 1}, **{"model.layout": layout})
     lived = own.train(recipe, workers=2)
@@ -347,7 +347,7 @@ def test_a_layout_that_does_not_fit_ends_a_run_with_its_sentence(own: Lab, make:
     assert "blocks.*.attn.q" in (lived.outcome.hint or "")
 
 
-def test_sequences_that_a_tensor_axis_cannot_share_out_are_told(own: Lab, make: Any) -> None:
+def test_indivisible_sequence_length_is_refused(own: Lab, make: Any) -> None:
     layout = LAYOUT | {
         "share": ["blocks.*.norm1", "blocks.*.norm2", "norm"],
         "whole": ["blocks.*.attn", "blocks.*.mlp"],
@@ -358,7 +358,7 @@ def test_sequences_that_a_tensor_axis_cannot_share_out_are_told(own: Lab, make: 
 
 
 @pytest.mark.slow
-def test_a_buffer_of_the_model_itself_is_saved_once_by_a_pipeline(own: Lab, make: Any) -> None:
+def test_top_level_buffer_is_saved_once_by_a_pipeline(own: Lab, make: Any) -> None:
     mesh = {"pipeline": 2, "shard": 1}
     recipe = make("WithACounter", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=LAYOUT, train__steps=2)
     lived = own.train(recipe, workers=2)
@@ -366,7 +366,7 @@ def test_a_buffer_of_the_model_itself_is_saved_once_by_a_pipeline(own: Lab, make
     assert own.resume(lived.run, "train.steps=3").outcome.state == "finished"
 
 
-def test_positions_that_every_stage_would_add_are_refused(own: Lab, make: Any) -> None:
+def test_positions_added_by_every_stage_are_refused(own: Lab, make: Any) -> None:
     layout = {"blocks": "blocks", "first": ["tok", "pos"], "last": ["head"]}
     mesh = {"pipeline": 2, "shard": 1}
     recipe = make("PositionsOutside", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=layout)

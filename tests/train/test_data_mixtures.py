@@ -51,7 +51,7 @@ def unharmed(tmp_path_factory, make_lab, mixed):
 
 
 @pytest.mark.parametrize("kills", [(5,), pytest.param((2, 5, 8), marks=pytest.mark.slow)])
-def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, unharmed, kills):
+def test_killed_around_a_weight_change_and_resumed_is_exact(lab, mixed, unharmed, kills):
     lived = lab.train(mixed(), workers=2, faults=FaultPlan().kill(kills[0], 1, "data"))
     for number, step in enumerate(kills[1:], start=2):
         assert lived.outcome.state == "failed"
@@ -62,7 +62,7 @@ def test_killed_before_at_and_after_a_change_of_weights_and_resumed(lab, mixed, 
     assert_same(lived, unharmed)
 
 
-def test_another_number_of_workers_sees_the_same_samples(lab, mixed, unharmed):
+def test_samples_do_not_depend_on_number_of_workers(lab, mixed, unharmed):
     alone = lab.train(mixed(), workers=1)
     assert alone.outcome.state == "finished", alone.outcome
     losses = [event["loss"] for event in unharmed.events("step")]
@@ -70,7 +70,7 @@ def test_another_number_of_workers_sees_the_same_samples(lab, mixed, unharmed):
     assert [event["cursor"] for event in alone.events("step")] == [4, 8, 12, 20, 28, 36, 44, 52, 60]
 
 
-def test_evaluations_record_each_data_sets_loss_and_epochs(unharmed):
+def test_evaluation_records_loss_and_epochs_per_dataset(unharmed):
     evaluations = unharmed.events("eval")
     assert [event["step"] for event in evaluations] == [3, 6, 9]
     for event in evaluations:
@@ -90,7 +90,7 @@ def training_windows(path):
     return windows - max(windows // 100, 1)
 
 
-def test_the_runs_recipe_is_pinned_and_weights_cannot_change(lab, unharmed):
+def test_run_pins_dataset_versions_and_weights_cannot_change(lab, unharmed):
     data = read_recipe(unharmed.run).data
     assert data.path is None
     assert all(part.version for part in data.mixture.values())
@@ -99,7 +99,7 @@ def test_the_runs_recipe_is_pinned_and_weights_cannot_change(lab, unharmed):
     assert "train --from" in error.value.hint
 
 
-def test_a_mixture_of_one_trains_as_that_data_set_alone(lab, mixed, dataset):
+def test_mixture_of_one_equals_that_dataset_alone(lab, mixed, dataset):
     """Rows of a step are dealt out by lot, so that losses agree up to the order of their sums."""
     values = mixed(batch_ramp=[], steps=4).model_dump()
     alone, one = dict(values["data"]), dict(values["data"])

@@ -80,11 +80,11 @@ def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed) 
 
 
 @pytest.mark.slow
-def test_the_same_recipe_twice_is_equal(lab, recipe, unharmed) -> None:
+def test_same_recipe_twice_gives_equal_runs(lab, recipe, unharmed) -> None:
     assert_equal(lab.train(recipe(SETTINGS), workers=2), unharmed)
 
 
-def test_another_seed_is_not_equal(lab, recipe, unharmed) -> None:
+def test_another_seed_gives_another_run(lab, recipe, unharmed) -> None:
     other = lab.train(recipe(SETTINGS | {"seed": 5, "train.steps": 2}), workers=2)
     comparison = compare_runs(other.run, unharmed.run)
     assert not comparison.equal
@@ -92,14 +92,14 @@ def test_another_seed_is_not_equal(lab, recipe, unharmed) -> None:
 
 
 @pytest.mark.slow
-def test_when_it_is_saved_changes_nothing(lab, recipe, unharmed) -> None:
+def test_save_schedule_does_not_change_results(lab, recipe, unharmed) -> None:
     lived = lab.train(recipe(SETTINGS | {"checkpoint.every_steps": 5, "eval.every_steps": 0}), workers=2)
     assert lived.chain == unharmed.chain
     assert lived.digest == unharmed.digest
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_other_workers_take_over_a_state_exactly_and_then_go_on_closely(
+def test_state_is_resharded_exactly_and_training_continues_closely(
     lab, recipe, unharmed, before: int, after: int
 ) -> None:
     killed = lab.train(recipe(SETTINGS), workers=before, faults=FaultPlan().kill(7))
@@ -110,7 +110,7 @@ def test_other_workers_take_over_a_state_exactly_and_then_go_on_closely(
     assert ours == pytest.approx({event["step"]: event["loss"] for event in unharmed.events("step")}, rel=1e-4)
 
 
-def test_a_branch_from_a_step_repeats_the_run_it_left(make_lab, recipe, unharmed) -> None:
+def test_fork_from_a_step_repeats_the_original_run(make_lab, recipe, unharmed) -> None:
     branch = make_lab(unharmed.run.path.parent).train(recipe(SETTINGS), workers=2, origin=f"{unharmed.run.name}@6")
     assert branch.outcome.state == "finished", branch.outcome
     assert branch.events("resumed")[0]["step"] == 6

@@ -35,7 +35,7 @@ def bias_at(run: RunFolder, step: int) -> Tensor:
     return read_tensors(find_checkpoint(run.checkpoints, step))[BIAS]
 
 
-def test_a_killed_run_goes_on_with_its_biases(lab, recipe, unharmed) -> None:
+def test_killed_run_resumes_with_its_routing_biases(lab, recipe, unharmed) -> None:
     killed = lab.train(recipe(SETTINGS), faults=FaultPlan().kill(5, None, "compute"))
     assert killed.outcome.state == "failed"
     resumed = lab.resume(killed.run)
@@ -44,7 +44,7 @@ def test_a_killed_run_goes_on_with_its_biases(lab, recipe, unharmed) -> None:
     assert torch.equal(bias_at(resumed.run, STEPS), bias_at(unharmed.run, STEPS))
 
 
-def test_every_step_moves_a_bias_by_its_rate_or_not_at_all(unharmed) -> None:
+def test_every_step_changes_a_routing_bias_by_its_rate_or_not(unharmed) -> None:
     before, after = bias_at(unharmed.run, 3), bias_at(unharmed.run, STEPS)
     assert after.dtype == torch.float32
     for bias, steps in ((before, 3), (after, STEPS)):
@@ -55,7 +55,7 @@ def test_every_step_moves_a_bias_by_its_rate_or_not_at_all(unharmed) -> None:
 
 
 @pytest.mark.slow
-def test_biases_count_tokens_of_all_workers_and_go_on_with_other_workers(lab, recipe, unharmed) -> None:
+def test_routing_biases_count_all_workers_and_survive_resharding(lab, recipe, unharmed) -> None:
     # One step, so that no rounding of other sums can have sent a token elsewhere.
     once = SETTINGS | {"train.steps": 1, "train.warmup_steps": 0}
     alone, shared = lab.train(recipe(once)), lab.train(recipe(once), workers=2)
@@ -67,14 +67,14 @@ def test_biases_count_tokens_of_all_workers_and_go_on_with_other_workers(lab, re
     assert ((bias_at(fewer.run, 2) - bias_at(shared.run, 1)).abs() <= RATE).all()
 
 
-def test_a_run_without_balance_is_another(lab, recipe, unharmed) -> None:
+def test_run_without_balancing_differs(lab, recipe, unharmed) -> None:
     idle = lab.train(recipe(SETTINGS | {"model.balance_rate": 0.0}))
     assert not bias_at(idle.run, STEPS).any()
     assert idle.events("step")[0]["chain"] == unharmed.events("step")[0]["chain"]
     assert idle.chain != unharmed.chain
 
 
-def test_an_exported_folder_has_the_biases(unharmed, tmp_path: Path) -> None:
+def test_exported_folder_has_routing_biases(unharmed, tmp_path: Path) -> None:
     model = read_recipe(unharmed.run).model
     checkpoint = open_checkpoint(find_checkpoint(unharmed.run.checkpoints, STEPS))
     write_folder(tmp_path / "out", model, saved_weights(checkpoint, model.tensors() | model.buffers()))

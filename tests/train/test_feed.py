@@ -25,7 +25,7 @@ def loader(dataset, **options):
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_tensors_are_what_the_loader_reads(dataset, masks):
+def test_device_batches_equal_loader_batches(dataset, masks):
     feed = DeviceFeed(loader(dataset, mask_boundaries=masks, documents=True), torch.device("cpu"))
     plain = loader(dataset, mask_boundaries=masks, documents=True)
     for cursor in range(0, 3 * TURNS * BATCH, BATCH):
@@ -37,7 +37,7 @@ def test_tensors_are_what_the_loader_reads(dataset, masks):
         assert fed.trained == want.trained
 
 
-def test_documents_are_good_until_their_buffers_turn_comes_again(dataset):
+def test_document_buffers_are_valid_until_reused(dataset):
     feed = DeviceFeed(loader(dataset, documents=True), torch.device("cpu"))
     read = [feed.read(step * BATCH) for step in range(TURNS)]
     kept = [(fed.inputs.clone(), fed.documents.clone()) for fed in read]
@@ -48,12 +48,12 @@ def test_documents_are_good_until_their_buffers_turn_comes_again(dataset):
         assert documents.tolist() == feed_again.read(step * BATCH).documents.tolist()
 
 
-def test_who_does_not_ask_gets_none(dataset):
+def test_documents_are_none_unless_requested(dataset):
     assert DeviceFeed(loader(dataset), torch.device("cpu")).read(0).documents is None
 
 
 @pytest.mark.gpu
-def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
+def test_documents_are_copied_to_a_gpu_without_a_host_sync(dataset):
     feed = DeviceFeed(loader(dataset, documents=True), torch.device("cuda"))
     want = loader(dataset, documents=True)
     feed.read(0)
@@ -67,7 +67,7 @@ def test_documents_reach_a_gpu_without_the_host_waiting(dataset):
         assert fed.documents.tolist() == want.read(step * BATCH).documents.tolist()
 
 
-def test_a_smaller_batch_fills_the_first_rows_of_a_buffer(dataset):
+def test_smaller_batch_uses_first_rows_of_a_buffer(dataset):
     reader = WindowReader(dataset, SEQ, documents=True)
     split = split_dataset(dataset, SEQ, 0.1)
     feed = DeviceFeed(Loader(reader, split, 3, 8, rows=(4, 8)), torch.device("cpu"))

@@ -14,7 +14,7 @@ def losses(lived) -> list[float]:
     return [event["loss"] for event in lived.events("step")]
 
 
-def test_a_gpu_gives_the_losses_of_a_cpu(lab, recipe) -> None:
+def test_gpu_losses_match_cpu_losses(lab, recipe) -> None:
     settings = ON_GPU | {"eval.every_steps": 6, "eval.windows": 4}
     gpu = lab.train(recipe(settings), workers=1)
     cpu = lab.train(recipe(settings | {"train.device": "cpu"}), workers=1)
@@ -35,7 +35,7 @@ def test_killed_and_resumed_on_a_gpu_is_exact(lab, recipe, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_worker_killed_on_a_gpu_goes_on_from_memory_exactly(lab, recipe, dtype: str) -> None:
+def test_worker_killed_on_a_gpu_resumes_from_memory_exactly(lab, recipe, dtype: str) -> None:
     """Copies run beside the next step: what is restored must be what was there when they began."""
     settings = ON_GPU | {"train.dtype": dtype, "checkpoint.memory_every_steps": 1, "train.restarts": 3}
     unharmed = lab.train(recipe(settings | {"checkpoint.memory_every_steps": 0}), workers=1)
@@ -48,7 +48,7 @@ def test_a_worker_killed_on_a_gpu_goes_on_from_memory_exactly(lab, recipe, dtype
     assert compare_runs(lived.run, unharmed.run).equal
 
 
-def test_a_stall_on_a_gpu_is_found_where_it_was_put(lab, recipe) -> None:
+def test_injected_stall_on_a_gpu_is_charged_to_its_account(lab, recipe) -> None:
     settings = ON_GPU | {"train.steps": 30, "checkpoint.every_steps": 10}
     # in the first save: a later one is left out where the disk is still at work on the one before
     faults = FaultPlan().stall("data", 15, 1.0).stall("save", 10, 1.0)
@@ -71,7 +71,7 @@ def test_stopping_on_a_gpu_saves_the_last_step(lab, recipe) -> None:
 
 
 @pytest.mark.parametrize("batches", [{}, {"train.batch": 4, "train.batch_ramp": [[7, 8]], "train.microbatch": 2}])
-def test_passes_that_are_replayed_give_the_same_bits(lab, recipe, batches) -> None:
+def test_cuda_graph_replay_is_bitwise_equal(lab, recipe, batches) -> None:
     """Across a kill and a resume, and where the batch grows and is passed in parts."""
     settings = ON_GPU | batches | {"train.dtype": "bfloat16", "checkpoint.every_steps": 4}
     plain = lab.train(recipe(settings | {"train.cuda_graphs": False}), workers=1)
@@ -84,7 +84,7 @@ def test_passes_that_are_replayed_give_the_same_bits(lab, recipe, batches) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_in_the_backward_pass_give_the_same_bits(lab, recipe, dtype: str) -> None:
+def test_optimizer_in_backward_is_bitwise_equal(lab, recipe, dtype: str) -> None:
     settings = ON_GPU | {"train.dtype": dtype, "train.weights": dtype, "train.clip": 0.0}
     plain = lab.train(recipe(settings | {"train.cuda_graphs": False}), workers=1)
     early = lab.train(recipe(settings | {"train.update_in_backward": True}), workers=1)

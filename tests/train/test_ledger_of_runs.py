@@ -25,7 +25,7 @@ def seconds(run) -> dict[str, float]:
     [STALLS, pytest.param({"evaluation": "evaluation"}, marks=pytest.mark.slow)],
     ids=lambda stalls: " and ".join(stalls),
 )
-def test_stalls_are_found_where_they_were_put(lab, recipe, stalls: dict[str, str]) -> None:
+def test_injected_stalls_are_charged_to_their_accounts(lab, recipe, stalls: dict[str, str]) -> None:
     """All in one run, each in its own account."""
     settings = {"checkpoint.every_steps": 4, "eval.every_steps": 4, "eval.windows": 2}
     faults = FaultPlan()
@@ -52,7 +52,7 @@ def waited(run, rank: int, point: str) -> Iterator[float]:
     yield from (end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
 
 
-def test_a_kill_is_found_as_rework_and_restart(lab, recipe) -> None:
+def test_kill_is_charged_to_rework_and_restart(lab, recipe) -> None:
     """All from the checkpoint of step 4 to the kill is done twice; a stall of 2 s makes it large.
 
     A second one leaves time to write that step down before the kill.
@@ -87,7 +87,7 @@ def moment(run, attempt: int, process: str, kind: str, name: str | None = None, 
 
 
 @pytest.mark.slow
-def test_an_undisturbed_run_is_accounted_for(lab, recipe) -> None:
+def test_undisturbed_run_is_fully_accounted_for(lab, recipe) -> None:
     run = lab.train(recipe({"train.steps": 16, "checkpoint.every_steps": 8}), workers=WORKERS).run
     found = seconds(run)
     assert found["rework"] == found["restart"] == 0

@@ -68,7 +68,7 @@ def run_once(tmp_path_factory, make_lab, recipe) -> Callable[..., Lived]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if " 2 " in name else name for name in MESHES])
-def test_a_run_on_a_mesh_has_the_losses_of_one_worker(run_once, name: str) -> None:
+def test_run_on_a_mesh_has_the_losses_of_one_worker(run_once, name: str) -> None:
     layers = 4 if "interleaved" in name else 2
     lived, alone = run_once(name, layers), run_once(None, layers)
     assert losses(lived) == pytest.approx(losses(alone), rel=1e-4)
@@ -87,7 +87,7 @@ def test_a_run_on_a_mesh_has_the_losses_of_one_worker(run_once, name: str) -> No
     ],
     ids=["two workers", "four workers"],
 )
-def test_a_state_goes_from_mesh_to_mesh_and_the_loss_goes_on(lab, recipe, path: tuple[str, ...], layers: int) -> None:
+def test_state_moves_between_meshes_and_loss_continues(lab, recipe, path: tuple[str, ...], layers: int) -> None:
     """Each takes over the state of the one before; the first begins, the others do one and two steps more."""
     settings = {"train.schedule": "constant", "eval.every_steps": 0, "model.layers": layers}
     first = on(MESHES[path[0]], **settings, **{"train.steps": 2})
@@ -111,7 +111,7 @@ def test_a_state_goes_from_mesh_to_mesh_and_the_loss_goes_on(lab, recipe, path: 
     [("shard 2 tensor 2", "replicate 2 shard 2"), pytest.param(("tensor 2 pipeline 2",), marks=SLOW)],
     ids=" and ".join,
 )
-def test_a_mesh_writes_the_very_state_it_read(run_once, names: tuple[str, ...], offload: bool, tmp_path) -> None:
+def test_mesh_writes_exactly_the_state_it_read(run_once, names: tuple[str, ...], offload: bool, tmp_path) -> None:
     """One worker's last state, weights and moments, loaded by a mesh and written again: the digests are the same."""
     alone = run_once(None)
     recipes = {}
@@ -156,7 +156,7 @@ def load_and_save_by(rank: int, workers: int, recipe: Recipe, source: Path, fold
 
 
 @pytest.mark.slow
-def test_moments_in_the_hosts_memory_give_the_same_bits(lab, recipe, run_once) -> None:
+def test_offloaded_moments_are_bitwise_equal(lab, recipe, run_once) -> None:
     kept = run_once("shard 2")
     offloaded = lab.train(recipe(on(MESHES["shard 2"], **{"train.offload_optimizer": True})), workers=None)
     assert offloaded.outcome.state == "finished", offloaded.outcome

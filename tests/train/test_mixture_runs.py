@@ -26,7 +26,7 @@ def numbers(lived, key: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_bits(lab, recipe, unharmed) -> None:
+def test_killed_run_ends_bitwise_equal(lab, recipe, unharmed) -> None:
     killed = lab.train(recipe(SETTINGS), faults=FaultPlan().kill(5, None, "compute"))
     assert killed.outcome.state == "failed"
     resumed = lab.resume(killed.run)
@@ -34,7 +34,7 @@ def test_a_killed_run_ends_with_the_same_bits(lab, recipe, unharmed) -> None:
     assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
 
 
-def test_the_auxiliary_loss_counts_and_is_not_recorded(lab, recipe, unharmed) -> None:
+def test_auxiliary_loss_has_an_effect_and_is_not_recorded(lab, recipe, unharmed) -> None:
     without = lab.train(recipe(SETTINGS | {"model.balance": 0.0}))
     assert numbers(without, "loss")[0] == numbers(unharmed, "loss")[0]
     assert numbers(without, "grad_norm")[0] != numbers(unharmed, "grad_norm")[0]
@@ -55,6 +55,6 @@ def test_meshes_give_the_same_numbers(lab, recipe, mesh: dict[str, int | str]) -
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_a_tensor_axis_is_refused(lab, recipe, family: str) -> None:
+def test_tensor_axis_is_refused_for_experts(lab, recipe, family: str) -> None:
     with pytest.raises(RecipeError, match="experts"):
         lab.train(recipe({"model.family": family, "parallel.tensor": 2}), workers=2)

@@ -16,7 +16,7 @@ def feed(watch: NumericsMonitor, losses: list[float], first: int = 1) -> list[Ba
     return [watch.look(first + i, loss, 1.0) for i, loss in enumerate(losses)]
 
 
-def test_a_spike_worked_by_hand() -> None:
+def test_spike_by_hand() -> None:
     """Median 3, deviations 2 1 0 1 2: their median is 1. Two of 1.4826 above 3 is 5.9652."""
     for loss, bad in ((5.965, False), (5.966, True), (1e9, True)):
         watch = NumericsMonitor(Health(spike_z=2, spike_window=5))
@@ -29,7 +29,7 @@ def test_a_spike_worked_by_hand() -> None:
             assert found.z == pytest.approx((loss - 3) / 1.4826)
 
 
-def test_an_even_window_has_its_middle_between_two() -> None:
+def test_median_of_even_window_is_between_two() -> None:
     """Median 2.5, deviations 1.5 0.5 0.5 1.5: in the middle 1. At z = 10 the line is 2.5 + 14.826."""
     for loss, bad in ((17.32, False), (17.33, True)):
         watch = NumericsMonitor(Health(spike_z=10, spike_window=4))
@@ -37,7 +37,7 @@ def test_an_even_window_has_its_middle_between_two() -> None:
         assert (watch.look(5, loss, 1.0) is not None) == bad
 
 
-def test_a_loss_that_hardly_moves_may_move_by_hundredths() -> None:
+def test_flat_loss_may_vary_by_one_percent() -> None:
     """A spread of 1 % of 2, or of -2; fifty of them are 1."""
     for usual in (2.0, -2.0):
         for loss, bad in ((usual + 0.999, False), (usual + 1.001, True)):
@@ -48,25 +48,25 @@ def test_a_loss_that_hardly_moves_may_move_by_hundredths() -> None:
             assert found is None or found.spread == pytest.approx(0.02)
 
 
-def test_exactly_on_the_line_is_fine() -> None:
+def test_loss_exactly_at_threshold_is_no_spike() -> None:
     watch = NumericsMonitor(Health(spike_z=4, spike_window=1))
     feed(watch, [100.0])
     assert watch.look(2, 104.0, 1.0) is None
 
 
-def test_falling_is_fine() -> None:
+def test_falling_loss_is_no_spike() -> None:
     watch = NumericsMonitor(Health(spike_z=1, spike_window=4))
     assert feed(watch, [9.0, 9.1, 9.2, 9.3, -1e6, 0.0, 1e-9]) == [None] * 7
 
 
-def test_as_many_as_the_window_must_be_there_first() -> None:
+def test_detection_needs_a_full_window() -> None:
     for before in range(1, 9):
         watch = NumericsMonitor(Health(spike_z=3, spike_window=6))
         feed(watch, [1.0] * before)
         assert (watch.look(before + 1, 1000.0, 1.0) is not None) == (before >= 6)
 
 
-def test_only_the_last_of_the_window_count() -> None:
+def test_only_losses_in_the_window_count() -> None:
     """Five losses around 100, then five around 1: 50 is usual to the first and not to the second."""
     high, low = [100.0, 101.0, 99.0, 102.0, 98.0], [1.0, 1.1, 0.9, 1.2, 0.8]
     for taken in range(6):
@@ -86,7 +86,7 @@ def test_only_the_last_of_the_window_count() -> None:
     st.sampled_from([0.5, 1.0, 3.0, 50.0]),
     st.lists(st.floats(-100, 100) | st.integers(0, 3).map(float), max_size=40),
 )
-def test_every_verdict_is_the_definitions(window: int, z: float, losses: list[float]) -> None:
+def test_every_verdict_matches_the_definition(window: int, z: float, losses: list[float]) -> None:
     watch, fine = NumericsMonitor(Health(spike_z=z, spike_window=window)), list[float]()
     for step, loss in enumerate(losses, 1):
         found = watch.look(step, loss, 1.0)
@@ -106,7 +106,7 @@ def test_every_verdict_is_the_definitions(window: int, z: float, losses: list[fl
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_found_at_once(value: float) -> None:
+def test_non_finite_values_are_detected_immediately(value: float) -> None:
     for health in (Health(), Health(spike_z=0)):
         loss = NumericsMonitor(health, accept=[1]).look(1, value, 1.0)
         assert loss is not None
@@ -117,12 +117,12 @@ def test_what_is_no_number_is_found_at_once(value: float) -> None:
         assert (norm.kind, norm.what, norm.value) == ("not finite", "gradient norm", value)
 
 
-def test_0_looks_for_no_spikes() -> None:
+def test_zero_threshold_disables_spike_detection() -> None:
     watch = NumericsMonitor(Health(spike_z=0, spike_window=1), judge=SpikeReference(step=3, usual=1.0, spread=0.1))
     assert feed(watch, [1.0, 1e9, 1e9]) == [None] * 3
 
 
-def test_a_judged_step_is_held_against_what_it_is_told() -> None:
+def test_replayed_step_is_compared_with_its_reference() -> None:
     """In an attempt that has just begun, and in one whose own window would say something else."""
     judge = SpikeReference(step=3, usual=2.0, spread=0.5)
     for before in ([2.0, 2.0], [9e9, 9e9]):
@@ -137,7 +137,7 @@ def test_a_judged_step_is_held_against_what_it_is_told() -> None:
     assert NumericsMonitor(Health(spike_window=64), judge=judge).look(4, 100.0, 1.0) is None
 
 
-def test_an_accepted_spike_begins_a_new_window() -> None:
+def test_accepted_spike_starts_a_new_window() -> None:
     """A level that has risen for good must not be a spike at every step."""
     watch = NumericsMonitor(Health(spike_z=4, spike_window=3), accept=(4,))
     assert feed(watch, [1.0, 1.0, 1.0, 50.0, 51.0, 50.0, 49.0, 52.0]) == [None] * 8
@@ -147,7 +147,7 @@ def test_an_accepted_spike_begins_a_new_window() -> None:
     assert late.look(5, 50.0, 1.0) is not None  # another step's is not
 
 
-def test_where_nothing_ever_moved_any_rise_is_one() -> None:
+def test_any_rise_of_a_constant_zero_loss_is_a_spike() -> None:
     watch = NumericsMonitor(Health(spike_window=2))
     assert feed(watch, [0.0, 0.0, 0.0]) == [None] * 3
     found = watch.look(4, 1e-3, 1.0)
@@ -155,7 +155,7 @@ def test_where_nothing_ever_moved_any_rise_is_one() -> None:
     assert found.z == math.inf
 
 
-def test_what_the_record_says() -> None:
+def test_recorded_error_fields() -> None:
     spike = BadNumbers(BadStep("spike", 12, 9.0, usual=3.0, spread=0.5), cursor=88, batch=8)
     assert spike.message == "the loss of step 12 is 9, far above the usual 3 (z = 12)"
     assert spike.facts == {

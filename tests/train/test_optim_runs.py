@@ -48,7 +48,7 @@ def losses(lived) -> list[float]:
         pytest.param("eight bits", 2, marks=SLOW),
     ],
 )
-def test_killed_and_resumed_is_exact_and_other_workers_take_the_state_over(lab, recipe, way: str, workers: int) -> None:
+def test_killed_and_resumed_is_exact_and_state_reshards(lab, recipe, way: str, workers: int) -> None:
     made = recipe(SHORT | WAYS[way])
     unharmed = lab.train(made, workers=workers)
     assert losses(unharmed)[-1] < 1.1 * losses(unharmed)[0]
@@ -72,7 +72,7 @@ def test_killed_and_resumed_is_exact_and_other_workers_take_the_state_over(lab, 
     ],
     ids=str,
 )
-def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: str, mesh: dict[str, int]) -> None:
+def test_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: str, mesh: dict[str, int]) -> None:
     """Replicas are compared bit for bit after each step."""
     settings = SHORT | {"train.optimizer": optimizer, "model.heads": 4, "model.kv_heads": 2, "train.microbatch": 2}
     alone = losses(lab.train(recipe(settings), workers=1))
@@ -82,7 +82,7 @@ def test_a_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: st
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_frozen_keeps_its_bits_and_costs_no_state(lab, recipe, workers: int) -> None:
+def test_frozen_parameters_keep_their_bits_and_have_no_state(lab, recipe, workers: int) -> None:
     """A whole block, a part of another, and the embedding, which is the head too."""
     patterns = ["embed.*", "layers.0.**", "layers.1.mlp.up.weight"]
     lived = lab.train(recipe(SHORT | {"train.freeze": patterns, "checkpoint.keep_last": 9}), workers=workers)
@@ -97,7 +97,7 @@ def test_what_is_frozen_keeps_its_bits_and_costs_no_state(lab, recipe, workers: 
         assert any(key.startswith(f"optimizer/{name}/") for key in found) == (not frozen), name
 
 
-def test_a_name_that_nothing_has_is_refused_with_the_nearest(lab, recipe) -> None:
+def test_unmatched_parameter_pattern_is_refused_with_similar_names(lab, recipe) -> None:
     """Before there is a run."""
     with pytest.raises(RecipeError, match=r"layers\.\*\.mlp\.upp\.weight") as caught:
         lab.train(recipe(SHORT | {"train.freeze": ["layers.*.mlp.upp.weight"]}), workers=1)
@@ -107,7 +107,7 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(lab, recipe) -> Non
         lab.train(recipe(SHORT | {"train.groups": groups}), workers=1)
 
 
-def test_the_average_is_the_one_by_hand_and_can_be_exported(lab, recipe, tmp_path) -> None:
+def test_ema_matches_a_manual_average_and_is_exportable(lab, recipe, tmp_path) -> None:
     """Every step's weights are saved; their average is made again from those, and from the first weights."""
     settings = {"train.steps": 3, "train.ema": 0.75, "checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
     lived = lab.train(recipe(settings | {"eval.every_steps": 3, "train.lr": 0.05}), workers=2)
@@ -141,7 +141,7 @@ def test_the_average_is_the_one_by_hand_and_can_be_exported(lab, recipe, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_ramp_takes_samples_one_after_the_other(lab, recipe) -> None:
+def test_batch_ramp_consumes_samples_in_order(lab, recipe) -> None:
     settings = {"train.steps": 4, "train.batch": 4, "train.batch_ramp": [[2, 8], [4, 12]], "train.microbatch": 2}
     runs = [lab.train(recipe(settings), workers=workers) for workers in (1, 2)]
     for lived in runs:
@@ -151,7 +151,7 @@ def test_a_ramp_takes_samples_one_after_the_other(lab, recipe) -> None:
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)
 
 
-def test_a_steady_run_decays_when_it_is_resumed(lab, recipe) -> None:
+def test_constant_schedule_decays_when_resumed(lab, recipe) -> None:
     steady = lab.train(recipe({"train.steps": 3, "train.schedule": "constant"}), workers=1)
     manifest = open_checkpoint(find_checkpoint(steady.run.checkpoints)).manifest
     decayed = lab.resume(steady.run, "train.schedule=wsd", "train.steps=6", "train.decay_steps=2", "train.decay=linear")

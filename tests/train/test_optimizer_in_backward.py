@@ -97,7 +97,7 @@ def test_a_run_has_the_same_weights_and_losses_and_resumes_exactly(lab, recipe, 
         ({"clip": 0.0, "offload_optimizer": True}, "offload_optimizer"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(settings, why: str) -> None:
+def test_incompatible_settings_are_refused(settings, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Train(update_in_backward=True, **settings)
 

@@ -105,6 +105,6 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
     assert {learning_rate(constant, step) for step in range(1, 101)} == {1.0}
 
 
-def test_what_is_done_every_so_often() -> None:
+def test_is_due_every_n_steps() -> None:
     assert [step for step in range(1, 11) if is_due(step, 4, 10)] == [4, 8, 10]
     assert not any(is_due(step, 0, 10) for step in range(1, 11))

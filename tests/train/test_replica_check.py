@@ -36,7 +36,7 @@ def by_hand(raw: bytes, size: int) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (3, 5), (0,), (4, 0), (2, 3, 4)])
-def test_the_sum_is_that_of_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_checksum_is_the_sum_of_words(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     assert total(tensor) == by_hand(raw, tensor.element_size())
@@ -44,7 +44,7 @@ def test_the_sum_is_that_of_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]
 
 @given(st.integers(1, 40), st.data())
 @settings(deadline=None)
-def test_one_bit_always_shows(size: int, data: st.DataObject) -> None:
+def test_single_flipped_bit_changes_the_checksum(size: int, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     parameter = torch.nn.Parameter(torch.arange(size).to(dtype))
     before = total(parameter)
@@ -67,7 +67,7 @@ def test_one_bit_always_shows(size: int, data: st.DataObject) -> None:
     ],
     ids=["turned", "columns", "off the words", "rows", "complex"],
 )
-def test_views_follow_what_becomes_of_any_parameter(make: Any) -> None:
+def test_views_follow_parameter_updates(make: Any) -> None:
     """Whatever its strides: what changes later is seen, and nothing was copied."""
     whole = torch.arange(24, dtype=torch.float32).view(4, 6)
     parameter = torch.nn.Parameter(make(whole))
@@ -99,7 +99,7 @@ def test_views_follow_what_becomes_of_any_parameter(make: Any) -> None:
         (["a", "a", "a"], "a", None),
     ],
 )
-def test_the_odd_one(digests: list[str], truth: str | None, odd: int | None) -> None:
+def test_outvoted_replica(digests: list[str], truth: str | None, odd: int | None) -> None:
     assert outvoted_replica(digests, truth) == odd
 
 
@@ -116,11 +116,11 @@ def test_the_odd_one(digests: list[str], truth: str | None, odd: int | None) -> 
         ([1.0, 1.25, 1.0], 1.0, 1),
     ],
 )
-def test_the_value_that_is_farthest_from_a_replays(values: list[float], truth: float, odd: int | None) -> None:
+def test_value_farthest_from_replay(values: list[float], truth: float, odd: int | None) -> None:
     assert odd_value(values, truth) == odd
 
 
-def test_what_the_record_says() -> None:
+def test_recorded_error_fields() -> None:
     error = Corrupted(40, 30, ["x", "y"], 1, ReplicaDifference(("a", "b", "c", "d"), 7, (0.5, 1.5)))
     assert error.message == "replicas differ after step 40 (a, b, c, ...); they were equal after step 30"
     assert error.facts == {
@@ -210,7 +210,7 @@ def flip_and_mend(
     ],
     ids=str,
 )
-def test_a_flipped_bit_is_found_by_all_and_named(
+def test_flipped_bit_is_detected_by_all_and_named(
     tmp_path: Path, mesh: dict[str, int], whose: int, alike: list[int]
 ) -> None:
     """`alike` hold the same part of the model as the worker that was struck: they can say which element it is."""
@@ -218,7 +218,7 @@ def test_a_flipped_bit_is_found_by_all_and_named(
 
 
 @pytest.mark.gpu
-def test_a_flipped_bit_is_found_on_a_gpu(tmp_path: Path) -> None:
+def test_flipped_bit_is_detected_on_a_gpu(tmp_path: Path) -> None:
     """Two workers share it, over gloo."""
     told = run_ranks(tmp_path, 2, flip_and_mend, {"replicate": 2, "shard": 1}, 1, "cuda:0")
     check_verdicts(unpacked(told), 1, [0, 1])
@@ -250,7 +250,7 @@ def three(rank: int, workers: int) -> dict[str, torch.Tensor]:
     return packed([*found, caught(replicas, 2)])
 
 
-def test_the_majority_names_the_odd_one_of_three(tmp_path: Path) -> None:
+def test_majority_of_three_names_the_corrupted_replica(tmp_path: Path) -> None:
     told = unpacked(run_ranks(tmp_path, 3, three))
     for all_differ, one_differs in told:
         assert len(set(all_differ["digests"])) == 3
@@ -273,7 +273,7 @@ def anywhere(rank: int, workers: int, places: dict[int, list[int]]) -> dict[str,
     return packed(found)
 
 
-def test_the_first_element_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_first_differing_element_is_found_at_any_position(tmp_path: Path) -> None:
     sizes = (1, 2, 64, 65, 10_001)
     places = {size: sorted({0, size // 3, size // 2, max(size - 2, 0), size - 1}) for size in sizes}
     want = [place for some in places.values() for place in some]

@@ -8,14 +8,14 @@ from headway.recipe import Data, Recipe, Train, check_resumable, with_settings
 from headway.train.schedule import learning_rate
 
 
-def test_a_cut_multiplies_the_rate_from_its_step_on() -> None:
+def test_rate_cut_applies_from_its_step_on() -> None:
     plain = Train(steps=10, lr=1e-2, warmup_steps=4, schedule="cosine")
     cut = Train(steps=10, lr=1e-2, warmup_steps=4, schedule="cosine", rate_cuts=((3, 0.5), (8, 0.1)))
     ratios = [learning_rate(cut, step) / learning_rate(plain, step) for step in range(1, 11)]
     assert ratios == pytest.approx([1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.05, 0.05, 0.05], rel=1e-12)
 
 
-def test_two_cuts_at_one_step_both_count() -> None:
+def test_two_rate_cuts_at_one_step_both_apply() -> None:
     train = Train(steps=10, lr=1.0, warmup_steps=0, schedule="constant", rate_cuts=((5, 0.5), (5, 0.5)))
     assert [learning_rate(train, step) for step in (4, 5, 6)] == [1.0, 0.25, 0.25]
 
@@ -51,7 +51,7 @@ def test_wsd_rises_stays_and_falls_in_its_last_steps(decay: str) -> None:
     assert above[6:] == pytest.approx([0.3 + 0.7 * left for left in WSD[decay]])
 
 
-def test_a_steady_run_may_decay_from_any_step_on() -> None:
+def test_constant_schedule_may_decay_from_any_step() -> None:
     """Resumed with other steps and a decay, it has the rates it had up to there, and falls in the steps that follow."""
     steady = Recipe(data=Data(path="d"), train=Train(steps=1000, warmup_steps=5, schedule="wsd", decay_steps=1))
     resumed = with_settings(steady, ["train.steps=60", "train.decay_steps=20", "train.decay=linear"])
@@ -65,7 +65,7 @@ def test_a_steady_run_may_decay_from_any_step_on() -> None:
     assert decaying.train.decay == "sqrt"
 
 
-def test_a_ramp_of_batches_is_a_function_of_the_step() -> None:
+def test_batch_ramp_is_a_function_of_the_step() -> None:
     train = Train(steps=9, batch=4, batch_ramp=[[3, 8], [6, 16], [12, 99]])
     by_hand = [4, 4, 8, 8, 8, 16, 16, 16, 16]
     assert [train.batch_at(step) for step in range(1, 10)] == by_hand

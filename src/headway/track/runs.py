@@ -47,6 +47,16 @@ RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "fa
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+class _PathInRun:
+    """Attribute of RunFolder: a path in the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunFolder", _: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, and the paths in it."""
@@ -61,95 +71,42 @@ class RunFolder:
         """The run's name."""
         return self.path.name
 
-    @property
-    def recipe_file(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.json"
-
-    @property
-    def plan_file(self) -> Path:
-        """The plan it started with."""
-        return self.path / "plan.json"
-
-    @property
-    def environment_file(self) -> Path:
-        """What bitwise reproducibility depends on: versions, chip, threads."""
-        return self.path / "environment.json"
-
-    @property
-    def data_file(self) -> Path:
-        """The manifest of its dataset."""
-        return self.path / "data.json"
-
-    @property
-    def tokenizer_file(self) -> Path:
-        """The tokenizer of its dataset."""
-        return self.path / "tokenizer.json"
-
-    @property
-    def companions(self) -> Path:
-        """Other files of the Hugging Face folder its weights came from; absent for other runs."""
-        return self.path / "huggingface"
-
-    @property
-    def events(self) -> Path:
-        """Its event records."""
-        return self.path / "events"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Its checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def initial(self) -> Path:
-        """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
-        return self.path / "initial"
-
-    @property
-    def logs(self) -> Path:
-        """Output of its processes."""
-        return self.path / "logs"
-
-    @property
-    def id_file(self) -> Path:
-        """Its unique id."""
-        return self.path / "id"
-
-    @property
-    def key_file(self) -> Path:
-        """The key that its agents authenticate each other with."""
-        return self.path / "key"
-
-    @property
-    def leases(self) -> Path:
-        """Leader leases: the current leader and its predecessors."""
-        return self.path / "leases"
-
-    @property
-    def suspects_file(self) -> Path:
-        """Machines excluded from it."""
-        return self.path / "suspects"
-
-    @property
-    def lock_file(self) -> Path:
-        """Locked by the process that runs it."""
-        return self.path / "lock"
-
-    @property
-    def faults(self) -> Path:
-        """Injected faults that have fired, and when."""
-        return self.path / "faults"
-
-    @property
-    def stacks(self) -> Path:
-        """Stack dumps of its workers, from hangs and requests."""
-        return self.path / "stacks"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Rendezvous files of its workers."""
-        return self.path / "rendezvous"
+    recipe_file = _PathInRun("recipe.json")
+    """The resolved recipe."""
+    plan_file = _PathInRun("plan.json")
+    """The plan it started with."""
+    environment_file = _PathInRun("environment.json")
+    """What bitwise reproducibility depends on: versions, chip, threads."""
+    data_file = _PathInRun("data.json")
+    """The manifest of its dataset."""
+    tokenizer_file = _PathInRun("tokenizer.json")
+    """The tokenizer of its dataset."""
+    companions = _PathInRun("huggingface")
+    """Other files of the Hugging Face folder its weights came from; absent for other runs."""
+    events = _PathInRun("events")
+    """Its event records."""
+    checkpoints = _PathInRun("checkpoints")
+    """Its checkpoints."""
+    initial = _PathInRun("initial")
+    """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
+    logs = _PathInRun("logs")
+    """Output of its processes."""
+    id_file = _PathInRun("id")
+    """Its unique id."""
+    key_file = _PathInRun("key")
+    """The key that its agents authenticate each other with."""
+    leases = _PathInRun("leases")
+    """Leader leases: the current leader and its predecessors."""
+    suspects_file = _PathInRun("suspects")
+    """Machines excluded from it."""
+    lock_file = _PathInRun("lock")
+    """Locked by the process that runs it."""
+    faults = _PathInRun("faults")
+    """Injected faults that have fired, and when."""
+    stacks = _PathInRun("stacks")
+    """Stack dumps of its workers, from hangs and requests."""
+    rendezvous = _PathInRun("rendezvous")
+    """Rendezvous files of its workers."""
 
 
 def run_id(run: RunFolder) -> str:
