@@ -15,8 +15,9 @@ import typer
 from headway.agent import Attempt, resume_run
 from headway.agent.launch.prepare import nodes_before
 from headway.agent.nodes.leader import leader_answers
+from headway.agent.nodes.leader_search import SEARCH_S, LeaderSearch, SharedEntries
 from headway.agent.nodes.lease_record import LeaseRecord
-from headway.agent.nodes.node_agent import CALL_S, NodeAgent, Things
+from headway.agent.nodes.node_agent import NodeAgent
 from headway.agent.nodes.store_lease import leader_finder
 from headway.agent.remote.join import join_run, parse_address
 from headway.agent.remote.store_mirror import report_start_failure
@@ -170,8 +171,8 @@ def _work(
         workers = nodes
     slots = local.count if local.kind == "cuda" else -(-(workers or nodes) // nodes)
     # Without a shared folder the newest lease in the store decides who leads: no takeover from here.
-    start_lead = None if no_shared_folder else _lead_instead
-    node = NodeAgent(f"{socket.gethostname()}-{rank}", folder, slots, _machine(rank), start_lead=start_lead)
+    start_leader = None if no_shared_folder else _lead_instead
+    search = LeaderSearch(f"{socket.gethostname()}-{rank}", folder, start_leader=start_leader)
     if rank == 0 and (pid := lock_holder(folder)) is not None and leader_answers(folder):
         # Its command died, or it started elsewhere: the remaining leader needs workers, not a second leader.
         print(
@@ -197,20 +198,20 @@ def _work(
             "port": port,
             "apart": no_shared_folder,
             "threads": max(1, len(os.sched_getaffinity(0)) // here),
-            "lead": node.name,
+            "lead": search.name,
             "notes": [*attempt.notes, *changed],
         }
-        node.leading = start_launcher(attempt.model_copy(update=update), shown=True)
-    status = node.serve()
-    _tell_engine(status, node.run)
+        search.leader = start_launcher(attempt.model_copy(update=update), shown=True)
+    status = NodeAgent(search, slots, _machine(rank)).serve()
+    _tell_engine(status, folder)
     sys.exit(status)
 
 
-def _lead_instead(things: Things, lease: LeaseRecord, door: int) -> subprocess.Popen[bytes]:
+def _lead_instead(shared: SharedEntries, lease: LeaseRecord, listener: int) -> subprocess.Popen[bytes]:
     """Start a leading agent here, to replace a lost leader."""
-    inherited = {"lease": {"number": lease.number, "lead": lease.lead, "after": things.pop("after")["lead"]}}
-    attempt = Attempt.model_validate(things["attempt"]["now"])
-    return start_launcher(attempt, things | inherited, door, shown=True)
+    inherited = {"lease": {"number": lease.number, "lead": lease.lead, "after": shared.pop("after")["lead"]}}
+    attempt = Attempt.model_validate(shared["attempt"]["now"])
+    return start_launcher(attempt, shared | inherited, listener, shown=True)
 
 
 def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
@@ -223,12 +224,12 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     find_leader = None
     if in_store:
         find_leader = leader_finder(address)
-    visit = join_run(leader, key, own_root(runs).resolve(), name, FIRST_S if in_store else CALL_S, find_leader)
-    local = devices(read_recipe(visit.run).train.device)
-    node = NodeAgent(name, visit.run, local.count if local.kind == "cuda" else slots, _machine(rank), visit=visit)
-    status = node.serve()
-    _tell_engine(status, visit.run)
-    visit.leave()
+    remote = join_run(leader, key, own_root(runs).resolve(), name, FIRST_S if in_store else SEARCH_S, find_leader)
+    local = devices(read_recipe(remote.run).train.device)
+    slots = local.count if local.kind == "cuda" else slots
+    status = NodeAgent(LeaderSearch(name, remote.run, remote), slots, _machine(rank)).serve()
+    _tell_engine(status, remote.run)
+    remote.leave()
     return status
 
 

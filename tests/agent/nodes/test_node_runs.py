@@ -239,7 +239,7 @@ def test_next_leader_finds_the_nodes_and_their_snapshots(recipe, tmp_path: Path,
     assert (lived.chain, lived.digest) == (unharmed.chain, unharmed.digest)
     (recovery,) = lived.ways_on
     assert re.fullmatch(r"the agent died; resuming from step \d \(memory\)", recovery)
-    assert max(resumed(lived)) >= 5
+    assert max(resumed(lived)) >= 1, "however new a state had its replica"
 
 
 # -- the agent that leads and what nodes tell it, by real connections, without workers

@@ -108,7 +108,7 @@ def stderr_of(*words: str) -> list[str]:
 
 
 REFUSED = [
-    "this rank is taken, by process 4711 on the-first; waiting 1 s, for it may be about to go",
+    "this rank is taken by process 4711 on the-first; waiting up to 1 s for it to end",
     "this node is in the run already: process 4711 on the-first",
 ]
 

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.agent.nodes.lease import LeaseRecord, newest_lease, take_lease, takeover_delay_s
+from headway.agent.nodes.lease import newest_lease, take_lease, takeover_delay_s
+from headway.agent.nodes.lease_record import LeaseRecord
 from headway.agent.remote.join import RemoteRun
 from headway.agent.supervise.outcome import AttemptOutcome, recorded_exit_status
 from headway.errors import HeadwayError
