@@ -7,7 +7,7 @@ from pathlib import Path
 from headway.agent import new_run, supervise_run
 from headway.data import BuildOptions, build_dataset
 from headway.recipe import Checkpoint, Data, Model, Recipe, Train, to_toml
-from headway.track import account, largest_loss, read_metric, read_run
+from headway.track import account, largest_overhead, read_metric, read_run
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     assert sum(ledger.accounts.values()) == ledger.total_ns  # to the nanosecond
     for name, ns in ledger.accounts.items():
         print(f"  {name:18} {ns / 1e9:8.3f} s {ledger.share(name):7.1%}")
-    print(largest_loss(ledger))
+    print(largest_overhead(ledger))
 
 
 if __name__ == "__main__":

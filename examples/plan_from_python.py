@@ -20,11 +20,11 @@ RECIPE = Recipe(
 
 def main() -> None:
     """Print three answers."""
-    found = plan(RECIPE, parse_on("h100x8x4"), price=2.5)
-    best = found.best.estimate
-    print(f"best of {found.found.tried}: {best.settings.mesh.describe()}, microbatch {best.settings.microbatch}")
-    print(f"  {best.step.seconds:.1f} s a step, MFU {best.mfu:.0%}, {best.memory.total / 2**30:.0f} GB a device")
-    print(f"  {found.run.days:.1f} days, ${found.run.cost:,.0f}")
+    planned = plan(RECIPE, parse_on("h100x8x4"), price=2.5)
+    best = planned.best.estimate
+    print(f"best of {planned.result.tried}: {best.settings.mesh.describe()}, microbatch {best.settings.microbatch}")
+    print(f"  {best.step.seconds:.1f} s per step, MFU {best.mfu:.0%}, {best.memory.total / 2**30:.0f} GB per device")
+    print(f"  {planned.run.days:.1f} days, ${planned.run.cost:,.0f}")
     for account, seconds in best.step.accounts.items():
         print(f"  {account:<24}{seconds / best.step.seconds:>6.1%}")
 
@@ -32,8 +32,8 @@ def main() -> None:
     print(f"{other.settings.mesh.describe()}: {other.step.seconds / best.step.seconds - 1:.0%} slower")
 
     for nodes in (1, 4, 16):
-        made = plan(RECIPE, parse_on(f"h100x8x{nodes}")).best.estimate
-        print(f"{nodes:>3} nodes: {made.tokens_s:>9,.0f} tokens/s, {made.settings.mesh.describe()}")
+        estimate = plan(RECIPE, parse_on(f"h100x8x{nodes}")).best.estimate
+        print(f"{nodes:>3} nodes: {estimate.tokens_s:>9,.0f} tokens/s, {estimate.settings.mesh.describe()}")
 
 
 if __name__ == "__main__":

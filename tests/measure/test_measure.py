@@ -82,7 +82,7 @@ def test_measure_output(measured: tuple[Path, str, str]) -> None:
     _, out, err = measured
     assert "measuring attention" in err
     assert "of peak at" in out
-    assert "host of a layer, plain" in out
+    assert "host time per layer, plain" in out
     assert f"wrote {measured[0]}" in out
 
 

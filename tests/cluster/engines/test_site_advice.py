@@ -93,7 +93,7 @@ def effective_configuration(site: Path, folder: Path) -> dict[str, str]:
 
 
 def test_doctor_refuses_other_engines_and_foreign_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="nothing to look at in local"):
+    with pytest.raises(UsageError, match="nothing to check for engine local"):
         look_at_engine("local")
     with pytest.raises(EngineError, match="SLURM_VERSION"):
         parse_configuration(json.dumps({"slurm": 1}))
