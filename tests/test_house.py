@@ -225,6 +225,40 @@ def test_packages_export_no_function_named_like_one_of_their_modules() -> None:
         assert not exported & modules, f"{package} exports {sorted(exported & modules)}, which are also its modules"
 
 
+VAGUE = {"one", "found", "told", "made", "said", "ours", "theirs", "whom", "lived", "heard", "thing"}
+WRITTEN_FIELDS = {
+    ("chaos/matrix.py", "said"): "headway chaos --json",
+    ("cluster/engines/local/jobs.py", "told"): "job.json of the local engine",
+    ("cluster/engines/slurm/site_advice.py", "found"): "headway doctor --engine slurm --json",
+}
+"""Fields with such names that are part of a format, and of which."""
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """The variable, parameter, attribute or alias that a node binds."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.arg(arg=name) | ast.alias(asname=name):
+            return name
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+    return None
+
+
+def test_names_say_what_they_hold() -> None:
+    """Variables, parameters and attributes are called `checkpoint` or `events`, not `one` or `found`."""
+    vague = {
+        (str(path.relative_to(SOURCE)), name): node
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if (name := bound_name(node)) is not None and name.lstrip("_") in VAGUE
+    }
+    assert set(WRITTEN_FIELDS) <= set(vague), "remove from WRITTEN_FIELDS what is gone"
+    unwanted = [f"{file}:{vague[file, name].lineno}: {name}" for file, name in sorted(set(vague) - set(WRITTEN_FIELDS))]
+    assert not unwanted, unwanted
+
+
 def module_name(path: Path) -> str:
     parts = ["headway", *path.relative_to(SOURCE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -101,5 +101,5 @@ def what_is_wrong(mistake: Mapping[str, Any]) -> str:
     """One of pydantic's mistakes in plain words, to stand after the key and the value."""
     if mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ")
-    said = str(mistake["msg"])
-    return _WANTED.get(mistake["type"]) or said[0].lower() + said[1:]
+    message = str(mistake["msg"])
+    return _WANTED.get(mistake["type"]) or message[0].lower() + message[1:]

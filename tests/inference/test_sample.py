@@ -109,7 +109,7 @@ def test_checkpoint_of_another_model_is_refused(run: Fixture, tmp_path: Path) ->
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     for name in ("tokenizer.json", "data.json"):
         (tmp_path / name).write_bytes((run.path / name).read_bytes())
-    with pytest.raises(ModelError, match="another model"):
+    with pytest.raises(ModelError, match="does not match the model in the run's recipe"):
         list(sample(SampleRequest(run=tmp_path, checkpoint=run.checkpoint(1), prompts=["x"])))
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(RunError, match="not a valid recipe: data: ") as caught:

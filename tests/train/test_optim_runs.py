@@ -103,7 +103,7 @@ def test_unmatched_parameter_pattern_is_refused_with_similar_names(lab, recipe) 
         lab.train(recipe(SHORT | {"train.freeze": ["layers.*.mlp.upp.weight"]}), workers=1)
     assert "layers.*.mlp.up.weight" in (caught.value.hint or "")
     groups = [{"match": ["head"], "rate": 2.0}]
-    with pytest.raises(RecipeError, match=r"train\.groups\[0\]\.match has head"):
+    with pytest.raises(RecipeError, match=r"train\.groups\[0\]\.match: no parameter of the model matches 'head'"):
         lab.train(recipe(SHORT | {"train.groups": groups}), workers=1)
 
 

@@ -277,7 +277,7 @@ class Led:
         """Have nodes say now how their workers are, and the group hear it."""
         for name in names:
             self.lines[name].send("pulses", pages={}, states={})
-        self.until(lambda: all(self.group.nodes.members[name].heard == self.clock.now for name in names))
+        self.until(lambda: all(self.group.nodes.members[name].last_seen == self.clock.now for name in names))
 
     def until(self, is_true: Callable[[], bool]) -> None:
         eventually(lambda: (self.group.attend(), is_true())[1])

@@ -34,7 +34,7 @@ class Member:
     ready: bool = False
     files: dict[str, list[int]] = field(default_factory=dict)
     """The files in its memory when it joined, and of which steps."""
-    heard: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     joined: float = field(default_factory=time.monotonic)
     copies: dict[str, list[int]] = field(default_factory=dict)
     """Replicas of other nodes' files that it holds, and of which steps."""

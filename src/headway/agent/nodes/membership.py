@@ -93,13 +93,13 @@ class Membership:
 
     def _join(self, member: Member) -> None:
         if (known := self.members.get(member.name)) is not None:
-            if known.pid != member.pid and self.now() - known.heard < self._silent_s:
+            if known.pid != member.pid and self.now() - known.last_seen < self._silent_s:
                 member.send("taken", pid=known.pid, machine=known.machine, silent_s=self._silent_s)
                 member.line.close()
                 return
             self._lose(known, "called again")
         self.members[member.name] = member
-        member.heard = self.now()
+        member.last_seen = self.now()
         member.copies = {name: list(steps) for name, steps in member.files.items()}
         member.send(
             "welcome",
@@ -122,12 +122,12 @@ class Membership:
         for member in list(self.members.values()):
             try:
                 for message in member.line.receive():
-                    member.heard = self.now()
+                    member.last_seen = self.now()
                     self.on_message(member, message)
             except ChannelClosed:
                 self._lose(member, "its agent is gone")
                 continue
-            if self.now() - member.heard > self._silent_s:
+            if self.now() - member.last_seen > self._silent_s:
                 self._lose(member, f"it has said nothing for {self._silent_s:g} s")
         if self.now() - self._signed > ALIVE_S:
             self._signed = self.now()
@@ -151,7 +151,7 @@ class Membership:
     def survey(self) -> None:
         """Poll until every node has reported or is lost: where one was lost for its silence, others may be silent."""
         began = self.now()
-        self.wait_until(lambda: all(member.heard >= began for member in self.members.values()))
+        self.wait_until(lambda: all(member.last_seen >= began for member in self.members.values()))
 
     def filenos(self) -> list[int]:
         """Descriptors to select on."""

@@ -217,7 +217,7 @@ class NodeGroup(Workers):
         stacks = list[WorkerStack]()
         path = None
         for member in self.memory.homes():
-            if self.nodes.now() - member.heard > ALIVE_S:
+            if self.nodes.now() - member.last_seen > ALIVE_S:
                 continue  # it may be gone; do not wait to find out
             with contextlib.suppress(StateError):
                 request = {"folder": str(folder), "attempt": attempt, "native": native}
