@@ -1,6 +1,6 @@
-"""Checks every composition of axes against one process, and writes the table of docs/concepts/parallelism.md.
+"""Compare every composition of mesh axes with one process and write the table of docs/concepts/parallelism.md.
 
-python docs/compositions.py      some minutes on two cores; exits 1, and writes nothing, when one is not equal
+python docs/compositions.py      some minutes on two cores; exits with 1, writing nothing, if one is not equal
 """
 
 import json
@@ -51,7 +51,7 @@ COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
 
 
 def main() -> int:
-    """Check them all, then write the page."""
+    """Check all meshes, then write the page."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "json-package"
         build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
@@ -59,42 +59,42 @@ def main() -> int:
             checked(data, "float32", MESHES),
             checked(data, "bfloat16", BFLOAT16),
         ]
-    for one in checks:
-        print("\n".join(check_lines(one)))
-    if not all(one.equal for one in checks):
+    for report in checks:
+        print("\n".join(check_lines(report)))
+    if not all(report.equal for report in checks):
         return 1
-    write(PAGE, "\n".join(line for one in checks for line in section(one)))
+    write(PAGE, "\n".join(line for report in checks for line in section(report)))
     return 0
 
 
 def checked(data: Path, dtype: str, meshes: Sequence[str]) -> ParityReport:
-    """The check's own recipe, in some precision, on meshes."""
+    """Check recipes/check.toml in one precision on the given meshes."""
     recipe: Recipe = load_recipe(ROOT / "recipes" / "check.toml", [f"data.path={data}", f"train.dtype={dtype}"])
-    wanted = [parse_layout(mesh) for mesh in meshes]
+    layouts = [parse_layout(mesh) for mesh in meshes]
     return check_parity(
-        recipe, wanted, data.parent / "runs", report=lambda text: print(text, file=sys.stderr, flush=True)
+        recipe, layouts, data.parent / "runs", report=lambda text: print(text, file=sys.stderr, flush=True)
     )
 
 
-def section(one: ParityReport) -> Iterator[str]:
-    """A table of all meshes of one precision."""
-    limits = [f"{one.tolerances.of(kind):.0e}".replace("e-0", "e-") for kind in COLUMNS]
-    yield from (f"### {one.dtype}", "")
+def section(report: ParityReport) -> Iterator[str]:
+    """Yield the table of one precision."""
+    limits = [f"{report.tolerances.of(kind):.0e}".replace("e-0", "e-") for kind in COLUMNS]
+    yield from (f"### {report.dtype}", "")
     yield f"| mesh | workers | loss (of {limits[0]}) | gradients (of {limits[1]}) | parameters (of {limits[2]}) |"
     yield "|---|---:|---:|---:|---:|"
-    yield from (row(mesh) for mesh in one.meshes)
+    yield from (row(mesh) for mesh in report.meshes)
     yield ""
 
 
 def row(mesh: MeshParity) -> str:
-    """One mesh's largest differences."""
-    assert mesh.verdict is not None, "what failed is not written down"
-    found = " | ".join(f"{mesh.verdict.largest[kind].difference:.1e}" for kind in COLUMNS)
-    return f"| {mesh.mesh} | {mesh.workers} | {found} |"
+    """Return the row of a mesh: its largest differences."""
+    assert mesh.verdict is not None, "failed meshes are not written"
+    cells = " | ".join(f"{mesh.verdict.largest[kind].difference:.1e}" for kind in COLUMNS)
+    return f"| {mesh.mesh} | {mesh.workers} | {cells} |"
 
 
 def write(page: Path, table: str) -> None:
-    """Put a table where the page has its marks; a page that is not there yet is made."""
+    """Replace the text between the page's marks; create a missing page."""
     if not page.exists():
         page.write_text(f"# Parallelism\n\n{BEGIN}\n{END}\n", encoding="utf-8")
     text = page.read_text(encoding="utf-8")

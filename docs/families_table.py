@@ -1,6 +1,6 @@
-"""Holds every family of decoders against `transformers`, and writes the table of docs/concepts/models.md.
+"""Compare every model family with `transformers` and write the table of docs/concepts/models.md.
 
-python docs/families_table.py      some minutes on two cores; exits 1, and writes nothing, when one is not equal
+python docs/families_table.py      some minutes on two cores; exits with 1, writing nothing, if one is not equal
 """
 
 import importlib
@@ -19,7 +19,7 @@ LOGITS, GRADIENTS = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """A small model of one family, and how far ours is from theirs."""
+    """A small model of one family, and how far Headway is from transformers."""
 
     name: str
     features: str
@@ -28,12 +28,12 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """Whether it is as near as the tests ask."""
+        """Whether both differences are within the limits of the tests."""
         return self.logits < LOGITS and self.gradients < GRADIENTS
 
 
 def main() -> int:
-    """Compare them all, then write the page."""
+    """Compare all cases, then write the page."""
     rows = list(compared())
     if not rows or not all(row.equal for row in rows):
         return 1
@@ -42,21 +42,22 @@ def main() -> int:
 
 
 def compared() -> Iterator[Row]:
-    """The cases of all families' tests, one after the other."""
+    """Yield the differences of every case of the family tests."""
     sys.path.insert(0, str(TESTS))
     cases = importlib.import_module("family_cases")
     for file in sorted(TESTS.glob("test_family_*.py")):
         for case in importlib.import_module(file.stem).CASES:
             with tempfile.TemporaryDirectory() as folder:
-                found = list(cases.differences(case, Path(folder)))
-            logits, gradients = max(one.logits for one in found), max(one.gradients for one in found)
+                differences = list(cases.differences(case, Path(folder)))
+            logits = max(difference.logits for difference in differences)
+            gradients = max(difference.gradients for difference in differences)
             row = Row(case.name, case.features, logits, gradients)
             print(f"{'equal' if row.equal else 'NOT EQUAL':9} {line(row)}", file=sys.stderr, flush=True)
             yield row
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each small model."""
+    """Yield one row per model."""
     yield f"| model | what it shows | logits (of {short(LOGITS)}) | gradients (of {short(GRADIENTS)}) |"
     yield "|---|---|---:|---:|"
     yield from (line(row) for row in rows)
@@ -64,17 +65,17 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def line(row: Row) -> str:
-    """One small model's largest differences."""
+    """Return the row of a model."""
     return f"| {row.name} | {row.features} | {row.logits:.1e} | {row.gradients:.1e} |"
 
 
 def short(limit: float) -> str:
-    """1e-4, and not 1e-04."""
+    """Return a limit as 1e-4."""
     return f"{limit:.0e}".replace("e-0", "e-")
 
 
 def write(page: Path, text: str) -> None:
-    """Put the table where the page has its marks."""
+    """Replace the text between the page's marks."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
     after = rest.split(END, 1)[1]
     page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
