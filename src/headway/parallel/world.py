@@ -41,7 +41,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which records metrics and commits checkpoints."""
+        """Whether this is rank 0, which records metrics."""
         return self.rank == 0
 
     def axis(self, name: str) -> Axis:

@@ -24,7 +24,7 @@ BLOCK = 1024
 """Jobs that are checked together."""
 MIN_RUN_S = 120.0
 """Minimum run time of every job before preemption."""
-MIN_STOPS = 16
+MIN_PREEMPTION_LIMIT = 16
 """Jobs that one cycle may preempt, or a fiftieth of the running ones if that is more."""
 
 
@@ -128,7 +128,7 @@ def _preempt(
     could_fit: Flags = jobs.gpus[rows] <= rules.reach(snapshot, trial.used, waiting, running, now) + trial.free
     if not could_fit.any() and all(decision.kind == "start" for decision in before):  # nothing was freed since
         return []
-    stops_left, decisions = max(MIN_STOPS, len(active) // 50), list[Decision]()
+    stops_left, decisions = max(MIN_PREEMPTION_LIMIT, len(active) // 50), list[Decision]()
     groups = rules.groups(snapshot, waiting, now)
     alike = _group_numbers(
         waiting.levels, groups, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.node_access(rows)
