@@ -1,9 +1,9 @@
-"""From nothing to a trained model and a ledger, with nothing downloaded: what `make demo` runs.
+"""From raw text to a trained model and its ledger, without any download: `make demo` runs this.
 
-Builds a data set from the Python standard library's own source, trains a small decoder on it with two workers, prints
-what it would write, and shows where the time went. Then it trains the same again, kills a worker halfway with
-`kill -9`, and compares: the run goes on by itself and ends with the same bits. Every line that starts with `$` is a
-command you can type.
+Builds a dataset from the source of the Python standard library, trains a small decoder on it with two workers, samples
+from it, and shows where the time went. Then it trains the same recipe again, kills a worker halfway with `kill -9`, and
+compares: the run recovers by itself and ends with the same bits. Every line that starts with `$` is a command you can
+type.
 """
 
 import json
@@ -30,31 +30,31 @@ def headway(*arguments: str) -> None:
         sys.exit(status)
 
 
-def ask(*arguments: str) -> object:
-    """What a command answers, for programs."""
+def query(*arguments: str) -> object:
+    """Return the JSON output of a command."""
     command = ["headway", *arguments, "--json"]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
 
 
 def losses(run: str) -> list[float]:
-    """A run's loss, step by step."""
-    return ask("metrics", run, "--key", "loss")["values"]
+    """Return a run's loss per step."""
+    return query("metrics", run, "--key", "loss")["values"]
 
 
 def kill_a_worker(run: str) -> None:
-    """Wait until a run is halfway, then kill its last worker, as anybody could."""
+    """Wait until a run is halfway, then kill its last worker."""
     while True:
         time.sleep(0.5)
-        for one in ask("ps"):
-            if one["run"] == run and one["step"] >= HALFWAY and one["workers"]:
-                worker = one["workers"][-1]
-                print(f"\n$ kill -9 {worker}     (a worker of {run}, after step {one['step']})", flush=True)
+        for live in query("ps"):
+            if live["run"] == run and live["step"] >= HALFWAY and live["workers"]:
+                worker = live["workers"][-1]
+                print(f"\n$ kill -9 {worker}     (a worker of {run}, after step {live['step']})", flush=True)
                 os.kill(worker, signal.SIGKILL)
                 return
 
 
 def main() -> None:
-    """The demo, in the order a newcomer would type it."""
+    """Run the demo, in the order in which a newcomer would type it."""
     library = sysconfig.get_path("stdlib")
     sources = [f"{library}/{pattern}" for pattern in ("*.py", "asyncio/*.py", "email/*.py", "json/*.py")]
     headway("data", "build", DATA, *sources, "--vocab-size", "2048")
@@ -75,7 +75,7 @@ def main() -> None:
     headway("train", "recipes/demo.toml", "--name", again, *options)
     headway("report", again)
     headway("diff", run, again)
-    print(f"\nnext: headway resume {run} --set train.steps=600     (go on where it ended)")
+    print(f"\nnext: headway resume {run} --set train.steps=600     (continues the run)")
     print("      headway runs, headway metrics last --key loss, headway recipe show recipes/demo.toml")
 
 

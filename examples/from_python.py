@@ -23,9 +23,9 @@ def main() -> None:
         train=Train(steps=20, batch=8, lr=3e-3, device="cpu"),
         checkpoint=Checkpoint(every_steps=10),
     )
-    print(to_toml(recipe).split("[data]")[0])  # the same recipe as a file would say it
+    print(to_toml(recipe).split("[data]")[0])  # the same recipe as a file
 
-    # new_run checks everything and makes the run's folder; supervise runs it to its end in this process.
+    # new_run checks everything and creates the run's folder; supervise_run runs it to its end in this process.
     attempt = new_run(recipe, Path("runs"), workers=2)
     outcome = supervise_run(attempt)
     print(f"{attempt.run.name}: {outcome.state}, {outcome.reason}")

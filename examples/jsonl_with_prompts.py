@@ -1,7 +1,7 @@
-"""Questions and answers in a JSONL file: the questions are read by the model and not trained on.
+"""Questions and answers in a JSONL file: the model reads the questions, but they are masked in the loss.
 
-Makes a file of sums, builds a data set from it with the question as the prompt, trains a few steps, and shows how
-many tokens of each step counted.
+Writes a file of sums, builds a dataset from it with the question as the prompt, trains a few steps, and shows how many
+tokens of each step were trained on.
 """
 
 import json
@@ -37,9 +37,9 @@ def headway(*arguments: str) -> str:
 
 
 def main() -> None:
-    """Write the file, build, train, look."""
-    draw = random.Random(1)
-    pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(2000)]
+    """Write the file, build the dataset, train, print the result."""
+    generator = random.Random(1)
+    pairs = [(generator.randrange(100), generator.randrange(100)) for _ in range(2000)]
     SUMS.parent.mkdir(exist_ok=True)
     SUMS.write_text("".join(json.dumps({"ask": f"{a} + {b} = ", "say": str(a + b)}) + "\n" for a, b in pairs))
     fields = ("--prompt-field", "ask", "--text-field", "say", "--vocab-size", "300", "--force")
@@ -47,8 +47,8 @@ def main() -> None:
 
     Path("sums.toml").write_text(RECIPE)
     run = json.loads(headway("train", "sums.toml", "--workers", "1", "--json"))["run"]
-    counted = json.loads(headway("metrics", run, "--key", "tokens", "--json"))["values"]
-    print(f"{run}: of {8 * 64} tokens in a step, {counted[0]:.0f} were trained on in the first; the rest are prompts")
+    trained = json.loads(headway("metrics", run, "--key", "tokens", "--json"))["values"]
+    print(f"{run}: of {8 * 64} tokens in a step, {trained[0]:.0f} were trained on in the first; the rest are prompts")
     print(headway("metrics", run, "--key", "loss"), end="")
 
 

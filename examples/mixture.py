@@ -1,7 +1,7 @@
-"""Two data sets in shares that change in the middle of a run.
+"""Two datasets with weights that change during the run.
 
-Builds a data set from each of two packages of the standard library, the second with the first's tokenizer; shows what
-a recipe with both comes to; trains a few steps, and prints the held-out loss of each.
+Builds a dataset from each of two packages of the standard library, the second with the first's tokenizer; shows the
+resulting shares; trains a few steps, and prints the held-out loss of each.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def headway(*arguments: str) -> str:
 
 
 def main() -> None:
-    """Build both, look at the shares, train, look at the losses."""
+    """Build both datasets, print the shares, train, print the losses."""
     mail, tasks = (f"{Path(package.__file__).parent}/*.py" for package in (email, asyncio))
     headway("data", "build", "data/mail", mail, "--vocab-size", "512", "--force")
     headway("data", "build", "data/async", tasks, "--tokenizer", "data/mail", "--force")

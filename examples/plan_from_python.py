@@ -1,4 +1,4 @@
-"""Plans without the command line: the best way to run, what a different mesh would cost, and how the run scales.
+"""Plans without the command line: the best plan, the cost of another mesh, and scaling.
 
 python examples/plan_from_python.py
 """
@@ -19,7 +19,7 @@ RECIPE = Recipe(
 
 
 def main() -> None:
-    """Print three answers."""
+    """Print the best plan, another mesh and three cluster sizes."""
     planned = plan(RECIPE, parse_on("h100x8x4"), price=2.5)
     best = planned.best.estimate
     print(f"best of {planned.result.tried}: {best.settings.mesh.describe()}, microbatch {best.settings.microbatch}")

@@ -1,8 +1,8 @@
-"""Open a checkpoint with `json`, `numpy` and `safetensors` alone: nothing of Headway is imported to read it.
+"""Read a checkpoint with `json`, `numpy` and `safetensors` alone, without importing Headway.
 
     python examples/read_checkpoint.py [runs/RUN/checkpoints/step-00000010]
 
-Without a folder it makes a short run of two workers first, so that tensors lie in pieces in two files.
+Without a folder it first makes a short run with two workers, so that tensors are split over two files.
 """
 
 import json
@@ -15,21 +15,21 @@ from safetensors.numpy import load_file
 
 
 def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor whole, by name: model/<parameter> and optimizer/<parameter>/<key>."""
+    """Return every full tensor by name: model/<parameter> and optimizer/<parameter>/<key>."""
     manifest = json.loads((folder / "manifest.json").read_bytes())
     files = {name: load_file(folder / name) for name in manifest["files"]}
     tensors = {}
     for name, entry in manifest["tensors"].items():
-        whole = np.empty(entry["shape"], entry["dtype"])
+        tensor = np.empty(entry["shape"], entry["dtype"])
         for piece in entry["pieces"]:
-            place = tuple(slice(a, a + n) for a, n in zip(piece["start"], piece["shape"], strict=True))
-            whole[place] = files[piece["file"]][name]
-        tensors[name] = whole
+            box = tuple(slice(a, a + n) for a, n in zip(piece["start"], piece["shape"], strict=True))
+            tensor[box] = files[piece["file"]][name]
+        tensors[name] = tensor
     return tensors
 
 
 def short_run() -> Path:
-    """Train ten steps on this file and say where the checkpoint is."""
+    """Train ten steps on this file and return the path of the checkpoint."""
     Path("short.toml").write_text(
         'name = "short"\nmodel.layers = 2\nmodel.dim = 32\ndata = { path = "data/short", seq = 32 }\n'
         "train = { steps = 10, batch = 4 }\n"
@@ -45,7 +45,7 @@ def short_run() -> Path:
 
 
 def main() -> None:
-    """Print every weight's name, type, shape and mean size; count the optimizer's tensors."""
+    """Print the name, dtype, shape and mean absolute value of every weight; count the optimizer's tensors."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else short_run()
     tensors = read_checkpoint(folder)
     weights = {name: tensor for name, tensor in sorted(tensors.items()) if name.startswith("model/")}

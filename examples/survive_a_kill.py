@@ -1,6 +1,6 @@
-"""A worker is killed in the middle of a step; the run goes on from memory and ends with the bits of one left alone.
+"""A worker is killed in the middle of a step; the run resumes from memory and ends with the bits of an undisturbed one.
 
-Then the machine is "lost": the run's checkpoints are removed, and it goes on from its object store, here a folder.
+Then the machine is "lost": the run's checkpoints are removed, and it resumes from its object store, here a folder.
 """
 
 import json
@@ -14,7 +14,7 @@ from headway.track import account, compare_runs, read_run
 
 
 def main() -> None:
-    """Two runs of one recipe: one is left alone, one is not."""
+    """Train one recipe twice: once undisturbed, once with a killed worker."""
     text = Path(json.__file__).parent / "*.py"  # a little text that every Python has
     built = build_dataset("data/json-package", [text], BuildOptions(vocab_size=512), force=True)
     recipe = Recipe(
@@ -28,15 +28,15 @@ def main() -> None:
             store=Store(url=Path("bucket").absolute().as_uri(), every_steps=10),  # s3://bucket/prefix works as well
         ),
     )
-    left_alone = new_run(recipe, Path("runs"), workers=2)
-    assert supervise_run(left_alone).state == "finished"
+    undisturbed = new_run(recipe, Path("runs"), workers=2)
+    assert supervise_run(undisturbed).state == "finished"
 
     attempt = new_run(recipe, Path("runs"), workers=2)
     killed = attempt.model_copy(update={"faults": FaultPlan().kill(step=15, rank=1, point="compute")})
     print(f"{attempt.run.name}: {supervise_run(killed).reason}")
     for incident in account(read_run(attempt.folder)).incidents:
         print(f"  {incident.text}")
-    print(f"beside the run that was left alone: {compare_runs(attempt.folder, left_alone.folder).sentence}")
+    print(f"compared with the undisturbed run: {compare_runs(attempt.folder, undisturbed.folder).sentence}")
 
     shutil.rmtree(attempt.folder.checkpoints)
     resumed = resume_run(attempt.folder, ["train.steps=24"])

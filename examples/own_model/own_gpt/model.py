@@ -1,11 +1,11 @@
-"""A small GPT as anybody might write it: LayerNorm, rotary positions, GELU; tokens in, logits out."""
+"""A small GPT in plain PyTorch: LayerNorm, RoPE, GELU; tokens in, logits out."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal attention; positions turn queries and keys."""
+    """Causal attention with RoPE."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -19,22 +19,22 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each token with those before it."""
+        """Attend from each token to those before it."""
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
-        y = nn.functional.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+        y = nn.functional.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Turn pairs of numbers by the angles of their position."""
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate pairs of numbers by the angles of their position."""
         cos, sin = (table[: x.shape[2]].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward, each added to the stream."""
+    """Attention and a feed-forward, each added to the residual stream."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pass the stream on."""
+        """Return the updated residual stream."""
         x = x + self.attention(self.norm1(x))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight  # tied
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, L, V] of tokens [B, L]."""
+        """Return the logits [B, L, V] of tokens [B, L]."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
