@@ -199,7 +199,7 @@ def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, s
         name = field.alias or python_name
         named = get_origin(field.annotation) is dict  # sections with user-defined names
         kinds = _kinds(get_args(field.annotation)[1] if named else field.annotation)
-        inner = [kind for kind in kinds if _is_section(kind)]
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         for kind in inner:
             yield from _fields(kind, f"{prefix}{name}.*." if named else f"{prefix}{name}.")
         if not inner:
@@ -212,10 +212,6 @@ def _kinds(annotation: Any) -> Iterable[Any]:
         return _kinds(get_args(annotation)[0])
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     return [kind for part in parts for kind in _kinds(part)] if parts else [annotation]
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str], default_origin: str) -> RecipeError:

@@ -186,7 +186,7 @@ class Model(Section):
     @classmethod
     def _follow(cls, dim: int, heads: int) -> dict[str, int]:
         """Return the default of fields derived from width and heads."""
-        return {"kv_heads": heads, "head_dim": max(dim // heads, 1), "hidden": _round_up(dim * 8 / 3, 64)}
+        return {"kv_heads": heads, "head_dim": max(dim // heads, 1), "hidden": math.ceil(dim * 8 / 3 / 64) * 64}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -312,10 +312,6 @@ class CustomModel(Model):
 
     family: Literal["own"] = "own"
     """None of Headway's families."""
-
-
-def _round_up(value: float, multiple: int) -> int:
-    return int(-(-value // multiple) * multiple)
 
 
 def _applies(key: str, custom: bool) -> bool:

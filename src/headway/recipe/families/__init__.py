@@ -21,24 +21,6 @@ from headway.recipe.model import CustomModel, Model
 
 __all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "families_with", "family_name"]
 
-FAMILIES: dict[str, type[Model]] = {
-    "llama": Llama,
-    "mistral": Mistral,
-    "smollm3": SmolLM3,
-    "gemma": Gemma,
-    "gemma2": Gemma2,
-    "gemma3": Gemma3,
-    "olmo2": OLMo2,
-    "phi3": Phi3,
-    "gpt2": GPT2,
-    "gpt_neox": NeoX,
-    "mixtral": Mixtral,
-    "qwen3_moe": Qwen3Moe,
-    "deepseek_v3": DeepSeekV3,
-    "gpt_oss": GptOss,
-}
-"""By `model.family` of a recipe."""
-
 MODEL_TYPES: dict[str, type[Model]] = {
     "llama": Llama,
     "mistral": Mistral,
@@ -59,6 +41,11 @@ MODEL_TYPES: dict[str, type[Model]] = {
     "gpt_oss": GptOss,
 }
 """By the model_type of a config.json."""
+
+FAMILIES: dict[str, type[Model]] = {
+    name: kind for name, kind in MODEL_TYPES.items() if name == kind.model_fields["family"].default
+}
+"""By `model.family` of a recipe."""
 
 
 def family_name(values: Any) -> str:

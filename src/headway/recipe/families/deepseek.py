@@ -8,7 +8,15 @@ from pydantic import Field, model_validator
 
 from headway.errors import ModelError
 from headway.recipe.architecture import Architecture, ExpertShape, LatentAttention
-from headway.recipe.families.llama import checked, common_config, costs, mlp_tensors, refuse_what_differs, sizes
+from headway.recipe.families.llama import (
+    LlamaLike,
+    checked,
+    common_config,
+    costs,
+    mlp_tensors,
+    refuse_what_differs,
+    sizes,
+)
 from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
 from headway.recipe.section import DERIVED, NotNegative, Positive
@@ -45,20 +53,13 @@ class DeepSeekV3(RotaryModel):
 
     UNCUT: ClassVar[str] = "latent attention and experts do not support a tensor axis yet"
 
-    NAMES: ClassVar[dict[str, str]] = {
-        "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
+    NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES | {
         "attention.q_down": "self_attn.q_a_proj",
         "attention.q_norm": "self_attn.q_a_layernorm",
         "attention.q_up": "self_attn.q_b_proj",
         "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
         "attention.kv_norm": "self_attn.kv_a_layernorm",
         "attention.kv_up": "self_attn.kv_b_proj",
-        "attention.o": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
         "mlp.router": "mlp.gate",
         "mlp.balance.bias": "mlp.gate.e_score_correction_bias",
         "mlp.shared.gate": "mlp.shared_experts.gate_proj",

@@ -9,6 +9,7 @@ from pydantic import Field
 from headway.errors import ModelError
 from headway.recipe.architecture import Architecture
 from headway.recipe.families.llama import (
+    LlamaLike,
     attention_tensors,
     checked,
     common_config,
@@ -31,17 +32,7 @@ Cap = Annotated[float, Field(ge=0)]
 class GemmaLike(RotaryModel):
     """Base of all Gemmas."""
 
-    NAMES: ClassVar[dict[str, str]] = {
-        "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.o": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
+    NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES
 
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     attention_bias: bool = False
@@ -210,11 +201,6 @@ class Gemma2(GemmaWindowed):
 
 class Gemma3(GemmaWindowed):
     """Gemma 3: five of six layers have a sliding window and their own RoPE base; QK norms."""
-
-    NAMES: ClassVar[dict[str, str]] = GemmaWindowed.NAMES | {
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-    }
 
     family: Literal["gemma3"] = "gemma3"
     full_every: NotNegative = 6

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 from headway.errors import ModelError
 from headway.recipe.architecture import Architecture
 from headway.recipe.families.llama import (
+    LlamaLike,
     attention_tensors,
     checked,
     common_config,
@@ -25,17 +26,8 @@ class OLMo2(RotaryModel):
 
     UNCUT: ClassVar[str] = "its norms of queries and keys go over all heads"
 
-    NAMES: ClassVar[dict[str, str]] = {
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.o": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
+    NAMES: ClassVar[dict[str, str]] = LlamaLike.NAMES | {
         "attention_out_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
         "mlp_out_norm": "post_feedforward_layernorm",
     }
 
