@@ -132,13 +132,13 @@ def clocks() -> str:
 
 def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way of one row, in this process."""
-    from headway.plan import architecture_of, flops_per_token
+    from headway.plan import flops_per_token
     from headway.recipe import Model
 
     shape = ROWS[row]
     model = Model(**{"vocab_size": 128256} | shape["model"])
     tokens = shape["batch"] * shape["seq"]
-    flops = flops_per_token(architecture_of(model), shape["seq"]) * tokens
+    flops = flops_per_token(model.architecture(), shape["seq"]) * tokens
     about = {"row": row, "way": way}
     if way == "bound":
         total, parts = bound(model, shape)
@@ -339,9 +339,9 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
 
 def parameters_of(model: Any) -> int:
     """Of the whole model."""
-    from headway.plan import architecture_of, parameters
+    from headway.plan import parameters
 
-    return int(parameters(architecture_of(model)))
+    return int(parameters(model.architecture()))
 
 
 def clocked(call: Callable[[], object], times: int = 10) -> float:

@@ -11,7 +11,7 @@ from headway.errors import ModelError
 from headway.models.gpt_oss import clamped_swiglu
 from headway.plan.flops import active_parameters, parameters
 from headway.recipe import Model
-from headway.recipe.huggingface import config_from_model, model_from_config
+from headway.recipe.huggingface import model_from_config
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 500.0,
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # fmt: skip
@@ -97,4 +97,4 @@ def test_the_numbers_of_gpt_oss_20b() -> None:
 
 def test_biases_go_together() -> None:
     with pytest.raises(ModelError, match="qkv_bias"):
-        config_from_model(Model(family="gpt_oss", vocab_size=64, output_bias=False))
+        Model(family="gpt_oss", vocab_size=64, output_bias=False).to_config(2048)

@@ -4,7 +4,7 @@ import pytest
 from family_cases import SIZES, Case
 
 from headway.errors import ModelError
-from headway.recipe.huggingface import config_from_model, model_from_config
+from headway.recipe.huggingface import model_from_config
 
 SMALL = SIZES | {"head_dim": 8, "original_max_position_embeddings": 64}
 LONG = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -41,4 +41,4 @@ def test_other_scalings_are_refused() -> None:
 def test_switches_that_phi3_lacks_are_not_written() -> None:
     model = model_from_config(SMALL | {"model_type": "phi3"}).model_copy(update={"qkv_bias": True})
     with pytest.raises(ModelError, match="qkv_bias"):
-        config_from_model(model)
+        model.to_config(2048)

@@ -10,7 +10,7 @@ from lazy_transformers import transformers
 from headway.errors import ModelError
 from headway.plan.flops import active_parameters
 from headway.recipe import Model
-from headway.recipe.huggingface import config_from_model, model_from_config
+from headway.recipe.huggingface import model_from_config
 
 EXPERTS = SIZES | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 CASES = [
@@ -81,4 +81,4 @@ def test_a_recipe_of_its_own() -> None:
     with pytest.raises(ValueError, match="dense_layers"):
         Model(family="qwen3_moe", layers=2, dense_layers=(0, 1))
     with pytest.raises(ModelError, match="biases"):
-        config_from_model(Model(family="qwen3_moe", vocab_size=64, qkv_bias=True))
+        Model(family="qwen3_moe", vocab_size=64, qkv_bias=True).to_config(2048)

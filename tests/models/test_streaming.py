@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from headway.cli.checkpoint import app
 from headway.errors import HeadwayError, ModelError
 from headway.recipe import Model, Recipe
-from headway.recipe.huggingface import config_from_model
 from headway.state import (
     CheckpointFacts,
     Piece,
@@ -65,7 +64,7 @@ def hf_folder(
         for name, shape in model.tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_from_model(model, 128) | config))
+    (folder / "config.json").write_text(json.dumps(model.to_config(128) | config))
     return tensors
 
 
@@ -279,7 +278,7 @@ def big_folder(folder: Path) -> None:
     """600 MB of bfloat16 weights, half of them one tensor, written without ever having them all."""
     model = Model(vocab_size=150_000, layers=9, dim=1024, heads=8, hidden=4096)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_from_model(model, 256)))
+    (folder / "config.json").write_text(json.dumps(model.to_config(256)))
     layout = plan_file((SMALL.hf_name(name), "bfloat16", shape) for name, shape in model.tensors().items())
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 23, dtype=np.uint16)
     with (folder / "model.safetensors").open("wb") as file:

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.models import empty_decoder
 from headway.parallel import finish_gradients, make_mesh, parallelize_model
-from headway.plan.architecture import architecture_of
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
 from headway.plan.trainer import headway_software
@@ -152,7 +151,7 @@ def test_collectives_move_what_the_plan_counts(name: str, told) -> None:
     workers = workers_of(recipe)
     settings, each = planned(recipe, workers), workers // recipe.parallel.pipeline
     for rank, moved in enumerate(told(workers)):
-        counted = traffic(architecture_of(recipe.model), settings, rank // each)
+        counted = traffic(recipe.model.architecture(), settings, rank // each)
         truth = {f"{operation} {axis}": size for (operation, axis), size in counted.items()}
         found = {key.partition("|")[2]: float(size) for key, size in moved.items() if key.startswith(f"{name}|")}
         assert found == pytest.approx(truth, rel=0.02)

@@ -8,7 +8,6 @@ import torch
 
 from headway.models import empty_decoder
 from headway.parallel import make_mesh, parallelize_model
-from headway.plan.architecture import architecture_of
 from headway.plan.flops import parameters
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
@@ -59,7 +58,7 @@ def story(rank: int, workers: int, recipes: list[Recipe]) -> dict[str, torch.Ten
 )
 def test_no_worker_allocates_the_whole_model(meshes: list[dict[str, int]], tmp_path) -> None:
     recipes = [make_recipe(mesh) for mesh in meshes]
-    whole = 4 * parameters(architecture_of(recipes[0].model))
+    whole = 4 * parameters(recipes[0].model.architecture())
     assert whole > 65 * MB, "the model must outweigh what else a process allocates"
     largest = 4 * MODEL["dim"] * MODEL["hidden"]
     for rank, found in enumerate(run_ranks(tmp_path, 4, story, recipes)):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.models import empty_decoder, init_weights
-from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
+from headway.plan import flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 from headway.plan.flops import attended_share
 from headway.recipe import Model
 from headway.recipe.architecture import Architecture
@@ -34,15 +34,15 @@ QWEN25_05B = Model(vocab_size=151_936, layers=24, dim=896, heads=14, kv_heads=2,
     ids=["llama-3-8b", "llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"],
 )
 def test_parameters_of_published_models(model: Model, published: int) -> None:
-    assert parameters(architecture_of(model)) == published
+    assert parameters(model.architecture()) == published
 
 
 def test_flops_of_a_published_model_by_hand() -> None:
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
     matrices = 32 * layer + 128_256 * 4096
-    assert matmul_parameters(architecture_of(LLAMA3_8B)) == matrices
-    assert flops_per_token(architecture_of(LLAMA3_8B), 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
-    assert flops_per_token_full_attention(architecture_of(LLAMA3_8B), 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
+    assert matmul_parameters(LLAMA3_8B.architecture()) == matrices
+    assert flops_per_token(LLAMA3_8B.architecture(), 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
+    assert flops_per_token_full_attention(LLAMA3_8B.architecture(), 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
 
 
 @st.composite
@@ -68,7 +68,7 @@ def test_shapes_and_counts_match_the_module(model: Model) -> None:
         decoder = empty_decoder(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     assert list(model.tensors().items()) == list(shapes.items())
-    assert parameters(architecture_of(model)) == sum(parameter.numel() for parameter in decoder.parameters())
+    assert parameters(model.architecture()) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -81,7 +81,7 @@ def test_a_training_step_executes_the_model_flops(model: Model, rows: int, lengt
         decoder(tokens, tokens).backward()
     # torch's counter leaves out the GEMMs of attention on a CPU.
     linear = {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)}
-    assert sum(linear.values()) == 6 * matmul_parameters(architecture_of(model)) * rows * length
+    assert sum(linear.values()) == 6 * matmul_parameters(model.architecture()) * rows * length
 
 
 def test_causal_attention_counts_half() -> None:
@@ -89,7 +89,7 @@ def test_causal_attention_counts_half() -> None:
     model, seq = Model(vocab_size=10, layers=3, heads=4, head_dim=16), 1000
     scores = seq * (seq + 1) // 2
     exact = 3 * 2 * (2 * model.layers * model.heads * scores * model.head_dim)
-    counted = (flops_per_token(architecture_of(model), seq) - 6 * matmul_parameters(architecture_of(model))) * seq
+    counted = (flops_per_token(model.architecture(), seq) - 6 * matmul_parameters(model.architecture())) * seq
     assert counted == pytest.approx(exact, rel=2 / seq)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.hardware import parse_on
-from headway.plan.architecture import Architecture, architecture_of
+from headway.plan.architecture import Architecture
 from headway.plan.communication import communication_costs
 from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
@@ -35,7 +35,7 @@ def make_settings(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> 
 
 
 def bytes_of(model: Model, settings: Settings, rank: int = 0) -> dict[tuple[str, str], float]:
-    return traffic(architecture_of(model), settings, rank)
+    return traffic(model.architecture(), settings, rank)
 
 
 # -- what a worker holds
@@ -43,7 +43,7 @@ def bytes_of(model: Model, settings: Settings, rank: int = 0) -> dict[tuple[str,
 
 @pytest.mark.parametrize("model", [SMALL, ODD])
 def test_a_single_worker_holds_every_parameter(model: Model) -> None:
-    arch = architecture_of(model)
+    arch = model.architecture()
     total = sum(prod(shape) for shape in model.tensors().values())
     assert model.layers * block_parameters(arch, 1) + rest_parameters(arch, make_settings(Mesh()), 0) == total
 
@@ -63,7 +63,7 @@ def test_tensor_axis_replicates_norms_row_biases_and_few_kv_heads(model: Model, 
     names = whole_names(model, tensor)
     whole = sum(count for name, count in shapes.items() if any(part in name for part in names))
     split = sum(shapes.values()) - whole
-    arch = architecture_of(model)
+    arch = model.architecture()
     assert block_parameters(arch, tensor) == whole + split // tensor
     assert summed_parameters(arch, tensor) == whole
 

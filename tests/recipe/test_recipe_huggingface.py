@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import ModelError
 from headway.recipe import Model
-from headway.recipe.huggingface import config_from_model, model_from_config, read_model
+from headway.recipe.huggingface import model_from_config, read_model
 
 LLAMA2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -194,13 +194,13 @@ def test_config_round_trips_for_every_combination() -> None:
         shape = {"vocab_size": 320, "heads": 6, "kv_heads": 3, "head_dim": 24, "rope_theta": 777.0}
         model = Model(**shape, tie_embeddings=tied, **switches)
         if (qk_norm, qkv, output, mlp) in HAVE_A_FAMILY:
-            config = config_from_model(model, seq=99)
+            config = model.to_config(99)
             assert model_from_config(json.loads(json.dumps(config))) == model
             assert config["max_position_embeddings"] == 99
             assert config["architectures"][0].lower().startswith(config["model_type"])
         else:
             with pytest.raises(ModelError) as caught:
-                config_from_model(model)
+                model.to_config(2048)
             assert all((name in caught.value.message) == on for name, on in switches.items())
 
 

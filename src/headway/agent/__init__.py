@@ -2,7 +2,7 @@
 
 from headway.agent.attempt import Attempt
 from headway.agent.launch.launcher import run_launcher
-from headway.agent.launch.prepare import new_run, recipe_of_ref, resolve_recipe, resume_run, stated_recipe
+from headway.agent.launch.prepare import new_run, recipe_of_ref, resume_run, stated_recipe
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.supervisor import supervise_run
 
@@ -11,7 +11,6 @@ __all__ = [
     "AttemptOutcome",
     "new_run",
     "recipe_of_ref",
-    "resolve_recipe",
     "resume_run",
     "run_launcher",
     "stated_recipe",

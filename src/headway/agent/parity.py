@@ -271,16 +271,15 @@ def read_trial(folder: Path) -> TrialNumbers:
     steps = range(1, len(trial["losses"]) + 1)
     return TrialNumbers(
         losses=trial["losses"],
-        module_sums=merge_sums([_module_sums(row) for row in rows] for rows in ranks),
+        module_sums=merge_sums(
+            [ModuleSums(tuple(row["place"]), row["name"], row["sum"], row["squares"], row["count"]) for row in rows]
+            for rows in ranks
+        ),
         gradients=[TrialTensors(_step(folder / "gradients", step), "gradient/") for step in steps],
         parameters=[TrialTensors(_step(folder / "parameters", step), "model/") for step in steps],
         adamw=TrialTensors(_step(folder / "adamw", steps[-1]), "model/"),
         order=trial["order"],
     )
-
-
-def _module_sums(row: Mapping[str, Any]) -> ModuleSums:
-    return ModuleSums(tuple(row["place"]), row["name"], row["sum"], row["squares"], row["count"])
 
 
 def _step(folder: Path, step: int) -> Path:

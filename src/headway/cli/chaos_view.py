@@ -4,9 +4,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
-from headway.chaos.matrix import CaseResult, CaseRun, FaultMatrix, SoakResult
+from headway.chaos.matrix import CaseResult, FaultMatrix, SoakResult
 from headway.chaos.random_faults import count_kinds
 from headway.chaos.torchrun_baseline import BaselineResult
 from headway.cli.text import short_seconds
@@ -89,12 +90,8 @@ def _trouble(matrix: FaultMatrix) -> Iterator[str]:
     for result in matrix.results:
         for number, case_run in enumerate(result.tries, start=1):
             which = f", try {number}" if len(result.tries) > 1 else ""
-            for text in _complaints(case_run):
+            for text in (*case_run.complaints, *(f"left behind: {leftover}" for leftover in case_run.left)):
                 yield from _wrapped(f"{result.case.name}{which}: {text}")
-
-
-def _complaints(case_run: CaseRun) -> list[str]:
-    return [*case_run.complaints, *(f"left behind: {leftover}" for leftover in case_run.left)]
 
 
 def _end(matrix: FaultMatrix) -> str:
@@ -125,10 +122,7 @@ def _object(result: CaseResult) -> dict[str, Any]:
         "what": result.case.what,
         "way": result.case.way,
         "met": result.met,
-        "noticed_s": result.median(lambda figures: figures.noticed_s),
-        "stepping_s": result.median(lambda figures: figures.stepping_s),
-        "redone": result.median(lambda figures: figures.redone),
-        "lost_s": result.median(lambda figures: figures.lost_s),
+        **{name: result.median(attrgetter(name)) for name in ("noticed_s", "stepping_s", "redone", "lost_s")},
         "tries": [asdict(case_run) | {"met": case_run.met} for case_run in result.tries],
     }
 
@@ -137,8 +131,7 @@ def _peer_object(peer: BaselineResult) -> dict[str, Any]:
     return {
         "name": peer.case.name,
         "recovered": peer.recovered,
-        "restarted_s": peer.median(lambda result: result.restarted_s),
-        "stepping_s": peer.median(lambda result: result.stepping_s),
+        **{name: peer.median(attrgetter(name)) for name in ("restarted_s", "stepping_s")},
         "tries": [asdict(result) for result in peer.tries],
     }
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headway.agent.parity import MeshParity, ParityReport
-from headway.agent.parity_compare import KINDS, Finding, Kind, Tolerances, Verdict
+from headway.agent.parity_compare import KINDS, Finding, Kind, Verdict
 
 __all__ = ["as_json", "check_lines"]
 
@@ -109,15 +109,11 @@ def as_json(checked: ParityReport) -> dict[str, Any]:
         "steps": checked.steps,
         "dtype": checked.dtype,
         "device": checked.device,
-        "tolerances": _tolerances(checked.tolerances),
+        "tolerances": {kind: checked.tolerances.of(kind) for kind in KINDS} | {"noise": checked.tolerances.noise},
         "losses": list(checked.losses),
         "equal": checked.equal,
         "meshes": [_mesh(mesh) for mesh in checked.meshes],
     }
-
-
-def _tolerances(tolerances: Tolerances) -> dict[str, float]:
-    return {**{kind: tolerances.of(kind) for kind in KINDS}, "noise": tolerances.noise}
 
 
 def _mesh(mesh: MeshParity) -> dict[str, Any]:

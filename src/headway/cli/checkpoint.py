@@ -67,7 +67,8 @@ def list_command(
         name, rows = run, _rows_at(run.rstrip("/"))
     else:
         folder = find_run(runs_root(runs), run)
-        name, rows = folder.name, _rows(folder)
+        name, rows = folder.name, [*_rows_of_disk(folder), *_rows_of_store(folder)]
+        rows.sort(key=lambda row: (int(row["step"]), row["tier"]))
     if json:
         print_json({"run": name, "checkpoints": rows})
     elif not rows:
@@ -268,11 +269,6 @@ def _home(checkpoint: NamedCheckpoint) -> RunFolder:
 
 
 # -- ls and verify
-
-
-def _rows(run: RunFolder) -> list[dict[str, Any]]:
-    """Return one row per checkpoint of each tier, oldest first."""
-    return sorted([*_rows_of_disk(run), *_rows_of_store(run)], key=lambda row: (int(row["step"]), row["tier"]))
 
 
 def _rows_of_store(run: RunFolder) -> list[dict[str, Any]]:

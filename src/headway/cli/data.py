@@ -1,6 +1,5 @@
 """`headway data build | show | verify | mix`: tokenized datasets and mixtures of them."""
 
-import json
 import shlex
 import sys
 import time
@@ -14,14 +13,13 @@ import typer
 from headway.cli.data_mix import print_mix
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
-from headway.cli.text import plural
+from headway.cli.text import plural, print_json
 from headway.cluster.engines.ray.encode import ray_encoders
 from headway.cluster.engines.ray.engine import RayEngine
 from headway.cluster.engines.settings import engine_settings
 from headway.data import (
     BuildOptions,
     BuildProgress,
-    BuildResult,
     Dataset,
     ReadOptions,
     build_dataset,
@@ -37,6 +35,8 @@ __all__ = ["app"]
 app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_help=True)
 
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
+MANIFEST_FACTS = ("version", "tokens", "documents", "prompt_tokens", "vocab_size", "end_of_text", "dtype")
+BUILD_FACTS = ("sources", "source_bytes", "skipped", "engine", "changed")
 
 
 @app.command("build")
@@ -93,11 +93,11 @@ def build_command(
             engine=tokenizer_engine,
             remote_encoders=_elsewhere(engine, tokenizer_engine),
             progress=progress,
-            on_skip=_say_skipped,
-            on_note=_say_note,
+            on_skip=lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
+            on_note=lambda sentence: print(f"note: {sentence}", file=sys.stderr),
         )
     if as_json:
-        _print_json({**_facts(built.path, built.manifest), **_build_facts(built)})
+        print_json(_facts(built.path, built.manifest) | {key: getattr(built, key) for key in BUILD_FACTS})
         return
     _print_facts(built.path, built.manifest)
     print(f"sources    {plural(built.sources, 'file')}, {_size(built.source_bytes)}")
@@ -128,7 +128,7 @@ def show_command(
     dataset = open_dataset(path)
     shown = list(_samples(dataset, samples))
     if as_json:
-        _print_json({**_facts(path, dataset.manifest), "samples": shown})
+        print_json({**_facts(path, dataset.manifest), "samples": shown})
         return
     _print_facts(path, dataset.manifest)
     for sample in shown:
@@ -144,7 +144,7 @@ def verify_command(path: DataPath, as_json: Json = False) -> None:
     """Hash every file of a dataset and compare with its manifest."""
     manifest = verify(path).manifest
     if as_json:
-        _print_json({**_facts(path, manifest), "verified": True})
+        print_json({**_facts(path, manifest), "verified": True})
         return
     _print_facts(path, manifest)
     print(f"verified   {plural(len(manifest.all_files()), 'file')}, all match the manifest")
@@ -164,25 +164,9 @@ def mix_command(
 def _facts(path: Path, manifest: Any) -> dict[str, Any]:
     return {
         "path": str(path),
-        "version": manifest.version,
-        "tokens": manifest.tokens,
-        "documents": manifest.documents,
-        "prompt_tokens": manifest.prompt_tokens,
-        "vocab_size": manifest.vocab_size,
-        "end_of_text": manifest.end_of_text,
-        "dtype": manifest.dtype,
+        **{key: getattr(manifest, key) for key in MANIFEST_FACTS},
         "shards": len(manifest.shards()),
         "bytes": sum(file.bytes for file in manifest.all_files()),
-    }
-
-
-def _build_facts(built: BuildResult) -> dict[str, Any]:
-    return {
-        "sources": built.sources,
-        "source_bytes": built.source_bytes,
-        "skipped": built.skipped,
-        "engine": built.engine,
-        "changed": built.changed,
     }
 
 
@@ -229,18 +213,6 @@ def _size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False))
-
-
-def _say_skipped(sentence: str) -> None:
-    print(f"skipped: {sentence}", file=sys.stderr)
-
-
-def _say_note(sentence: str) -> None:
-    print(f"note: {sentence}", file=sys.stderr)
 
 
 _STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}

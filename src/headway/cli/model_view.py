@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.cli.text import byte_size, count, first_names
+from headway.cli.text import byte_size, count, first_names, plural, shortened
 from headway.errors import ModelError
 from headway.plan.model_summary import PARTS, ModelSummary, part_of
 from headway.recipe import Model, Train
@@ -92,7 +92,7 @@ def _fields(model: Model) -> dict[str, Any]:
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a model as text."""
     kind = document["model_type"]
-    yield _fit(f"{document['name']}: {KINDS[document['kind']]}")
+    yield shortened(f"{document['name']}: {KINDS[document['kind']]}", WIDTH)
     yield _fact("family", f"{model.family} ({f'transformers: {kind}' if kind else 'not in transformers'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
@@ -228,13 +228,13 @@ def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
     if document["fields"]:
         yield f"  {'field':<22}{'first':<28}second"
     for key, (value_a, value_b) in document["fields"].items():
-        yield _fit(f"  {key:<22}{_short(value_a):<27} {_short(value_b)}")
+        yield shortened(f"  {key:<22}{_short(value_a):<27} {_short(value_b)}", WIDTH)
     tensors = document["tensors"]
     for label, names in ((a, tensors["only_first"]), (b, tensors["only_second"])):
         if names:
             yield from _wrap(f"only in {label}: {first_names(names)}")
     for name, shapes in list(tensors["shapes"].items())[:SHOWN]:
-        yield _fit(f"  {name}: {' | '.join('x'.join(map(str, shape)) for shape in shapes)}")
+        yield shortened(f"  {name}: {' | '.join('x'.join(map(str, shape)) for shape in shapes)}", WIDTH)
     if len(tensors["shapes"]) > SHOWN:
         yield f"  and {len(tensors['shapes']) - SHOWN:,} more of another shape (--json lists all)"
     pairs = [" | ".join(pair) for pair in tensors["dtypes"].values()]
@@ -262,7 +262,7 @@ def _value_lines(values: Mapping[str, Mapping[str, Any]] | None) -> Iterator[str
         differing = f"{values_of_part['differing']:,} of {values_of_part['elements']:,}"
         yield f"  {part:<16}{differing:>27}{values_of_part['absolute']:>10.2g}{values_of_part['relative']:>10.2g}"
         if values_of_part["worst"]:
-            yield _fit(f"    most in {values_of_part['worst']}")
+            yield shortened(f"    most in {values_of_part['worst']}", WIDTH)
 
 
 def _verdict(document: Mapping[str, Any]) -> str:
@@ -277,7 +277,7 @@ def _verdict(document: Mapping[str, Any]) -> str:
         (len(tensors["dtypes"]), "tensor", " of another dtype"),
         (sum(part["differing"] for part in (values or {}).values()), "value", ""),
     ]
-    differences = [f"{number:,} {noun}{'' if number == 1 else 's'}{which}" for number, noun, which in numbers if number]
+    differences = [plural(number, noun) + which for number, noun, which in numbers if number]
     return f"they differ in {', '.join(differences)}"
 
 
@@ -285,16 +285,13 @@ def _verdict(document: Mapping[str, Any]) -> str:
 
 
 def _fact(label: str, text: str) -> str:
-    return _fit(f"{label:<10} {text}")
-
-
-def _fit(line: str) -> str:
-    """Cut a line at the width."""
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    return shortened(f"{label:<10} {text}", WIDTH)
 
 
 def _wrap(text: str) -> list[str]:
-    return [_fit(line) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)]
+    return [
+        shortened(line, WIDTH) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+    ]
 
 
 def _short(value: Any) -> str:

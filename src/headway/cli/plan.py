@@ -31,7 +31,6 @@ from headway.hardware import (
 )
 from headway.plan.accuracy.calibrate import fit, predict
 from headway.plan.accuracy.score import as_json, read_cases, score_file
-from headway.plan.architecture import Architecture
 from headway.plan.costs import CostModel, Fidelity, make_cost_model
 from headway.plan.efficiencies import Efficiencies, fitted_parameters
 from headway.plan.explain import explain as explain_plan
@@ -177,7 +176,7 @@ class _Request:
         if price is not None and not 0 <= price < float("inf"):
             raise UsageError(f"invalid --price {price:g}", hint="dollars per device-hour, e.g. 2.50")
         self.recipe = load_recipe(file, settings or ())
-        self.arch, self.imbalance = _architecture(model), imbalance
+        self.arch, self.imbalance = None if model is None else read_architecture(model), imbalance
         if model is not None:
             name = model.resolve().parent.name if model.name == "config.json" else model.stem
             self.recipe = self.recipe.model_copy(update={"name": name or "model"})
@@ -229,10 +228,6 @@ class _Request:
     def costs(self) -> CostModel:
         """Return the cost model of the plan."""
         return make_cost_model(self.cluster, self.fidelity, self.parameters, self.ceilings)
-
-
-def _architecture(config: Path | None) -> Architecture | None:
-    return read_architecture(config) if config is not None else None
 
 
 def _calibrated(file: Path) -> Efficiencies:

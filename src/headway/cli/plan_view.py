@@ -46,7 +46,7 @@ ACCURACY = {
 def plan_lines(plan: Plan, recipe: Recipe, runs: Mapping[int, RunForecast]) -> list[str]:
     """Return all lines. `runs` has the forecast of each plan, by its rank."""
     return [
-        *wrapped(_title(plan)),
+        *wrapped(f"{_work(plan)}, {plan.cluster.devices:,}~x~{plan.cluster.chip.name.upper()}"),
         "",
         *_plans(plan, runs),
         "",
@@ -142,10 +142,6 @@ def cut(text: str, width: int) -> str:
 
 
 # -- the plans
-
-
-def _title(plan: Plan) -> str:
-    return f"{_work(plan)}, {plan.cluster.devices:,}~x~{plan.cluster.chip.name.upper()}"
 
 
 def _work(plan: Plan) -> str:
@@ -414,17 +410,16 @@ def sweep_lines(points: Sequence[ScalingPoint], command: str) -> list[str]:
     priced = any(plan.run.cost is not None for plan in plans)
     heads = ["nodes", "devices", "step", "tokens/s", "scaling", "MFU", "run", "device-h", "cost"][: 9 if priced else 8]
     widths = [7, 9, 9, 12, 9, 6, 9, 10, 9][: len(heads)]
-    title = wrapped(_sweep_title(plans[0])) if plans else []
-    lines = [*title, "", cells_of(heads, widths)] if title else [cells_of(heads, widths)]
+    lines = [cells_of(heads, widths)]
+    if plans:
+        cluster = plans[0].cluster
+        title = f"{_work(plans[0])}, nodes~of~{cluster.per_node}~x~{cluster.chip.name.upper()}"
+        lines = [*wrapped(title), "", *lines]
     for point in points:
         lines += _sweep_point(points, point, widths)
     barred = any(_has_bar(_sweep_text(plan)) for plan in plans)
     lines += ["", "scaling: tokens/s per device relative to the first line" + "; bars: share of the best" * barred]
     return [*lines, *wrapped(f"next: {command} for the details of one", 6)]
-
-
-def _sweep_title(plan: Plan) -> str:
-    return f"{_work(plan)}, nodes~of~{plan.cluster.per_node}~x~{plan.cluster.chip.name.upper()}"
 
 
 def _sweep_text(plan: Plan) -> str:

@@ -50,12 +50,5 @@ def _document(live: LiveRun, summary: RunSummary) -> dict[str, object]:
         "folder": str(live.run.path),
         "step": summary.step,
         "total_steps": summary.total_steps,
-        "agent": live.agent,
-        "keeper": live.keeper,
-        "led_here": live.led_here,
-        "workers": list(live.workers),
-        "spares": live.spares,
-        "memory_bytes": live.memory_bytes,
-        "started": live.started,
-        "user": live.user,
+        **{key: value for key, value in vars(live).items() if key != "run"},
     }

@@ -39,14 +39,12 @@ class Corpus:
         data = self.recipe.data
         if data.path is not None:
             return data.model_copy(update={"path": str(Path(data.path).resolve()), "version": self.version})
+        versions = {name: dataset.version for name, dataset in zip(self.names, self.datasets, strict=True)}
         parts = {
-            name: part.model_copy(update={"path": str(Path(part.path).resolve()), "version": self._of(name).version})
+            name: part.model_copy(update={"path": str(Path(part.path).resolve()), "version": versions[name]})
             for name, part in data.mixture.items()
         }
         return data.model_copy(update={"mixture": parts, "version": self.version})
-
-    def _of(self, name: str) -> Dataset:
-        return self.datasets[self.names.index(name)]
 
     @property
     def vocab_size(self) -> int:

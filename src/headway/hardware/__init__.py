@@ -1,7 +1,7 @@
 """Hardware: chips, clusters and networks from data sheets, measured ceilings, and this machine's devices."""
 
 from headway.hardware.ceilings import Ceilings, find_ceilings, read_ceilings, write_ceilings
-from headway.hardware.chips import CHIPS, Chip, Link, find_chip, known_chip, precision
+from headway.hardware.chips import CHIPS, Chip, find_chip, known_chip, precision
 from headway.hardware.cluster import Cluster, Level, default_cluster, load_cluster, parse_on
 from headway.hardware.detect import Devices, devices, this_cpu
 
@@ -12,7 +12,6 @@ __all__ = [
     "Cluster",
     "Devices",
     "Level",
-    "Link",
     "default_cluster",
     "devices",
     "find_ceilings",

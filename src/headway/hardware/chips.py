@@ -125,7 +125,8 @@ def _chip(
 ) -> Chip:
     """A row of the table."""
     lanes = PCIE[pcie]
-    joined = (*links, Link(pcie, lanes, 8)) if _is_card(links) else links
+    is_card = all(link.devices < 8 for link in links)  # devices of a node connect over PCIe, bridges aside
+    joined = (*links, Link(pcie, lanes, 8)) if is_card else links
     return Chip(
         name=name,
         match=tuple(match.split()),
@@ -139,11 +140,6 @@ def _chip(
         notes=MappingProxyType(dict(notes or {})),
         aliases=tuple(aliases.split()),
     )
-
-
-def _is_card(links: tuple[Link, ...]) -> bool:
-    """Whether the devices of a node connect over PCIe: cards, bridges aside."""
-    return all(link.devices < 8 for link in links)
 
 
 PCIE: Mapping[str, float] = MappingProxyType({"pcie4": 32.0 * G, "pcie5": 64.0 * G, "pcie6": 128.0 * G})

@@ -36,7 +36,7 @@ class NetworkInterface:
     @property
     def loopback(self) -> bool:
         """Whether all addresses are loopback."""
-        return bool(self.addresses) and all(_is_loopback(address) for address in self.addresses)
+        return bool(self.addresses) and all(ipaddress.ip_address(address).is_loopback for address in self.addresses)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,3 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

@@ -3,12 +3,9 @@
 Pure arithmetic. Only what other packages need at every start is imported here.
 """
 
-from headway.plan.architecture import Architecture, architecture_of
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 
 __all__ = [
-    "Architecture",
-    "architecture_of",
     "flops_per_token",
     "flops_per_token_full_attention",
     "matmul_parameters",

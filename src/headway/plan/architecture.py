@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.recipe import Model
 from headway.recipe.architecture import Architecture, ExpertShape, LatentAttention
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "ExpertShape",
     "LatentAttention",
     "Matrix",
-    "architecture_of",
     "layer_kinds",
     "layer_matrices",
 ]
@@ -31,11 +29,6 @@ class Matrix:
     """One per expert."""
     uses: int = 1
     """Copies that each token uses."""
-
-
-def architecture_of(model: Model) -> Architecture:
-    """The architecture of a recipe's model; its vocabulary must be set."""
-    return model.architecture()
 
 
 def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:

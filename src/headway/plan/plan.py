@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from headway.errors import UsageError
 from headway.hardware import Ceilings, Cluster
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
-from headway.plan.architecture import Architecture, architecture_of
+from headway.plan.architecture import Architecture
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.efficiencies import Efficiencies
 from headway.plan.estimate import Estimate
@@ -89,7 +89,7 @@ def make_task(
             hint="train it without a plan, on the mesh in [parallel]",
         )
     return TrainingTask(
-        architecture=arch or architecture_of(recipe.model),
+        architecture=arch or recipe.model.architecture(),
         seq=recipe.data.seq,
         batch=max(recipe.train.batches),
         software=trainer_software(recipe, cluster.chip),

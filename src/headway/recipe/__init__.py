@@ -5,17 +5,15 @@ from headway.recipe.changes import CHANGEABLE, changed_keys, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
 from headway.recipe.model import Model, ModelLayout
-from headway.recipe.schema import Checkpoint, Data, Eval, Health, Parallel, Recipe, Store, Train
+from headway.recipe.schema import Checkpoint, Data, Parallel, Recipe, Store, Train
 
 __all__ = [
     "CHANGEABLE",
     "Assignment",
     "Checkpoint",
     "Data",
-    "Eval",
     "Fault",
     "FaultPlan",
-    "Health",
     "Model",
     "ModelLayout",
     "Parallel",

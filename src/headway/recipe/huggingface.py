@@ -13,7 +13,7 @@ from headway.errors import ModelError
 from headway.recipe.families import MODEL_TYPES
 from headway.recipe.model import Config, Model
 
-__all__ = ["config_from_model", "model_from_config", "read_config", "read_model"]
+__all__ = ["model_from_config", "read_config", "read_model"]
 
 HOUSEKEEPING = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id", "torch_dtype",
@@ -50,11 +50,6 @@ def model_from_config(config: Config) -> Model:
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise _unknown(config)
     return MODEL_TYPES[kind].from_config(config)
-
-
-def config_from_model(model: Model, seq: int = 2048) -> dict[str, Any]:
-    """Return a config.json that `transformers` reads as the same decoder; `seq` is the training length."""
-    return model.to_config(seq)
 
 
 # -- unknown families

@@ -20,7 +20,6 @@ import numpy as np
 
 from headway.errors import ModelError, StateError
 from headway.recipe import Model
-from headway.recipe.huggingface import config_from_model
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
 from headway.state.durable import new_file
@@ -262,7 +261,7 @@ def write_folder(
     It appears complete or not at all. `weights` have Headway's names, `seq` is the length the model was trained at;
     `sidecars` holds the files that came with the weights it started from.
     """
-    config = config_from_model(model, seq)
+    config = model.to_config(seq)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} already exists", hint="name a new folder, or remove that one")
     partial_folder = folder.parent / f".{folder.name}.partial-{os.getpid()}"

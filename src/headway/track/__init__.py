@@ -13,17 +13,14 @@ from headway.track.events import (
     read_ends,
     read_record,
     read_run,
-    read_with_raw_lines,
     record_path,
-    upgrade,
 )
 from headway.track.files import make_durable, read_recipe, write_json
-from headway.track.ledger import ACCOUNTS, AttemptTime, Incident, Ledger, Overhead, account, largest_overhead
-from headway.track.metrics import Series, history, metric_names, read_metric, read_metrics
+from headway.track.ledger import ACCOUNTS, AttemptTime, Ledger, account, largest_overhead
+from headway.track.metrics import history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
     RunFolder,
-    RunState,
     RunSummary,
     create_run,
     find_run,
@@ -45,17 +42,13 @@ __all__ = [
     "AttemptTime",
     "Event",
     "Header",
-    "Incident",
     "Ledger",
-    "Overhead",
     "Record",
     "Recorder",
     "RunComparison",
     "RunFolder",
     "RunPlan",
-    "RunState",
     "RunSummary",
-    "Series",
     "Tail",
     "account",
     "checkpoint_digests",
@@ -82,12 +75,10 @@ __all__ = [
     "read_recipe",
     "read_record",
     "read_run",
-    "read_with_raw_lines",
     "record_path",
     "run_id",
     "runs_root",
     "summarize",
-    "upgrade",
     "write_json",
     "write_plan",
 ]

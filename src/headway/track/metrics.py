@@ -60,7 +60,8 @@ def metric_names(run: RunFolder) -> list[str]:
 
 def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
     """Return metrics of a run, by default all; keys without values are omitted."""
-    attempts = sorted((read_with_raw_lines(path, "step") for path in run.events.glob("*-rank-0.jsonl")), key=_attempt)
+    attempts = [read_with_raw_lines(path, "step") for path in run.events.glob("*-rank-0.jsonl")]
+    attempts.sort(key=lambda attempt: attempt[0].header.attempt)
     kept = kept_until([record for record, _ in attempts])
     speeds = _speeds([record for record, _ in attempts], read_run(run, process="agent"))
     series: dict[str, Series] = {}
@@ -75,10 +76,6 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
         if steps.size:
             series[key] = (steps, values)
     return series
-
-
-def _attempt(attempt: tuple[Record, list[bytes]]) -> int:
-    return attempt[0].header.attempt
 
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headway.hardware import find_chip
-from headway.plan import architecture_of, flops_per_token, flops_per_token_full_attention, parameters
+from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
 from headway.recipe import Assignment, Recipe
 from headway.track import write_json
 from headway.train.build import Parts
@@ -74,7 +74,7 @@ def record_facts(parts: Parts) -> None:
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
     """Return a decoder's FLOPs per token."""
-    arch = architecture_of(recipe.model)
+    arch = recipe.model.architecture()
     return {
         "parameters": parameters(arch),
         "flops_per_token": flops_per_token(arch, recipe.data.seq),

@@ -11,7 +11,6 @@ from typing import Any
 from headway.agent.launch.trainer_support import supported_limits
 from headway.errors import HeadwayError, UsageError
 from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip, this_cpu
-from headway.plan.architecture import architecture_of
 from headway.plan.candidates import candidates, held_microbatches, settings_of
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.estimate import Estimate, estimate
@@ -289,7 +288,7 @@ def _filled(recipe: Recipe, workers: int) -> Recipe:
         return recipe
     settled: dict[str, Any] = {"train.microbatch": default_microbatch(recipe, mesh)}
     if model.class_ is None:
-        arch = architecture_of(model)
+        arch = model.architecture()
         block = layer_parameters(arch, False) + arch.heads * arch.head_dim * recipe.data.seq
         head = arch.vocab * arch.dim / block
         settled["parallel.stages"] = list(stages_by_cost(arch.layers, 0.0, head, mesh.pipeline, parallel.chunks))

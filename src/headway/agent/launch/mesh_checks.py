@@ -6,7 +6,6 @@ from headway.agent.launch.auto_plan import settings_as_written
 from headway.agent.launch.trainer_support import outdated_torch
 from headway.errors import HeadwayError, RecipeError, RunError, UsageError
 from headway.hardware import Devices, default_cluster, known_chip
-from headway.plan.architecture import architecture_of
 from headway.plan.checks import check, divisors
 from headway.plan.pipeline import check_schedule
 from headway.plan.settings import AXES, Mesh, Settings
@@ -65,7 +64,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     if settings.mesh.pipeline == 1:
         settings = replace(settings, microbatch=1)  # only a pipeline's microbatches must be equal
     try:
-        check(architecture_of(recipe.model), settings, cluster)
+        check(recipe.model.architecture(), settings, cluster)
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
     tensor, vocabulary = settings.mesh.tensor, recipe.model.vocab_size or 0

@@ -107,18 +107,14 @@ class SnapshotBuffers:
     def make(self, plans: Mapping[int, BufferPlan], count: int) -> None:
         """Allocate `count` buffers per worker for these plans, unless the existing ones fit."""
         if self.plans() == plans:
-            self._reallocate_moved()
+            for rank, buffers in self._buffers.items():
+                if self._host.has_moved(buffers[0]):  # its worker is on another node now
+                    self._allocate(rank, buffers[0].plan, len(buffers))
+                    self._in_use = {key: snapshot for key, snapshot in self._in_use.items() if key[0] != rank}
             return
         self.drop()
         for rank, plan in plans.items():
             self._allocate(rank, plan, count)
-
-    def _reallocate_moved(self) -> None:
-        """Allocate new buffers for workers that are on another node now."""
-        for rank, buffers in self._buffers.items():
-            if self._host.has_moved(buffers[0]):
-                self._allocate(rank, buffers[0].plan, len(buffers))
-                self._in_use = {key: snapshot for key, snapshot in self._in_use.items() if key[0] != rank}
 
     def _allocate(self, rank: int, plan: BufferPlan, count: int) -> None:
         self._buffers[rank] = [self._host.make_buffer(rank, number, plan) for number in range(count)]

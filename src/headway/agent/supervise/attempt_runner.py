@@ -165,7 +165,7 @@ def _start(attempt: Attempt, agent: AgentContext) -> None:
         # 1 import torch once per machine, and have a slot for every rank
         workers.gather(attempt, agent.monitor.pulses, recorder, agent.tick_unless_stopped)
         # 2 fork the workers; those of a custom model need its first weights
-        if _needs_initializing(run):
+        if read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial):
             _initialize_weights(attempt, agent)
         workers.fork(attempt.workers)
         agent.monitor.begin()
@@ -258,10 +258,6 @@ def emergency_save(run: RunFolder, agent: AgentContext) -> None:
 
 
 # -- the first weights of a custom model
-
-
-def _needs_initializing(run: RunFolder) -> bool:
-    return read_recipe(run).model.class_ is not None and not list_checkpoints(run.initial)
 
 
 def _initialize_weights(attempt: Attempt, agent: AgentContext) -> None:

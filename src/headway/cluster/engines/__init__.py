@@ -7,6 +7,6 @@ ray/             a Ray cluster
 kubernetes/      JobSet manifests for Kubernetes
 """
 
-from headway.cluster.engines.engine import OVER, REQUEUE, Engine, JobStatus, LaunchRequest, Machine, State
+from headway.cluster.engines.engine import OVER, Engine, JobStatus, LaunchRequest, Machine
 
-__all__ = ["OVER", "REQUEUE", "Engine", "JobStatus", "LaunchRequest", "Machine", "State"]
+__all__ = ["OVER", "Engine", "JobStatus", "LaunchRequest", "Machine"]

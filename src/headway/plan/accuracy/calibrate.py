@@ -136,14 +136,9 @@ def _features(case: PublishedRun) -> Array:
         3.0 * (settings.recompute != "none"),
         3.0 * (settings.precision in LOW),
         3.0 * (not case.dense),
-        _chip_feature(case.chip),
+        10.0 * sum(ord(letter) * i for i, letter in enumerate(case.chip, 1)),  # far from all other chips
     ]
     return np.array(point + kind)
-
-
-def _chip_feature(name: str) -> float:
-    """A feature per chip, far from all others."""
-    return 10.0 * sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
 
 
 def _similarity(first: Array, second: Array) -> Array:
