@@ -1,11 +1,11 @@
-"""Loads what each of many meshes has saved into each of them, and writes the table of docs/concepts/state.md.
+"""Load the state saved by each of many meshes into each of them, and write the table of docs/concepts/state.md.
 
-python docs/reshards.py      some minutes on two cores; exits 1 when a pair is not equal bit for bit
+python docs/reshards.py      some minutes on two cores; exits with 1 if a pair is not equal bit for bit
 
 Every mesh trains a small model for a few steps, and its agent saves the state. Then the workers of every mesh load each
-of these states and write down what they hold, which is compared with the files that were saved. Those are read here
-with `json`, NumPy and the safetensors library alone, so that Headway's reading is not checked by itself. Where a
-worker's elements belong in the whole tensor, PyTorch tells (`full_tensor`), and not Headway's idea of a layout.
+of these states and write what they hold to files, which are compared with the saved ones. Those are read here with
+`json`, NumPy and the safetensors library alone, so that Headway's reader is not checked by itself. PyTorch
+(`full_tensor`), not Headway's layout, determines where a worker's elements belong in the full tensor.
 """
 
 import json
@@ -61,40 +61,40 @@ MESHES = (
     "shard=2,pipeline=2",
     "tensor=2,pipeline=2",
 )
-# Sizes of which 3 divides none, and a vocabulary that nothing divides. Embedding and head are one tensor, which both
-# ends of a pipeline hold; there are fewer key heads than workers of the largest tensor axis, which hold them whole.
+# No size is divisible by 3, and the vocabulary by nothing. Embedding and head are one tensor, which both ends of a
+# pipeline hold; there are fewer KV heads than workers of the largest tensor axis, which replicate them.
 MODEL = {"layers": 4, "dim": 40, "heads": 4, "kv_heads": 2, "hidden": 56, "vocab_size": 301, "qkv_bias": True}
 TRAIN = {"batch": 12, "microbatch": 2, "lr": 1e-2, "warmup_steps": 1, "device": "cpu"}
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "headway.agent.parity", "headway.data", "headway.train.build"]
-"""What every worker imports: done once, in the process that they are forked from."""
+"""What every worker imports: done once, in the process from which they are forked."""
 NUMBERS = 1 << 20
-"""For the elements of one rank, to see where they lie; float32 tells those of 16 ranks apart."""
+"""Size of the range of numbers per rank that identify elements; float32 can represent those of 16 ranks."""
 
 Arrays = Mapping[str, NDArray[Any]]
 Boxes = Sequence[tuple[tuple[int, ...], NDArray[Any]]]
-"""Of one tensor: where each begins, and its elements."""
+"""Boxes of one tensor: start and elements of each."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A mesh and the state that it has saved."""
+    """A mesh and the state that it saved."""
 
     mesh: str
     """In words: shard 2 x tensor 2."""
     workers: int
     recipe: Recipe
-    """With what the plan has filled in."""
+    """With the keys that the plan filled in."""
     state: Path
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the workers of a mesh held when they had loaded a state."""
+    """What the workers of a mesh hold after loading a state."""
 
     parts: Mapping[str, Boxes]
     """What they would save of each tensor."""
     wrong: Sequence[str]
-    """Tensors that a worker found wrong in its own hands: others may save its copies in its place."""
+    """Tensors that are wrong on a worker, including replicas that another worker saves."""
 
 
 def main() -> int:
@@ -104,19 +104,20 @@ def main() -> int:
         data = root / "json-package"
         build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
         saved = train(data, root)
-        assert len({digest_in(one.state) for one in saved}) == len(saved), "one state could be taken for another"
-        differences = {one.mesh: loads(one, [other.state for other in saved], root / "loaded") for one in saved}
+        assert len({digest_in(mesh.state) for mesh in saved}) == len(saved), "two states are equal"
+        states = [mesh.state for mesh in saved]
+        differences = {mesh.mesh: load_states(mesh, states, root / "loaded") for mesh in saved}
         tensors = len(read_checkpoint(saved[0].state))
-    for target, found in differences.items():
-        for source, what in zip(saved, found, strict=True):
-            if what:
-                print(f"{source.mesh} -> {target}:", *what[:20], sep="\n  ")
+    for target, by_source in differences.items():
+        for source, lines in zip(saved, by_source, strict=True):
+            if lines:
+                print(f"{source.mesh} -> {target}:", *lines[:20], sep="\n  ")
     write(PAGE, "\n".join(table(list(differences), list(differences.values()), tensors)))
-    return 1 if any(what for found in differences.values() for what in found) else 0
+    return 1 if any(lines for by_source in differences.values() for lines in by_source) else 0
 
 
-def tell(text: str) -> None:
-    """Say what is going on."""
+def report(text: str) -> None:
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -124,7 +125,7 @@ def tell(text: str) -> None:
 
 
 def recipe_on(mesh: str, data: Path, number: int) -> Recipe:
-    """The recipe of one mesh; each has weights and steps of its own, so that no state can be taken for another."""
+    """Return the recipe of one mesh; each has its own weights and steps, so that no two states are equal."""
     values = {
         "seed": number,
         "model": MODEL,
@@ -136,8 +137,8 @@ def recipe_on(mesh: str, data: Path, number: int) -> Recipe:
     return parse_recipe(values, {}, "docs/reshards.py")
 
 
-def words(mesh: str) -> str:
-    """A mesh as the page calls it."""
+def mesh_name(mesh: str) -> str:
+    """Return the name of a mesh in the table."""
     return describe(parse_layout(mesh), 1)
 
 
@@ -146,91 +147,91 @@ def train(data: Path, root: Path) -> list[Saved]:
     attempts = [new_run(recipe_on(mesh, data, i), root / "runs", name=f"mesh-{i}") for i, mesh in enumerate(MESHES)]
     attempts = [attempt.model_copy(update={"threads": 1}) for attempt in attempts]
     zygote = ZygoteClient.start(root / "zygote.log", worker_environment(attempts[0]))
-    found = []
+    saved = []
     try:
         for mesh, attempt in zip(MESHES, attempts, strict=True):
-            tell(f"{words(mesh)}: trains and saves")
+            report(f"{mesh_name(mesh)}: trains and saves")
             outcome = supervise_run(attempt, warm=zygote)
             if outcome.state != "finished":
-                raise SystemExit(f"{words(mesh)}: {outcome.reason}")
+                raise SystemExit(f"{mesh_name(mesh)}: {outcome.reason}")
             state = find_checkpoint(attempt.folder.checkpoints)
-            found.append(Saved(words(mesh), attempt.workers, read_recipe(attempt.folder), state))
+            saved.append(Saved(mesh_name(mesh), attempt.workers, read_recipe(attempt.folder), state))
     finally:
         zygote.close()
-    return found
+    return saved
 
 
 # -- loading
 
 
-def loads(mesh: Saved, states: Sequence[Path], place: Path) -> list[list[str]]:
-    """Have the workers of one mesh load every state; what is then different, by state."""
-    tell(f"{mesh.mesh}: loads {len(states)} states")
-    place.mkdir()
-    arguments = (mesh.workers, mesh.recipe, states, place)
+def load_states(mesh: Saved, states: Sequence[Path], folder: Path) -> list[list[str]]:
+    """Have the workers of one mesh load every state; return the differences per state."""
+    report(f"{mesh.mesh}: loads {len(states)} states")
+    folder.mkdir()
+    arguments = (mesh.workers, mesh.recipe, states, folder)
     torch.multiprocessing.start_processes(work, arguments, mesh.workers, start_method="forkserver")
-    found = [compare(state, read_loaded(place, number)) for number, state in enumerate(states)]
-    shutil.rmtree(place)
-    return found
+    differences = [compare(state, read_loaded(folder, number)) for number, state in enumerate(states)]
+    shutil.rmtree(folder)
+    return differences
 
 
-def work(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], place: Path) -> None:
-    """One worker of a mesh, from meeting the others to the last state."""
+def work(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], folder: Path) -> None:
+    """Run one worker of a mesh, from the rendezvous to the last state."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # It warns that full_tensor is slow on nested shards, which is fine here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(place / "rendezvous"), workers)
+    store = dist.FileStore(str(folder / "rendezvous"), workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
-    load_all(rank, workers, recipe, states, place)
+    load_all(rank, workers, recipe, states, folder)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def load_all(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], place: Path) -> None:
-    """Build this worker's part of a mesh as a trainer does; load each state into it, and write down what it is then."""
+def load_all(rank: int, workers: int, recipe: Recipe, states: Sequence[Path], folder: Path) -> None:
+    """Build this worker's part of a mesh as the trainer does; load each state into it and write out the result."""
     device = torch.device("cpu")
     sizes = (recipe.parallel or Parallel()).sizes(workers)
     world = make_mesh(rank, workers, device, sizes) if workers > 1 else World(rank=0, size=1, device=device)
-    spread = parallelize_model(empty_model(recipe.model), recipe, world)
-    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
-    optimizer = build_optimizer(spread.model, recipe.train)
-    live = named_state(spread.model, optimizer, held)
-    places = {name: places_of(tensor, rank) for name, tensor in live.items()}
+    parallel = parallelize_model(empty_model(recipe.model), recipe, world)
+    held = ModelShare(world.rank, world.stage, parallel.borrowed, parallel.names)
+    optimizer = build_optimizer(parallel.model, recipe.train)
+    live = named_state(parallel.model, optimizer, held)
+    positions = {name: element_positions(tensor, rank) for name, tensor in live.items()}
     for number, state in enumerate(states):
-        forget(live)
-        load_state(state, spread.model, optimizer, held)
+        fill_with_nan(live)
+        load_state(state, parallel.model, optimizer, held)
         saved = read_checkpoint(state)
-        mine = {name: saved[name].reshape(-1)[places[name]] for name in live}
-        wrong = unlike(mine, {name: local(tensor).numpy().reshape(-1) for name, tensor in live.items()})
+        mine = {name: saved[name].reshape(-1)[positions[name]] for name in live}
+        wrong = differing(mine, {name: local(tensor).numpy().reshape(-1) for name, tensor in live.items()})
         own = pieces(live, held)
         note = {"starts": {piece.name: piece.start for piece in own}, "wrong": [f"{name} on {rank}" for name in wrong]}
         arrays = {piece.name: piece.data.reshape(piece.local_shape).view(piece.dtype) for piece in own}
-        save_file(arrays, place / f"{number}-{rank}.safetensors", {"note": json.dumps(note)})
+        save_file(arrays, folder / f"{number}-{rank}.safetensors", {"note": json.dumps(note)})
 
 
 @torch.no_grad()
-def places_of(tensor: torch.Tensor, rank: int) -> NDArray[np.int64]:
-    """Where each of this worker's elements lies in the whole tensor, by what PyTorch makes of elements with numbers."""
+def element_positions(tensor: torch.Tensor, rank: int) -> NDArray[np.int64]:
+    """Return the flat index of each of this worker's elements in the full tensor, found by numbering them."""
     if not isinstance(tensor, DTensor):
         return np.arange(tensor.numel())
     mine = local(tensor)
     assert mine.numel() <= NUMBERS, "too large a tensor to number its elements"
     mine.copy_((rank * NUMBERS + torch.arange(mine.numel())).reshape(mine.shape))
     numbers = tensor.full_tensor().numpy().reshape(-1).astype(np.int64)
-    places = np.flatnonzero(numbers // NUMBERS == rank)
-    return places[np.argsort(numbers[places])]
+    positions = np.flatnonzero(numbers // NUMBERS == rank)
+    return positions[np.argsort(numbers[positions])]
 
 
 @torch.no_grad()
-def forget(state: Mapping[str, torch.Tensor]) -> None:
-    """Leave nothing of what was loaded before, so that only what the next load writes can be right."""
+def fill_with_nan(state: Mapping[str, torch.Tensor]) -> None:
+    """Erase what was loaded before, so that only the next load can make it right."""
     for tensor in state.values():
         local(tensor).fill_(float("nan"))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this worker has of a tensor, as memory."""
+    """Return this worker's local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -239,7 +240,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def read_checkpoint(folder: Path) -> Arrays:
-    """Every tensor of a checkpoint, put together of its pieces by what the manifest says of them."""
+    """Return every tensor of a checkpoint, assembled from the pieces in its manifest."""
     manifest = json.loads((folder / "manifest.json").read_bytes())
     files = {name: load_file(folder / name) for name in manifest["files"]}
     tensors = {}
@@ -249,11 +250,11 @@ def read_checkpoint(folder: Path) -> Arrays:
     return tensors
 
 
-def read_loaded(place: Path, number: int) -> Loaded:
-    """What all workers of a mesh have written down of one state."""
+def read_loaded(folder: Path, number: int) -> Loaded:
+    """Return what all workers of a mesh wrote for one state."""
     parts: dict[str, list[tuple[tuple[int, ...], NDArray[Any]]]] = {}
     wrong = list[str]()
-    for path in sorted(place.glob(f"{number}-*.safetensors")):
+    for path in sorted(folder.glob(f"{number}-*.safetensors")):
         with safe_open(path, "numpy") as file:
             note = json.loads(file.metadata()["note"])
             for name, start in note["starts"].items():
@@ -263,48 +264,48 @@ def read_loaded(place: Path, number: int) -> Loaded:
 
 
 def assemble(shape: Sequence[int], boxes: Boxes) -> NDArray[Any]:
-    """A tensor from its boxes, which must have each of its elements exactly once."""
-    whole = np.zeros(shape, boxes[0][1].dtype if boxes else np.float32)
+    """Return a tensor from its boxes, which must cover each element exactly once."""
+    tensor = np.zeros(shape, boxes[0][1].dtype if boxes else np.float32)
     times = np.zeros(shape, np.uint8)
     for start, box in boxes:
-        place = tuple(slice(first, first + size) for first, size in zip(start, box.shape, strict=True))
-        whole[place] = box
-        times[place] += 1
+        region = tuple(slice(first, first + size) for first, size in zip(start, box.shape, strict=True))
+        tensor[region] = box
+        times[region] += 1
     if (times != 1).any():
-        raise ValueError(f"{np.count_nonzero(times != 1)} of {times.size} elements are not there exactly once")
-    return whole
+        raise ValueError(f"{np.count_nonzero(times != 1)} of {times.size} elements are not covered exactly once")
+    return tensor
 
 
 def compare(state: Path, loaded: Loaded) -> list[str]:
-    """What of a state differs from what a mesh made of it; nothing if no bit does."""
+    """Return the differences between a saved state and what a mesh loaded; empty if no bit differs."""
     saved = read_checkpoint(state)
-    found = [f"{name}: not in the checkpoint" for name in loaded.parts if name not in saved]
+    differences = [f"{name}: not in the checkpoint" for name in loaded.parts if name not in saved]
     for name, tensor in saved.items():
         try:
             held = assemble(tensor.shape, loaded.parts.get(name, []))
         except ValueError as error:
-            found.append(f"{name}: {error}")
+            differences.append(f"{name}: {error}")
         else:
-            found += [f"{name}: other bits" for _ in unlike({name: tensor}, {name: held})]
-    found += [f"{name}: other bits" for name in loaded.wrong]
-    if not found and digest_of(saved, loaded) != digest_in(state):
-        found.append("the digest")
-    return found
+            differences += [f"{name}: other bits" for _ in differing({name: tensor}, {name: held})]
+    differences += [f"{name}: other bits" for name in loaded.wrong]
+    if not differences and digest_of(saved, loaded) != digest_in(state):
+        differences.append("the digest")
+    return differences
 
 
-def unlike(saved: Arrays, found: Arrays) -> list[str]:
-    """The tensors whose type, shape or bytes are not as they were saved."""
-    pairs = ((name, saved[name], tensor) for name, tensor in found.items())
+def differing(saved: Arrays, loaded: Arrays) -> list[str]:
+    """Return the tensors whose dtype, shape or bytes differ from the saved ones."""
+    pairs = ((name, saved[name], tensor) for name, tensor in loaded.items())
     return [name for name, a, b in pairs if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes())]
 
 
 def digest_in(state: Path) -> str:
-    """The digest that a checkpoint says it has."""
+    """Return the digest in a checkpoint's manifest."""
     return str(json.loads((state / "manifest.json").read_bytes())["digest"])
 
 
 def digest_of(saved: Arrays, loaded: Loaded) -> str:
-    """The digest of what a mesh holds, from the boxes that it lies in there."""
+    """Return the digest of what a mesh holds, from its boxes."""
     entries = []
     for name, parts in loaded.parts.items():
         shape, dtype = saved[name].shape, str(saved[name].dtype)
@@ -317,20 +318,20 @@ def digest_of(saved: Arrays, loaded: Loaded) -> str:
 
 
 def table(meshes: Sequence[str], differences: Sequence[Sequence[Sequence[str]]], tensors: int) -> Iterator[str]:
-    """A row for each mesh that saved; a column for each that loads, which has the number of its row."""
+    """Yield one row per mesh that saved and one column, by the number of its row, per mesh that loaded."""
     yield f"{tensors} tensors in each state:"
     yield ""
     yield f"| | saved by | {' | '.join(str(i) for i in range(1, len(meshes) + 1))} |"
     yield f"|---:|---|{':-:|' * len(meshes)}"
     for row, mesh in enumerate(meshes):
-        names = [{what.split()[0] for what in found[row]} for found in differences]  # on however many workers
+        names = [{line.split()[0] for line in by_source[row]} for by_source in differences]  # on any worker
         cells = [f"{len(wrong)} differ" if wrong else "=" for wrong in names]
         yield f"| {row + 1} | {mesh} | {' | '.join(cells)} |"
     yield ""
 
 
 def write(page: Path, text: str) -> None:
-    """Put a table where the page has its marks."""
+    """Replace the text between the page's marks."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
     after = rest.split(END, 1)[1]
     page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")

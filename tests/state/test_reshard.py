@@ -106,8 +106,8 @@ def test_what_differs_is_found_and_named(saved: list[tuple[Recipe, Path]], tmp_p
 
     assert reshards.compare(state, loaded) == []
     assert reshards.compare(state, changed_bit(loaded, name)) == [f"{name}: other bits"]
-    assert but([]) == [f"{name}: 40 of 40 elements are not there exactly once"]
-    assert but([box, ((0,), box[1][:3])]) == [f"{name}: 3 of 40 elements are not there exactly once"]
+    assert but([]) == [f"{name}: 40 of 40 elements are not covered exactly once"]
+    assert but([box, ((0,), box[1][:3])]) == [f"{name}: 3 of 40 elements are not covered exactly once"]
     assert but([(box[0], box[1].view(np.uint32))]) == [f"{name}: other bits"]
     extra = replace(loaded, parts={**loaded.parts, "model/more": [box]})
     assert reshards.compare(state, extra) == ["model/more: not in the checkpoint"]
@@ -124,7 +124,7 @@ def test_the_page_has_every_pair_of_the_meshes_that_the_script_names() -> None:
     text = reshards.PAGE.read_text(encoding="utf-8")
     table = text.split(reshards.BEGIN, 1)[1].split(reshards.END, 1)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
-    meshes = [reshards.words(mesh) for mesh in reshards.MESHES]
+    meshes = [reshards.mesh_name(mesh) for mesh in reshards.MESHES]
     assert len(meshes) == len(set(meshes)) >= 10
     numbers = [str(number + 1) for number in range(len(meshes))]
     assert rows[0] == ["", "saved by", *numbers]
