@@ -32,6 +32,7 @@ _files() {{ print files }}
 words=({words}); CURRENT=$#words
 _headway_completion
 """
+SHELLS = ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in ("zsh", "fish"))]
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def offered(shell: str, words: list[str], environment: dict[str, str]) -> list[str]:
     """What a shell offers for the last of the words."""
     if shutil.which(shell) is None:
-        pytest.skip(f"no {shell}")
+        pytest.skip(f"needs {shell}: apt-get install {shell}")
     quoted = " ".join(f"'{word}'" for word in words)
     script = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell].format(words=quoted, line=" ".join(words))
     flags = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
@@ -71,7 +72,7 @@ def offered(shell: str, words: list[str], environment: dict[str, str]) -> list[s
     return lines
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("words", "among", "missing"),
     [
