@@ -21,9 +21,9 @@ MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    made = empty_decoder(MODEL)
-    init_weights(made, seed=0)
-    return made
+    model = empty_decoder(MODEL)
+    init_weights(model, seed=0)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +38,18 @@ def test_greedy_equals_transformers(decoder: Decoder, tmp_path: Path) -> None:
         import transformers
 
     write_folder(tmp_path / "model", decoder.model, dict(decoder.named_parameters()), seq=128)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     prompt = [5, 17, 300, 2]
     settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 4), **settings)
+    expected = hf_model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 4), **settings)
     assert list(generate_ids(decoder, prompt, max_tokens=60, temperature=0)) == expected[0, 4:].tolist()
 
 
 def test_the_cache_changes_nothing(decoder: Decoder) -> None:
     ids = [3, 1, 4]
-    made = list(generate_ids(decoder, ids, max_tokens=30, temperature=0.9, top_k=20, seed=7))
+    sampled = list(generate_ids(decoder, ids, max_tokens=30, temperature=0.9, top_k=20, seed=7))
     draw = torch.Generator().manual_seed(7)
-    for got in made:
+    for got in sampled:
         with torch.no_grad():
             logits = decoder(torch.tensor([ids]))[0, -1]
         assert got == sample_token(logits, temperature=0.9, top_k=20, generator=draw)

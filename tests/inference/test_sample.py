@@ -51,7 +51,7 @@ class Fixture:
 
     def greedy(self, step: int, prompt: str, max_tokens: int) -> str:
         ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end_of_text]
-        made = generate_ids(
+        generated = generate_ids(
             self.decoders[step],
             ids,
             max_tokens=max_tokens,
@@ -59,7 +59,7 @@ class Fixture:
             stop_id=self.tokenizer.end_of_text,
             vocab_size=self.tokenizer.vocab_size,
         )
-        whole = self.tokenizer.decode([*ids, *made])
+        whole = self.tokenizer.decode([*ids, *generated])
         return whole[len(self.tokenizer.decode(ids)) :]
 
 

@@ -58,8 +58,8 @@ def copied(part: AdamwPart) -> AdamwPart:
 
 def opened(part: AdamwPart) -> AdamwPart:
     """The same in float32."""
-    made = copied(part)
-    return replace(made, weight=made.weight.float(), mean=made.mean.float(), square=made.square.float())
+    copy = copied(part)
+    return replace(copy, weight=copy.weight.float(), mean=copy.mean.float(), square=copy.square.float())
 
 
 def paper(part: AdamwPart, factor: float = 1.0, **rates: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,8 +74,8 @@ def paper(part: AdamwPart, factor: float = 1.0, **rates: Any) -> tuple[Tensor, T
 
 
 def assert_near(part: AdamwPart, truth: tuple[Tensor, Tensor, Tensor], tolerance: float = 2e-6) -> None:
-    for made, wanted in zip((part.weight, part.mean, part.square), truth, strict=True):
-        torch.testing.assert_close(made.double(), wanted, rtol=tolerance, atol=tolerance)
+    for actual, wanted in zip((part.weight, part.mean, part.square), truth, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 # -- the formula
@@ -137,8 +137,8 @@ def test_non_finite_gradient_propagates() -> None:
     part = part_of((3, 600), *[torch.bfloat16] * 3)
     part.gradient[1, 5], part.gradient[2, 599] = torch.nan, torch.inf
     adamw([part], draw=draw_of(RoundingBits(1, 2)), **RATES)
-    for made in (part.weight, part.mean, part.square):
-        assert (~made.isfinite()).nonzero().tolist() == [[1, 5], [2, 599]]
+    for tensor in (part.weight, part.mean, part.square):
+        assert (~tensor.isfinite()).nonzero().tolist() == [[1, 5], [2, 599]]
 
 
 # -- rounding
@@ -219,11 +219,11 @@ def test_adamw_matches_torch_implementation(kind: str) -> None:
     plain = copied(part)
     reference([plain], draw=draw_of(dice), **RATES)
     adamw([part], draw=draw_of(dice), **RATES)
-    for made in (part, plain):
+    for candidate in (part, plain):
         for kept, value in (
-            (made.weight, today.weight),
-            (made.mean, today.moment("exp_avg")),
-            (made.square, today.moment("exp_avg_sq")),
+            (candidate.weight, today.weight),
+            (candidate.mean, today.moment("exp_avg")),
+            (candidate.square, today.moment("exp_avg_sq")),
         ):
             if kept.dtype == torch.float32:
                 torch.testing.assert_close(kept, value, rtol=1e-6, atol=1e-7)
@@ -319,12 +319,12 @@ def test_codes_are_those_of_the_moments_in_float32(shape: tuple[int, ...], weigh
     for (codes, scales), kept, scale in zip((mean, root), (part.mean, part.square), part.scales, strict=True):
         assert torch.equal(kept, codes)
         assert torch.equal(scale, scales)
-    for made, wanted in ((plain.mean, part.mean), (plain.square, part.square)):
-        off = (made.int() - wanted.int()).abs()
+    for plain_codes, wanted in ((plain.mean, part.mean), (plain.square, part.square)):
+        off = (plain_codes.int() - wanted.int()).abs()
         assert int(off.max()) <= 1
         assert off.float().mean() < 0.01
-    for one, other in zip(plain.scales, part.scales, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    for plain_scale, other in zip(plain.scales, part.scales, strict=True):
+        torch.testing.assert_close(plain_scale, other, rtol=1e-6, atol=0)
 
 
 def empty(gradient: Tensor) -> AdamwPart:
@@ -365,20 +365,20 @@ def test_zeros_and_what_is_no_number_in_eight_bits() -> None:
     adamw_8bit([part], BOOKS, **RATES | {"betas": (0.0, 0.0)})
     assert part.scales is not None
     for codes, scales, signed in ((part.mean, part.scales[0], True), (part.square, part.scales[1], False)):
-        wanted, found = encode(gradient, signed)
+        wanted, wanted_scales = encode(gradient, signed)
         assert torch.equal(codes, wanted)
-        torch.testing.assert_close(scales, found, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scales, wanted_scales, rtol=0, atol=0, equal_nan=True)
 
 
 def test_8bit_adamw_matches_torch_implementation() -> None:
     dice, shape = RoundingBits(7, 3), (6, 700)
-    made = part_of(shape)
-    today = trained("w0", nn.Parameter(made.weight.clone()))
-    today.parameter.grad = made.gradient.clone()
+    float_part = part_of(shape)
+    today = trained("w0", nn.Parameter(float_part.weight.clone()))
+    today.parameter.grad = float_part.gradient.clone()
     today.state.update(eightbit_states(today))
     kept = (today.moment("exp_avg").clone(), today.moment("exp_avg_root").clone())
     scales = (today.moment("exp_avg_scale").clone(), today.moment("exp_avg_root_scale").clone())
-    part = replace(made, mean=kept[0], square=kept[1], scales=scales)
+    part = replace(float_part, mean=kept[0], square=kept[1], scales=scales)
     table = None
     for step in (1, 2, 3):
         with torch.no_grad():

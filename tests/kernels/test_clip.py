@@ -35,9 +35,9 @@ def norm64(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_norm_is_that_of_float64(dtype: torch.dtype) -> None:
     tensors = some(dtype)
-    found = gradient_norm(table_of(tensors))
-    assert (found.dtype, found.shape) == (torch.float32, ())
-    assert float(found) == pytest.approx(norm64(tensors), rel=TOLERANCE[dtype])
+    norm = gradient_norm(table_of(tensors))
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    assert float(norm) == pytest.approx(norm64(tensors), rel=TOLERANCE[dtype])
     # some CPUs add up one after the other there
     assert float(reference(tensors)) == pytest.approx(norm64(tensors), rel=2e-5)
 
@@ -92,10 +92,10 @@ def test_scaling_is_that_of_torch(dtype: torch.dtype, clip: float) -> None:
     assert (float(factor) == 1.0) == (clip > 1)
     reference_scale(others, factor)
     scale(table, factor)
-    for made, plain, parameter in zip(tensors, others, parameters, strict=True):
+    for scaled, plain, parameter in zip(tensors, others, parameters, strict=True):
         # the interpreter cuts bfloat16 off where a GPU rounds it to the nearest
-        torch.testing.assert_close(made, plain, rtol=torch.finfo(dtype).eps, atol=0)
-        torch.testing.assert_close(made, parameter.grad, rtol=2 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(scaled, plain, rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(scaled, parameter.grad, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_nan_factor_propagates() -> None:

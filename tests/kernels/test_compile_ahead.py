@@ -9,11 +9,11 @@ import pytest
 
 from headway.kernels.compile_ahead import everything
 
-NAMES = [one.name for one in everything()]
+NAMES = [kernel.name for kernel in everything()]
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
+def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """What a process without the interpreter compiled: all that the tests of this session ask for."""
     chosen = [
         item.callspec.params["name"]
@@ -21,14 +21,14 @@ def made(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
         if item.path == request.path and hasattr(item, "callspec")
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "headway.kernels.compile_ahead", *chosen],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stderr[-4000:]
-    return {one["name"]: one for one in map(json.loads, told.stdout.splitlines())}
+    assert process.returncode == 0, process.stderr[-4000:]
+    return {report["name"]: report for report in map(json.loads, process.stdout.splitlines())}
 
 
 def test_names_are_unique() -> None:
@@ -37,8 +37,8 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_compiles_and_fits(made: dict[str, dict[str, int]], name: str) -> None:
-    one = made[name]
-    assert 0 < one["registers"] <= 255
-    assert one["spilled_bytes"] <= 64
-    assert one["shared_bytes"] <= 227 * 1024
+def test_it_compiles_and_fits(compiled: dict[str, dict[str, int]], name: str) -> None:
+    report = compiled[name]
+    assert 0 < report["registers"] <= 255
+    assert report["spilled_bytes"] <= 64
+    assert report["shared_bytes"] <= 227 * 1024

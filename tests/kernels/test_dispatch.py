@@ -104,9 +104,9 @@ def test_small_tensors_and_small_heads_are_pytorch_s() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operation_has_a_row_with_a_reason(device: str) -> None:
-    found = rows(device, HALF, compiled=False, exact=False)
-    assert {row.operation for row in found} == set(OPERATIONS)
-    assert all(row.choice.why for row in found)
+    table = rows(device, HALF, compiled=False, exact=False)
+    assert {row.operation for row in table} == set(OPERATIONS)
+    assert all(row.choice.why for row in table)
 
 
 # -- what runs by it, in Triton's interpreter
@@ -117,14 +117,14 @@ def test_a_model_is_what_plain_pytorch_makes_of_it() -> None:
     """Loss and gradients of a small Llama, with rotary positions, gates and loss by kernels, and without."""
     model = Model(layers=2, dim=32, heads=2, kv_heads=1, vocab_size=97)
     tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
-    found = []
+    results = []
     for plain in ((), OPERATIONS):
         make_plain(plain)
         decoder = empty_decoder(model)
         init_weights(decoder, 0)
         loss = decoder(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in decoder.parameters())])
-    assert not torch.equal(found[0][1], found[1][1])  # or nothing else ran
-    for one, other in zip(*found, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+        results.append([loss.detach(), *(p.grad for p in decoder.parameters())])
+    assert not torch.equal(results[0][1], results[1][1])  # or nothing else ran
+    for actual, other in zip(*results, strict=True):
+        assert (actual - other).norm() <= 1e-5 * other.norm()

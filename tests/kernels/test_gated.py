@@ -47,13 +47,13 @@ def check(name: str, gate: Tensor, up: Tensor) -> None:
     way, exact, _ = WAYS[name]
     tolerance, grad = TOLERANCE[gate.dtype], drawn(gate.shape, gate.dtype, 9, gate.device.type).detach()
     leaves = [x.detach().double().requires_grad_() for x in (gate, up)]
-    made, truth = way(gate, up), exact(*leaves)
-    found = (made, *torch.autograd.grad(made, (gate, up), grad))
+    out, truth = way(gate, up), exact(*leaves)
+    results = (out, *torch.autograd.grad(out, (gate, up), grad))
     size = (grad.double() * leaves[1]).abs().clamp(min=1)
-    for one, right in zip(found, (truth, *torch.autograd.grad(truth, leaves, grad.double())), strict=True):
-        assert one.dtype == gate.dtype
-        assert one.is_contiguous()
-        assert ((one.double() - right).abs() <= tolerance * (right.abs() + size)).all()
+    for actual, right in zip(results, (truth, *torch.autograd.grad(truth, leaves, grad.double())), strict=True):
+        assert actual.dtype == gate.dtype
+        assert actual.is_contiguous()
+        assert ((actual.double() - right).abs() <= tolerance * (right.abs() + size)).all()
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), thinned(WAYS, SHAPES, DTYPES), ids=str)
@@ -69,9 +69,9 @@ def test_halves_and_other_views(name: str) -> None:
         check(name, gate.requires_grad_(), up.requires_grad_())
     gate, up = (x.detach().requires_grad_() for x in views[0])
     # A sum's gradient is one number, expanded.
-    found = torch.autograd.grad(WAYS[name][0](gate, up).sum(), (gate, up))
-    for one, right in zip(found, torch.autograd.grad(WAYS[name][1](gate, up).sum(), (gate, up)), strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(WAYS[name][0](gate, up).sum(), (gate, up))
+    for gradient, right in zip(gradients, torch.autograd.grad(WAYS[name][1](gate, up).sum(), (gate, up)), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -79,10 +79,10 @@ def test_far_out(name: str) -> None:
     """Open for what is large, shut for what is small; no gradient breaks."""
     gate = torch.tensor([-60000.0, -200, -30, 30, 200, 60000], requires_grad=True)
     up = torch.ones_like(gate, requires_grad=True)
-    made = WAYS[name][0](gate, up)
+    out = WAYS[name][0](gate, up)
     want = gate.detach().clamp(min=0)
-    torch.testing.assert_close(made.detach(), want, rtol=1e-6, atol=1e-10)
-    dgate, dup = torch.autograd.grad(made.sum(), (gate, up))
+    torch.testing.assert_close(out.detach(), want, rtol=1e-6, atol=1e-10)
+    dgate, dup = torch.autograd.grad(out.sum(), (gate, up))
     torch.testing.assert_close(dgate, (want > 0).float(), rtol=1e-6, atol=1e-10)
     torch.testing.assert_close(dup, want, rtol=1e-6, atol=1e-10)
 
@@ -92,8 +92,8 @@ def test_one_rounding_is_closer_than_two(name: str) -> None:
     way, exact, reference = WAYS[name]
     gate, up = drawn((2000,), torch.float16, 0).detach(), drawn((2000,), torch.float16, 1).detach()
     truth = exact(gate.double(), up.double())
-    ours, theirs = ((made.double() - truth).abs().mean() for made in (way(gate, up), reference(gate, up)))
-    assert ours < 0.9 * theirs
+    fused_error, reference_error = ((out.double() - truth).abs().mean() for out in (way(gate, up), reference(gate, up)))
+    assert fused_error < 0.9 * reference_error
     # A unit in the last place of float16 is at most 2^-10 of a number.
     torch.testing.assert_close(way(gate, up), reference(gate, up), rtol=2**-9, atol=1e-5)
 
@@ -149,10 +149,10 @@ def test_large_ones_on_a_gpu(name: str, shape: tuple[int, int], dtype: torch.dty
 def test_more_than_two_to_the_31_numbers_on_a_gpu() -> None:
     gate = torch.ones(2**31 + 4096, device="cuda", dtype=torch.bfloat16)
     gate[-1] = 30
-    made = swiglu(gate, gate)
-    assert made[-1] == 900
-    assert made[-2] == made[0]
-    del made
+    out = swiglu(gate, gate)
+    assert out[-1] == 900
+    assert out[-2] == out[0]
+    del out
     rows = torch.ones(3, 2**30 + 4096, device="cuda", dtype=torch.bfloat16)[:, : 2**30]
     rows[2, -1] = 30
     assert swiglu(rows, rows)[2, -1] == 900
@@ -164,11 +164,11 @@ def test_compiled_on_a_gpu(name: str) -> None:
     gate, up = drawn((64, 512), torch.bfloat16, 0, "cuda"), drawn((64, 512), torch.bfloat16, 1, "cuda")
     way = WAYS[name][0]
     whole = torch.compile(lambda gate, up: 2 * way(gate + 1, up), fullgraph=True)
-    made, plain = whole(gate, up), 2 * way(gate + 1, up)
+    compiled, plain = whole(gate, up), 2 * way(gate + 1, up)
     grad = torch.ones_like(plain)
-    for one, other in zip(
-        (made, *torch.autograd.grad(made, (gate, up), grad)),
+    for actual, other in zip(
+        (compiled, *torch.autograd.grad(compiled, (gate, up), grad)),
         (plain, *torch.autograd.grad(plain, (gate, up), grad)),
         strict=True,
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(actual, other)

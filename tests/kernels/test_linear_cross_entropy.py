@@ -60,12 +60,12 @@ def doubles(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
-def assert_near(found: Tensor | None, wanted: Tensor | None, dtype: torch.dtype) -> None:
-    assert found is not None
+def assert_near(actual: Tensor | None, wanted: Tensor | None, dtype: torch.dtype) -> None:
+    assert actual is not None
     assert wanted is not None
-    assert found.shape == wanted.shape
+    assert actual.shape == wanted.shape
     if wanted.numel():
-        error = (found.double() - wanted).abs().max().item()
+        error = (actual.double() - wanted).abs().max().item()
         assert error <= TOLERANCE[dtype] * max(wanted.abs().max().item(), 1e-2), error
 
 
@@ -104,12 +104,12 @@ def test_log_probabilities_and_entropies_are_those_of_all_logits(
 ) -> None:
     x, weight, labels = inputs(*shape, dtype)
     x64, weight64 = doubles(x, weight)
-    found, wanted = token_scores(x, weight, labels, softcap), true_scores(x64, weight64, labels, softcap)
+    scores, wanted = token_scores(x, weight, labels, softcap), true_scores(x64, weight64, labels, softcap)
     over_logprobs, over_entropy = torch.randn(2, shape[0])
-    for score, true in zip(found, wanted, strict=True):
+    for score, true in zip(scores, wanted, strict=True):
         assert score.dtype == torch.float32
         assert_near(score, true, dtype)
-    (found[0] @ over_logprobs + found[1] @ over_entropy).backward()
+    (scores[0] @ over_logprobs + scores[1] @ over_entropy).backward()
     (wanted[0] @ over_logprobs.double() + wanted[1] @ over_entropy.double()).backward()
     assert_near(x.grad, x64.grad, dtype)
     assert_near(weight.grad, weight64.grad, dtype)
@@ -181,10 +181,10 @@ def test_only_what_is_wanted_gets_a_gradient(function: Callable[..., Tensor]) ->
 def test_an_evaluation_counts_no_z_loss() -> None:
     x, weight, labels = inputs(5, 16, 129)
     with torch.no_grad():
-        found = summed_cross_entropy(x, weight, labels, 3.0, z_loss=1.0)
+        loss = summed_cross_entropy(x, weight, labels, 3.0, z_loss=1.0)
         scores = token_scores(x, weight, labels, 3.0)
-    assert not found.requires_grad
-    assert_near(found, true_loss(*doubles(x, weight), labels, 3.0, 0.0), torch.float32)
+    assert not loss.requires_grad
+    assert_near(loss, true_loss(*doubles(x, weight), labels, 3.0, 0.0), torch.float32)
     for score, true in zip(scores, true_scores(*doubles(x, weight), labels, 3.0), strict=True):
         assert_near(score, true, torch.float32)
 
@@ -208,8 +208,8 @@ def test_strided_inputs() -> None:
     x, weight, labels = inputs(6, 16, 129)
     wanted = summed_cross_entropy(x, weight, labels)
     wide = torch.stack((labels, labels), dim=1)[:, 0]
-    found = summed_cross_entropy(x.detach().T.contiguous().T, weight.detach().T.contiguous().T, wide)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    strided = summed_cross_entropy(x.detach().T.contiguous().T, weight.detach().T.contiguous().T, wide)
+    assert strided.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_it_is_what_the_plain_loss_computes() -> None:
@@ -256,7 +256,7 @@ def test_gradients_can_be_had_twice() -> None:
     loss = summed_cross_entropy(x, weight, labels) * 3
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (x, weight))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(gradient, other) for gradient, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("label", [-1, 129, pytest.param(2**40, marks=pytest.mark.slow)])
@@ -270,22 +270,24 @@ def test_a_label_that_is_none_shows(label: int) -> None:
 
 def test_shares_of_a_vocabulary_make_the_whole() -> None:
     x, weight, labels = (value.detach() for value in inputs(6, 16, 1000))
-    found, begin = [], 0
+    shares, begin = [], 0
     for part in weight.split([300, 443, 257]):
         logits = torch.mm(x, part.T, out=new_logits(6, len(part), x))
         spread, chosen, entropy = statistics(logits, labels - begin, entropy=True)
         here = (labels >= begin) & (labels < begin + len(part))
-        found.append((spread, chosen.where(here, 0.0), entropy, logits, begin))
+        shares.append((spread, chosen.where(here, 0.0), entropy, logits, begin))
         begin += len(part)
-    spreads = torch.stack([spread for spread, *_ in found])
+    spreads = torch.stack([spread for spread, *_ in shares])
     whole = spreads.logsumexp(dim=0)
-    means = spreads - torch.stack([entropy for _, _, entropy, *_ in found])
+    means = spreads - torch.stack([entropy for _, _, entropy, *_ in shares])
     wanted, entropies = true_scores(*doubles(x, weight), labels, None)
     kept = labels != IGNORED
-    assert_near((sum(chosen for _, chosen, *_ in found) - whole) * kept, wanted, torch.float32)
+    assert_near((sum(chosen for _, chosen, *_ in shares) - whole) * kept, wanted, torch.float32)
     assert_near((whole - ((spreads - whole).exp() * means).sum(dim=0)) * kept, entropies, torch.float32)
     ones = kept.float()
-    slopes = [slopes_(logits, labels - begin, whole, level_T=ones, at_label_T=ones) for _, _, _, logits, begin in found]
+    slopes = [
+        slopes_(logits, labels - begin, whole, level_T=ones, at_label_T=ones) for _, _, _, logits, begin in shares
+    ]
     truth = torch.softmax(x.double() @ weight.double().T, dim=1) - torch.eye(1000)[labels.clamp(min=0)]
     assert_near(torch.cat(slopes, dim=1), truth * kept.unsqueeze(1), torch.float32)
 
@@ -345,10 +347,10 @@ def test_a_compiled_caller_gets_the_same() -> None:
         logprobs, entropy = token_scores(x * 2, weight, labels)
         return summed_cross_entropy(x * 2, weight, labels, 3.0, 1e-2) / 3 + (logprobs + entropy).sum()
 
-    found, wanted = torch.compile(step, backend="aot_eager", fullgraph=True)(x, weight), step(x, weight)
-    assert torch.equal(found, wanted)
-    gradients = zip(torch.autograd.grad(found, (x, weight)), torch.autograd.grad(wanted, (x, weight)), strict=True)
-    assert all(torch.equal(one, other) for one, other in gradients)
+    compiled, wanted = torch.compile(step, backend="aot_eager", fullgraph=True)(x, weight), step(x, weight)
+    assert torch.equal(compiled, wanted)
+    gradients = zip(torch.autograd.grad(compiled, (x, weight)), torch.autograd.grad(wanted, (x, weight)), strict=True)
+    assert all(torch.equal(gradient, other) for gradient, other in gradients)
 
 
 @pytest.mark.gpu
@@ -369,20 +371,20 @@ def test_large_shapes_on_a_gpu(tokens: int, width: int, vocabulary: int, dtype: 
         wanted = reference_summed_cross_entropy(*full, labels, softcap, z_loss)
         assert_near(loss, wanted.double(), dtype)
         factor = torch.tensor(1 / tokens, device="cuda")
-        for found, true in zip(
+        for gradient, true in zip(
             torch.autograd.grad(loss, (x, weight), factor), torch.autograd.grad(wanted, full, factor), strict=True
         ):
-            assert_near(found, true.double(), dtype)
+            assert_near(gradient, true.double(), dtype)
         over = torch.randn(tokens, device="cuda")
         scores, truths = token_scores(x, weight, labels, softcap), reference_token_scores(*full, labels, softcap)
         for score, truth in zip(scores, truths, strict=True):
             assert_near(score, truth.double(), dtype)
-        for found, true in zip(
+        for gradient, true in zip(
             torch.autograd.grad((scores[0] * over + scores[1]).sum(), (x, weight)),
             torch.autograd.grad((truths[0] * over + truths[1]).sum(), full),
             strict=True,
         ):
-            assert_near(found, true.double(), dtype)
+            assert_near(gradient, true.double(), dtype)
 
 
 @pytest.mark.gpu
@@ -400,6 +402,6 @@ def test_it_is_deterministic_on_a_gpu_and_holds_few_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     second = once()
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(first, second, strict=True))
     gradients_bytes = 6 * weight.numel() + 6 * x.numel()
     assert torch.cuda.max_memory_allocated() - before < module.LOGITS_BYTES + gradients_bytes + 2**26

@@ -14,13 +14,13 @@ SHAPES = [(1, 1), (1, 7), (7, 1), (129, 5), (16, 1000), (130, 129), (2, 3, 17, 4
 
 
 def matrices(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    made = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
-    return (made / torch.linalg.matrix_norm(made, keepdim=True)).to(dtype)
+    drawn = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    return (drawn / torch.linalg.matrix_norm(drawn, keepdim=True)).to(dtype)
 
 
-def assert_near(made: Tensor, truth: Tensor) -> None:
-    atol = TOLERANCE[made.dtype] * float(truth.abs().max()) if truth.numel() else 0.0
-    torch.testing.assert_close(made.double(), truth, rtol=0, atol=atol)
+def assert_near(actual: Tensor, truth: Tensor) -> None:
+    atol = TOLERANCE[actual.dtype] * float(truth.abs().max()) if truth.numel() else 0.0
+    torch.testing.assert_close(actual.double(), truth, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), thinned(SHAPES, [torch.float32, torch.float16]))
@@ -39,8 +39,8 @@ def test_products_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtyp
 def test_mirror_images_are_the_same_bits() -> None:
     square = symmetric(matrices((300, 70), torch.float32))
     assert torch.equal(square, square.mT)
-    made = polynomial(square, 0.5, 2.0)
-    assert torch.equal(made, made.mT)
+    result = polynomial(square, 0.5, 2.0)
+    assert torch.equal(result, result.mT)
 
 
 def test_rows_that_do_not_follow_each_other_may_come() -> None:
@@ -60,10 +60,10 @@ def test_no_matrices_have_no_products() -> None:
 def test_a_step_moves_singular_values_by_the_quintic(shape: tuple[int, ...]) -> None:
     x = matrices(shape, torch.float32)
     a, b, c = QUINTIC
-    found = torch.linalg.svdvals(step(x, a, b, c).double())
+    after = torch.linalg.svdvals(step(x, a, b, c).double())
     before = torch.linalg.svdvals(x.double())
     wanted = (a * before + b * before**3 + c * before**5).abs().sort(descending=True).values
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(after, wanted, rtol=0, atol=1e-5)
 
 
 def test_half_of_the_tiles_must_be_enough() -> None:
@@ -110,14 +110,14 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_near(square, x.double() @ x.double().mT)
     assert torch.equal(square, square.mT)
     wide = square.double()
-    made = polynomial(square, QUINTIC[1], QUINTIC[2])
-    assert_near(made, QUINTIC[1] * wide + QUINTIC[2] * (wide @ wide))
-    assert torch.equal(made, made.mT)
-    assert torch.equal(made, polynomial(symmetric(x), QUINTIC[1], QUINTIC[2]))
+    result = polynomial(square, QUINTIC[1], QUINTIC[2])
+    assert_near(result, QUINTIC[1] * wide + QUINTIC[2] * (wide @ wide))
+    assert torch.equal(result, result.mT)
+    assert torch.equal(result, polynomial(symmetric(x), QUINTIC[1], QUINTIC[2]))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_compiled_graphs_take_it() -> None:
     x = matrices((2048, 4096), torch.bfloat16, "cuda")
-    made = torch.compile(lambda x: step(x, *QUINTIC), fullgraph=True)(x)
-    assert_near(made, step(x, *QUINTIC).double())
+    compiled = torch.compile(lambda x: step(x, *QUINTIC), fullgraph=True)(x)
+    assert_near(compiled, step(x, *QUINTIC).double())

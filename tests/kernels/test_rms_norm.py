@@ -21,9 +21,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (5, 7), (3, 129), (2, 3, 1000), (1, 2048), (70, 64), (2, 9, 3, 128)]
 
 
-def close(made: Tensor, truth: Tensor, tolerance: float) -> None:
+def close(actual: Tensor, truth: Tensor, tolerance: float) -> None:
     atol = tolerance * max(1, truth.abs().max().item()) if truth.numel() else 0
-    torch.testing.assert_close(made.double(), truth, rtol=tolerance, atol=atol)
+    torch.testing.assert_close(actual.double(), truth, rtol=tolerance, atol=atol)
 
 
 def leaf(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
@@ -44,14 +44,14 @@ def double(*tensors: Tensor) -> list[Tensor]:
 def test_both_passes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, grad = leaf(shape, dtype, 0), leaf(shape[-1:], dtype, 1), leaf(shape, dtype, 2).detach()
     x64, weight64 = double(x, weight)
-    made, truth = rms_norm(x, weight, EPS), exact(x64, weight64, 0)
-    assert made.dtype == dtype
-    close(made, truth, TOLERANCE[dtype])
-    found = torch.autograd.grad(made, (x, weight), grad)
-    for one, right in zip(found, torch.autograd.grad(truth, (x64, weight64), grad.double()), strict=True):
-        assert one.dtype == dtype
+    out, truth = rms_norm(x, weight, EPS), exact(x64, weight64, 0)
+    assert out.dtype == dtype
+    close(out, truth, TOLERANCE[dtype])
+    gradients = torch.autograd.grad(out, (x, weight), grad)
+    for gradient, right in zip(gradients, torch.autograd.grad(truth, (x64, weight64), grad.double()), strict=True):
+        assert gradient.dtype == dtype
         # The mean that is taken off a gradient cancels: errors are those of its parts, a few units each.
-        close(one, right, 2 * TOLERANCE[dtype])
+        close(gradient, right, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -69,13 +69,13 @@ def test_after_an_addition(dtype: torch.dtype, unused: str) -> None:
         loss, loss64 = loss + (normalized * grads[0]).double().sum(), loss64 + (truth * grads[0].double()).sum()
     if unused != "sum":
         loss, loss64 = loss + (total * grads[1]).double().sum(), loss64 + (total64 * grads[1].double()).sum()
-    found = torch.autograd.grad(loss, (x, residual, weight), allow_unused=True)
+    gradients = torch.autograd.grad(loss, (x, residual, weight), allow_unused=True)
     want = torch.autograd.grad(loss64, (total64, total64, weight64), allow_unused=True)
-    for one, right in zip(found, want, strict=True):
+    for gradient, right in zip(gradients, want, strict=True):
         if right is None:
-            assert one is None
+            assert gradient is None
         else:
-            close(one, right, 2 * TOLERANCE[dtype])
+            close(gradient, right, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -86,10 +86,10 @@ def test_what_is_rounded_when(offset: float) -> None:
     module.weight.data = weight
     plain = reference(x, weight, EPS, offset)
     assert torch.equal(plain, module(x))
-    made = rms_norm(x, weight, EPS, offset)
+    out = rms_norm(x, weight, EPS, offset)
     # Sums of squares in another order: a result in a thousand may fall to the other side.
-    assert (made != plain).float().mean() < 0.002
-    assert torch.equal(made, rms_norm(x, weight.half(), EPS, offset)) == (offset == 0)
+    assert (out != plain).float().mean() < 0.002
+    assert torch.equal(out, rms_norm(x, weight.half(), EPS, offset)) == (offset == 0)
 
 
 def test_a_float32_weight_gets_a_float32_gradient() -> None:
@@ -99,10 +99,10 @@ def test_a_float32_weight_gets_a_float32_gradient() -> None:
         leaf((300, 64), torch.bfloat16, 2),
     )
     x64, weight64 = double(x, weight)
-    (found,) = torch.autograd.grad(rms_norm(x, weight, EPS, 1.0), weight, grad)
+    (gradient,) = torch.autograd.grad(rms_norm(x, weight, EPS, 1.0), weight, grad)
     (right,) = torch.autograd.grad(exact(x64, weight64, 1.0), weight64, grad.double())
-    assert found.dtype == torch.float32
-    close(found, right, 1e-5)
+    assert gradient.dtype == torch.float32
+    close(gradient, right, 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, pytest.param(257, marks=pytest.mark.slow)])
@@ -114,18 +114,18 @@ def test_programs_that_go_through_many_rows(rows: int, monkeypatch: pytest.Monke
         leaf((rows, 600), torch.float32, 2),
     )
     x64, weight64 = double(x, weight)
-    found = torch.autograd.grad(rms_norm(x, weight, EPS), (x, weight), grad)
+    gradients = torch.autograd.grad(rms_norm(x, weight, EPS), (x, weight), grad)
     want = torch.autograd.grad(exact(x64, weight64, 0), (x64, weight64), grad.double())
-    for one, right in zip(found, want, strict=True):
-        close(one, right, 4e-6)
+    for gradient, right in zip(gradients, want, strict=True):
+        close(gradient, right, 4e-6)
 
 
 @pytest.mark.parametrize("rows", [(0,), (2, 0, 3)])
 def test_no_rows(rows: tuple[int, ...]) -> None:
     x, weight = leaf((*rows, 16), torch.float32, 0), leaf((16,), torch.float32, 1)
-    made = rms_norm(x, weight, EPS)
-    dx, dweight = torch.autograd.grad(made, (x, weight), torch.ones_like(made))
-    assert made.shape == dx.shape == x.shape
+    out = rms_norm(x, weight, EPS)
+    dx, dweight = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    assert out.shape == dx.shape == x.shape
     assert torch.equal(dweight, torch.zeros(16))
 
 
@@ -134,13 +134,13 @@ def test_rows_that_lie_apart() -> None:
     views = [whole[..., 8:32], whole[:, ::2, :24], whole.transpose(0, 2)[:, :, :1].expand(80, 3, 24), whole[..., :72:3]]
     for view in views:
         x = view.detach().requires_grad_()
-        made, same = rms_norm(x, weight, EPS), rms_norm(x.contiguous(), weight, EPS)
-        assert torch.equal(made, same)
-        assert made.is_contiguous()
+        out, same = rms_norm(x, weight, EPS), rms_norm(x.contiguous(), weight, EPS)
+        assert torch.equal(out, same)
+        assert out.is_contiguous()
         # A sum's gradient is one number, expanded.
-        found = torch.autograd.grad(made.sum(), (x, weight))
-        for one, other in zip(found, torch.autograd.grad(same.sum(), (x, weight)), strict=True):
-            assert torch.equal(one, other)
+        gradients = torch.autograd.grad(out.sum(), (x, weight))
+        for gradient, other in zip(gradients, torch.autograd.grad(same.sum(), (x, weight)), strict=True):
+            assert torch.equal(gradient, other)
 
 
 def test_scale_does_not_matter() -> None:
@@ -217,26 +217,26 @@ def test_large_ones_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None
     total64, weight64 = double(total, weight)
     truth = exact(total64, weight64, 0)
     close(normalized, truth, TOLERANCE[dtype])
-    found = torch.autograd.grad((normalized, total), (x, weight), (grad, grad_sum), retain_graph=True)
+    gradients = torch.autograd.grad((normalized, total), (x, weight), (grad, grad_sum), retain_graph=True)
     want = torch.autograd.grad(
         (truth, total64), (total64, weight64), (grad.double(), grad_sum.double()), allow_unused=True
     )
-    for one, right in zip(found, want, strict=True):
-        close(one, right, 4 * TOLERANCE[dtype])
+    for gradient, right in zip(gradients, want, strict=True):
+        close(gradient, right, 4 * TOLERANCE[dtype])
     alone = rms_norm(total.detach().requires_grad_(), weight, EPS)
     assert torch.equal(alone, normalized)
     again = torch.autograd.grad((normalized, total), (x, weight), (grad, grad_sum))
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, again, strict=True))
 
 
 @pytest.mark.gpu
 def test_compiled_on_a_gpu() -> None:
     x, weight, grad = (leaf(shape, torch.bfloat16, 0, "cuda") for shape in [(512, 1024), (1024,), (512, 1024)])
     whole = torch.compile(lambda x, weight: rms_norm(2 * x, weight, EPS) + 1, fullgraph=True)
-    made, plain = whole(x, weight), rms_norm(2 * x, weight, EPS) + 1
-    assert torch.equal(made, plain)
-    for one, other in zip(
-        torch.autograd.grad(made, (x, weight), grad), torch.autograd.grad(plain, (x, weight), grad), strict=True
+    compiled, plain = whole(x, weight), rms_norm(2 * x, weight, EPS) + 1
+    assert torch.equal(compiled, plain)
+    for gradient, other in zip(
+        torch.autograd.grad(compiled, (x, weight), grad), torch.autograd.grad(plain, (x, weight), grad), strict=True
     ):
         # compiled anew: a product may be fused with another sum, which shows in the last bit
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(gradient, other, rtol=1e-2, atol=1e-2)

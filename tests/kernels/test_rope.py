@@ -42,23 +42,23 @@ def exact(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, x[..., 2 * size :]), dim=-1)
 
 
-def close(made: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    assert made.dtype == dtype
-    torch.testing.assert_close(made.double(), truth, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+def close(actual: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), truth, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def check(q: Tensor, k: Tensor, table: Tensor) -> None:
     """Both passes of a pair of tensors."""
     grads = tuple(drawn(x.shape, x.dtype, 7 + i, x.device.type).detach() for i, x in enumerate((q, k)))
-    made = rope(q, k, table)
+    rotated = rope(q, k, table)
     leaves = [x.detach().double().requires_grad_() for x in (q, k)]
     truth = [exact(x, table) for x in leaves]
-    for one, right in zip(made, truth, strict=True):
-        assert one.is_contiguous()
-        close(one, right, q.dtype)
-    found = torch.autograd.grad(made, (q, k), grads)
-    for one, right in zip(found, torch.autograd.grad(truth, leaves, [x.double() for x in grads]), strict=True):
-        close(one, right, q.dtype)
+    for actual, right in zip(rotated, truth, strict=True):
+        assert actual.is_contiguous()
+        close(actual, right, q.dtype)
+    gradients = torch.autograd.grad(rotated, (q, k), grads)
+    for gradient, right in zip(gradients, torch.autograd.grad(truth, leaves, [x.double() for x in grads]), strict=True):
+        close(gradient, right, q.dtype)
 
 
 @pytest.mark.parametrize(("name", "dtype"), thinned(SHAPES, DTYPES), ids=str)
@@ -80,16 +80,16 @@ def test_heads_before_tokens_and_gaps_within_heads() -> None:
     k = drawn((2, 3, 2, 32), torch.float32, 1).detach()[..., ::2].requires_grad_()
     check(q, k, table_of(3, 8))
     # A sum's gradient is one number, expanded.
-    (found,) = torch.autograd.grad(rope_one(q, table_of(3, 8)).sum(), q)
-    close(found, torch.autograd.grad(exact(q.double(), table_of(3, 8)).sum(), q)[0].double(), torch.float32)
+    (gradient,) = torch.autograd.grad(rope_one(q, table_of(3, 8)).sum(), q)
+    close(gradient, torch.autograd.grad(exact(q.double(), table_of(3, 8)).sum(), q)[0].double(), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     q, k = drawn(shape, torch.float32, 0), drawn(shape, torch.float32, 1)
-    made = rope(q, k, table_of(shape[1], 4))
-    assert [x.shape for x in made] == [q.shape, k.shape]
-    assert torch.autograd.grad(made[0].sum(), q)[0].shape == q.shape
+    rotated = rope(q, k, table_of(shape[1], 4))
+    assert [x.shape for x in rotated] == [q.shape, k.shape]
+    assert torch.autograd.grad(rotated[0].sum(), q)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,15 +97,15 @@ def test_references_are_what_models_do(dtype: torch.dtype) -> None:
     for size, pairs in [(16, 8), (20, 4)]:
         x, table = drawn((2, 3, 4, size), dtype, 0).detach(), table_of(3, pairs)
         assert torch.equal(reference_one(x, table), rotate(x, table))
-        assert all(torch.equal(one, rotate(x, table)) for one in reference(x, x, table))
+        assert all(torch.equal(rotated, rotate(x, table)) for rotated in reference(x, x, table))
 
 
 def test_one_alone_is_the_same() -> None:
     q, k, table = drawn((2, 3, 5, 20), torch.float32, 0), drawn((2, 3, 2, 20), torch.float32, 1), table_of(3, 4)
-    for one, both in zip((rope_one(q, table), rope_one(k, table)), rope(q, k, table), strict=True):
-        assert torch.equal(one, both)
-    (found,) = torch.autograd.grad(rope_one(q, table), q, torch.ones_like(q))
-    assert torch.equal(found, torch.autograd.grad(rope(q, k, table)[0], q, torch.ones_like(q))[0])
+    for single, both in zip((rope_one(q, table), rope_one(k, table)), rope(q, k, table), strict=True):
+        assert torch.equal(single, both)
+    (gradient,) = torch.autograd.grad(rope_one(q, table), q, torch.ones_like(q))
+    assert torch.equal(gradient, torch.autograd.grad(rope(q, k, table)[0], q, torch.ones_like(q))[0])
 
 
 def test_turning_back() -> None:
@@ -189,11 +189,11 @@ def test_large_ones_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None
 def test_compiled_on_a_gpu() -> None:
     q, k, table = (*(drawn((2, 64, n, 64), torch.bfloat16, n, "cuda") for n in (4, 2)), table_of(64, 32, "cuda"))
     whole = torch.compile(lambda q, k: [2 * x for x in rope(q + 1, k, table)], fullgraph=True)
-    made, plain = whole(q, k), [2 * x for x in rope(q + 1, k, table)]
+    compiled, plain = whole(q, k), [2 * x for x in rope(q + 1, k, table)]
     grads = [torch.ones_like(x) for x in plain]
-    for one, other in zip(
-        (*made, *torch.autograd.grad(made, (q, k), grads)),
+    for actual, other in zip(
+        (*compiled, *torch.autograd.grad(compiled, (q, k), grads)),
         (*plain, *torch.autograd.grad(plain, (q, k), grads)),
         strict=True,
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(actual, other)

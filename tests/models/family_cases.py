@@ -1,4 +1,4 @@
-"""How every family is held against `transformers`: small random models of theirs, and what must be equal.
+"""How every family is held against `transformers`: its small random models, and what must be equal.
 
 A family's test file makes `Case`s of it and calls the functions here; `docs/families_table.py` prints the differences.
 """
@@ -54,28 +54,28 @@ class Case:
 
 
 def make(case: Case, folder: Path, seed: int = 0, **save: Any) -> Any:
-    """A random model of theirs, saved; its weights are large enough for every part to matter."""
+    """A random model of `transformers`, saved; its weights are large enough for every part to matter."""
     config = getattr(transformers, case.config)(**case.settings)
     torch.manual_seed(seed)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    saved = theirs.state_dict()
+    hf_model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    saved = hf_model.state_dict()
     with torch.no_grad():
-        for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+        for name, tensor in (*hf_model.named_parameters(), *hf_model.named_buffers()):
             if name not in saved or not tensor.is_floating_point():
                 continue  # what follows from the config is as it is
             if tensor.ndim > 1:
                 tensor.normal_(0, 0.15)
             else:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    theirs.save_pretrained(folder, **save)
-    return theirs
+    hf_model.save_pretrained(folder, **save)
+    return hf_model
 
 
 def load(folder: Path) -> Decoder:
-    """Ours, of a folder."""
-    made = empty_decoder(read_model(folder))
-    load_into(made, folder)
-    return made.eval()
+    """Headway's decoder of a folder."""
+    decoder = empty_decoder(read_model(folder))
+    load_into(decoder, folder)
+    return decoder.eval()
 
 
 def tokens(rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:
@@ -84,64 +84,64 @@ def tokens(rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far ours and theirs are apart: of logits the largest, of gradients the largest of any tensor by norm."""
+    """The largest difference of any logit, and of any tensor's gradient by norm."""
 
     what: str
     logits: float
     gradients: float = 0.0
 
 
-def differences(case: Case, folder: Path, theirs: Any = None) -> Iterator[Difference]:
+def differences(case: Case, folder: Path, hf_model: Any = None) -> Iterator[Difference]:
     """Every comparison of one family: plain, padded, packed, far from the first position.
 
-    `theirs`, here and below, is what `make` has saved in the folder, where it has.
+    `hf_model`, here and below, is what `make` has saved in the folder, where it has.
     """
-    theirs = theirs or make(case, folder)
-    ours = load(folder)
-    assert ours.model.family == case.family
-    yield _plain(case, ours, theirs)
-    yield _padded(case, ours, theirs)
-    yield _packed(case, ours, theirs)
-    yield _long(case, ours, theirs)
+    hf_model = hf_model or make(case, folder)
+    decoder = load(folder)
+    assert decoder.model.family == case.family
+    yield _plain(case, decoder, hf_model)
+    yield _padded(case, decoder, hf_model)
+    yield _packed(case, decoder, hf_model)
+    yield _long(case, decoder, hf_model)
 
 
-def _plain(case: Case, ours: Decoder, theirs: Any) -> Difference:
+def _plain(case: Case, decoder: Decoder, hf_model: Any) -> Difference:
     ids = tokens()
     labels = tokens(seed=2)
-    expected = theirs(ids, **case.extra).logits
-    found = ours(ids)
+    expected = hf_model(ids, **case.extra).logits
+    logits = decoder(ids)
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
-    theirs.zero_grad()
+    hf_model.zero_grad()
     loss.backward()
-    ours.zero_grad()
-    summed = ours(ids, labels)
+    decoder.zero_grad()
+    summed = decoder(ids, labels)
     summed.backward()
     torch.testing.assert_close(summed, loss.detach(), rtol=1e-4, atol=1e-3)
-    return Difference("plain", _apart(found, expected), _gradients(ours, theirs))
+    return Difference("plain", _apart(logits, expected), _gradients(decoder, hf_model))
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def _apart(actual: Tensor, expected: Tensor) -> float:
     assert expected.abs().max() > 0.3, "else equality would say little"
-    return float((found - expected).detach().abs().max())
+    return float((actual - expected).detach().abs().max())
 
 
-def _gradients(ours: Decoder, theirs: Any) -> float:
-    """The norm of the difference by the norm of theirs, for the worst of our tensors.
+def _gradients(decoder: Decoder, hf_model: Any) -> float:
+    """The norm of the difference by the norm of the expected gradient, for the worst tensor.
 
-    Gradients of theirs go through the same mapping as weights: into a copy of ours, by a folder's names.
+    Gradients of `hf_model` go through the same mapping as weights: by a folder's names, into a decoder.
     """
     import tempfile
 
-    shadow = copy.deepcopy(theirs)
+    shadow = copy.deepcopy(hf_model)
     with torch.no_grad():
-        for (_, tensor), (_, source) in zip(shadow.named_parameters(), theirs.named_parameters(), strict=True):
+        for (_, tensor), (_, source) in zip(shadow.named_parameters(), hf_model.named_parameters(), strict=True):
             tensor.copy_(torch.zeros_like(tensor) if source.grad is None else source.grad)
     with tempfile.TemporaryDirectory() as folder:
         shadow.save_pretrained(folder)
-        wanted = empty_decoder(ours.model)
+        wanted = empty_decoder(decoder.model)
         load_into(wanted, Path(folder))
     worst = 0.0
-    for (name, parameter), (_, want) in zip(ours.named_parameters(), wanted.named_parameters(), strict=True):
+    for (name, parameter), (_, want) in zip(decoder.named_parameters(), wanted.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         scale = float(want.detach().norm())
         off = float((parameter.grad - want.detach()).norm())
@@ -149,18 +149,18 @@ def _gradients(ours: Decoder, theirs: Any) -> float:
     return worst
 
 
-def _padded(case: Case, ours: Decoder, theirs: Any) -> Difference:
+def _padded(case: Case, decoder: Decoder, hf_model: Any) -> Difference:
     """A short row beside a long one: what is padding is a document of its own, and its logits are nobody's."""
     ids = tokens()
     real = torch.ones_like(ids)
     real[1, 25:] = 0
     with torch.no_grad():
-        expected = theirs(ids, attention_mask=real, **case.extra).logits
-        found = ours(ids, documents=(1 - real).int())
-    return Difference("padded", _apart(found[real.bool()], expected[real.bool()]))
+        expected = hf_model(ids, attention_mask=real, **case.extra).logits
+        logits = decoder(ids, documents=(1 - real).int())
+    return Difference("padded", _apart(logits[real.bool()], expected[real.bool()]))
 
 
-def _packed(case: Case, ours: Decoder, theirs: Any) -> Difference:
+def _packed(case: Case, decoder: Decoder, hf_model: Any) -> Difference:
     """Three documents in a row: each as if it were alone."""
     ids = tokens(rows=1)
     ends = (0, 11, 12, 40)
@@ -168,28 +168,28 @@ def _packed(case: Case, ours: Decoder, theirs: Any) -> Difference:
     for begin in ends[1:-1]:
         documents[:, begin:] += 1
     with torch.no_grad():
-        found = ours(ids, documents=documents)
-        alone = [theirs(ids[:, low:high], **case.extra).logits for low, high in pairwise(ends)]
-    return Difference("packed", _apart(found, torch.cat(alone, dim=1)))
+        logits = decoder(ids, documents=documents)
+        alone = [hf_model(ids[:, low:high], **case.extra).logits for low, high in pairwise(ends)]
+    return Difference("packed", _apart(logits, torch.cat(alone, dim=1)))
 
 
-def _long(case: Case, ours: Decoder, theirs: Any) -> Difference:
+def _long(case: Case, decoder: Decoder, hf_model: Any) -> Difference:
     """A sequence several times as long as windows and scaled positions are."""
     ids = tokens(rows=1, length=300, seed=3)
     with torch.no_grad():
-        return Difference("long", _apart(ours(ids), theirs(ids, **case.extra).logits))
+        return Difference("long", _apart(decoder(ids), hf_model(ids, **case.extra).logits))
 
 
-def assert_equal(case: Case, folder: Path, theirs: Any = None) -> None:
-    """Logits within 1e-4, gradients within 1e-3 by norm; the plan's count of parameters is the module's and theirs."""
-    for difference in differences(case, folder, theirs):
+def assert_equal(case: Case, folder: Path, hf_model: Any = None) -> None:
+    """Logits within 1e-4, gradients within 1e-3 by norm; the plan counts the parameters of both modules."""
+    for difference in differences(case, folder, hf_model):
         assert difference.logits < 1e-4, difference
         assert difference.gradients < 1e-3, difference
 
 
-def assert_counts(case: Case, folder: Path, theirs: Any = None) -> None:
+def assert_counts(case: Case, folder: Path, hf_model: Any = None) -> None:
     """What the recipe says of tensors, and the plan of parameters, is what the module has."""
-    theirs = theirs or make(case, folder)
+    hf_model = hf_model or make(case, folder)
     model = read_model(folder)
     module = empty_decoder(model, "meta")
     assert {name: tuple(p.shape) for name, p in module.named_parameters()} == model.tensors()
@@ -198,39 +198,39 @@ def assert_counts(case: Case, folder: Path, theirs: Any = None) -> None:
     assert persistent == model.buffers()
     count = sum(p.numel() for p in module.parameters())
     assert count == parameters(model.architecture())
-    assert count == sum(p.numel() for p in theirs.parameters())
+    assert count == sum(p.numel() for p in hf_model.parameters())
 
 
 def assert_round_trip(case: Case, folder: Path, **save: Any) -> None:
-    """Theirs to ours to a folder that they read back: the same tensors bit for bit, the same model, the same logits."""
+    """Into Headway and back to a folder that `transformers` reads: the same tensors bit for bit, model and logits."""
     assert_comes_back(case, folder / "theirs", make(case, folder / "theirs", **save), folder / "ours")
 
 
-def assert_comes_back(case: Case, source: Path, theirs: Any, target: Path) -> None:
-    ours = load(source)
-    tensors = {name: tensor.detach() for name, tensor in ours.state_dict().items()}
-    write_folder(target, ours.model, tensors, seq=case.settings.get("max_position_embeddings", 2048))
+def assert_comes_back(case: Case, source: Path, hf_model: Any, target: Path) -> None:
+    decoder = load(source)
+    tensors = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
+    write_folder(target, decoder.model, tensors, seq=case.settings.get("max_position_embeddings", 2048))
     back, report = transformers.AutoModelForCausalLM.from_pretrained(
         target, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
     assert not report["missing_keys"], report
     assert not report["unexpected_keys"], report
     state = back.state_dict()
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in hf_model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     with torch.no_grad():
-        assert torch.equal(back(tokens(), **case.extra).logits, theirs(tokens(), **case.extra).logits)
-    assert read_model(target) == ours.model
+        assert torch.equal(back(tokens(), **case.extra).logits, hf_model(tokens(), **case.extra).logits)
+    assert read_model(target) == decoder.model
 
 
-def assert_cache(case: Case, folder: Path, theirs: Any = None) -> None:
+def assert_cache(case: Case, folder: Path, hf_model: Any = None) -> None:
     """A token at a time, over the end of a window and far from it: the logits of all at once."""
-    theirs or make(case, folder)
-    ours = load(folder)
+    hf_model or make(case, folder)
+    decoder = load(folder)
     ids = tokens(rows=1)
     with torch.no_grad():
-        wanted = ours(ids)
+        wanted = decoder(ids)
         for ends in ((0, 5, *range(6, 15)), (0, 37, 38, 39, 40)):
-            cache = empty_cache(ours, capacity=40)
-            found = [ours.logits(ours.hidden(ids[:, low:high], cache=cache)) for low, high in pairwise(ends)]
-            torch.testing.assert_close(torch.cat(found, dim=1), wanted[:, : ends[-1]], rtol=1e-4, atol=1e-4)
+            cache = empty_cache(decoder, capacity=40)
+            logits = [decoder.logits(decoder.hidden(ids[:, low:high], cache=cache)) for low, high in pairwise(ends)]
+            torch.testing.assert_close(torch.cat(logits, dim=1), wanted[:, : ends[-1]], rtol=1e-4, atol=1e-4)

@@ -65,17 +65,17 @@ def test_every_kernel_on_a_cpu(rows, length, heads, packed, window, softcap, sun
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed + 1)) if sunk else None
     kernel = choose(q, q.shape[-1], masked=True, capped=softcap is not None, sinks=sunk)
     mask = see(length, {window}, documents, torch.device("cpu"), kernel)[window]
-    found = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
+    actual = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
     expected = by_hand(q, k, v, documents, window, softcap, sinks)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_one_query_after_a_cache_sees_its_window() -> None:
     q, k, v, _ = draw(1, 10, 2, 1, 0)
     for window in (None, 1, 4, 10, 99):
         whole = by_hand(q, k, v, None, window, None, None)
-        found = attend(q[:, -1:], k, v, None, window=window)
-        torch.testing.assert_close(found.double(), whole[:, -1:], rtol=1e-4, atol=1e-5)
+        actual = attend(q[:, -1:], k, v, None, window=window)
+        torch.testing.assert_close(actual.double(), whole[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_documents_never_see_each_other() -> None:
@@ -104,7 +104,7 @@ def test_the_table_s_kernel_equals_plain_on_a_gpu(
 ) -> None:
     """Forward and backward; blocks that nobody sees are left out, which must change nothing."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    made = [
+    qkv = [
         torch.randn(2, 384, heads, 64, generator=generator, device="cuda", dtype=dtype).requires_grad_()
         for heads in (8, 2, 2)
     ]
@@ -112,17 +112,17 @@ def test_the_table_s_kernel_equals_plain_on_a_gpu(
         (torch.rand(2, 384, generator=generator, device="cuda") < 0.02).int().cumsum(1).int() if packed else None
     )
     sinks = torch.randn(8, generator=generator, device="cuda").requires_grad_() if sunk else None
-    wanted = made if sinks is None else [*made, sinks]
-    found = []
+    wanted = qkv if sinks is None else [*qkv, sinks]
+    results = []
     for kernel, plain in (("flex", ()), ("plain", ("attention",))):
         make_plain(plain)
         try:
             mask = see(384, {window}, documents, torch.device("cuda"), kernel)[window]
-            out = attend(*made, mask, window=window, softcap=softcap, sinks_N=sinks)
+            out = attend(*qkv, mask, window=window, softcap=softcap, sinks_N=sinks)
         finally:
             make_plain(())
         gradients = torch.autograd.grad(out.float().square().sum(), wanted)
-        found.append([out.detach(), *gradients])
+        results.append([out.detach(), *gradients])
     bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
-    for one, other in zip(*found, strict=True):
-        assert (one.float() - other.float()).norm() < bound * other.float().norm()
+    for actual, other in zip(*results, strict=True):
+        assert (actual.float() - other.float()).norm() < bound * other.float().norm()

@@ -70,23 +70,23 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_class_is_found_and_called_with_its_arguments() -> None:
-    made = build_own(Model(class_="shapes.nets:Net", args={"width": 5, "depth": 3}), "cpu")
-    assert type(made) is load_class("shapes.nets:Net")
-    assert len(made.layers) == 3
-    assert made.layers[1].weight.shape == (5, 5)
+    net = build_own(Model(class_="shapes.nets:Net", args={"width": 5, "depth": 3}), "cpu")
+    assert type(net) is load_class("shapes.nets:Net")
+    assert len(net.layers) == 3
+    assert net.layers[1].weight.shape == (5, 5)
 
 
 def test_on_the_meta_device_nothing_has_memory_and_ties_stay() -> None:
-    made = build_own(Model(class_="shapes.nets:Net", args={"width": 5}), "meta")
-    assert {tensor.device.type for tensor in (*made.parameters(), *made.buffers())} == {"meta"}
-    assert made.layers[0].weight is made.layers[1].weight
-    assert [name for name, _ in made.named_parameters()] == ["layers.0.weight", "layers.0.bias", "layers.1.bias"]
+    net = build_own(Model(class_="shapes.nets:Net", args={"width": 5}), "meta")
+    assert {tensor.device.type for tensor in (*net.parameters(), *net.buffers())} == {"meta"}
+    assert net.layers[0].weight is net.layers[1].weight
+    assert [name for name, _ in net.named_parameters()] == ["layers.0.weight", "layers.0.bias", "layers.1.bias"]
 
 
 def test_a_buffer_that_several_modules_share_has_all_its_names() -> None:
-    made = build_own(Model(class_="shapes.nets:Net", args={"width": 5}), "cpu")
-    assert [name for name, _ in made.named_buffers()] == ["layers.0.table", "layers.1.table"]
-    assert all(torch.equal(buffer, torch.arange(5.0)) for buffer in made.buffers())
+    net = build_own(Model(class_="shapes.nets:Net", args={"width": 5}), "cpu")
+    assert [name for name, _ in net.named_buffers()] == ["layers.0.table", "layers.1.table"]
+    assert all(torch.equal(buffer, torch.arange(5.0)) for buffer in net.buffers())
 
 
 def test_options_by_keyword_take_any_name() -> None:

@@ -30,9 +30,9 @@ EVERYTHING = SMALL.model_copy(
 
 
 def build(model: Model, seed: int = 0) -> Decoder:
-    made = empty_decoder(model)
-    init_weights(made, seed)
-    return made
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed)
+    return decoder
 
 
 def batch(rows: int = 2, length: int = 13, vocab: int = 97, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -40,15 +40,15 @@ def batch(rows: int = 2, length: int = 13, vocab: int = 97, seed: int = 1) -> tu
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def gradients(made: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
 def test_names_and_shapes_are_the_plan_s(model: Model) -> None:
-    found = {name: tuple(p.shape) for name, p in empty_decoder(model).named_parameters()}
-    assert list(found.items()) == list(model.tensors().items())
-    assert set(empty_decoder(model).state_dict()) == set(found)  # no buffers
+    shapes = {name: tuple(p.shape) for name, p in empty_decoder(model).named_parameters()}
+    assert list(shapes.items()) == list(model.tensors().items())
+    assert set(empty_decoder(model).state_dict()) == set(shapes)  # no buffers
 
 
 @pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
@@ -57,9 +57,9 @@ def test_loss_and_gradients_equal_torch_s(model: Model, elements: int, monkeypat
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", elements)
     tokens, labels = batch()
     labels[0, :5] = -100
-    ours, truth = build(model), build(model)
+    decoder, truth = build(model), build(model)
 
-    loss = ours(tokens, labels)
+    loss = decoder(tokens, labels)
     (loss / 7).backward()
     expected = functional.cross_entropy(truth(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     (expected / 7).backward()
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_torch_s(model: Model, elements: int, monkeypat
     assert loss.shape == ()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for name, want in gradients(truth).items():
-        torch.testing.assert_close(gradients(ours)[name], want, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(gradients(decoder)[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -82,52 +82,52 @@ def test_summed_cross_entropy_against_float64(tokens: int, vocab: int, elements:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CHUNK_ELEMENTS, "cpu", elements)
-        ours = [t.clone().requires_grad_() for t in (x, weight)]
-        loss = summed_cross_entropy(*ours, labels)
+        inputs = [t.clone().requires_grad_() for t in (x, weight)]
+        loss = summed_cross_entropy(*inputs, labels)
         loss.backward()
     exact = [t.double().requires_grad_() for t in (x, weight)]
     expected = functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum", ignore_index=-100)
     expected.backward()
 
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-3)
-    for got, want in zip(ours, exact, strict=True):
+    for got, want in zip(inputs, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-3, atol=1e-4 * (1 + scale))
 
 
 def test_all_labels_masked_give_zero() -> None:
-    made = build(SMALL)
+    decoder = build(SMALL)
     tokens, labels = batch()
-    loss = made(tokens, torch.full_like(labels, -100))
+    loss = decoder(tokens, torch.full_like(labels, -100))
     loss.backward()
     assert loss.item() == 0
-    assert all(not grad.any() for grad in gradients(made).values())
+    assert all(not grad.any() for grad in gradients(decoder).values())
 
 
 def test_loss_without_gradients_is_the_same_number() -> None:
-    made = build(EVERYTHING)
+    decoder = build(EVERYTHING)
     tokens, labels = batch()
     with torch.no_grad():
-        quiet = made(tokens, labels)
+        quiet = decoder(tokens, labels)
     assert not quiet.requires_grad
-    assert torch.equal(quiet, made(tokens, labels).detach())
+    assert torch.equal(quiet, decoder(tokens, labels).detach())
 
 
 def test_backward_twice_gives_the_same_gradient() -> None:
-    made = build(SMALL)
-    loss = made(*batch())
+    decoder = build(SMALL)
+    loss = decoder(*batch())
     loss.backward(retain_graph=True)
-    once = gradients(made)
+    once = gradients(decoder)
     loss.backward()
-    for name, grad in gradients(made).items():
+    for name, grad in gradients(decoder).items():
         torch.testing.assert_close(grad, 2 * once[name])
 
 
 def test_the_future_does_not_matter() -> None:
-    made = build(EVERYTHING)
+    decoder = build(EVERYTHING)
     tokens, _ = batch()
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 97
-    before, after = made(tokens), made(changed)
+    before, after = decoder(tokens), decoder(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert (before[:, 7:] != after[:, 7:]).any(-1).all()
 
@@ -160,13 +160,13 @@ def test_shared_heads_equal_repeated_ones() -> None:
 
 @pytest.mark.parametrize("model", [SMALL, EVERYTHING], ids=["plain", "everything"])
 def test_cache_gives_the_same_logits(model: Model) -> None:
-    made = build(model)
+    decoder = build(model)
     tokens, _ = batch()
     with torch.no_grad():
-        want = made(tokens)
-        cache = empty_cache(made, capacity=13, batch=2)
-        got = [made.logits(made.hidden(tokens[:, :4], cache=cache))]
-        got += [made.logits(made.hidden(tokens[:, i : i + 1], cache=cache)) for i in range(4, 13)]
+        want = decoder(tokens)
+        cache = empty_cache(decoder, capacity=13, batch=2)
+        got = [decoder.logits(decoder.hidden(tokens[:, :4], cache=cache))]
+        got += [decoder.logits(decoder.hidden(tokens[:, i : i + 1], cache=cache)) for i in range(4, 13)]
     torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=1e-4, atol=1e-5)
 
 
@@ -195,9 +195,9 @@ def test_drawn_weights_have_the_right_size() -> None:
         drawn = initial_weight(wide, f"layers.3.{name}.weight", (256, 256), seed=5)
         assert drawn.std().item() == pytest.approx(std, rel=0.02)
         assert drawn.mean().item() == pytest.approx(0, abs=4 * std / 256)
-    made = build(EVERYTHING)
-    assert all((p == 1).all() for name, p in made.named_parameters() if "norm" in name)
-    assert all((p == 0).all() for name, p in made.named_parameters() if name.endswith("bias"))
+    decoder = build(EVERYTHING)
+    assert all((p == 1).all() for name, p in decoder.named_parameters() if "norm" in name)
+    assert all((p == 0).all() for name, p in decoder.named_parameters() if name.endswith("bias"))
 
 
 def test_a_fresh_model_knows_nothing() -> None:
@@ -239,8 +239,8 @@ def test_checkpointed_blocks_give_the_same_gradients() -> None:
         saving.layers[i] = checkpoint_wrapper(block)
     plain(*batch()).backward()
     saving(*batch()).backward()
-    found = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(saving).items()}
-    assert all(torch.equal(grad, found[name]) for name, grad in gradients(plain).items())
+    checkpointed = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(saving).items()}
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in gradients(plain).items())
 
 
 @pytest.fixture
@@ -251,18 +251,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory):
     dist.destroy_process_group()
 
 
-def shard(made: Decoder, mesh: object, **policy: object) -> Decoder:
-    for block in made.layers:
+def shard(decoder: Decoder, mesh: object, **policy: object) -> Decoder:
+    for block in decoder.layers:
         fully_shard(block, mesh=mesh, **policy)
-    return fully_shard(made, mesh=mesh, **policy)
+    return fully_shard(decoder, mesh=mesh, **policy)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_sharded_equals_plain(mesh: object, reshard: bool) -> None:
     plain, sharded = build(EVERYTHING), shard(build(EVERYTHING), mesh, reshard_after_forward=reshard)
     losses = []
-    for made in (plain, sharded):
-        loss = made(*batch())
+    for decoder in (plain, sharded):
+        loss = decoder(*batch())
         (loss / 26).backward()
         losses.append(loss.detach())
     assert torch.equal(*losses)
@@ -319,11 +319,11 @@ def test_a_gpu_repeats_itself_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         seen = []
         for _ in range(2):
-            made = build(EVERYTHING).cuda()
+            decoder = build(EVERYTHING).cuda()
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = made(*(t.cuda() for t in batch(rows=8, length=64)))
+                loss = decoder(*(t.cuda() for t in batch(rows=8, length=64)))
             loss.backward()
-            seen.append([loss.detach(), *gradients(made).values()])
+            seen.append([loss.detach(), *gradients(decoder).values()])
         assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -42,9 +42,9 @@ def filled(module: nn.Module, seed: int = 0, std: float = 0.3) -> nn.Module:
 
 def mixture(experts: int = 5, seen: int = 2, dim: int = 8, hidden: int = 16, balance: float = 0.0) -> MoeFeedForward:
     router = Linear(dim, experts, bias=False)
-    made = MoeFeedForward(router, partial(softmax_top_k, count=seen), Experts(experts, dim, hidden), balance)
-    filled(made)
-    return made
+    layer = MoeFeedForward(router, partial(softmax_top_k, count=seen), Experts(experts, dim, hidden), balance)
+    filled(layer)
+    return layer
 
 
 def stream(*shape: int, seed: int = 1) -> Tensor:
@@ -188,8 +188,8 @@ def test_autocast_keeps_gradients_in_float32() -> None:
 
 
 def test_only_shapes_on_the_meta_device() -> None:
-    made = mixture().to("meta")
-    assert made(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
+    layer = mixture().to("meta")
+    assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
 
 
 # -- an even load
@@ -214,7 +214,7 @@ def test_its_gradient_is_that_of_the_written_out_loss(kind: str) -> None:
     """With microbatches of unequal size, the recorded loss untouched; also where blocks are computed again."""
     coefficient, parts = 0.7, [stream(2, 9, 8), stream(1, 9, 8, seed=5)]
     tokens = 27
-    truth, made = mixture(), mixture(balance=coefficient)
+    truth, layer = mixture(), mixture(balance=coefficient)
 
     want = torch.zeros(())
     for x in parts:
@@ -226,24 +226,24 @@ def test_its_gradient_is_that_of_the_written_out_loss(kind: str) -> None:
         want = want + truth(x).square().sum() / tokens + coefficient * len(logits) / tokens * auxiliary
     want.backward()
 
-    set_loss_scale(made, 1 / tokens)
+    set_loss_scale(layer, 1 / tokens)
     for x in parts:
-        out = checkpoint(made, x, use_reentrant=False) if kind == "recomputed" else made(x)
+        out = checkpoint(layer, x, use_reentrant=False) if kind == "recomputed" else layer(x)
         assert torch.equal(out, truth(x))
         (out.square().sum() / tokens).backward()
 
     plain = mixture()
     sum(plain(x).square().sum() / tokens for x in parts).backward()
     for name, grad in gradients(truth).items():
-        torch.testing.assert_close(gradients(made)[name], grad, msg=name)
+        torch.testing.assert_close(gradients(layer)[name], grad, msg=name)
     assert not torch.allclose(plain.router.weight.grad, truth.router.weight.grad, rtol=0.05), "else it would say little"
 
 
 def test_without_a_scale_there_is_no_auxiliary_loss() -> None:
-    made, plain = mixture(balance=0.7), mixture()
-    for each in (made, plain):
+    balanced, plain = mixture(balance=0.7), mixture()
+    for each in (balanced, plain):
         each(stream(2, 9, 8)).sum().backward()
-    assert all(torch.equal(grad, gradients(plain)[name]) for name, grad in gradients(made).items())
+    assert all(torch.equal(grad, gradients(plain)[name]) for name, grad in gradients(balanced).items())
 
 
 def test_a_router_learns_to_share_out() -> None:
@@ -285,21 +285,21 @@ class Biased(nn.Module):
 
 
 def biased(experts: int = 4, rate: float = 0.25) -> Biased:
-    made = Biased(experts, rate)
-    filled(made)
-    return made
+    layer = Biased(experts, rate)
+    filled(layer)
+    return layer
 
 
 def test_a_bias_moves_towards_an_even_load() -> None:
-    made = nn.Sequential(biased())
-    (layer,) = made
+    model = nn.Sequential(biased())
+    (layer,) = model
     x = stream(30, 4)
     counts = torch.bincount(layer.router(x).sigmoid().topk(2).indices.flatten(), minlength=4)
     assert counts.max() > 15 > counts.min()
     layer(x[:10]).sum().backward()
     layer(x[10:]).sum().backward()
     assert torch.equal(layer.balance.counts, counts)
-    update_balance(made, lambda t: t)
+    update_balance(model, lambda t: t)
     assert layer.balance.bias.tolist() == [0.25 * (-1 if n > 15 else 1 if n < 15 else 0) for n in counts.tolist()]
     assert layer.balance.bias.dtype == torch.float32
     assert not layer.balance.counts.any()
@@ -307,29 +307,29 @@ def test_a_bias_moves_towards_an_even_load() -> None:
 
 def test_counts_of_all_workers_decide() -> None:
     """Here the first expert sees few tokens, elsewhere it sees many."""
-    made = biased()
-    made.balance.counts.copy_(torch.tensor([0, 5, 5, 6]))
+    layer = biased()
+    layer.balance.counts.copy_(torch.tensor([0, 5, 5, 6]))
     elsewhere = torch.tensor([20, 3, 3, 2])
-    update_balance(made, lambda t: t + elsewhere)  # 20, 8, 8, 8 of a mean of 11
-    assert made.balance.bias.tolist() == [-0.25, 0.25, 0.25, 0.25]
+    update_balance(layer, lambda t: t + elsewhere)  # 20, 8, 8, 8 of a mean of 11
+    assert layer.balance.bias.tolist() == [-0.25, 0.25, 0.25, 0.25]
 
 
 def test_an_expert_with_its_share_is_left_alone() -> None:
-    made = biased(experts=3)
-    made.balance.counts.copy_(torch.tensor([7, 6, 8]))
-    update_balance(made, lambda t: t)
-    assert made.balance.bias.tolist() == [0.0, 0.25, -0.25]
+    layer = biased(experts=3)
+    layer.balance.counts.copy_(torch.tensor([7, 6, 8]))
+    update_balance(layer, lambda t: t)
+    assert layer.balance.bias.tolist() == [0.0, 0.25, -0.25]
 
 
 def test_nothing_is_counted_twice_or_in_evaluation() -> None:
-    made = biased()
+    layer = biased()
     x = stream(12, 4).requires_grad_()
     with torch.no_grad():
-        made(x)
-    made(x)  # a pass that nobody comes back from
-    assert not made.balance.counts.any()
-    checkpoint(made, x, use_reentrant=False).sum().backward()
-    assert made.balance.counts.sum() == 24
+        layer(x)
+    layer(x)  # a pass that nobody comes back from
+    assert not layer.balance.counts.any()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.balance.counts.sum() == 24
 
 
 def test_the_bias_alone_is_kept() -> None:
@@ -342,11 +342,11 @@ def test_the_bias_alone_is_kept() -> None:
 def test_a_compiler_leaves_balance_alone() -> None:
     """Nothing in a block's output tells of it: who traced it would leave it out."""
     torch._dynamo.reset()
-    made, plain, counting = mixture(balance=0.7), mixture(balance=0.7), biased()
-    for each, forward in ((plain, plain.forward), (made, torch.compile(made.forward, backend="aot_eager"))):
+    compiled, plain, counting = mixture(balance=0.7), mixture(balance=0.7), biased()
+    for each, forward in ((plain, plain.forward), (compiled, torch.compile(compiled.forward, backend="aot_eager"))):
         set_loss_scale(each, 1 / 18)
         forward(stream(2, 9, 8)).sum().backward()
-    assert all(torch.equal(grad, gradients(plain)[name]) for name, grad in gradients(made).items())
+    assert all(torch.equal(grad, gradients(plain)[name]) for name, grad in gradients(compiled).items())
     torch.compile(counting.forward, backend="aot_eager")(stream(12, 4)).sum().backward()
     assert counting.balance.counts.sum() == 24
 
@@ -378,20 +378,20 @@ def test_sharded_equals_plain(mesh: object, reshard: bool) -> None:
     plain, sharded = Layer(), Layer()
     fully_shard(sharded, mesh=mesh, reshard_after_forward=reshard)
     x = stream(2, 9, 8)
-    for made in (plain, sharded):
-        set_loss_scale(made, 1 / 18)
-        made(x).square().mean().backward()
+    for layer in (plain, sharded):
+        set_loss_scale(layer, 1 / 18)
+        layer(x).square().mean().backward()
     for name, grad in gradients(sharded).items():
         assert torch.equal(grad.full_tensor(), gradients(plain)[name]), name
 
 
 @no_bfloat16_cpu
 def test_shards_in_bfloat16(mesh: object) -> None:
-    made = Layer()
-    fully_shard(made, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    set_loss_scale(made, 1 / 18)
-    assert made.mlp.balance.loss_scale.dtype == torch.float32
-    out = made(stream(2, 9, 8))
+    layer = Layer()
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    set_loss_scale(layer, 1 / 18)
+    assert layer.mlp.balance.loss_scale.dtype == torch.float32
+    out = layer(stream(2, 9, 8))
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
-    assert all(grad.dtype == torch.float32 for grad in gradients(made).values())
+    assert all(grad.dtype == torch.float32 for grad in gradients(layer).values())

@@ -23,11 +23,11 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A model of theirs, and the folder that it is saved in."""
+    """A model of `transformers`, and the folder that it is saved in."""
 
     case: Case
     folder: Path
-    theirs: Any
+    hf_model: Any
 
 
 @pytest.fixture(
@@ -48,16 +48,16 @@ def test_every_family_has_a_module_and_a_case() -> None:
 
 
 def test_logits_and_gradients(saved: Saved) -> None:
-    assert_equal(saved.case, saved.folder, saved.theirs)
+    assert_equal(saved.case, saved.folder, saved.hf_model)
 
 
 def test_counts(saved: Saved) -> None:
-    assert_counts(saved.case, saved.folder, saved.theirs)
+    assert_counts(saved.case, saved.folder, saved.hf_model)
 
 
 def test_there_and_back(saved: Saved, tmp_path: Path) -> None:
-    assert_comes_back(saved.case, saved.folder, saved.theirs, tmp_path / "ours")
+    assert_comes_back(saved.case, saved.folder, saved.hf_model, tmp_path / "ours")
 
 
 def test_a_token_at_a_time(saved: Saved) -> None:
-    assert_cache(saved.case, saved.folder, saved.theirs)
+    assert_cache(saved.case, saved.folder, saved.hf_model)

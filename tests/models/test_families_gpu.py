@@ -17,7 +17,7 @@ def test_compiled_and_eager_on_a_gpu(case: Case, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 200, (2, 129), generator=generator)
     documents = (torch.rand(2, 128, generator=generator) < 0.03).int().cumsum(1).int()
-    found = []
+    results = []
     for device, compiled in (("cpu", False), ("cuda", False), ("cuda", True)):
         torch._dynamo.reset()
         decoder = load(tmp_path).to(device)
@@ -27,9 +27,9 @@ def test_compiled_and_eager_on_a_gpu(case: Case, tmp_path: Path) -> None:
         loss = decoder(tokens[:, :-1].to(device), tokens[:, 1:].to(device), documents.to(device))
         loss.backward()
         gradients = {name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None}
-        found.append((loss.item(), gradients))
-    truth, gradients = found[0]
-    for loss, others in found[1:]:
+        results.append((loss.item(), gradients))
+    truth, gradients = results[0]
+    for loss, others in results[1:]:
         assert loss == pytest.approx(truth, rel=1e-4)
         assert others.keys() == gradients.keys()
         size = sum(g.double().square().sum() for g in gradients.values()).sqrt()

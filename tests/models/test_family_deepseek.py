@@ -51,11 +51,11 @@ def test_cache_stores_one_latent_vector_and_rotated_key_per_token() -> None:
 
 def test_several_sequences_share_a_cache(tmp_path: Path) -> None:
     make(CASES[0], tmp_path)
-    ours, ids = load(tmp_path), tokens(rows=3, length=9)
+    decoder, ids = load(tmp_path), tokens(rows=3, length=9)
     with torch.no_grad():
-        cache = empty_cache(ours, capacity=9, batch=3)
-        got = [ours.logits(ours.hidden(ids[:, i : i + 1], cache=cache)) for i in range(9)]
-        torch.testing.assert_close(torch.cat(got, dim=1), ours(ids), rtol=1e-4, atol=1e-4)
+        cache = empty_cache(decoder, capacity=9, batch=3)
+        got = [decoder.logits(decoder.hidden(ids[:, i : i + 1], cache=cache)) for i in range(9)]
+        torch.testing.assert_close(torch.cat(got, dim=1), decoder(ids), rtol=1e-4, atol=1e-4)
 
 
 # -- the choice of experts
@@ -85,8 +85,8 @@ def test_experts_are_chosen_by_biased_scores_and_weighed_without(
     weights, chosen = choose_experts(logits, bias, model)
     for row in range(40):
         expected = by_hand(logits[row].tolist(), bias.tolist(), model)
-        found = dict(zip(chosen[row].tolist(), weights[row].tolist(), strict=True))
-        assert found == pytest.approx(expected, rel=1e-5)
+        actual = dict(zip(chosen[row].tolist(), weights[row].tolist(), strict=True))
+        assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_bias_moves_tokens_and_no_gradient_meets_it() -> None:
@@ -114,10 +114,10 @@ def test_prediction_layers_of_a_folder_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_biases_come_in_and_out_of_a_folder(tmp_path: Path) -> None:
-    theirs = make(CASES[0], tmp_path)
+    hf_model = make(CASES[0], tmp_path)
     bias = load(tmp_path).state_dict()["layers.1.mlp.balance.bias"]
     assert bias.dtype == torch.float32
-    assert torch.equal(bias, theirs.model.layers[1].mlp.gate.e_score_correction_bias)
+    assert torch.equal(bias, hf_model.model.layers[1].mlp.gate.e_score_correction_bias)
     assert bias.abs().max() > 0.05
 
 
@@ -130,8 +130,8 @@ def test_fresh_biases_are_zero() -> None:
 
 @cache
 def config() -> dict[str, Any]:
-    found: dict[str, Any] = transformers.DeepseekV3Config(**SHAPE).to_dict()
-    return found
+    values: dict[str, Any] = transformers.DeepseekV3Config(**SHAPE).to_dict()
+    return values
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_sizes_that_follow_fit_together() -> None:
         model = DeepSeekV3(dim=dim, heads=heads, vocab_size=64)
         assert model.rope_dim % 2 == 0
         assert model.rope_dim < model.head_dim
-        ours = empty_decoder(model)
-        init_weights(ours, seed=1)
-        out: Tensor = ours(tokens(rows=1, length=4) % 64)
+        decoder = empty_decoder(model)
+        init_weights(decoder, seed=1)
+        out: Tensor = decoder(tokens(rows=1, length=4) % 64)
         assert out.isfinite().all()

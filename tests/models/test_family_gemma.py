@@ -50,37 +50,37 @@ def test_a_norm_multiplies_by_one_more_than_its_weight() -> None:
 def test_bfloat16_norm_equals_transformers_bit_for_bit() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-    theirs, ours = Gemma3RMSNorm(48, 1e-6).bfloat16(), Norm(48, 1e-6).bfloat16()
+    hf_norm, norm = Gemma3RMSNorm(48, 1e-6).bfloat16(), Norm(48, 1e-6).bfloat16()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        theirs.weight.normal_(0, 0.3, generator=generator)
-        ours.weight.copy_(theirs.weight)
+        hf_norm.weight.normal_(0, 0.3, generator=generator)
+        norm.weight.copy_(hf_norm.weight)
     x = torch.randn(50, 48, generator=generator).bfloat16()
-    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(norm(x), hf_norm(x))
 
 
 def test_fresh_norms_change_nothing() -> None:
-    made = empty_decoder(Model(family="gemma2", vocab_size=64, layers=2, dim=32, heads=2))
-    init_weights(made, seed=0)
-    norms = [p for name, p in made.named_parameters() if name.endswith("norm.weight")]
+    decoder = empty_decoder(Model(family="gemma2", vocab_size=64, layers=2, dim=32, heads=2))
+    init_weights(decoder, seed=0)
+    norms = [p for name, p in decoder.named_parameters() if name.endswith("norm.weight")]
     assert len(norms) == 2 * 4 + 1
     assert all(not p.any() for p in norms)
 
 
 def test_the_embedding_is_scaled_as_bfloat16_rounds_it() -> None:
     """sqrt(3072) is 55.43, of which bfloat16 keeps 55.5."""
-    made = empty_decoder(Model(family="gemma", vocab_size=4, layers=1, dim=3072, heads=1, hidden=8, head_dim=8))
-    made.embed.bfloat16()
-    torch.nn.init.ones_(made.embed.weight)
-    assert made.embed(torch.tensor([[1]])).unique().tolist() == [55.5]
+    decoder = empty_decoder(Model(family="gemma", vocab_size=4, layers=1, dim=3072, heads=1, hidden=8, head_dim=8))
+    decoder.embed.bfloat16()
+    torch.nn.init.ones_(decoder.embed.weight)
+    assert decoder.embed(torch.tensor([[1]])).unique().tolist() == [55.5]
 
 
 # -- configs
 
 
 def config(case: str, **changes: Any) -> dict[str, Any]:
-    found = next(one for one in CASES if one.name == case)
-    return {**getattr(transformers, found.config)(**found.settings).to_dict(), **changes}
+    chosen = next(candidate for candidate in CASES if candidate.name == case)
+    return {**getattr(transformers, chosen.config)(**chosen.settings).to_dict(), **changes}
 
 
 def test_every_sixth_layer_of_gemma_3_sees_all() -> None:
@@ -102,7 +102,7 @@ def test_a_distance_longer_than_the_model_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "said"),
+    ("case", "changes", "message"),
     [
         ("Gemma", {"hidden_act": "silu"}, "hidden_act"),
         ("Gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -116,6 +116,6 @@ def test_a_distance_longer_than_the_model_comes_back() -> None:
         ("Gemma 3", {"model_type": "gemma3"}, "multimodal"),
     ],
 )  # fmt: skip
-def test_unsupported_config_is_refused(case: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_unsupported_config_is_refused(case: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         model_from_config(config(case, **changes))

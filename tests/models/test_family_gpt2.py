@@ -33,7 +33,7 @@ CASES = [
 
 def test_old_folders_have_shorter_names_and_masks(tmp_path: Path) -> None:
     """Those of the first years: no `transformer.` in front, and the causal mask among the weights."""
-    theirs = make(CASES[0], tmp_path)
+    hf_model = make(CASES[0], tmp_path)
     file = tmp_path / "model.safetensors"
     stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     assert any(name.startswith("h.0.") for name in stored)
@@ -42,14 +42,14 @@ def test_old_folders_have_shorter_names_and_masks(tmp_path: Path) -> None:
         stored[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(stored, file)
     with torch.no_grad():
-        torch.testing.assert_close(load(tmp_path)(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(load(tmp_path)(tokens()), hf_model(tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
 def small(**settings: Any) -> Decoder:
     sizes = {"family": "gpt2", "vocab_size": 64, "layers": 2, "dim": 16, "heads": 2, "positions": 12}
-    made = empty_decoder(Model(**(sizes | settings)))
-    init_weights(made, seed=3)
-    return made
+    decoder = empty_decoder(Model(**(sizes | settings)))
+    init_weights(decoder, seed=3)
+    return decoder
 
 
 def test_positions_begin_again_in_every_document() -> None:
@@ -74,19 +74,19 @@ def test_a_sequence_longer_than_the_positions_is_refused() -> None:
 def test_fresh_weights() -> None:
     """The paper's: 0.02, what is added to the stream smaller by the root of the additions, no biases, norms of one."""
     decoder = small(dim=128, positions=200, init_std=0.02)
-    found = dict(decoder.named_parameters())
-    assert found["embed.positions.weight"].std().item() == pytest.approx(0.02, rel=0.05)
-    assert found["layers.1.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.05)
-    assert found["layers.0.attention.q.bias"].abs().max() == 0
-    assert found["norm.bias"].abs().max() == 0
-    assert (found["norm.weight"] == 1).all()
+    weights = dict(decoder.named_parameters())
+    assert weights["embed.positions.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["layers.1.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.05)
+    assert weights["layers.0.attention.q.bias"].abs().max() == 0
+    assert weights["norm.bias"].abs().max() == 0
+    assert (weights["norm.weight"] == 1).all()
 
 
 CONFIG = SIZES | {"model_type": "gpt2"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"scale_attn_weights": False}, "scale_attn_weights"),
         ({"add_cross_attention": True}, "add_cross_attention"),
@@ -97,8 +97,8 @@ CONFIG = SIZES | {"model_type": "gpt2"}
         ({"n_head": 5}, "must equal dim"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         model_from_config(CONFIG | change)
 
 

@@ -68,10 +68,10 @@ def test_config_defaults_match_transformers() -> None:
         default.num_key_value_heads, default.head_dim, default.rms_norm_eps, default.sliding_window,
         default.attention_bias,
     )  # fmt: skip
-    theirs, scaling = default.rope_parameters, model.rope_scaling
-    assert model.rope_theta == theirs["rope_theta"]
+    rope, scaling = default.rope_parameters, model.rope_scaling
+    assert model.rope_theta == rope["rope_theta"]
     assert (scaling.kind, scaling.factor, scaling.original, scaling.whole_dims) == (
-        theirs["rope_type"], theirs["factor"], theirs["original_max_position_embeddings"], theirs["truncate"],
+        rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"], rope["truncate"],
     )  # fmt: skip
     windowed = [kind == "sliding_attention" for kind in default.layer_types[:4]]
     assert [model.window_of(i) is not None for i in range(4)] == windowed

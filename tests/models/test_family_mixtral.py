@@ -33,21 +33,21 @@ def test_experts_spread_over_several_files(tmp_path: Path) -> None:
 def test_the_auxiliary_loss_is_theirs(tmp_path: Path) -> None:
     """Of one layer: they take several together, of which one may be uneven where another makes up for it."""
     case = Case("", "MixtralConfig", EXPERTS | {"num_hidden_layers": 1, "router_aux_loss_coef": 0.5}, "mixtral")
-    theirs, ours = make(case, tmp_path), load(tmp_path)
+    hf_model, decoder = make(case, tmp_path), load(tmp_path)
     ids = tokens(length=20)
     labels = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), dim=1)
-    found = theirs(ids, labels=ids, output_router_logits=True)
-    found.loss.backward()
-    set_loss_scale(ours, 1 / 38)
-    loss = ours(ids, labels) / 38
+    output = hf_model(ids, labels=ids, output_router_logits=True)
+    output.loss.backward()
+    set_loss_scale(decoder, 1 / 38)
+    loss = decoder(ids, labels) / 38
     loss.backward()
-    assert found.loss.item() == pytest.approx(loss.item() + 0.5 * found.aux_loss.item(), rel=1e-5)
+    assert output.loss.item() == pytest.approx(loss.item() + 0.5 * output.aux_loss.item(), rel=1e-5)
     # Tokens that nobody is trained on are routed all the same, and count: two of forty.
-    want = theirs.model.layers[0].mlp.gate.weight.grad
+    want = hf_model.model.layers[0].mlp.gate.weight.grad
     without = load(tmp_path)
     (without(ids, labels) / 38).backward()
     plain = without.layers[0].mlp.router.weight.grad
-    torch.testing.assert_close(ours.layers[0].mlp.router.weight.grad - plain, (want - plain) * 40 / 38)
+    torch.testing.assert_close(decoder.layers[0].mlp.router.weight.grad - plain, (want - plain) * 40 / 38)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_more_of_all_than_there_are() -> None:
 
 def test_fresh_experts_are_drawn_like_a_feed_forward() -> None:
     model = Model(family="mixtral", vocab_size=97, layers=8, dim=64, hidden=96, experts=4, init_std=0.05)
-    made = empty_decoder(model)
-    init_weights(made, seed=3)
-    experts = made.layers[5].mlp.experts
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed=3)
+    experts = decoder.layers[5].mlp.experts
     for name, std in {"gate": 0.05, "up": 0.05, "down": 0.05 / 4}.items():
         assert getattr(experts, name).std().item() == pytest.approx(std, rel=0.03)
     assert not torch.equal(experts.gate[0], experts.gate[1])
@@ -106,14 +106,14 @@ def test_shards_equal_the_whole(tmp_path: Path) -> None:
         mesh = init_device_mesh("cpu", (1,))
         plain, sharded = (empty_decoder(model) for _ in range(2))
         losses = []
-        for made in (plain, sharded):
-            init_weights(made, seed=1)
-            if made is sharded:
-                for block in made.layers:
+        for decoder in (plain, sharded):
+            init_weights(decoder, seed=1)
+            if decoder is sharded:
+                for block in decoder.layers:
                     fully_shard(block, mesh=mesh)
-                fully_shard(made, mesh=mesh)
-            set_loss_scale(made, 1 / 80)
-            losses.append(made(tokens(), tokens(seed=2)))
+                fully_shard(decoder, mesh=mesh)
+            set_loss_scale(decoder, 1 / 80)
+            losses.append(decoder(tokens(), tokens(seed=2)))
             (losses[-1] / 80).backward()
         assert torch.equal(losses[0], losses[1])
         assert all(torch.equal(grad.full_tensor(), grads(plain)[name]) for name, grad in grads(sharded).items())
@@ -121,5 +121,5 @@ def test_shards_equal_the_whole(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def grads(made: Decoder) -> dict[str, Any]:
-    return {name: parameter.grad for name, parameter in made.named_parameters()}
+def grads(decoder: Decoder) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in decoder.named_parameters()}

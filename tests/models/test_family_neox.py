@@ -35,7 +35,7 @@ CASES = [
 
 
 def test_either_name_of_the_head_and_masks_among_the_weights(tmp_path: Path) -> None:
-    theirs = make(CASES[0], tmp_path)
+    hf_model = make(CASES[0], tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
     (head,) = {"embed_out.weight", "lm_head.weight"} & set(stored)
@@ -48,7 +48,7 @@ def test_either_name_of_the_head_and_masks_among_the_weights(tmp_path: Path) -> 
         head = name
         save_file(stored, file)
         with torch.no_grad():
-            torch.testing.assert_close(load(tmp_path)(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(load(tmp_path)(tokens()), hf_model(tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_settings_of_either_age() -> None:
@@ -73,7 +73,7 @@ def test_pythia_70m(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
@@ -83,8 +83,8 @@ def test_pythia_70m(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         model_from_config(SIZES | {"model_type": "gpt_neox"} | change)
 
 

@@ -54,86 +54,86 @@ def make(name: str, folder: Path, **save: Any) -> Any:
     family, settings = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE | settings)
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    hf_model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in hf_model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape))
-    theirs.save_pretrained(folder, **save)
-    return theirs
+    hf_model.save_pretrained(folder, **save)
+    return hf_model
 
 
 def load(folder: Path) -> Decoder:
-    made = empty_decoder(read_model(folder))
-    load_into(made, folder)
-    return made
+    decoder = empty_decoder(read_model(folder))
+    load_into(decoder, folder)
+    return decoder
 
 
 def tokens(rows: int = 2, length: int = 40) -> Tensor:
     return torch.randint(131, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def equal(ours: Tensor, theirs: Tensor) -> None:
-    assert theirs.abs().max() > 0.5  # else equality would say little
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+def equal(actual: Tensor, expected: Tensor) -> None:
+    assert expected.abs().max() > 0.5  # else equality would say little
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_loss_equal_transformers(name: str, tmp_path: Path) -> None:
-    theirs = make(name, tmp_path)
-    ours = load(tmp_path)
+    hf_model = make(name, tmp_path)
+    decoder = load(tmp_path)
     ids = tokens()
     following = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), dim=1)
     following[1, :10] = -100
     labels = ids.clone()
     labels[1, 1:11] = -100  # `transformers` shifts labels itself
     with torch.no_grad():
-        expected = theirs(ids, labels=labels)
-        equal(ours(ids), expected.logits)
-        mean = ours(ids, following) / (following != -100).sum()
+        expected = hf_model(ids, labels=labels)
+        equal(decoder(ids), expected.logits)
+        mean = decoder(ids, following) / (following != -100).sum()
     torch.testing.assert_close(mean, expected.loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_written_folder(name: str, tmp_path: Path) -> None:
     make(name, tmp_path / "theirs")
-    ours = load(tmp_path / "theirs")
-    write_folder(tmp_path / "ours", ours.model, dict(ours.named_parameters()), seq=256)
+    decoder = load(tmp_path / "theirs")
+    write_folder(tmp_path / "ours", decoder.model, dict(decoder.named_parameters()), seq=256)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.config.max_position_embeddings == 256
     with torch.no_grad():
-        equal(ours(tokens()), again(tokens()).logits)
+        equal(decoder(tokens()), again(tokens()).logits)
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_sharded_folder_of_transformers_is_read(tmp_path: Path) -> None:
-    theirs = make("llama", tmp_path, max_shard_size="40KB")
+    hf_model = make("llama", tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     with torch.no_grad():
-        equal(load(tmp_path)(tokens()), theirs(tokens()).logits)
+        equal(load(tmp_path)(tokens()), hf_model(tokens()).logits)
 
 
 def test_sharded_folder_is_written(tmp_path: Path) -> None:
-    ours = fresh()
-    write_folder(tmp_path / "out", ours.model, dict(ours.named_parameters()), shard_bytes=40_000)
+    decoder = fresh()
+    write_folder(tmp_path / "out", decoder.model, dict(decoder.named_parameters()), shard_bytes=40_000)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert max(file.stat().st_size for file in files) < 45_000
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), again(tokens()).logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ours(tokens()), load(tmp_path / "out")(tokens()))
+        torch.testing.assert_close(decoder(tokens()), again(tokens()).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoder(tokens()), load(tmp_path / "out")(tokens()))
 
 
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
-    ours = fresh().bfloat16()
-    write_folder(tmp_path / "out", ours.model, ours.state_dict())
+    decoder = fresh().bfloat16()
+    write_folder(tmp_path / "out", decoder.model, decoder.state_dict())
     assert {t.dtype for t in read_weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     for name, tensor in load(tmp_path / "out").state_dict().items():
         assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, ours.state_dict()[name].float())
+        assert torch.equal(tensor, decoder.state_dict()[name].float())
 
 
 def train_tokenizer(path: Path) -> Tokenizer:
@@ -153,8 +153,8 @@ def train_tokenizer(path: Path) -> Tokenizer:
 
 def test_tokenizer_comes_along(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(tmp_path / "tokenizer.json")
-    ours = fresh()
-    write_folder(tmp_path / "out", ours.model, ours.state_dict(), tmp_path / "tokenizer.json", seq=64)
+    decoder = fresh()
+    write_folder(tmp_path / "out", decoder.model, decoder.state_dict(), tmp_path / "tokenizer.json", seq=64)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
     assert again.decode(tokenizer.encode(TEXT).ids) == TEXT
@@ -170,25 +170,25 @@ def checkpoint_verb(*args: str | Path, runs: Path) -> None:
 
 
 def imported(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Tokenizer]:
-    """A model of theirs with a tokenizer in tmp_path/theirs, and the run `m` that was made of it."""
+    """A model of `transformers` with a tokenizer in tmp_path/theirs, and the run `m` that was made of it."""
     (tmp_path / "theirs").mkdir()
     tokenizer = train_tokenizer(tmp_path / "theirs/tokenizer.json")
     end = tokenizer.token_to_id("<|endoftext|>")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**SHAPE | {"vocab_size": 262, "head_dim": 16, "eos_token_id": [end, 7]})
-    theirs = transformers.Qwen3ForCausalLM(config).eval().to(dtype)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    hf_model = transformers.Qwen3ForCausalLM(config).eval().to(dtype)
+    hf_model.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     checkpoint_verb("import", tmp_path / "theirs", "--name", "m", runs=tmp_path / "runs")
-    return theirs, tokenizer
+    return hf_model, tokenizer
 
 
 def test_an_imported_run_says_what_transformers_says(tmp_path: Path) -> None:
-    theirs, tokenizer = imported(tmp_path)
+    hf_model, tokenizer = imported(tmp_path)
     prompt = tokenizer.encode("def head")
     with torch.no_grad():
         ids = torch.tensor([prompt.ids])
-        expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
+        expected = hf_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
     run = tmp_path / "runs/m"
     request = SampleRequest(
         run=run, checkpoint=run / "checkpoints/step-00000000", prompts=["def head"], max_tokens=12, temperature=0
@@ -198,15 +198,15 @@ def test_an_imported_run_says_what_transformers_says(tmp_path: Path) -> None:
 
 
 def test_what_was_imported_goes_out_to_transformers_again(tmp_path: Path) -> None:
-    theirs, tokenizer = imported(tmp_path, torch.bfloat16)
+    hf_model, tokenizer = imported(tmp_path, torch.bfloat16)
     checkpoint_verb("export", "m", tmp_path / "out", runs=tmp_path / "runs")
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.dtype == torch.bfloat16
     assert again.config.max_position_embeddings == 256
-    assert again.config.eos_token_id == theirs.config.eos_token_id
+    assert again.config.eos_token_id == hf_model.config.eos_token_id
     state = again.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in hf_model.state_dict().items())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
 
 
@@ -214,13 +214,13 @@ def test_what_was_imported_goes_out_to_transformers_again(tmp_path: Path) -> Non
 def test_a_recipe_starts_from_what_was_imported(tmp_path: Path, dtype: torch.dtype) -> None:
     imported(tmp_path, dtype)
     # As training takes it over: exactly, in the precision of its own weights.
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     model = resolve_model(Model(init="m"), tmp_path / "runs")
     assert model.init == str(tmp_path / "runs/m/checkpoints/step-00000000")
-    ours = empty_decoder(model)
-    load_weights(Path(model.init), ours)
+    decoder = empty_decoder(model)
+    load_weights(Path(model.init), decoder)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoder(tokens()), hf_model(tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_an_imported_run_cannot_be_resumed(tmp_path: Path) -> None:
@@ -230,13 +230,13 @@ def test_an_imported_run_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def fresh(**changes: Any) -> Decoder:
-    made = empty_decoder(Model(vocab_size=131, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, **changes))
-    init_weights(made, seed=0)
-    return made
+    decoder = empty_decoder(Model(vocab_size=131, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, **changes))
+    init_weights(decoder, seed=0)
+    return decoder
 
 
-def folder_of(made: Decoder, path: Path) -> Path:
-    write_folder(path, made.model, dict(made.named_parameters()))
+def folder_of(decoder: Decoder, path: Path) -> Path:
+    write_folder(path, decoder.model, dict(decoder.named_parameters()))
     return path
 
 
@@ -284,14 +284,14 @@ def test_a_decoder_of_another_shape_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_derived_and_tied_tensors_are_passed_over(tmp_path: Path) -> None:
-    made = fresh()
-    folder = folder_of(made, tmp_path / "f")
+    decoder = fresh()
+    folder = folder_of(decoder, tmp_path / "f")
     derived = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
         "lm_head.weight": torch.zeros(131, 32),
     }
     edit(folder, lambda weights: weights.update(derived))
-    assert sorted(read_weights(folder)) == sorted(made.model.tensors())
+    assert sorted(read_weights(folder)) == sorted(decoder.model.tensors())
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
@@ -329,16 +329,16 @@ def test_a_bad_index_is_named(tmp_path: Path, index: Any, words: list[str]) -> N
 
 
 def test_writing_never_overwrites_or_leaves_half(tmp_path: Path) -> None:
-    made = fresh()
-    folder = folder_of(made, tmp_path / "deep/f")
+    decoder = fresh()
+    folder = folder_of(decoder, tmp_path / "deep/f")
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(ModelError, match="already exists"):
         folder_of(fresh(qk_norm=True), folder)
     assert (folder / "model.safetensors").read_bytes() == before
     with pytest.raises(ModelError, match="cannot be written"):
-        write_folder(tmp_path / "g", made.model, made.state_dict(), tokenizer=tmp_path / "none.json")
-    tensors = made.state_dict()
+        write_folder(tmp_path / "g", decoder.model, decoder.state_dict(), tokenizer=tmp_path / "none.json")
+    tensors = decoder.state_dict()
     del tensors["norm.weight"]
     with pytest.raises(ModelError, match=r"lacks norm\.weight"):
-        write_folder(tmp_path / "h", made.model, tensors)
+        write_folder(tmp_path / "h", decoder.model, tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]

@@ -56,8 +56,8 @@ def slope(sizes: list[float]) -> float:
 @pytest.mark.parametrize("mup", [True, False], ids=["muP", "plain"])
 def test_coordinate_check(mup: bool) -> None:
     """What updates change does not depend on the width with muP, and grows with it without."""
-    found = [sizes_of_activations(width, mup) for width in WIDTHS]
-    slopes = {name: slope([one[name] for one in found]) for name in found[0]}
+    measured = [sizes_of_activations(width, mup) for width in WIDTHS]
+    slopes = {name: slope([sizes[name] for sizes in measured]) for name in measured[0]}
     if mup:
         assert all(abs(value) < 0.25 for value in slopes.values()), slopes
     else:

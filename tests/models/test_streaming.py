@@ -173,15 +173,15 @@ def test_pieces_become_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_large_models_are_written_as_several_files(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in SMALL.tensors().items()}
     checkpoint = open_checkpoint(cut_checkpoint(tmp_path / "checkpoints", tensors))
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     weights = saved_weights(checkpoint, SMALL.tensors())
-    write_folder(tmp_path / "out", SMALL, weights, shard_bytes=9_000, progress=lambda *now: told.append(now))
+    write_folder(tmp_path / "out", SMALL, weights, shard_bytes=9_000, progress=lambda *now: reports.append(now))
     truth = {SMALL.hf_name(name): tensor for name, tensor in tensors.items()}
     assert same(stored(tmp_path / "out"), truth)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert index["metadata"]["total_size"] == total
-    assert told[-1] == (total, total)
+    assert reports[-1] == (total, total)
     files = sorted({*index["weight_map"].values()})
     assert files == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
@@ -233,8 +233,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_names_of_imported_runs(tmp_path: Path) -> None:
     hf_folder(tmp_path / "Small Model", SMALL)
     runs = tmp_path / "runs"
-    found = json.loads(call("import", tmp_path / "Small Model", "--json", runs=runs)[0])
-    assert (found["run"], found["step"], found["tokenizer"]) == ("Small-Model", 0, False)
+    result = json.loads(call("import", tmp_path / "Small Model", "--json", runs=runs)[0])
+    assert (result["run"], result["step"], result["tokenizer"]) == ("Small-Model", 0, False)
     assert "run Small-Model already exists" in import_of(tmp_path / "Small Model", runs).message
     assert "invalid run name" in import_of(tmp_path / "Small Model", runs, "--name", "../up").message
     assert [path.name for path in runs.iterdir()] == ["Small-Model"]
@@ -324,21 +324,21 @@ def test_experts_go_out_one_by_one(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in model.tensors().items()}
     checkpoint = open_checkpoint(cut_checkpoint(tmp_path / "checkpoints", tensors))
     write_folder(tmp_path / "out", model, saved_weights(checkpoint, model.tensors()))
-    found = stored(tmp_path / "out")
+    written = stored(tmp_path / "out")
     for layer in range(2):
         for expert in range(4):
-            for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
-                name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}.weight"
-                assert torch.equal(found[name], tensors[f"layers.{layer}.mlp.experts.{ours}"][expert])
+            for hf_name, own_name in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+                name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{hf_name}.weight"
+                assert torch.equal(written[name], tensors[f"layers.{layer}.mlp.experts.{own_name}"][expert])
 
 
 def test_experts_come_in_one_by_one(tmp_path: Path) -> None:
     """However small each of them is beside the blocks that checksums are taken of."""
-    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+    hf_model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, sliding_window=None,
     ))  # fmt: skip
-    theirs.save_pretrained(tmp_path / "in")
+    hf_model.save_pretrained(tmp_path / "in")
     assert call("import", tmp_path / "in", "--name", "m", runs=tmp_path / "runs")[1] is None
     assert call("export", "m", tmp_path / "out", runs=tmp_path / "runs")[1] is None
     assert same(stored(tmp_path / "out"), stored(tmp_path / "in"))

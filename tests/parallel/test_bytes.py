@@ -88,10 +88,10 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     names = {axis.group.group_name: name for name, axis in world.axes.items() if axis.group is not None}
     names |= {group.group_name: "pipeline" for _, group in spread.missing if group.group_name not in names}
     kinds = {"allgather": "all_gather", "allreduce": "all_reduce"}
-    found = Counter[str]()
+    moved = Counter[str]()
     for (kind, group), size in count.bytes.items():
-        found[f"{kinds.get(kind, kind)} {names[group]}"] += size
-    return {name: torch.tensor(float(size)) for name, size in found.items()}
+        moved[f"{kinds.get(kind, kind)} {names[group]}"] += size
+    return {name: torch.tensor(float(size)) for name, size in moved.items()}
 
 
 def planned(recipe: Recipe, workers: int) -> Settings:
@@ -127,16 +127,16 @@ def workers_of(recipe: Recipe) -> int:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> Callable[[int], list[dict[str, torch.Tensor]]]:
+def moved_by_ranks(tmp_path_factory) -> Callable[[int], list[dict[str, torch.Tensor]]]:
     """What the ranks of all ways of a size moved."""
     recipes = {name: make_recipe(way) for name, way in WAYS.items()}
 
     @cache
-    def tell(workers: int) -> list[dict[str, torch.Tensor]]:
+    def run(workers: int) -> list[dict[str, torch.Tensor]]:
         mine = {name: recipe for name, recipe in recipes.items() if workers_of(recipe) == workers}
         return run_ranks(tmp_path_factory.mktemp("ranks"), workers, stories, mine)
 
-    return tell
+    return run
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def told(tmp_path_factory) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         for name, way in WAYS.items()
     ],
 )
-def test_collectives_move_what_the_plan_counts(name: str, told) -> None:
+def test_collectives_move_what_the_plan_counts(name: str, moved_by_ranks) -> None:
     recipe = make_recipe(WAYS[name])
     workers = workers_of(recipe)
     settings, each = planned(recipe, workers), workers // recipe.parallel.pipeline
-    for rank, moved in enumerate(told(workers)):
+    for rank, moved in enumerate(moved_by_ranks(workers)):
         counted = traffic(recipe.model.architecture(), settings, rank // each)
         truth = {f"{operation} {axis}": size for (operation, axis), size in counted.items()}
-        found = {key.partition("|")[2]: float(size) for key, size in moved.items() if key.startswith(f"{name}|")}
-        assert found == pytest.approx(truth, rel=0.02)
+        measured = {key.partition("|")[2]: float(size) for key, size in moved.items() if key.startswith(f"{name}|")}
+        assert measured == pytest.approx(truth, rel=0.02)

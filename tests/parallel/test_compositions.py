@@ -100,19 +100,19 @@ def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
     model = empty_decoder(recipe.model)
     init_weights(model, seed=0)
     inputs, labels, documents = batch(recipe.train.batch)
-    found = {}
+    results = {}
     for step in range(STEPS):
         logits = model(inputs, documents=documents).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
         loss.backward()
-        found[f"{step}/loss"] = loss.detach()
+        results[f"{step}/loss"] = loss.detach()
         squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
-        found[f"{step}/norm"] = torch.stack(squares).sum().sqrt().float()
+        results[f"{step}/norm"] = torch.stack(squares).sum().sqrt().float()
         for name, parameter in model.named_parameters():
-            found[f"{step}/{name}"] = parameter.grad.clone()
+            results[f"{step}/{name}"] = parameter.grad.clone()
             parameter.data -= RATE * parameter.grad
             parameter.grad = None
-    return found | {"evaluation": model(inputs, labels, documents).detach()}
+    return results | {"evaluation": model(inputs, labels, documents).detach()}
 
 
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -125,26 +125,26 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     trained = int((labels != -100).sum())
     data, each = world.data, recipe.train.batch // world.data.size
     mine = slice(each * data.rank, each * (data.rank + 1))
-    found = {}
+    results = {}
     for step in range(STEPS):
         loss = spread.passes(inputs[mine], labels[mine], 1 / trained, documents[mine])
         parameters = dict(spread.model.named_parameters())
         finish_gradients(parameters, spread.missing)
-        found[f"{step}/loss"] = total(world, loss)
-        found[f"{step}/norm"] = total_norm(parameters, world, spread.borrowed)
+        results[f"{step}/loss"] = total(world, loss)
+        results[f"{step}/norm"] = total_norm(parameters, world, spread.borrowed)
         for name, parameter in parameters.items():
             gradient = parameter.grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-            found[f"{step}/{name}"] = whole
+            results[f"{step}/{name}"] = whole
         with torch.no_grad():
             for parameter in spread.model.parameters():
                 assert getattr(parameter.grad, "placements", None) == getattr(parameter, "placements", None)
                 to_local(parameter).sub_(to_local(parameter.grad), alpha=RATE)  # on whole ones torch thinks for long
                 parameter.grad = None
     with torch.no_grad():
-        found["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))
+        results["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))
         spread.rest()
-    return found
+    return results
 
 
 def total(world: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -156,9 +156,9 @@ Named = dict[str, torch.Tensor]
 
 def assert_equal(ranks: list[Named], truth: Named, loss: float, rest: float) -> None:
     seen = set()
-    for found in ranks:
-        seen |= found.keys()
-        for name, value in found.items():
+    for results in ranks:
+        seen |= results.keys()
+        for name, value in results.items():
             bound = loss if name.endswith(("/loss", "evaluation")) else rest
             difference = (value - truth[name]).norm() / truth[name].norm()
             assert difference < bound, f"{name} differs by {difference:.1e}"
@@ -180,16 +180,16 @@ def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> Named:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> Callable[..., list[Named]]:
+def rank_results(tmp_path_factory) -> Callable[..., list[Named]]:
     """What the ranks of all compositions of a size found."""
 
     @cache
-    def tell(more: bool, workers: int) -> list[Named]:
+    def run(more: bool, workers: int) -> list[Named]:
         table = MORE if more else COMPOSITIONS
         recipes = {name: make_recipe(*way) for name, way in table.items() if workers_of(way[0]) == workers}
         return run_ranks(tmp_path_factory.mktemp("ranks"), workers, stories, recipes)
 
-    return tell
+    return run
 
 
 def of(name: str, ranks: list[Named]) -> list[Named]:
@@ -198,13 +198,13 @@ def of(name: str, ranks: list[Named]) -> list[Named]:
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_a_composition_equals_one_process(name: str, told) -> None:
-    ranks = told(more=False, workers=workers_of(COMPOSITIONS[name][0]))
+def test_a_composition_equals_one_process(name: str, rank_results) -> None:
+    ranks = rank_results(more=False, workers=workers_of(COMPOSITIONS[name][0]))
     assert_equal(of(name, ranks), reference(make_recipe(*COMPOSITIONS[name])), loss=1e-5, rest=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_compositions_equal_one_process(name: str, told) -> None:
-    ranks = told(more=True, workers=workers_of(MORE[name][0]))
+def test_more_compositions_equal_one_process(name: str, rank_results) -> None:
+    ranks = rank_results(more=True, workers=workers_of(MORE[name][0]))
     assert_equal(of(name, ranks), reference(make_recipe(*MORE[name])), loss=1e-5, rest=1e-4)

@@ -58,14 +58,14 @@ def run(**train: Any) -> tuple[Count, dict[str, torch.Tensor]]:
 )
 def test_recomputed_products(train: dict[str, Any], products: int, attentions: int) -> None:
     plain, gradients = run()
-    count, found = run(**train)
+    count, recomputed = run(**train)
     # The last product of a block (down) has a result that nobody needs again: PyTorch stops before it.
     blocks = attentions
     assert plain.products <= count.products <= plain.products + products
     assert count.products >= plain.products + products - blocks
     assert count.attentions == plain.attentions + attentions
     for name, gradient in gradients.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(recomputed[name], gradient), name
 
 
 def test_selective_keeps_less_than_none_and_more_than_full() -> None:

@@ -61,8 +61,8 @@ def test_no_worker_allocates_the_whole_model(meshes: list[dict[str, int]], tmp_p
     whole = 4 * parameters(recipes[0].model.architecture())
     assert whole > 65 * MB, "the model must outweigh what else a process allocates"
     largest = 4 * MODEL["dim"] * MODEL["hidden"]
-    for rank, found in enumerate(run_ranks(tmp_path, 4, story, recipes)):
-        for mesh, grown in zip(meshes, found["grown"].tolist(), strict=True):
+    for rank, result in enumerate(run_ranks(tmp_path, 4, story, recipes)):
+        for mesh, grown in zip(meshes, result["grown"].tolist(), strict=True):
             # its own quarter (a pipeline's ends have a table more), one tensor on its way, and the libraries' own needs
-            told = f"worker {rank} of {mesh}: {grown / MB:.0f} MB of {whole / MB:.0f}"
-            assert grown < 0.3 * whole + 2 * largest + 25 * MB, told
+            message = f"worker {rank} of {mesh}: {grown / MB:.0f} MB of {whole / MB:.0f}"
+            assert grown < 0.3 * whole + 2 * largest + 25 * MB, message

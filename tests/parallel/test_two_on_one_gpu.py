@@ -43,11 +43,11 @@ def steps(recipe: Recipe, world: World) -> dict[str, torch.Tensor]:
     finish_gradients(parameters, spread.missing)
     norm = total_norm(parameters, world, spread.borrowed)
     total = world.sum(loss.clone() if world.axis("tensor").rank == 0 else torch.zeros_like(loss))
-    found = {"loss": total.cpu(), "norm": norm.cpu()}
+    results = {"loss": total.cpu(), "norm": norm.cpu()}
     # By pieces, as checkpoints are written: DTensor.full_tensor() on a GPU over gloo ends the process (torch 2.11).
     for piece in pieces({name: parameter.grad for name, parameter in parameters.items()}):
-        found[f"{piece.name}@{','.join(map(str, piece.start))}"] = torch.from_numpy(piece.data.view("float32").copy())
-    return found
+        results[f"{piece.name}@{','.join(map(str, piece.start))}"] = torch.from_numpy(piece.data.view("float32").copy())
+    return results
 
 
 def in_truth(key: str, value: torch.Tensor, truth: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -75,8 +75,8 @@ def alone(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
 def test_two_workers_on_one_gpu_equal_one(name: str, dtype: str, tmp_path) -> None:
     (truth,) = run_ranks(tmp_path, 1, alone, make_recipe(None, dtype=dtype))
     bounds = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2)}[dtype]
-    for found in run_ranks(tmp_path, 2, story, make_recipe(MESHES[name], dtype=dtype)):
-        for key, value in found.items():
+    for results in run_ranks(tmp_path, 2, story, make_recipe(MESHES[name], dtype=dtype)):
+        for key, value in results.items():
             same = in_truth(key, value, truth)
             difference = float((value - same).norm() / same.norm())
             assert difference < bounds[key != "loss"], f"{key} differs by {difference:.1e}"
@@ -84,7 +84,7 @@ def test_two_workers_on_one_gpu_equal_one(name: str, dtype: str, tmp_path) -> No
 
 def test_offloaded_moments_are_bitwise_equal_and_free_device_memory() -> None:
     """Three steps of both optimizers; what is allocated between steps differs by the moments, 8 bytes a parameter."""
-    found, held = [], []
+    weights, held = [], []
     for offload in (False, True):
         recipe = make_recipe(None, offload_optimizer=offload)
         spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cuda", 0)))
@@ -101,9 +101,9 @@ def test_offloaded_moments_are_bitwise_equal_and_free_device_memory() -> None:
             optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated() - before)
-        found.append({name: parameter.detach().cpu() for name, parameter in spread.model.named_parameters()})
+        weights.append({name: parameter.detach().cpu() for name, parameter in spread.model.named_parameters()})
         parameters = sum(parameter.numel() for parameter in spread.model.parameters())
         del spread, optimizer
-    for name, parameter in found[0].items():
-        assert torch.equal(parameter, found[1][name]), name
+    for name, parameter in weights[0].items():
+        assert torch.equal(parameter, weights[1][name]), name
     assert held[0] - held[1] == pytest.approx(8 * parameters, rel=0.05)

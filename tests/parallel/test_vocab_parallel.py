@@ -21,12 +21,14 @@ class Widths(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = set[int]()
+        self.seen = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.found |= {leaf.shape[-1] for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1}
-        return made
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {
+            leaf.shape[-1] for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1
+        }
+        return result
 
 
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -37,7 +39,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     tokens = torch.zeros((ROWS, SEQ), dtype=torch.int64)
     with Widths() as widths:
         spread.passes(tokens, tokens, 1.0)
-    return {"widths": torch.tensor(sorted(widths.found))}
+    return {"widths": torch.tensor(sorted(widths.seen))}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -49,6 +51,6 @@ def test_no_worker_has_a_tensor_as_wide_as_the_vocabulary(tied: bool, tmp_path) 
         "parallel": {"tensor": 2, "shard": 1},
     }
     shares = (39, 38)
-    for share, found in zip(shares, run_ranks(tmp_path, 2, story, parse_recipe(values, {}, "test")), strict=True):
-        assert share in found["widths"], "its own share of the logits is there"
-        assert VOCABULARY not in found["widths"]
+    for share, result in zip(shares, run_ranks(tmp_path, 2, story, parse_recipe(values, {}, "test")), strict=True):
+        assert share in result["widths"], "its own share of the logits is there"
+        assert VOCABULARY not in result["widths"]

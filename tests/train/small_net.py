@@ -27,8 +27,8 @@ class Net(nn.Module):
 def gradients(net: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Any, of sizes that differ by orders of magnitude between parameters and between elements."""
     generator = torch.Generator().manual_seed(100 + step)
-    made = {}
+    drawn = {}
     for i, (name, p) in enumerate(net.named_parameters()):
         sizes = torch.rand(p.shape, generator=generator) ** 6
-        made[name] = torch.randn(p.shape, generator=generator) * sizes * 10.0 ** (-(i % 4))
-    return made
+        drawn[name] = torch.randn(p.shape, generator=generator) * sizes * 10.0 ** (-(i % 4))
+    return drawn

@@ -18,17 +18,17 @@ SAVED = {"train.steps": 5, "checkpoint.every_steps": 1, "checkpoint.keep_last": 
 COPIES = {"parallel.replicate": 2, "parallel.shard": 1}
 
 
-def errors(lived: Lived, workers: int = 2) -> list[dict[str, Any]]:
+def errors(result: Lived, workers: int = 2) -> list[dict[str, Any]]:
     """The last words of each worker."""
-    return [lived.events("error", f"rank-{rank}")[-1] for rank in range(workers)]
+    return [result.events("error", f"rank-{rank}")[-1] for rank in range(workers)]
 
 
-def saved(lived: Lived) -> list[int]:
-    return [verify_checkpoint(path).step for path in sorted(lived.run.checkpoints.iterdir())]
+def saved(result: Lived) -> list[int]:
+    return [verify_checkpoint(path).step for path in sorted(result.run.checkpoints.iterdir())]
 
 
-def cursors(lived: Lived) -> list[int]:
-    return [event["cursor"] for event in lived.events("step")]
+def cursors(result: Lived) -> list[int]:
+    return [event["cursor"] for event in result.events("step")]
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ def cursors(lived: Lived) -> list[int]:
 def test_non_finite_loss_stops_all_workers_and_is_not_saved(lab: Lab, recipe, mesh: dict[str, int]) -> None:
     shape = {"model.heads": 4, "model.kv_heads": 2}
     faults = FaultPlan().add("nan", point="collective", step=4, rank=1)
-    lived = lab.train(recipe(SAVED | shape | mesh), workers=2, faults=faults)
-    assert lived.outcome.state == "failed"
-    for error in errors(lived):
+    result = lab.train(recipe(SAVED | shape | mesh), workers=2, faults=faults)
+    assert result.outcome.state == "failed"
+    for error in errors(result):
         assert (error["type"], error["trouble"], error["step"], error["window"]) == (
             "BadNumbers", "not finite", 4, [24, 32]
         )  # fmt: skip
         assert error["message"].endswith("of step 4 is nan")
-    assert saved(lived) == [1, 2, 3]
-    assert [event["step"] for event in lived.events("step")] == [1, 2, 3, 4]
-    told = [incident.text for incident in account(read_run(lived.run)).incidents]
-    assert len([text for text in told if "of step 4 is nan" in text and "worker" not in text]) == 1
+    assert saved(result) == [1, 2, 3]
+    assert [event["step"] for event in result.events("step")] == [1, 2, 3, 4]
+    texts = [incident.text for incident in account(read_run(result.run)).incidents]
+    assert len([text for text in texts if "of step 4 is nan" in text and "worker" not in text]) == 1
 
 
 @pytest.mark.gpu
@@ -57,12 +57,12 @@ def test_non_finite_loss_stops_all_workers_and_is_not_saved(lab: Lab, recipe, me
 def test_bad_step_is_not_saved_on_a_gpu_with_delayed_results(lab: Lab, recipe, every: int, kept: list[int]) -> None:
     settings = SAVED | {"train.device": "cuda", "train.steps": 12, "checkpoint.every_steps": every}
     faults = FaultPlan().add("nan", point="collective", step=4)
-    lived = lab.train(recipe(settings), workers=1, faults=faults)
-    assert lived.outcome.state == "failed"
-    (error,) = errors(lived, 1)
+    result = lab.train(recipe(settings), workers=1, faults=faults)
+    assert result.outcome.state == "failed"
+    (error,) = errors(result, 1)
     assert (error["type"], error["step"], error["window"]) == ("BadNumbers", 4, [24, 32])
-    assert saved(lived) == kept
-    assert [event["step"] for event in lived.events("step")] == [1, 2, 3, 4]
+    assert saved(result) == kept
+    assert [event["step"] for event in result.events("step")] == [1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,9 @@ def test_samples_of_recurring_bad_step_are_skipped(lab: Lab, recipe, passed_over
     again = lab.resume(failed.run, faults=ALWAYS)
     assert again.outcome.state == "failed"
     assert errors(again)[1]["step"] == 4
-    lived = lab.resume(failed.run, "data.skip=[[24, 32]]", faults=ALWAYS)
-    assert_same(lived, passed_over)
-    assert lived.events("resumed")[-1]["step"] == 3
+    result = lab.resume(failed.run, "data.skip=[[24, 32]]", faults=ALWAYS)
+    assert_same(result, passed_over)
+    assert result.events("resumed")[-1]["step"] == 3
 
 
 def test_loss_spike_is_detected_at_its_step(lab: Lab, recipe) -> None:
@@ -111,12 +111,12 @@ def test_loss_spike_is_detected_at_its_step(lab: Lab, recipe) -> None:
     losses = [event["loss"] for event in lab.train(recipe(settings)).events("step")]
     first = next(i for i in range(1, len(losses)) if losses[i] > 1.001 * losses[i - 1])
     watched = settings | {"health.spike_z": 0.1, "health.spike_window": 1, "checkpoint.every_steps": 1}
-    lived = lab.train(recipe(watched), workers=1)
-    (error,) = errors(lived, 1)
+    result = lab.train(recipe(watched), workers=1)
+    (error,) = errors(result, 1)
     assert (error["trouble"], error["step"], error["value"]) == ("spike", first + 1, losses[first])
     assert (error["usual"], error["spread"]) == (losses[first - 1], pytest.approx(losses[first - 1] / 100))
     assert error["window"] == [8 * first, 8 * first + 8]
-    assert saved(lived)[-1:] == [first]
+    assert saved(result)[-1:] == [first]
 
 
 @pytest.mark.slow
@@ -129,12 +129,12 @@ def test_recurring_spike_is_recognized_and_accepted(lab: Lab, recipe) -> None:
     rises = sorted((losses[i] / losses[i - 1] - 1, i + 1) for i in range(1, len(losses)))
     line = (rises[-1][0] + rises[-2][0]) / 2 / 0.01
     watch = {"health.spike_z": line, "health.spike_window": 1, "train.restarts": 3, "checkpoint.every_steps": 1}
-    lived = lab.train(recipe(settings | watch))
-    assert_same(lived, unwatched)
-    spikes = [(error["trouble"], error["step"], error["usual"]) for error in lived.events("error")]
+    result = lab.train(recipe(settings | watch))
+    assert_same(result, unwatched)
+    spikes = [(error["trouble"], error["step"], error["usual"]) for error in result.events("error")]
     step = rises[-1][1]
     assert spikes == [("spike", step, losses[step - 2])] * 2
-    assert [event["step"] for event in lived.events("resumed")] == [0, step - 1, step - 1]
+    assert [event["step"] for event in result.events("resumed")] == [0, step - 1, step - 1]
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def copied(tmp_path_factory, make_lab, recipe) -> Lived:
     return make_lab(tmp_path_factory.mktemp("copied")).train(recipe(SAVED | COPIES), workers=2)
 
 
-def saved_value(lived: Lived, step: int, tensor: str, place: int) -> float:
-    checkpoint = open_checkpoint(find_checkpoint(lived.run.checkpoints, step))
+def saved_value(result: Lived, step: int, tensor: str, place: int) -> float:
+    checkpoint = open_checkpoint(find_checkpoint(result.run.checkpoints, step))
     shape = checkpoint.manifest.tensors[f"model/{tensor}"].shape
     bits = read_box(checkpoint, f"model/{tensor}", (0,) * len(shape), shape)
     return float(bits.view(np.float32).ravel()[place])
@@ -159,18 +159,18 @@ def test_flipped_bit_is_detected_before_a_save(
 ) -> None:
     """And its replica is known by what a run without it has in the same place."""
     settings = SAVED | COPIES | {"health.compare_every_steps": every, "checkpoint.every_steps": saves}
-    lived = lab.train(recipe(settings), workers=2, faults=FaultPlan().add("flip", point="start", step=3, rank=1))
-    assert lived.outcome.state == "failed"
-    for rank, error in enumerate(errors(lived)):
+    result = lab.train(recipe(settings), workers=2, faults=FaultPlan().add("flip", point="start", step=3, rank=1))
+    assert result.outcome.state == "failed"
+    for rank, error in enumerate(errors(result)):
         assert (error["type"], error["step"], error["agreed"], error["replica"]) == ("Corrupted", step, agreed, rank)
         assert outvoted_replica(error["digests"]) is None
         (tensor,) = error["tensors"]
         assert error["index"] == 0
         assert odd_value(error["values"], saved_value(copied, step, tensor, 0)) == 1
     truth = {event["step"]: event["digest"] for event in copied.events("replicas")}
-    before = {event["step"]: event["digest"] for event in lived.events("replicas")}
+    before = {event["step"]: event["digest"] for event in result.events("replicas")}
     assert before == ({agreed: truth[agreed]} | ({1: truth[1]} if saves else {}) if agreed else {})
-    assert saved(lived) == list(range(1, step)) * saves
+    assert saved(result) == list(range(1, step)) * saves
 
 
 def test_replica_comparison_does_not_change_results(lab: Lab, recipe, copied: Lived) -> None:

@@ -53,14 +53,14 @@ def own(lab: Lab) -> Lab:
 def make(recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
     """Makes recipes of a class of `custom_models`."""
 
-    def made(name: str = "Tiny", args: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+    def build(name: str = "Tiny", args: dict[str, Any] | None = None, **settings: Any) -> Recipe:
         model = {"class": f"custom_models:{name}", "args": ARGS if args is None else args}
         model |= {"layout": LAYOUT} if name == "Tiny" else {}
         changed = {key.replace("__", "."): value for key, value in settings.items()}
         train = {f"train.{key}": value for key, value in TRAIN.items()}
         return recipe({"model": model, "seed": 3, **train, **changed})
 
-    return made
+    return build
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ def bare(make: Callable[..., Recipe]) -> Callable[..., list[float]]:
         vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-        found = []
+        values = []
         for step in range(STEPS):
             batch = loader.read(8 * step)
             logits = model(torch.from_numpy(batch.inputs.astype("int64")))
@@ -89,15 +89,15 @@ def bare(make: Callable[..., Recipe]) -> Callable[..., list[float]]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            values.append(loss.item())
+        return values
 
     return losses
 
 
-def losses(lived: Lived) -> list[float]:
-    assert lived.outcome.state == "finished", lived.outcome
-    return [event["loss"] for event in lived.events("step")]
+def losses(result: Lived) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event["loss"] for event in result.events("step")]
 
 
 MESHES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -123,9 +123,9 @@ def test_custom_model_on_a_mesh_equals_a_plain_loop(name: str, own: Lab, make: A
     mesh, tied = MESHES[name]
     workers = math.prod(mesh.values())
     recipe = make(args=ARGS | {"tied": tied}, **({"parallel": mesh} if mesh else {}))
-    lived = own.train(recipe, workers=workers)
-    assert losses(lived) == pytest.approx(bare(tied=tied), rel=1e-5)
-    saved = open_checkpoint(lived.run.checkpoints / f"step-{STEPS:08d}").manifest.tensors
+    result = own.train(recipe, workers=workers)
+    assert losses(result) == pytest.approx(bare(tied=tied), rel=1e-5)
+    saved = open_checkpoint(result.run.checkpoints / f"step-{STEPS:08d}").manifest.tensors
     assert ("model/head.weight" in saved) is not tied, "what is tied is saved once"
 
 
@@ -143,8 +143,8 @@ def test_sequence_parallel_custom_model_equals_plain(own: Lab, make: Any, bare: 
 
 
 def test_initial_weights_are_those_of_the_constructor(own: Lab, make: Any) -> None:
-    lived = own.train(make(train__steps=1), workers=1)
-    initial = lived.run.path / "initial" / "step-00000000"
+    result = own.train(make(train__steps=1), workers=1)
+    initial = result.run.path / "initial" / "step-00000000"
     torch.manual_seed(3)
     model = custom_models.Tiny(**ARGS)
     state = {**dict(model.named_parameters()), "blocks.1.attn.temperature": torch.tensor(1.5)}
@@ -201,7 +201,7 @@ def test_new_run_starts_from_weights_of_another(own: Lab, make: Any, recipe: Any
     assert all(torch.allclose(after[name], weights[name], atol=1e-7) for name in weights)
     with pytest.raises(ModelError, match=r"model\.args is .* in the recipe"):
         own.train(make(args=ARGS | {"depth": 2}, **{"model.init": first.run.name}))
-    with pytest.raises(ModelError, match="is a folder, and a class of your own"):
+    with pytest.raises(ModelError, match="is a folder, but a custom class can only start"):
         own.train(make(**{"model.init": str(own.root)}))
 
 
@@ -211,12 +211,12 @@ def test_recorded_flops_count_multiplied_parameters(own: Lab, make: Any) -> None
     untied = count(custom_models.Tiny(**ARGS, tied=False), make())
     assert untied["parameters"] == body + positions + 2 * table
     assert untied["flops_per_token"] == 6 * (body + table), "rows that are looked up are not multiplied"
-    lived = own.train(make(train__steps=1))
-    (facts,) = lived.events("facts")
+    result = own.train(make(train__steps=1))
+    (facts,) = result.events("facts")
     assert facts["parameters"] == body + positions + table
     assert facts["flops_per_token"] == 6 * (body + table), "as a head the same rows are"
     assert "lower bound" in facts["flops_source"]
-    ledger = account(read_run(lived.run))
+    ledger = account(read_run(result.run))
     assert ledger.mfu is not None
     assert ledger.mfu_full_attention is None
 
@@ -237,37 +237,37 @@ def test_recorded_flops_count_multiplied_parameters(own: Lab, make: Any) -> None
 def test_unusable_custom_class_is_reported_in_one_sentence(
     own: Lab, make: Any, name: str, args: dict[str, Any], message: str, hint: str
 ) -> None:
-    lived = own.train(make(name, args=args), workers=2)
-    assert lived.outcome.state == "failed"
-    assert message in lived.outcome.reason
-    assert hint in (lived.outcome.hint or "")
-    assert not list(lived.run.path.glob("initial/step-*"))
-    assert not list(lived.run.events.glob("*-rank-*")), "no worker was started"
+    result = own.train(make(name, args=args), workers=2)
+    assert result.outcome.state == "failed"
+    assert message in result.outcome.reason
+    assert hint in (result.outcome.hint or "")
+    assert not list(result.run.path.glob("initial/step-*"))
+    assert not list(result.run.events.glob("*-rank-*")), "no worker was started"
 
 
 def test_stop_during_weight_initialization_is_immediate_and_resumable(own: Lab, make: Any, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
     when(flag.read_text, send(signal.SIGINT))
-    lived = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
-    assert lived.outcome.state == "stopped"
-    assert not list(lived.run.path.glob("initial/step-*"))
+    result = own.train(make("Slow", args={"flag": str(flag)}), workers=2)
+    assert result.outcome.state == "stopped"
+    assert not list(result.run.path.glob("initial/step-*"))
     flag.unlink()
-    assert own.resume(lived.run).outcome.state == "finished"
+    assert own.resume(result.run).outcome.state == "finished"
 
 
 def test_custom_class_that_kills_its_process_is_reported(own: Lab, make: Any, tmp_path: Path) -> None:
-    lived = own.train(make("Kills", args={}), workers=1)
-    assert lived.outcome.state == "failed"
-    assert "the process that draws the weights was killed by signal 9" in lived.outcome.reason
+    result = own.train(make("Kills", args={}), workers=1)
+    assert result.outcome.state == "failed"
+    assert "weight initialization was killed by signal 9" in result.outcome.reason
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("TiedAcrossBlocks", "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one parameter"),
-        ("TiedToABlock", "blocks.0.norm1.weight and norm.weight are one parameter"),
-        ("OneBlockTwice", "blocks.0.norm1.weight and blocks.1.norm1.weight are one parameter"),
+        ("TiedAcrossBlocks", "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are tied across blocks"),
+        ("TiedToABlock", "blocks.0.norm1.weight and norm.weight are tied across blocks"),
+        ("OneBlockTwice", "blocks.0.norm1.weight and blocks.1.norm1.weight are tied across blocks"),
     ],
 )
 def test_parameters_tied_across_blocks_need_one_worker(own: Lab, make: Any, name: str, message: str) -> None:
@@ -289,9 +289,9 @@ def test_decoder_only_features_refuse_custom_classes(own: Lab, make: Any, tmp_pa
     checkpoint = run.checkpoints / "step-00000001"
     with pytest.raises(ModelError, match="only built-in model families can be sampled"):
         list(sample(SampleRequest(run=run.path, checkpoint=checkpoint, prompts=[""])))
-    told = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")]).exception
-    assert isinstance(told, ModelError)
-    assert "only Headway's own decoders are exported" in told.message
+    error = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")]).exception
+    assert isinstance(error, ModelError)
+    assert "only Headway's own decoders have a Hugging Face format" in error.message
     written = json.loads(run.recipe_file.read_text())["model"]
     assert written["class"] == "custom_models:Tiny"
     assert "layers" not in written
@@ -300,7 +300,7 @@ def test_decoder_only_features_refuse_custom_classes(own: Lab, make: Any, tmp_pa
 @pytest.mark.parametrize(
     ("change", "size", "message", "hint"),
     [
-        ({"columns": ["blocks.*.attn.querys"]}, 2, "names blocks.*.attn.querys, which Tiny does not have", "attn.q"),
+        ({"columns": ["blocks.*.attn.querys"]}, 2, "model.layout.columns: Tiny has no blocks.*.attn.querys", "attn.q"),
         ({"rows": ["blocks.*.norm1"]}, 2, "names blocks.0.norm1, a LayerNorm", "rows takes linear modules"),
         ({}, 3, "tensor 3 does not divide", "1, 2, 4"),
         ({"divide": []}, 3, "tensor 3 does not divide the 32 outputs of blocks.0.attn.q", "1, 2, 4, 8, 16, 32"),
@@ -341,10 +341,10 @@ def test_invalid_pipeline_split_is_refused(change: dict[str, Any], counts: tuple
 def test_invalid_layout_fails_the_run_with_its_message(own: Lab, make: Any) -> None:
     layout = {**LAYOUT, "columns": ["blocks.*.attn.querys"]}
     recipe = make(parallel={"tensor": 2, "shard": 1}, **{"model.layout": layout})
-    lived = own.train(recipe, workers=2)
-    assert lived.outcome.state == "failed"
-    assert "model.layout.columns names blocks.*.attn.querys, which Tiny does not have" in lived.outcome.reason
-    assert "blocks.*.attn.q" in (lived.outcome.hint or "")
+    result = own.train(recipe, workers=2)
+    assert result.outcome.state == "failed"
+    assert "model.layout.columns: Tiny has no blocks.*.attn.querys" in result.outcome.reason
+    assert "blocks.*.attn.q" in (result.outcome.hint or "")
 
 
 def test_indivisible_sequence_length_is_refused(own: Lab, make: Any) -> None:
@@ -353,24 +353,24 @@ def test_indivisible_sequence_length_is_refused(own: Lab, make: Any) -> None:
         "whole": ["blocks.*.attn", "blocks.*.mlp"],
     }
     recipe = make(args=ARGS | {"positions": 0}, data__seq=31, parallel={"tensor": 2, "shard": 1}, model__layout=layout)
-    lived = own.train(recipe, workers=2)
-    assert "tensor 2 does not divide data.seq (31)" in lived.outcome.reason
+    result = own.train(recipe, workers=2)
+    assert "tensor 2 does not divide data.seq (31)" in result.outcome.reason
 
 
 @pytest.mark.slow
 def test_top_level_buffer_is_saved_once_by_a_pipeline(own: Lab, make: Any) -> None:
     mesh = {"pipeline": 2, "shard": 1}
     recipe = make("WithACounter", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=LAYOUT, train__steps=2)
-    lived = own.train(recipe, workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    assert own.resume(lived.run, "train.steps=3").outcome.state == "finished"
+    result = own.train(recipe, workers=2)
+    assert result.outcome.state == "finished", result.outcome
+    assert own.resume(result.run, "train.steps=3").outcome.state == "finished"
 
 
 def test_positions_added_by_every_stage_are_refused(own: Lab, make: Any) -> None:
     layout = {"blocks": "blocks", "first": ["tok", "pos"], "last": ["head"]}
     mesh = {"pipeline": 2, "shard": 1}
     recipe = make("PositionsOutside", {"vocabulary": VOCABULARY}, parallel=mesh, model__layout=layout)
-    lived = own.train(recipe, workers=2)
-    assert lived.outcome.state == "failed"
-    assert "takes more than the stream" in lived.outcome.reason
-    assert "one module with the token embedding" in (lived.outcome.hint or "")
+    result = own.train(recipe, workers=2)
+    assert result.outcome.state == "failed"
+    assert "takes more than the stream" in result.outcome.reason
+    assert "one module with the token embedding" in (result.outcome.hint or "")

@@ -45,21 +45,21 @@ def mixed(mixture):
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, mixed):
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(mixed(), workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(mixed(), workers=2)
+    assert result.outcome.state == "finished", result.outcome
+    return result
 
 
 @pytest.mark.parametrize("kills", [(5,), pytest.param((2, 5, 8), marks=pytest.mark.slow)])
 def test_killed_around_a_weight_change_and_resumed_is_exact(lab, mixed, unharmed, kills):
-    lived = lab.train(mixed(), workers=2, faults=FaultPlan().kill(kills[0], 1, "data"))
+    result = lab.train(mixed(), workers=2, faults=FaultPlan().kill(kills[0], 1, "data"))
     for number, step in enumerate(kills[1:], start=2):
-        assert lived.outcome.state == "failed"
-        lived = lab.resume(lived.run, faults=FaultPlan().kill(step, 1, "data", attempt=number))
-    assert lived.outcome.state == "failed"
-    lived = lab.resume(lived.run)
-    assert [event["step"] for event in lived.events("resumed")] == [0, *(3 * ((step - 1) // 3) for step in kills)]
-    assert_same(lived, unharmed)
+        assert result.outcome.state == "failed"
+        result = lab.resume(result.run, faults=FaultPlan().kill(step, 1, "data", attempt=number))
+    assert result.outcome.state == "failed"
+    result = lab.resume(result.run)
+    assert [event["step"] for event in result.events("resumed")] == [0, *(3 * ((step - 1) // 3) for step in kills)]
+    assert_same(result, unharmed)
 
 
 def test_samples_do_not_depend_on_number_of_workers(lab, mixed, unharmed):
@@ -102,9 +102,9 @@ def test_run_pins_dataset_versions_and_weights_cannot_change(lab, unharmed):
 def test_mixture_of_one_equals_that_dataset_alone(lab, mixed, dataset):
     """Rows of a step are dealt out by lot, so that losses agree up to the order of their sums."""
     values = mixed(batch_ramp=[], steps=4).model_dump()
-    alone, one = dict(values["data"]), dict(values["data"])
+    alone, single = dict(values["data"]), dict(values["data"])
     alone.pop("mixture")
-    alone["path"], one["mixture"] = str(dataset), {"only": {"path": str(dataset)}}
-    runs = [lab.train(parse_recipe({**values, "data": data}, {}, "test")) for data in (alone, one)]
+    alone["path"], single["mixture"] = str(dataset), {"only": {"path": str(dataset)}}
+    runs = [lab.train(parse_recipe({**values, "data": data}, {}, "test")) for data in (alone, single)]
     losses = [[event["loss"] for event in run.events("step")] for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -23,41 +23,41 @@ FEW = [(2, 1, "data"), (5, 0, "compute"), (8, None, "start")]
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe):
     """The run that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+    assert result.outcome.state == "finished", result.outcome
+    return result
 
 
 def killed_and_resumed(lab, recipe, kills) -> Lived:
     """A run that each kill ended an attempt of; the last attempt is left alone."""
-    lived = None
+    result = None
     for number, (step, rank, point) in enumerate(kills, start=1):
         faults = FaultPlan().kill(step, rank, point, attempt=number)
-        lived = lab.resume(lived.run, faults=faults) if lived else lab.train(recipe(SETTINGS), 2, faults)
-        assert lived.outcome.state == "failed"
-        assert "SIGKILL" in lived.outcome.reason
-    return lab.resume(lived.run)
+        result = lab.resume(result.run, faults=faults) if result else lab.train(recipe(SETTINGS), 2, faults)
+        assert result.outcome.state == "failed"
+        assert "SIGKILL" in result.outcome.reason
+    return lab.resume(result.run)
 
 
-def assert_equal(lived: Lived, unharmed: Lived) -> None:
-    assert lived.outcome.state == "finished", lived.outcome
-    assert lived.chain == unharmed.chain
-    assert lived.digest == unharmed.digest
-    comparison = compare_runs(lived.run, unharmed.run)
+def assert_equal(result: Lived, unharmed: Lived) -> None:
+    assert result.outcome.state == "finished", result.outcome
+    assert result.chain == unharmed.chain
+    assert result.digest == unharmed.digest
+    comparison = compare_runs(result.run, unharmed.run)
     assert comparison.equal, comparison.sentence
 
 
 @pytest.mark.parametrize("kills", [FEW, pytest.param(sorted(KILLS), marks=pytest.mark.slow)], ids=["three", "many"])
 def test_killed_at_random_steps_and_resumed_each_time(lab, recipe, unharmed, kills) -> None:
     """Every attempt does the steps that it has in common with the run that was left alone as that one did."""
-    lived = killed_and_resumed(lab, recipe, kills)
+    result = killed_and_resumed(lab, recipe, kills)
     saved = [3 * ((step - 1) // 3) for step, _, _ in kills]
-    assert [event["step"] for event in lived.events("resumed")] == [0, *saved]
+    assert [event["step"] for event in result.events("resumed")] == [0, *saved]
     truth = {event["step"]: event["chain"] for event in unharmed.events("step")}
-    for record in read_run(lived.run, "rank-0"):
+    for record in read_run(result.run, "rank-0"):
         chains = {event["step"]: event["chain"] for event in record.events if event["kind"] == "step"}
         assert chains == {step: truth[step] for step in chains}
-    assert_equal(lived, unharmed)
+    assert_equal(result, unharmed)
 
 
 @pytest.mark.slow
@@ -69,14 +69,14 @@ def test_killed_at_a_random_step_and_resumed(lab, recipe, unharmed, step: int, r
 
 def test_killed_while_saving_leaves_the_older_checkpoint(lab, recipe, unharmed) -> None:
     """As a save begins, and in the next attempt as it ends."""
-    lived = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(6, 0, "save"))
+    result = lab.train(recipe(SETTINGS), workers=2, faults=FaultPlan().kill(6, 0, "save"))
     for after in (FaultPlan().kill(6, 0, "saved", attempt=2), None):
-        assert lived.outcome.state == "failed"
-        steps = sorted(path.name for path in lived.run.checkpoints.glob("step-*"))
+        assert result.outcome.state == "failed"
+        steps = sorted(path.name for path in result.run.checkpoints.glob("step-*"))
         assert steps == ["step-00000003"]
-        verify_checkpoint(lived.run.checkpoints / steps[0])
-        lived = lab.resume(lived.run, faults=after)
-    assert lived.digest == unharmed.digest
+        verify_checkpoint(result.run.checkpoints / steps[0])
+        result = lab.resume(result.run, faults=after)
+    assert result.digest == unharmed.digest
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_another_seed_gives_another_run(lab, recipe, unharmed) -> None:
 
 @pytest.mark.slow
 def test_save_schedule_does_not_change_results(lab, recipe, unharmed) -> None:
-    lived = lab.train(recipe(SETTINGS | {"checkpoint.every_steps": 5, "eval.every_steps": 0}), workers=2)
-    assert lived.chain == unharmed.chain
-    assert lived.digest == unharmed.digest
+    result = lab.train(recipe(SETTINGS | {"checkpoint.every_steps": 5, "eval.every_steps": 0}), workers=2)
+    assert result.chain == unharmed.chain
+    assert result.digest == unharmed.digest
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
@@ -106,8 +106,8 @@ def test_state_is_resharded_exactly_and_training_continues_closely(
     resumed = lab.resume(killed.run, workers=after)
     assert resumed.outcome.state == "finished", resumed.outcome
     assert [event["step"] for event in resumed.events("resumed")] == [0, 6]
-    ours = {event["step"]: event["loss"] for event in resumed.events("step")}
-    assert ours == pytest.approx({event["step"]: event["loss"] for event in unharmed.events("step")}, rel=1e-4)
+    losses = {event["step"]: event["loss"] for event in resumed.events("step")}
+    assert losses == pytest.approx({event["step"]: event["loss"] for event in unharmed.events("step")}, rel=1e-4)
 
 
 def test_fork_from_a_step_repeats_the_original_run(make_lab, recipe, unharmed) -> None:

@@ -26,9 +26,9 @@ BIAS = "layers.1.mlp.balance.bias"
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe):
     """The run that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS))
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS))
+    assert result.outcome.state == "finished", result.outcome
+    return result
 
 
 def bias_at(run: RunFolder, step: int) -> Tensor:

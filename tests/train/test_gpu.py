@@ -9,9 +9,9 @@ pytestmark = pytest.mark.gpu
 ON_GPU = {"train.device": "cuda", "train.steps": 12, "train.deterministic": True}
 
 
-def losses(lived) -> list[float]:
-    assert lived.outcome.state == "finished", lived.outcome
-    return [event["loss"] for event in lived.events("step")]
+def losses(result) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event["loss"] for event in result.events("step")]
 
 
 def test_gpu_losses_match_cpu_losses(lab, recipe) -> None:
@@ -19,7 +19,7 @@ def test_gpu_losses_match_cpu_losses(lab, recipe) -> None:
     gpu = lab.train(recipe(settings), workers=1)
     cpu = lab.train(recipe(settings | {"train.device": "cpu"}), workers=1)
     assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-3)
-    evaluations = [[event["loss"] for event in lived.events("eval")] for lived in (gpu, cpu)]
+    evaluations = [[event["loss"] for event in result.events("eval")] for result in (gpu, cpu)]
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-3)
 
 
@@ -40,12 +40,12 @@ def test_worker_killed_on_a_gpu_resumes_from_memory_exactly(lab, recipe, dtype: 
     settings = ON_GPU | {"train.dtype": dtype, "checkpoint.memory_every_steps": 1, "train.restarts": 3}
     unharmed = lab.train(recipe(settings | {"checkpoint.memory_every_steps": 0}), workers=1)
     faults = FaultPlan().kill(5).kill(8, attempt=2, point="save").kill(10, attempt=3, point="saved")
-    lived = lab.train(recipe(settings), workers=1, faults=faults)
-    assert lived.outcome.state == "finished", lived.outcome
-    assert len(lived.events("attempt", "agent")) == 4
-    assert [event["step"] for event in lived.events("resumed")[1:]] >= [3, 6, 8]
-    assert lived.digest == unharmed.digest
-    assert compare_runs(lived.run, unharmed.run).equal
+    result = lab.train(recipe(settings), workers=1, faults=faults)
+    assert result.outcome.state == "finished", result.outcome
+    assert len(result.events("attempt", "agent")) == 4
+    assert [event["step"] for event in result.events("resumed")[1:]] >= [3, 6, 8]
+    assert result.digest == unharmed.digest
+    assert compare_runs(result.run, unharmed.run).equal
 
 
 def test_injected_stall_on_a_gpu_is_charged_to_its_account(lab, recipe) -> None:
@@ -65,9 +65,9 @@ def test_stopping_on_a_gpu_saves_the_last_step(lab, recipe) -> None:
     import threading
 
     threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    lived = lab.train(recipe(ON_GPU | {"train.steps": 1_000_000}), workers=1)
-    assert lived.outcome.state == "stopped", lived.outcome
-    assert lived.events("checkpoint", "agent")[-1]["step"] == lived.events("step")[-1]["step"]
+    result = lab.train(recipe(ON_GPU | {"train.steps": 1_000_000}), workers=1)
+    assert result.outcome.state == "stopped", result.outcome
+    assert result.events("checkpoint", "agent")[-1]["step"] == result.events("step")[-1]["step"]
 
 
 @pytest.mark.parametrize("batches", [{}, {"train.batch": 4, "train.batch_ramp": [[7, 8]], "train.microbatch": 2}])

@@ -68,14 +68,14 @@ def test_every_split_gives_the_gradient_of_plain_pytorch(
     if masked:
         settings |= {"data.path": str(masked_dataset), "data.mask_boundaries": True}
     wanted = recipe(settings)
-    lived = lab.train(wanted, workers=workers)
-    assert lived.outcome.state == "finished", lived.outcome
+    result = lab.train(wanted, workers=workers)
+    assert result.outcome.state == "finished", result.outcome
     loss, truth = reference(wanted, Path(wanted.data.path))
-    assert lived.events("step")[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    found = gradients(lived.run)
-    assert len(found) == len(truth)
+    assert result.events("step")[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    moments = gradients(result.run)
+    assert len(moments) == len(truth)
     for name, gradient in truth.items():
-        difference = (found[f"{name}/exp_avg"] - gradient).norm() / gradient.norm()
+        difference = (moments[f"{name}/exp_avg"] - gradient).norm() / gradient.norm()
         assert difference < 1e-5, name
     if masked:
-        assert lived.events("step")[0]["trained"] < lived.events("step")[0]["tokens"] == 12 * 32
+        assert result.events("step")[0]["trained"] < result.events("step")[0]["tokens"] == 12 * 32

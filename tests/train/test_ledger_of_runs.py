@@ -32,13 +32,13 @@ def test_injected_stalls_are_charged_to_their_accounts(lab, recipe, stalls: dict
     for point in stalls:
         faults = faults.stall(point, 4, STALL_S)
     run = lab.train(recipe(settings), WORKERS, faults).run
-    found = seconds(run)
+    accounts = seconds(run)
     for point, name in stalls.items():
         waits = [list(waited(run, rank, point)) for rank in range(WORKERS)]
         assert all(max(of_one) >= STALL_S for of_one in waits), name
-        assert found[name] == pytest.approx(sum(map(sum, waits)), abs=1e-3), name
-    assert found["rework"] == found["restart"] == 0
-    assert found["compute"] > 0
+        assert accounts[name] == pytest.approx(sum(map(sum, waits)), abs=1e-3), name
+    assert accounts["rework"] == accounts["restart"] == 0
+    assert accounts["compute"] > 0
 
 
 def waited(run, rank: int, point: str) -> Iterator[float]:
@@ -89,9 +89,9 @@ def moment(run, attempt: int, process: str, kind: str, name: str | None = None, 
 @pytest.mark.slow
 def test_undisturbed_run_is_fully_accounted_for(lab, recipe) -> None:
     run = lab.train(recipe({"train.steps": 16, "checkpoint.every_steps": 8}), workers=WORKERS).run
-    found = seconds(run)
-    assert found["rework"] == found["restart"] == 0
+    accounts = seconds(run)
+    assert accounts["rework"] == accounts["restart"] == 0
     # Steps of this model take milliseconds, so that what lies between them weighs more than it ever will.
-    assert found["unattributed"] < 0.05 * sum(found.values())
-    assert found["compute"] > 0
+    assert accounts["unattributed"] < 0.05 * sum(accounts.values())
+    assert accounts["compute"] > 0
     assert json.loads(run.recipe_file.read_text())["train"]["steps"] == 16

@@ -49,8 +49,8 @@ def on(mesh: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return MODEL | settings | {f"parallel.{key}": value for key, value in mesh.items()}
 
 
-def losses(lived) -> list[float]:
-    return [event["loss"] for event in lived.events("step")]
+def losses(result) -> list[float]:
+    return [event["loss"] for event in result.events("step")]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def run_once(tmp_path_factory, make_lab, recipe) -> Callable[..., Lived]:
     @cache
     def run(name: str | None, layers: int = 2) -> Lived:
         settings = on(MESHES[name] if name else {}, **{"model.layers": layers})
-        lived = make_lab(tmp_path_factory.mktemp("once")).train(recipe(settings), workers=None if name else 1)
-        assert lived.outcome.state == "finished", lived.outcome
-        return lived
+        result = make_lab(tmp_path_factory.mktemp("once")).train(recipe(settings), workers=None if name else 1)
+        assert result.outcome.state == "finished", result.outcome
+        return result
 
     return run
 
@@ -70,11 +70,11 @@ def run_once(tmp_path_factory, make_lab, recipe) -> Callable[..., Lived]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if " 2 " in name else name for name in MESHES])
 def test_run_on_a_mesh_has_the_losses_of_one_worker(run_once, name: str) -> None:
     layers = 4 if "interleaved" in name else 2
-    lived, alone = run_once(name, layers), run_once(None, layers)
-    assert losses(lived) == pytest.approx(losses(alone), rel=1e-4)
-    norms = [[event["grad_norm"] for event in run.events("step")] for run in (lived, alone)]
+    result, alone = run_once(name, layers), run_once(None, layers)
+    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
+    norms = [[event["grad_norm"] for event in run.events("step")] for run in (result, alone)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-    evaluations = [[event["loss"] for event in run.events("eval")] for run in (lived, alone)]
+    evaluations = [[event["loss"] for event in run.events("eval")] for run in (result, alone)]
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-4)
     assert len(evaluations[0]) == 2
 
@@ -91,18 +91,18 @@ def test_state_moves_between_meshes_and_loss_continues(lab, recipe, path: tuple[
     """Each takes over the state of the one before; the first begins, the others do one and two steps more."""
     settings = {"train.schedule": "constant", "eval.every_steps": 0, "model.layers": layers}
     first = on(MESHES[path[0]], **settings, **{"train.steps": 2})
-    lived = lab.train(recipe(first), workers=None)
+    result = lab.train(recipe(first), workers=None)
     for steps, name in ((3, path[1]), (5, path[2])):
-        assert lived.outcome.state == "finished", lived.outcome
-        before = open_checkpoint(find_checkpoint(lived.run.checkpoints)).manifest
+        assert result.outcome.state == "finished", result.outcome
+        before = open_checkpoint(find_checkpoint(result.run.checkpoints)).manifest
         plain = {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, "schedule": "1f1b", "chunks": "", "stages": ""}
         changes = [f"parallel.{key}={value}" for key, value in (plain | MESHES[name]).items()]
-        lived = lab.resume(lived.run, f"train.steps={steps}", *changes)
-        taken = lived.events("resumed")[-1]
+        result = lab.resume(result.run, f"train.steps={steps}", *changes)
+        taken = result.events("resumed")[-1]
         assert taken["step"] == before.step
-    assert lived.outcome.state == "finished", lived.outcome
+    assert result.outcome.state == "finished", result.outcome
     alone = lab.train(recipe(MODEL | settings | {"train.steps": 5}))
-    assert losses(lived) == pytest.approx(losses(alone), rel=1e-4)
+    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=SLOW)])

@@ -15,14 +15,14 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe):
     """The run that nothing happened to."""
-    lived = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS))
-    assert lived.outcome.state == "finished", lived.outcome
-    return lived
+    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS))
+    assert result.outcome.state == "finished", result.outcome
+    return result
 
 
-def numbers(lived, key: str) -> list[float]:
-    assert lived.outcome.state == "finished", lived.outcome
-    return [event[key] for event in lived.events("step")]
+def numbers(result, key: str) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event[key] for event in result.events("step")]
 
 
 @pytest.mark.slow

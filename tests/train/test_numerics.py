@@ -21,12 +21,12 @@ def test_spike_by_hand() -> None:
     for loss, bad in ((5.965, False), (5.966, True), (1e9, True)):
         watch = NumericsMonitor(Health(spike_z=2, spike_window=5))
         assert feed(watch, [5, 1, 3, 2, 4]) == [None] * 5
-        found = watch.look(6, loss, 1.0)
-        assert (found is not None) == bad
-        if found is not None:
-            assert (found.kind, found.step, found.value, found.what) == ("spike", 6, loss, "loss")
-            assert (found.usual, found.spread) == (3, pytest.approx(1.4826, rel=1e-9))
-            assert found.z == pytest.approx((loss - 3) / 1.4826)
+        verdict = watch.look(6, loss, 1.0)
+        assert (verdict is not None) == bad
+        if verdict is not None:
+            assert (verdict.kind, verdict.step, verdict.value, verdict.what) == ("spike", 6, loss, "loss")
+            assert (verdict.usual, verdict.spread) == (3, pytest.approx(1.4826, rel=1e-9))
+            assert verdict.z == pytest.approx((loss - 3) / 1.4826)
 
 
 def test_median_of_even_window_is_between_two() -> None:
@@ -43,9 +43,9 @@ def test_flat_loss_may_vary_by_one_percent() -> None:
         for loss, bad in ((usual + 0.999, False), (usual + 1.001, True)):
             watch = NumericsMonitor(Health(spike_z=50, spike_window=3))
             feed(watch, [usual] * 3)
-            found = watch.look(4, loss, 1.0)
-            assert (found is not None) == bad
-            assert found is None or found.spread == pytest.approx(0.02)
+            verdict = watch.look(4, loss, 1.0)
+            assert (verdict is not None) == bad
+            assert verdict is None or verdict.spread == pytest.approx(0.02)
 
 
 def test_loss_exactly_at_threshold_is_no_spike() -> None:
@@ -89,19 +89,19 @@ def test_only_losses_in_the_window_count() -> None:
 def test_every_verdict_matches_the_definition(window: int, z: float, losses: list[float]) -> None:
     watch, fine = NumericsMonitor(Health(spike_z=z, spike_window=window)), list[float]()
     for step, loss in enumerate(losses, 1):
-        found = watch.look(step, loss, 1.0)
+        verdict = watch.look(step, loss, 1.0)
         last = fine[-window:]
         if len(last) < window:
-            assert found is None
+            assert verdict is None
         else:
             middle = statistics.median(last)
             spread = max(1.4826 * statistics.median(abs(x - middle) for x in last), abs(middle) / 100)
             above = loss - middle - z * spread
             if abs(above) > 1e-9 * (1 + abs(loss) + z * spread):
-                assert (found is not None) == (above > 0)
-            if found is not None:
-                assert (found.usual, found.spread) == pytest.approx((middle, spread), rel=1e-9, abs=1e-12)
-        if found is None:
+                assert (verdict is not None) == (above > 0)
+            if verdict is not None:
+                assert (verdict.usual, verdict.spread) == pytest.approx((middle, spread), rel=1e-9, abs=1e-12)
+        if verdict is None:
             fine.append(loss)  # a spike is no part of what later ones are held against
 
 
@@ -129,9 +129,9 @@ def test_replayed_step_is_compared_with_its_reference() -> None:
         for loss, bad in ((-1e9, False), (3.9, False), (4.0, False), (4.1, True)):
             watch = NumericsMonitor(Health(spike_z=4, spike_window=2), judge=judge)
             assert feed(watch, before) == [None, None]
-            found = watch.look(3, loss, 1.0)
-            assert (found is not None) == bad
-            assert found is None or (found.usual, found.spread) == (2.0, 0.5)
+            verdict = watch.look(3, loss, 1.0)
+            assert (verdict is not None) == bad
+            assert verdict is None or (verdict.usual, verdict.spread) == (2.0, 0.5)
     other = NumericsMonitor(Health(spike_z=4, spike_window=2), judge=judge)
     assert feed(other, [2.0, 2.0, 2.0, 100.0])[-1] is not None  # the step after is held against its own window
     assert NumericsMonitor(Health(spike_window=64), judge=judge).look(4, 100.0, 1.0) is None
@@ -150,9 +150,9 @@ def test_accepted_spike_starts_a_new_window() -> None:
 def test_any_rise_of_a_constant_zero_loss_is_a_spike() -> None:
     watch = NumericsMonitor(Health(spike_window=2))
     assert feed(watch, [0.0, 0.0, 0.0]) == [None] * 3
-    found = watch.look(4, 1e-3, 1.0)
-    assert found is not None
-    assert found.z == math.inf
+    verdict = watch.look(4, 1e-3, 1.0)
+    assert verdict is not None
+    assert verdict.z == math.inf
 
 
 def test_recorded_error_fields() -> None:

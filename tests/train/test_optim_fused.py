@@ -41,26 +41,26 @@ def test_updates_are_what_plain_pytorch_makes_of_them(way: str) -> None:
     """Two steps with gradients clipped to half of their norm, in one launch on their way and tensor by tensor."""
     settings, tolerance = WAYS[way]
     train = Train(lr=0.02, **settings)
-    found = []
+    nets = []
     for plain in ((), OPERATIONS):
         make_plain(plain)
         net = small().to(getattr(torch, train.weights))
         optimizer = build_optimizer(net, train, seed=3)
         assert (isinstance(optimizer, RuleOptimizer) and optimizer.scales) == (not plain)
         for step in (1, 2):
-            made = gradients(small(), step)
+            drawn = gradients(small(), step)
             for name, parameter in net.named_parameters():
-                parameter.grad = made[name].to(parameter.dtype)
+                parameter.grad = drawn[name].to(parameter.dtype)
             norm = total_norm(dict(net.named_parameters()), World(0, 1, torch.device("cpu")))
             torch.testing.assert_close(norm.float(), _norm(net), rtol=1e-2 if settings else 1e-5, atol=0)
             clip(optimizer, net.parameters(), norm, float(norm) / 2)
             set_step(optimizer.param_groups, step, 0.02)
             optimizer.step()
-        found.append(net)
+        nets.append(net)
     first = small()
-    for name, parameter in found[1].named_parameters():
+    for name, parameter in nets[1].named_parameters():
         moved = (parameter.float() - first.get_parameter(name)).norm().item()
-        apart = (found[0].get_parameter(name).float() - parameter.float()).norm().item()
+        apart = (nets[0].get_parameter(name).float() - parameter.float()).norm().item()
         assert apart <= tolerance * moved, (name, apart / moved)
 
 

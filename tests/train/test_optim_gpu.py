@@ -39,10 +39,10 @@ def run(device: str, settings: dict[str, Any]) -> Net:
     train = Train(lr=0.02, **settings)
     net = Net().to(device, getattr(torch, train.weights))
     optimizer = build_optimizer(net, train, seed=3)
-    made = [{name: g.to(device) for name, g in gradients(Net(), step).items()} for step in (1, 2, 3)]
-    for step, found in enumerate(made, 1):
+    per_step = [{name: g.to(device) for name, g in gradients(Net(), step).items()} for step in (1, 2, 3)]
+    for step, drawn in enumerate(per_step, 1):
         for name, p in net.named_parameters():
-            p.grad = found[name].to(p.dtype)
+            p.grad = drawn[name].to(p.dtype)
         set_step(optimizer.param_groups, step, 0.02)
         # the first step may make tables and handles; from then on the host must not wait
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")

@@ -65,23 +65,25 @@ def test_the_plan_counts_what_one_worker_keeps(way: str) -> None:
     model = empty_decoder(recipe.model)
     freeze(model, recipe.train)
     lower(model, recipe.train)
-    found = held_bytes(model, recipe, build_optimizer(model, recipe.train))
-    assert found == pytest.approx(planned(recipe, Mesh()), rel=1e-12)
+    held = held_bytes(model, recipe, build_optimizer(model, recipe.train))
+    assert held == pytest.approx(planned(recipe, Mesh()), rel=1e-12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_knows_every_family_s_matrices(family: str) -> None:
     """By their names and shapes alone, of stacked experts too, it finds what optimizers find in modules."""
-    made = Model(family=family, vocab_size=320, layers=2, dim=64, heads=4)
-    model = empty_decoder(made)
+    settings = Model(family=family, vocab_size=320, layers=2, dim=64, heads=4)
+    model = empty_decoder(settings)
     for optimizer in ("muon", "adamw-8bit", "adafactor"):
-        recipe = Recipe(data=Data(path="d"), model=made, train=Train(optimizer=optimizer))
+        recipe = Recipe(data=Data(path="d"), model=settings, train=Train(optimizer=optimizer))
         _, states = held_bytes(model, recipe, build_optimizer(model, recipe.train))
-        assert states == sum(optimizer_state_bytes(name, shape, recipe.train) for name, shape in made.tensors().items())
+        assert states == sum(
+            optimizer_state_bytes(name, shape, recipe.train) for name, shape in settings.tensors().items()
+        )
 
 
 def story(rank: int, workers: int) -> dict[str, torch.Tensor]:
-    found = {}
+    held = {}
     for way in WAYS:
         recipe = recipe_of(way)
         world = make_mesh(rank, workers, torch.device("cpu"), {"replicate": 1, "shard": 2, "tensor": 1})
@@ -90,15 +92,15 @@ def story(rank: int, workers: int) -> dict[str, torch.Tensor]:
         lower(model, recipe.train)
         spread = parallelize_model(model, recipe, world)
         optimizer = build_optimizer(spread.model, recipe.train, 0, world)
-        found[way] = torch.tensor(held_bytes(spread.model, recipe, optimizer))
-    return found
+        held[way] = torch.tensor(held_bytes(spread.model, recipe, optimizer))
+    return held
 
 
 def test_the_plan_counts_what_each_of_two_workers_keeps(tmp_path) -> None:
-    for told in run_ranks(tmp_path, 2, story):
-        for way, found in told.items():
+    for by_way in run_ranks(tmp_path, 2, story):
+        for way, held in by_way.items():
             weights, states = planned(recipe_of(way), Mesh(shard=2))
             if way == "adafactor":
                 # each has all means of rows and columns, and half of the five norms' squares
                 states = 2 * states - 5 * 64 * 4 / 2
-            assert found.tolist() == pytest.approx([weights, states], rel=1e-12), way
+            assert held.tolist() == pytest.approx([weights, states], rel=1e-12), way

@@ -61,8 +61,8 @@ def laid_out(mesh: Any, train: Train) -> Net:
         owner, _, key = name.rpartition(".")
         cut = CUTS.get(key, CUTS.get(name, Replicate()))
         placements = [Shard(0), cut] if mesh.ndim == 2 else [Shard(0)]
-        made = nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
-        net.get_submodule(owner)._parameters[key] = made
+        parameter = nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
+        net.get_submodule(owner)._parameters[key] = parameter
     return net
 
 
@@ -103,7 +103,7 @@ def save(rank: int, workers: int, folder: Path, state: dict[str, torch.Tensor], 
 
 def story(rank: int, workers: int, folder: Path, ways: Sequence[str]) -> dict[str, torch.Tensor]:
     """These ways of training: go on from a state of another mesh, or begin; two steps, saved between them."""
-    found = {}
+    results = {}
     for way in ways:
         train = train_of(way)
         net, optimizer, average, held = parts_of(rank, workers, train)
@@ -116,8 +116,8 @@ def story(rank: int, workers: int, folder: Path, ways: Sequence[str]) -> dict[st
         step(net, optimizer, average, 2)
         step(net, optimizer, average, 3)
         for name, tensor in named_state(net, optimizer, held, average.tensors).items():
-            found[f"{way}/{name}"] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-    return found
+            results[f"{way}/{name}"] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return results
 
 
 Found = dict[int, dict[str, torch.Tensor]]
@@ -130,8 +130,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, int], tupl
     @cache
     def run(usual: bool, workers: int) -> tuple[Path, Found]:
         ways = [way for way in WAYS if (way in USUAL) == usual]
-        folder, found = run(usual, workers // 2) if workers > 1 else (tmp_path_factory.mktemp("ways"), {})
-        return folder, found | {workers: run_ranks(folder, workers, story, folder, ways)[0]}
+        folder, results = run(usual, workers // 2) if workers > 1 else (tmp_path_factory.mktemp("ways"), {})
+        return folder, results | {workers: run_ranks(folder, workers, story, folder, ways)[0]}
 
     return run
 
@@ -142,14 +142,14 @@ WORKERS = [2, pytest.param(4, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("way", PARAMETERS)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_mesh_makes_the_updates_of_one_worker(live, way: str, workers: int) -> None:
-    _, found = live(way in USUAL, workers)
-    alone = {name: tensor for name, tensor in found[1].items() if name.startswith(f"{way}/")}
+    _, results = live(way in USUAL, workers)
+    alone = {name: tensor for name, tensor in results[1].items() if name.startswith(f"{way}/")}
     assert any("/ema/" in name for name in alone)
     for name, tensor in alone.items():
         if way == "adafactor":
-            torch.testing.assert_close(found[workers][name], tensor, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(results[workers][name], tensor, rtol=1e-5, atol=1e-6)
         else:
-            assert torch.equal(found[workers][name], tensor), name
+            assert torch.equal(results[workers][name], tensor), name
 
 
 @pytest.mark.parametrize("way", PARAMETERS)

@@ -32,8 +32,8 @@ def test_bits_are_the_formulas(shape: tuple[int, ...]) -> None:
     word = bits_by_hand(3, 17, "blocks.0.w", shape)
     halves = {"weight": word, "momentum": word, "exp_avg": word >> 16, "exp_avg_sq": word * np.uint32(0x9E3779B1) >> 16}
     for kept, wanted in halves.items():
-        made = RoundingBits(3, 17).bits("blocks.0.w", Box((0,) * len(shape), shape), shape, CPU, kept)
-        assert np.array_equal(made.numpy() & 0xFFFF, wanted & 0xFFFF)
+        bits = RoundingBits(3, 17).bits("blocks.0.w", Box((0,) * len(shape), shape), shape, CPU, kept)
+        assert np.array_equal(bits.numpy() & 0xFFFF, wanted & 0xFFFF)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,8 +42,8 @@ def test_the_bits_of_a_part_are_that_part_of_the_whole(seed: int) -> None:
     shape = tuple(rng.integers(1, 9, size=rng.integers(1, 4)).tolist())
     start = tuple(int(rng.integers(0, size)) for size in shape)
     part = Box(start, tuple(int(rng.integers(0, size - at + 1)) for size, at in zip(shape, start, strict=True)))
-    made = RoundingBits(seed, 2).bits("w", part, shape, CPU).numpy().view(np.uint32)
-    assert np.array_equal(made, bits_by_hand(seed, 2, "w", shape)[part.slices((0,) * len(shape))])
+    bits = RoundingBits(seed, 2).bits("w", part, shape, CPU).numpy().view(np.uint32)
+    assert np.array_equal(bits, bits_by_hand(seed, 2, "w", shape)[part.slices((0,) * len(shape))])
 
 
 def test_bits_look_random_and_differ_by_seed_step_name_and_what_is_kept() -> None:
@@ -65,23 +65,23 @@ def test_bits_look_random_and_differ_by_seed_step_name_and_what_is_kept() -> Non
 def test_rounding_goes_to_a_neighbour_and_is_unbiased() -> None:
     values = torch.tensor([1.0, 1.001, -1.003, 3.14159, -1e-20, 1e30, 0.0, 65504.3, 1e-39]).repeat(20000, 1)
     bits = RoundingBits(0, 1).bits("w", Box((0, 0), tuple(values.shape)), tuple(values.shape), CPU)
-    made = to_bfloat16(values, bits).double()
+    rounded = to_bfloat16(values, bits).double()
     below = (values.view(torch.int32) & -0x10000).view(torch.float32).double()  # towards zero
     above = ((values.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double()
-    assert bool(((made == below) | (made == above)).all())
+    assert bool(((rounded == below) | (rounded == above)).all())
     exact = values[0] == values[0].bfloat16()
-    assert torch.equal(made[:, exact], values[:, exact].double())
+    assert torch.equal(rounded[:, exact], values[:, exact].double())
     width = (above - below).abs()[0]
-    off = (made.mean(dim=0) - values[0].double()).abs() / width
+    off = (rounded.mean(dim=0) - values[0].double()).abs() / width
     assert float(off.max()) < 5 * 0.5 / 20000**0.5  # five standard errors of the fairest coin
 
 
 def test_what_is_no_number_stays_so() -> None:
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf])
     odd = torch.cat([odd, torch.tensor([-1, 0x7F800001], dtype=torch.int32).view(torch.float32)])  # NaNs of all kinds
-    made = to_bfloat16(odd, torch.full((5,), 0xFFFF, dtype=torch.int32))
-    assert made.isnan().tolist() == [True, False, False, True, True]
-    assert made[1:3].tolist() == [torch.inf, -torch.inf]
+    rounded = to_bfloat16(odd, torch.full((5,), 0xFFFF, dtype=torch.int32))
+    assert rounded.isnan().tolist() == [True, False, False, True, True]
+    assert rounded[1:3].tolist() == [torch.inf, -torch.inf]
 
 
 # -- eight bits

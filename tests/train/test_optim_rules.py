@@ -31,7 +31,7 @@ def run(net: nn.Module, train: Train, steps: int, seed: int = 0) -> torch.optim.
 
 def adamw64(net: nn.Module, train: Train, steps: int, names: set[str] | None = None) -> dict[str, torch.Tensor]:
     """Loshchilov and Hutter's algorithm 2, in float64."""
-    found = {}
+    weights = {}
     for name, p in net.named_parameters():
         decay = train.weight_decay if p.ndim >= 2 and not name.endswith("bias") else 0.0
         w, m, v = p.detach().double(), torch.zeros(p.shape).double(), torch.zeros(p.shape).double()
@@ -40,8 +40,8 @@ def adamw64(net: nn.Module, train: Train, steps: int, names: set[str] | None = N
             m, v = train.beta1 * m + (1 - train.beta1) * g, train.beta2 * v + (1 - train.beta2) * g * g
             mean, square = m / (1 - train.beta1**step), v / (1 - train.beta2**step)
             w = w - RATE * decay * w - RATE * mean / (square.sqrt() + train.eps)
-        found[name] = w
-    return {name: w for name, w in found.items() if names is None or name in names}
+        weights[name] = w
+    return {name: w for name, w in weights.items() if names is None or name in names}
 
 
 def assert_near(net: nn.Module, truth: dict[str, torch.Tensor], tolerance: float = 2e-6) -> None:
@@ -65,11 +65,11 @@ def test_adamw_is_torchs_to_the_bit_where_tensors_fill_registers() -> None:
     decayed = [p for name, p in other.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
     rest = [p for name, p in other.named_parameters() if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    torch_adamw = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for step in range(1, STEPS + 1):
         for name, p in other.named_parameters():
             p.grad = gradients(other, step)[name]
-        theirs.step()
+        torch_adamw.step()
     filled = [name for name, p in other.named_parameters() if p.numel() % 16 == 0]
     assert len(filled) > 5
     for name in filled:
@@ -91,7 +91,7 @@ def newton_schulz64(matrix: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (16, 16), (1, 7), (4, 6, 9), (2, 9, 1)])
 def test_orthogonalized_matrices_have_the_quintics_singular_values(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    truth = np.stack([newton_schulz64(one) for one in matrices.double().reshape(-1, *shape[-2:]).numpy()])
+    truth = np.stack([newton_schulz64(matrix) for matrix in matrices.double().reshape(-1, *shape[-2:]).numpy()])
     torch.testing.assert_close(
         orthogonalized(matrices).double(), torch.from_numpy(truth).view(shape), rtol=0, atol=2e-5
     )
@@ -110,7 +110,7 @@ def test_muon_is_the_papers_for_matrices_in_blocks_and_adamw_for_the_rest(steps:
             momentum = 0.95 * momentum + 0.05 * g
             ahead = 0.05 * g + 0.95 * momentum
             matrices = ahead.reshape(-1, *ahead.shape[-2:])
-            update = np.stack([newton_schulz64(one) for one in matrices]).reshape(ahead.shape)
+            update = np.stack([newton_schulz64(matrix) for matrix in matrices]).reshape(ahead.shape)
             w = w * (1 - RATE * train.weight_decay) - RATE * 0.2 * math.sqrt(max(w.shape[-2:])) * update
         truth[name] = torch.from_numpy(w)
     optimizer = run(net, train, steps)
@@ -121,17 +121,19 @@ def test_muon_is_the_papers_for_matrices_in_blocks_and_adamw_for_the_rest(steps:
     assert set(optimizer.state[by_muon]) == {"momentum"}
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # theirs multiplies bfloat16, which not every CPU does fast
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon multiplies bfloat16, not fast on every CPU
 def test_muon_is_close_to_torchs_own_which_works_in_bfloat16() -> None:
     net, other = Net(), Net()
     run(net, Train(lr=RATE, optimizer="muon", momentum=0.9), STEPS)
     named = {name: p for name, p in other.named_parameters() if name in MATRICES and p.ndim == 2}
-    theirs = torch.optim.Muon(named.values(), lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    torch_muon = torch.optim.Muon(
+        named.values(), lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
     start = {name: p.detach().clone() for name, p in named.items()}
     for step in range(1, STEPS + 1):
         for name, p in named.items():
             p.grad = gradients(other, step)[name]
-        theirs.step()
+        torch_muon.step()
     for name, p in named.items():
         moved = (p - start[name]).norm()
         assert (net.get_parameter(name) - p).norm() < 0.02 * moved, name
@@ -146,11 +148,11 @@ def test_adafactor_is_transformers_in_float64(steps: int) -> None:
     matrices = [p for name, p in other.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
     rest = [p for name, p in other.named_parameters() if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    theirs = Adafactor(groups, lr=RATE, scale_parameter=False, relative_step=False)
+    hf_adafactor = Adafactor(groups, lr=RATE, scale_parameter=False, relative_step=False)
     for step in range(1, steps + 1):
         for name, gradient in gradients(other, step).items():
             other.get_parameter(name).grad = gradient.double()
-        theirs.step()
+        hf_adafactor.step()
     assert_near(net, dict(other.named_parameters()), 5e-6)
 
 
@@ -192,10 +194,10 @@ def test_rates_follow_the_width_by_mup() -> None:
     optimizer = build_optimizer(decoder, train)
     set_step(optimizer.param_groups, 1, 0.5)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    found = {name: rates[id(p)] for name, p in decoder.named_parameters()}
-    assert found["embed.weight"] == found["norm.weight"] == found["layers.0.mlp_norm.weight"] == 0.5
-    assert found["layers.0.attention.q.weight"] == found["head.weight"] == 0.125
-    assert found["layers.0.mlp.up.weight"] == 0.375
+    by_name = {name: rates[id(p)] for name, p in decoder.named_parameters()}
+    assert by_name["embed.weight"] == by_name["norm.weight"] == by_name["layers.0.mlp_norm.weight"] == 0.5
+    assert by_name["layers.0.attention.q.weight"] == by_name["head.weight"] == 0.125
+    assert by_name["layers.0.mlp.up.weight"] == 0.375
 
 
 def test_routers_are_no_matrices_of_muon() -> None:

@@ -34,9 +34,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def losses(lived) -> list[float]:
-    assert lived.outcome.state == "finished", lived.outcome
-    return [event["loss"] for event in lived.events("step")]
+def losses(result) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event["loss"] for event in result.events("step")]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def losses(lived) -> list[float]:
     ],
 )
 def test_killed_and_resumed_is_exact_and_state_reshards(lab, recipe, way: str, workers: int) -> None:
-    made = recipe(SHORT | WAYS[way])
-    unharmed = lab.train(made, workers=workers)
+    wanted = recipe(SHORT | WAYS[way])
+    unharmed = lab.train(wanted, workers=workers)
     assert losses(unharmed)[-1] < 1.1 * losses(unharmed)[0]
-    killed = lab.train(made, workers=workers, faults=FaultPlan().kill(4, workers - 1, "compute"))
+    killed = lab.train(wanted, workers=workers, faults=FaultPlan().kill(4, workers - 1, "compute"))
     assert killed.outcome.state == "failed"
     resumed = lab.resume(killed.run)
     assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
@@ -85,16 +85,16 @@ def test_run_on_a_mesh_has_the_losses_of_one_worker(lab, recipe, optimizer: str,
 def test_frozen_parameters_keep_their_bits_and_have_no_state(lab, recipe, workers: int) -> None:
     """A whole block, a part of another, and the embedding, which is the head too."""
     patterns = ["embed.*", "layers.0.**", "layers.1.mlp.up.weight"]
-    lived = lab.train(recipe(SHORT | {"train.freeze": patterns, "checkpoint.keep_last": 9}), workers=workers)
-    losses(lived)
-    made = read_recipe(lived.run)
-    decoder = empty_decoder(made.model)
-    init_weights(decoder, made.seed)
-    found = read_tensors(find_checkpoint(lived.run.checkpoints), "")
+    result = lab.train(recipe(SHORT | {"train.freeze": patterns, "checkpoint.keep_last": 9}), workers=workers)
+    losses(result)
+    resolved = read_recipe(result.run)
+    decoder = empty_decoder(resolved.model)
+    init_weights(decoder, resolved.seed)
+    tensors = read_tensors(find_checkpoint(result.run.checkpoints), "")
     for name, first in decoder.named_parameters():
         frozen = name.startswith(("embed.", "layers.0.")) or name == "layers.1.mlp.up.weight"
-        assert torch.equal(found[f"model/{name}"], first.detach()) == frozen, name
-        assert any(key.startswith(f"optimizer/{name}/") for key in found) == (not frozen), name
+        assert torch.equal(tensors[f"model/{name}"], first.detach()) == frozen, name
+        assert any(key.startswith(f"optimizer/{name}/") for key in tensors) == (not frozen), name
 
 
 def test_unmatched_parameter_pattern_is_refused_with_similar_names(lab, recipe) -> None:
@@ -110,33 +110,33 @@ def test_unmatched_parameter_pattern_is_refused_with_similar_names(lab, recipe) 
 def test_ema_matches_a_manual_average_and_is_exportable(lab, recipe, tmp_path) -> None:
     """Every step's weights are saved; their average is made again from those, and from the first weights."""
     settings = {"train.steps": 3, "train.ema": 0.75, "checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
-    lived = lab.train(recipe(settings | {"eval.every_steps": 3, "train.lr": 0.05}), workers=2)
-    losses(lived)
-    made = read_recipe(lived.run)
-    decoder = empty_decoder(made.model)
-    init_weights(decoder, made.seed)
+    trained = lab.train(recipe(settings | {"eval.every_steps": 3, "train.lr": 0.05}), workers=2)
+    losses(trained)
+    resolved = read_recipe(trained.run)
+    decoder = empty_decoder(resolved.model)
+    init_weights(decoder, resolved.seed)
     truth = {name: p.detach().double() for name, p in decoder.named_parameters()}
     for step in (1, 2, 3):
-        weights = read_tensors(find_checkpoint(lived.run.checkpoints, step), "model/")
+        weights = read_tensors(find_checkpoint(trained.run.checkpoints, step), "model/")
         truth = {name: 0.75 * average + 0.25 * weights[name].double() for name, average in truth.items()}
-    found = read_tensors(find_checkpoint(lived.run.checkpoints), "ema/")
-    assert found.keys() == truth.keys()
+    averages = read_tensors(find_checkpoint(trained.run.checkpoints), "ema/")
+    assert averages.keys() == truth.keys()
     for name, average in truth.items():
-        torch.testing.assert_close(found[name].double(), average, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(found[name], weights[name]) or bool((weights[name] == 1).all())
+        torch.testing.assert_close(averages[name].double(), average, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(averages[name], weights[name]) or bool((weights[name] == 1).all())
 
-    decoder.load_state_dict(dict(found))
+    decoder.load_state_dict(dict(averages))
     plain = {**weights}
-    evaluated = lived.events("eval")[-1]
+    evaluated = trained.events("eval")[-1]
     assert evaluated["loss_ema"] != evaluated["loss"]
     folder = tmp_path / "average"
-    command = ["checkpoint", "export", lived.run.name, str(folder), "--ema", "--runs", str(lived.run.path.parent)]
+    command = ["checkpoint", "export", trained.run.name, str(folder), "--ema", "--runs", str(trained.run.path.parent)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     from safetensors.torch import load_file
 
     exported = load_file(folder / "model.safetensors")
-    assert torch.equal(exported["model.embed_tokens.weight"], found["embed.weight"])
+    assert torch.equal(exported["model.embed_tokens.weight"], averages["embed.weight"])
     assert not torch.equal(exported["model.embed_tokens.weight"], plain["embed.weight"])
 
 
@@ -144,8 +144,8 @@ def test_ema_matches_a_manual_average_and_is_exportable(lab, recipe, tmp_path) -
 def test_batch_ramp_consumes_samples_in_order(lab, recipe) -> None:
     settings = {"train.steps": 4, "train.batch": 4, "train.batch_ramp": [[2, 8], [4, 12]], "train.microbatch": 2}
     runs = [lab.train(recipe(settings), workers=workers) for workers in (1, 2)]
-    for lived in runs:
-        events = lived.events("step")
+    for result in runs:
+        events = result.events("step")
         assert [event["cursor"] for event in events] == [4, 12, 20, 32]
         assert [event["tokens"] for event in events] == [4 * 32, 8 * 32, 8 * 32, 12 * 32]
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)

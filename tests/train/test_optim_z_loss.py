@@ -40,9 +40,11 @@ def truth(softcap: float | None, z_loss: float) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "x": x.grad, "weight": weight.grad}
 
 
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_near(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name].double(), value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("softcap", "z_loss"), CASES)
@@ -52,9 +54,9 @@ def test_the_plain_loss(softcap: float | None, z_loss: float, monkeypatch) -> No
     x.requires_grad_(), weight.requires_grad_()
     loss = Loss(softcap)
     loss.z_loss = z_loss
-    made = loss(x, weight, labels)
-    (made * 0.5).backward()
-    assert_near({"loss": made.detach(), "x": x.grad, "weight": weight.grad}, truth(softcap, z_loss))
+    summed = loss(x, weight, labels)
+    (summed * 0.5).backward()
+    assert_near({"loss": summed.detach(), "x": x.grad, "weight": weight.grad}, truth(softcap, z_loss))
     with torch.no_grad():  # an evaluation measures the cross-entropy alone
         plain = loss(x, weight, labels)
     assert float(plain) == pytest.approx(float(truth(softcap, 0.0)["loss"]), rel=1e-5)
@@ -64,9 +66,9 @@ def test_the_plain_loss(softcap: float | None, z_loss: float, monkeypatch) -> No
 def test_the_loss_of_a_class_of_ones_own(z_loss: float) -> None:
     x, weight, labels = drawn()
     x.requires_grad_(), weight.requires_grad_()
-    made = cross_entropy_of_logits(x @ weight.T, labels, Axis(), None, z_loss)
-    (made * 0.5).backward()
-    assert_near({"loss": made.detach(), "x": x.grad, "weight": weight.grad}, truth(None, z_loss))
+    loss = cross_entropy_of_logits(x @ weight.T, labels, Axis(), None, z_loss)
+    (loss * 0.5).backward()
+    assert_near({"loss": loss.detach(), "x": x.grad, "weight": weight.grad}, truth(None, z_loss))
     with torch.no_grad():
         plain = cross_entropy_of_logits(x @ weight.T, labels, Axis(), None, z_loss)
     assert float(plain) == pytest.approx(float(truth(None, 0.0)["loss"]), rel=1e-5)
@@ -76,31 +78,35 @@ def story(rank: int, workers: int) -> dict[str, Tensor]:
     """Eleven rows of the head over two workers: six and five."""
     mesh = init_device_mesh("cpu", (workers,))
     axis = Axis(workers, rank, mesh.get_group())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number, (softcap, z_loss) in enumerate(CASES):
         x, whole, labels = drawn()
         x.requires_grad_()
         weight = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
-        made = shared_loss(axis, False, LogitOptions(softcap, z_loss), x, weight, labels)
-        (made * 0.5).backward()
-        found |= {f"{number}/loss": made.detach(), f"{number}/x": x.grad, f"{number}/weight": weight.grad.full_tensor()}
+        loss = shared_loss(axis, False, LogitOptions(softcap, z_loss), x, weight, labels)
+        (loss * 0.5).backward()
+        results |= {
+            f"{number}/loss": loss.detach(),
+            f"{number}/x": x.grad,
+            f"{number}/weight": weight.grad.full_tensor(),
+        }
         if softcap is None:
             share = weight.detach().to_local().requires_grad_()
             again = x.detach().requires_grad_()
-            made = cross_entropy_of_logits(again @ share.T, labels, axis, 11, z_loss)
-            (made * 0.5).backward()
+            loss = cross_entropy_of_logits(again @ share.T, labels, axis, 11, z_loss)
+            (loss * 0.5).backward()
             dist.all_reduce(again.grad)
-            found |= {f"logits {number}/loss": made.detach(), f"logits {number}/x": again.grad}
-    return found
+            results |= {f"logits {number}/loss": loss.detach(), f"logits {number}/x": again.grad}
+    return results
 
 
 def test_a_vocabulary_that_is_shared_out(tmp_path) -> None:
-    for found in run_ranks(tmp_path, 2, story):
+    for results in run_ranks(tmp_path, 2, story):
         for number, case in enumerate(CASES):
             wanted = truth(*case)
-            assert_near({name: found[f"{number}/{name}"] for name in wanted}, wanted)
+            assert_near({name: results[f"{number}/{name}"] for name in wanted}, wanted)
             if case[0] is None:
                 assert_near(
-                    {name: found[f"logits {number}/{name}"] for name in ("loss", "x")},
+                    {name: results[f"logits {number}/{name}"] for name in ("loss", "x")},
                     {n: wanted[n] for n in ("loss", "x")},
                 )

@@ -37,30 +37,34 @@ class Seen(torch.optim.SGD):
         self.model, self.seen = model, list[set[str]]()
 
     def step(self, closure=None) -> None:
-        self.seen.append({name for name, one in self.model.named_parameters() if one.grad is not None})
+        self.seen.append({name for name, parameter in self.model.named_parameters() if parameter.grad is not None})
         super().step(closure)
 
 
 def test_one_blocks_gradients_at_a_time_and_the_same_weights() -> None:
     torch.manual_seed(0)
-    early, plain = (made := Small()), copy.deepcopy(made)
+    early, plain = (model := Small()), copy.deepcopy(model)
     early.blocks[1][0].bias.requires_grad_(False)
     plain.blocks[1][0].bias.requires_grad_(False)
     optimizer, usual = Seen(early), torch.optim.SGD(plain.parameters(), lr=0.01)
     updates = OptimizerInBackward(list(early.blocks), optimizer, WORLD)
     for x in torch.randn(3, 5, 4):
         plain(x).backward()
-        norm = torch.nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+        )
         usual.step()
         usual.zero_grad()
         early(x).backward()
         assert updates.norm(dict(early.named_parameters())) == pytest.approx(norm.item(), rel=1e-6)
         optimizer.step()
         optimizer.zero_grad()
-    for one, other in zip(early.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
-    of_blocks = [{f"blocks.{n}.{name}" for name, one in early.blocks[n].named_parameters() if one.requires_grad}
-                 for n in (2, 1, 0)]  # fmt: skip
+    for parameter, other in zip(early.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    of_blocks = [
+        {f"blocks.{n}.{name}" for name, parameter in early.blocks[n].named_parameters() if parameter.requires_grad}
+        for n in (2, 1, 0)
+    ]
     rest = {"first.weight", "first.bias", "last.weight", "last.bias"}
     assert optimizer.seen == [*of_blocks, rest] * 3
 
@@ -78,9 +82,9 @@ def test_one_blocks_gradients_at_a_time_and_the_same_weights() -> None:
 def test_a_run_has_the_same_weights_and_losses_and_resumes_exactly(lab, recipe, settings) -> None:
     plain = lab.train(recipe(settings | EARLY | {"train.update_in_backward": False}))
     early = lab.train(recipe(settings | EARLY))
-    steps = [one.events("step") for one in (early, plain)]
+    steps = [result.events("step") for result in (early, plain)]
     assert [event["loss"] for event in steps[0]] == [event["loss"] for event in steps[1]]
-    norms = [[event["grad_norm"] for event in one] for one in steps]
+    norms = [[event["grad_norm"] for event in events] for events in steps]
     # of bfloat16 gradients a CPU's norm is of that precision, and the sum of blocks' squares is of float32
     assert norms[0] == pytest.approx(norms[1], rel=1e-2 if "train.weights" in settings else 1e-5)
     assert early.digest == plain.digest

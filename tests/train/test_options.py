@@ -16,9 +16,9 @@ from headway.train.schedule import learning_rate
 SHORT = {"train.steps": 3}
 
 
-def losses(lived) -> list[float]:
-    assert lived.outcome.state == "finished", lived.outcome
-    return [event["loss"] for event in lived.events("step")]
+def losses(result) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event["loss"] for event in result.events("step")]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def plain(tmp_path_factory, make_lab, recipe) -> list[float]:
 
 @pytest.mark.slow
 def test_recomputed_activations_give_the_same_losses(lab, recipe, plain) -> None:
-    found = losses(lab.train(recipe(SHORT | {"train.recompute": "full"}), workers=2))
-    assert found == pytest.approx(plain, rel=1e-5)
+    recomputed = losses(lab.train(recipe(SHORT | {"train.recompute": "full"}), workers=2))
+    assert recomputed == pytest.approx(plain, rel=1e-5)
 
 
 def test_bfloat16_follows_float32_closely(lab, recipe) -> None:
@@ -37,27 +37,27 @@ def test_bfloat16_follows_float32_closely(lab, recipe) -> None:
     few = {"train.steps": 2, "train.batch": 4, "data.seq": 8}
     plain = losses(lab.train(recipe(few), workers=1))
     for workers in (1, 2):
-        found = losses(lab.train(recipe(few | {"train.dtype": "bfloat16"}), workers=workers))
-        assert found != plain
-        assert found == pytest.approx(plain, rel=2e-3)
+        rounded = losses(lab.train(recipe(few | {"train.dtype": "bfloat16"}), workers=workers))
+        assert rounded != plain
+        assert rounded == pytest.approx(plain, rel=2e-3)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses_and_are_accounted_for(lab, recipe, plain) -> None:
-    lived = lab.train(recipe(SHORT | {"train.compile": True, "train.recompute": "full"}), workers=2)
-    assert losses(lived) == pytest.approx(plain, rel=1e-4)
+    result = lab.train(recipe(SHORT | {"train.compile": True, "train.recompute": "full"}), workers=2)
+    assert losses(result) == pytest.approx(plain, rel=1e-4)
     from headway.track import account, read_run
 
-    ledger = account(read_run(lived.run))
+    ledger = account(read_run(result.run))
     assert ledger.seconds("compile") > ledger.seconds("compute")
 
 
 def test_biases_qk_norm_and_an_untied_head_train(lab, recipe) -> None:
     extras = {"qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_embeddings": False}
-    lived = lab.train(recipe(SHORT | {f"model.{key}": value for key, value in extras.items()}), workers=2)
-    found = losses(lived)
-    assert found[-1] < found[0]
-    names = set(read_tensors(find_checkpoint(lived.run.checkpoints), "model/"))
+    result = lab.train(recipe(SHORT | {f"model.{key}": value for key, value in extras.items()}), workers=2)
+    values = losses(result)
+    assert values[-1] < values[0]
+    names = set(read_tensors(find_checkpoint(result.run.checkpoints), "model/"))
     assert {"head.weight", "layers.0.attention.q_norm.weight", "layers.1.mlp.down.bias"} <= names
 
 
@@ -66,9 +66,9 @@ def test_a_run_starts_from_a_hugging_face_folder(lab, recipe, tmp_path: Path) ->
     decoder = empty_decoder(shape)
     init_weights(decoder, seed=3)
     write_folder(tmp_path / "hf", shape, dict(decoder.state_dict()))
-    lived = lab.train(recipe({"model": {"init": str(tmp_path / "hf")}, "train.steps": 2, "train.lr": 1e-9}), workers=2)
-    assert lived.outcome.state == "finished", lived.outcome
-    after = read_tensors(find_checkpoint(lived.run.checkpoints), "model/")
+    result = lab.train(recipe({"model": {"init": str(tmp_path / "hf")}, "train.steps": 2, "train.lr": 1e-9}), workers=2)
+    assert result.outcome.state == "finished", result.outcome
+    after = read_tensors(find_checkpoint(result.run.checkpoints), "model/")
     for name, weight in decoder.state_dict().items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
 
@@ -91,8 +91,8 @@ def test_a_run_starts_from_another_runs_weights(lab, recipe) -> None:
 def test_evaluation_is_the_mean_over_held_out_windows_whatever_the_workers(lab, recipe, several: int) -> None:
     settings = {"train.steps": 1, "train.warmup_steps": 0, "train.lr": 1e-9, "data.holdout": 0.05}
     settings |= {"eval.every_steps": 1, "eval.windows": 5}
-    found = [lab.train(recipe(settings), workers=workers).events("eval")[-1]["loss"] for workers in (1, several)]
-    assert found == pytest.approx([found[0]] * 2, rel=1e-5)
+    eval_losses = [lab.train(recipe(settings), workers=workers).events("eval")[-1]["loss"] for workers in (1, several)]
+    assert eval_losses == pytest.approx([eval_losses[0]] * 2, rel=1e-5)
     assert lab.train(recipe(settings | {"data.holdout": 0.0})).events("eval") == []
 
 

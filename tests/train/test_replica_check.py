@@ -30,8 +30,8 @@ def by_hand(raw: bytes, size: int) -> int:
     """Words of eight bytes and then elements, each as a signed number, added up modulo 2**64."""
     whole = len(raw) // 8 * 8
     parts = [raw[i : i + 8] for i in range(0, whole, 8)] + [raw[i : i + size] for i in range(whole, len(raw), size)]
-    found = sum(int.from_bytes(part, "little", signed=True) for part in parts) % 2**64
-    return found - 2**64 if found >= 2**63 else found
+    total = sum(int.from_bytes(part, "little", signed=True) for part in parts) % 2**64
+    return total - 2**64 if total >= 2**63 else total
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,12 +164,12 @@ def caught(replicas: ReplicaChecker, step: int) -> dict[str, Any]:
         return dict(error.facts)
 
 
-def packed(found: Any) -> dict[str, torch.Tensor]:
-    return {"found": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
+def packed(value: Any) -> dict[str, torch.Tensor]:
+    return {"value": torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)}
 
 
-def unpacked(told: list[dict[str, torch.Tensor]]) -> list[Any]:
-    return [json.loads(bytes(one["found"].tolist())) for one in told]
+def unpacked(results: list[dict[str, torch.Tensor]]) -> list[Any]:
+    return [json.loads(bytes(result["value"].tolist())) for result in results]
 
 
 def flip_and_mend(
@@ -184,21 +184,21 @@ def flip_and_mend(
     )
     assert [step for step in range(1, 31) if replicas.due(step)] == [7, 10, 20, 30]
     assert replicas.agreed == 3
-    found = [caught(replicas, 4)]
+    verdicts = [caught(replicas, 4)]
     assert replicas.agreed == 4
     bits = mine.view(-1).view(torch.int32)
     before = mine.view(-1)[place].item()
     bits[place] ^= (1 << 20) * (rank == whose)
     flipped = mine.view(-1)[place].item()
-    found.append(caught(replicas, 5))
+    verdicts.append(caught(replicas, 5))
     assert replicas.agreed == 4
     bits[place] ^= (1 << 20) * (rank == whose)
-    found.append(caught(replicas, 6))
+    verdicts.append(caught(replicas, 6))
     assert replicas.agreed == 6
     doubted = [replicas.doubted(step) for step in (6, 7)]
     assert doubted == [None, before if rank == whose else None]
     own = {"name": name, "replica": world.axis("replicate").rank, "place": place, "before": before, "after": flipped}
-    return packed([own, *found])
+    return packed([own, *verdicts])
 
 
 @pytest.mark.parametrize(
@@ -220,23 +220,23 @@ def test_flipped_bit_is_detected_by_all_and_named(
 @pytest.mark.gpu
 def test_flipped_bit_is_detected_on_a_gpu(tmp_path: Path) -> None:
     """Two workers share it, over gloo."""
-    told = run_ranks(tmp_path, 2, flip_and_mend, {"replicate": 2, "shard": 1}, 1, "cuda:0")
-    check_verdicts(unpacked(told), 1, [0, 1])
+    results = run_ranks(tmp_path, 2, flip_and_mend, {"replicate": 2, "shard": 1}, 1, "cuda:0")
+    check_verdicts(unpacked(results), 1, [0, 1])
 
 
-def check_verdicts(told: list[Any], whose: int, alike: list[int]) -> None:
-    struck = told[whose][0]
-    truth = told[0][1]["digest"]
-    assert [one[1] for one in told] == [one[3] for one in told] == [{"digest": truth}] * len(told)
+def check_verdicts(results: list[Any], whose: int, alike: list[int]) -> None:
+    struck = results[whose][0]
+    truth = results[0][1]["digest"]
+    assert [result[1] for result in results] == [result[3] for result in results] == [{"digest": truth}] * len(results)
     values = [struck["after"] if replica == struck["replica"] else struck["before"] for replica in range(2)]
     assert len(set(values)) == 2
-    for rank, (own, _, found, _) in enumerate(told):
-        assert (found["step"], found["agreed"], found["replica"]) == (5, 4, own["replica"])
-        assert outvoted_replica(found["digests"], truth) == struck["replica"]
-        assert len(found["digests"]) == 2
-        seen = (found["tensors"], found["index"], found["values"])
+    for rank, (own, _, verdict, _) in enumerate(results):
+        assert (verdict["step"], verdict["agreed"], verdict["replica"]) == (5, 4, own["replica"])
+        assert outvoted_replica(verdict["digests"], truth) == struck["replica"]
+        assert len(verdict["digests"]) == 2
+        seen = (verdict["tensors"], verdict["index"], verdict["values"])
         assert seen == (([struck["name"]], struck["place"], values) if rank in alike else ([], None, []))
-        assert rank not in alike or odd_value(found["values"], struck["before"]) == struck["replica"]
+        assert rank not in alike or odd_value(verdict["values"], struck["before"]) == struck["replica"]
 
 
 def three(rank: int, workers: int) -> dict[str, torch.Tensor]:
@@ -245,14 +245,14 @@ def three(rank: int, workers: int) -> dict[str, torch.Tensor]:
     replicas = ReplicaChecker(parameters, world, every=1, start=0)
     bits = to_local(next(iter(parameters.values()))).view(-1).view(torch.int32)
     bits[0] ^= rank
-    found = [caught(replicas, 1)]
+    verdicts = [caught(replicas, 1)]
     bits[0] ^= rank if rank < 2 else 0
-    return packed([*found, caught(replicas, 2)])
+    return packed([*verdicts, caught(replicas, 2)])
 
 
 def test_majority_of_three_names_the_corrupted_replica(tmp_path: Path) -> None:
-    told = unpacked(run_ranks(tmp_path, 3, three))
-    for all_differ, one_differs in told:
+    results = unpacked(run_ranks(tmp_path, 3, three))
+    for all_differ, one_differs in results:
         assert len(set(all_differ["digests"])) == 3
         assert outvoted_replica(all_differ["digests"]) is None
         assert outvoted_replica(one_differs["digests"]) == 2
@@ -262,15 +262,15 @@ def test_majority_of_three_names_the_corrupted_replica(tmp_path: Path) -> None:
 def anywhere(rank: int, workers: int, places: dict[int, list[int]]) -> dict[str, torch.Tensor]:
     """The first index that differs, of parameters of some sizes, wherever it is."""
     world = make_mesh(rank, workers, torch.device("cpu"), {"replicate": 2, "shard": 1})
-    found = []
+    indices = []
     for size, some in places.items():
         parameter = torch.zeros(size)
         replicas = ReplicaChecker({"p": parameter}, world, every=1, start=0)
         for place in some:
             parameter[place:] = rank + 1.0
-            found.append(caught(replicas, 1)["index"])
+            indices.append(caught(replicas, 1)["index"])
             parameter[:] = 0
-    return packed(found)
+    return packed(indices)
 
 
 def test_first_differing_element_is_found_at_any_position(tmp_path: Path) -> None:

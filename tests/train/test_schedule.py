@@ -26,13 +26,13 @@ def rates(**settings: object) -> list[float]:
 
 
 def test_linear_falls_by_equal_steps_to_its_share() -> None:
-    found = rates(schedule="linear", warmup_steps=2, min_lr_ratio=0.2)
-    assert found == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+    actual = rates(schedule="linear", warmup_steps=2, min_lr_ratio=0.2)
+    assert actual == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
 
 
 def test_inverse_root_falls_with_the_root_of_the_steps() -> None:
-    found = rates(schedule="inverse-root", warmup_steps=4)
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, *(2 / step**0.5 for step in range(5, 11))])
+    actual = rates(schedule="inverse-root", warmup_steps=4)
+    assert actual == pytest.approx([0.25, 0.5, 0.75, 1.0, *(2 / step**0.5 for step in range(5, 11))])
     assert rates(schedule="inverse-root", warmup_steps=0)[3] == pytest.approx(0.5)
 
 
@@ -45,8 +45,8 @@ WSD = {
 
 @pytest.mark.parametrize("decay", WSD)
 def test_wsd_rises_stays_and_falls_in_its_last_steps(decay: str) -> None:
-    found = rates(schedule="wsd", warmup_steps=2, decay_steps=4, decay=decay, min_lr_ratio=0.0)
-    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *WSD[decay]], abs=1e-12)
+    actual = rates(schedule="wsd", warmup_steps=2, decay_steps=4, decay=decay, min_lr_ratio=0.0)
+    assert actual == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *WSD[decay]], abs=1e-12)
     above = rates(schedule="wsd", warmup_steps=2, decay_steps=4, decay=decay, min_lr_ratio=0.3)
     assert above[6:] == pytest.approx([0.3 + 0.7 * left for left in WSD[decay]])
 
